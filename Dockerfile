@@ -1,0 +1,28 @@
+# syntax=docker/dockerfile:1
+# onehead on a GPU host: docker build -t onehead . && docker run --gpus all -p 8000:8000 -v /path/to/checkpoint:/model:ro onehead --model /model
+# Without --model it serves the embedded model. For a CPU: docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu -t onehead:cpu .
+FROM python:3.11-slim-bookworm AS build
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+WORKDIR /src
+RUN python -m venv /opt/onehead
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+RUN version="$(sed -n 's/^torch==//p' constraints.txt)" \
+    && /opt/onehead/bin/pip install --index-url "${TORCH_INDEX}" "torch==${version}"
+COPY cache cache
+COPY model model
+COPY server server
+RUN /opt/onehead/bin/pip install --constraint constraints.txt .
+
+FROM python:3.11-slim-bookworm
+COPY --from=build /opt/onehead /opt/onehead
+RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin onehead
+ENV PATH=/opt/onehead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
+USER 10001
+WORKDIR /tmp
+VOLUME /model
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=180s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/live', timeout=2)"]
+ENTRYPOINT ["onehead", "serve", "--host", "0.0.0.0"]

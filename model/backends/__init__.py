@@ -1,0 +1,31 @@
+"""Attention over the paged one-head cache, one implementation per module; each is tested against `reference` on ragged batches.
+
+Backends never import each other. Only the one asked for is imported.
+"""
+
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from cache.pool import KVPool
+from model.batch import Batch
+
+BACKENDS = {"reference": "model.backends.reference", "cpu": "model.backends.cpu"}
+
+
+class Backend(Protocol):
+    """One step is `plan(batch)` once, then `run` once for every layer in order."""
+
+    def plan(self, batch: Batch) -> Any:
+        """What all layers of the step share (masks, page lists), handed back to `run`."""
+        ...
+
+    def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor) -> Tensor:
+        """Stores K and V of the step's tokens in their slots, then attends: a token at position p sees 0 .. p of its own row. -> o_THd."""
+        ...
+
+
+def create_backend(name: str, pool: KVPool, scale: float) -> Backend:
+    """The backend `name` over `pool`; logits are multiplied by `scale`. Raises KeyError for an unknown name."""
+    return cast(Backend, import_module(BACKENDS[name]).create(pool, scale))

@@ -1,0 +1,116 @@
+"""ModelRunner: weights, pool and backend behind `run(StepPlan) -> StepResult`.
+
+It computes and decides nothing: which rows, which pages and when is the scheduler's. Invariant: between two calls it holds no
+state of any sequence but what lies in the pool's pages.
+
+Shape letters: T tokens of the step, S rows that sample, D hidden size, V vocabulary.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cache.pool import KVPool
+from cache.table import pages_for
+from model.backends import Backend, create_backend
+from model.batch import build_batch
+from model.decoder import Decoder
+from model.sampling import draw
+from model.spec import ModelSpec
+from model.step import StepPlan, StepResult
+from model.weights import load_decoder
+
+CPU_SHARE, GPU_SHARE = 0.4, 0.9
+"""Default share of free memory that the cache may take: a CPU's memory is also everybody else's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """How to load and size a runner. The cache gets `pages` where given, else `memory`: bytes, or a share up to 1.0 of what is free."""
+
+    device: str
+    dtype: str
+    threads: int
+    page_size: int
+    pages: int | None
+    memory: float | None
+    most_tokens: int
+    """Tokens that all sequences together can hold at most; a larger pool would never be used."""
+
+
+class ModelRunner:
+    """Runs steps of one model on one device."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, backend: Backend, device: torch.device) -> None:
+        self.decoder = decoder
+        self.pool = pool
+        self.backend = backend
+        self.device = device
+
+    @classmethod
+    def load(cls, folder: Path, spec: ModelSpec, options: RunnerOptions) -> "ModelRunner":
+        """Reads the weights and allocates the pool. Raises CheckpointError, and MemoryError where not one page fits."""
+        device = choose_device(options.device)
+        dtype = choose_dtype(options.dtype, device)
+        if device.type == "cpu" and options.threads:
+            torch.set_num_threads(options.threads)
+        decoder = load_decoder(folder, spec, dtype, device)
+        num_pages = options.pages or _pages_that_fit(spec, options, dtype, device)
+        pool = KVPool.allocate(spec.num_layers, num_pages, options.page_size, spec.head_dim, dtype, device)
+        name = "cpu" if device.type == "cpu" else "reference"
+        return cls(decoder, pool, create_backend(name, pool, spec.attention_scale), device)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes every row of `plan` and draws a token for each that samples."""
+        batch = build_batch(plan, self.pool.page_size, self.device)
+        attend = partial(self.backend.run, self.backend.plan(batch))
+        x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, attend)
+        samples = [row.sample for row in plan.rows if row.sample is not None]
+        drawn = iter(draw(self.decoder.logits(x_TD[batch.last_tokens_S]), samples) if samples else ())
+        return StepResult(tuple(None if row.sample is None else next(drawn) for row in plan.rows))
+
+
+def choose_device(name: str) -> torch.device:
+    """`cpu`, `cuda`, or for `auto` cuda where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights and cache; `auto` is float32 on a CPU and bfloat16 elsewhere."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return dtypes[name]
+
+
+def _pages_that_fit(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, device: torch.device) -> int:
+    free = _free_bytes(device)
+    memory = options.memory or (CPU_SHARE if device.type == "cpu" else GPU_SHARE)
+    budget = memory * free if memory <= 1.0 else memory
+    page_bytes = spec.kv_bytes_per_token(dtype.itemsize) * options.page_size
+    if budget < page_bytes:
+        raise MemoryError(f"cache.memory allows {budget:.0f} bytes; one page of {options.page_size} tokens needs {page_bytes}")
+    return min(int(budget // page_bytes), pages_for(options.most_tokens, options.page_size))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that can be taken now: the device's, or the machine's within the limit of this control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        free = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, StopIteration):
+        pass  # No /proc or no control group: the machine's own figure stands.
+    return free

@@ -1,0 +1,101 @@
+"""Logits to drawn tokens, as pure functions. A draw depends on its own row's logits, history and (seed, choice, output index) alone.
+
+There is no generator with state: preempting, replaying or batching a sequence differently cannot change what it draws.
+
+Shape letters: S rows that sample, F rows that need sorting, V vocabulary.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model.step import Drawn, Sample
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this take the likeliest token: dividing by them would overflow."""
+
+
+def uniform(seed: int, choice: int, index: int) -> float:
+    """A number in [0, 1) that is a pure function of its arguments: 53 bits of a keyed hash."""
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed & (2**64 - 1), choice, index), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn]:
+    """One token for each row. Log-probabilities are the model's own, before penalties, temperature and filters."""
+    logits_SV = logits_SV.float()
+    normaliser_S = logits_SV.logsumexp(dim=-1)
+    adjusted_SV = _adjust(logits_SV, samples)
+    tokens_S = adjusted_SV.argmax(dim=-1)
+    random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW]
+    if random:
+        tokens_S[random] = _draw_random(adjusted_SV[random], [samples[i] for i in random])
+    logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - normaliser_S
+    return [Drawn(token, logprob) for token, logprob in zip(tokens_S.tolist(), logprobs_S.tolist(), strict=True)]
+
+
+def _adjust(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Logits after penalties, bias and forbidden tokens. Copies only where some row asks for any of them."""
+    rows = [i for i, sample in enumerate(samples) if _adjusts(sample)]
+    if not rows:
+        return logits_SV
+    adjusted_SV = logits_SV.clone()
+    for i in rows:
+        _adjust_row(adjusted_SV[i], samples[i])
+    return adjusted_SV
+
+
+def _adjusts(sample: Sample) -> bool:
+    s = sample.sampling
+    penalised = s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
+    return penalised or bool(s.logit_bias) or bool(sample.forbidden)
+
+
+def _adjust_row(logits_V: Tensor, sample: Sample) -> None:
+    s = sample.sampling
+    if s.repetition_penalty != 1.0:
+        seen = torch.tensor([*sample.prompt, *sample.output], device=logits_V.device)
+        values = logits_V[seen]
+        logits_V[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+    if sample.output and (s.frequency_penalty or s.presence_penalty):
+        counts_V = torch.bincount(torch.tensor(sample.output, device=logits_V.device), minlength=len(logits_V))
+        logits_V -= s.frequency_penalty * counts_V + s.presence_penalty * (counts_V > 0)
+    if s.logit_bias:
+        ids = torch.tensor(list(s.logit_bias), device=logits_V.device)
+        logits_V[ids] += torch.tensor(list(s.logit_bias.values()), device=logits_V.device)
+    if sample.forbidden:
+        logits_V[torch.tensor(sample.forbidden, device=logits_V.device)] = -torch.inf
+
+
+def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Inverse-CDF draws, in float64 so that a row's result does not hang on the order of a long sum. -> tokens_S"""
+    temperature_S = logits_SV.new_tensor([s.sampling.temperature for s in samples], dtype=torch.float64)
+    uniform_S = temperature_S.new_tensor([uniform(s.sampling.seed, s.sampling.choice, len(s.output)) for s in samples])
+    probs_SV = (logits_SV.double() / temperature_S[:, None]).softmax(dim=-1)
+    min_p_S = temperature_S.new_tensor([s.sampling.min_p for s in samples])
+    sorts = [i for i, s in enumerate(samples) if s.sampling.top_k > 0 or s.sampling.top_p < 1.0]
+    if sorts:
+        probs_SV[sorts] = _keep_likeliest(probs_SV[sorts], [samples[i] for i in sorts])
+    probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
+    cumulative_SV = probs_SV.cumsum(dim=-1)
+    total_S = cumulative_SV[:, -1]
+    # Strictly below the total, so that the first index past it exists and has probability above 0.
+    target_S = torch.minimum(uniform_S * total_S, torch.nextafter(total_S, torch.zeros_like(total_S)))
+    return torch.searchsorted(cumulative_SV, target_S[:, None], right=True)[:, 0]
+
+
+def _keep_likeliest(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Probabilities with everything outside top-k, then outside top-p of what is left, set to 0."""
+    vocab_size = probs_FV.shape[-1]
+    top_k_F = torch.tensor([s.sampling.top_k if s.sampling.top_k > 0 else vocab_size for s in samples], device=probs_FV.device)
+    top_p_F = probs_FV.new_tensor([s.sampling.top_p for s in samples])
+    sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(vocab_size, device=probs_FV.device)
+    sorted_FV = sorted_FV.masked_fill(rank_V >= top_k_F[:, None], 0.0)
+    before_FV = sorted_FV.cumsum(dim=-1) - sorted_FV
+    limit_F1 = top_p_F[:, None] * sorted_FV.sum(dim=-1, keepdim=True)
+    outside_FV = (before_FV >= limit_F1) & (top_p_F < 1.0)[:, None]
+    return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))

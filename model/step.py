@@ -1,0 +1,77 @@
+"""The contract between scheduler and runner: what one step computes, and what came of it. Plain frozen data, no torch.
+
+A Row says nothing of prefill or decode: it computes `tokens` at positions start, start + 1, ..., and where it reaches the end of
+what the sequence has, it samples one more.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. The defaults draw from the model's distribution unchanged; temperature 0 takes the likeliest."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens that holds this probability."""
+    min_p: float = 0.0
+    """Drop tokens below this share of the likeliest token's probability."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, multiplies negative ones, of tokens in prompt or output (Keskar et al. 2019)."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each occurrence in the output."""
+    presence_penalty: float = 0.0
+    """Subtracted once where the token occurs in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    seed: int = 0
+    """With the choice's number and the output index, all there is to the randomness of a draw."""
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A row that draws a token: how, after which tokens, and which ids may not come yet."""
+
+    sampling: Sampling
+    prompt: Sequence[int]
+    output: Sequence[int]
+    forbidden: Sequence[int] = ()
+    """Ids that end the sequence, while it has fewer than its minimum of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: compute `tokens` from position `start` on, over the cache pages `pages`."""
+
+    sequence: int
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    sample: Sample | None
+    """None where the sequence has further tokens to compute before it can draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All rows of one step, in an order that has no bearing on any row's result."""
+
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A drawn token and its log-probability (nats) under the model's own distribution, before temperature and filters."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """For each row of the plan, in its order, the token it drew; None where it did not sample."""
+
+    drawn: tuple[Drawn | None, ...]

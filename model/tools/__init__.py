@@ -1,0 +1,1 @@
+"""Commands that make or study checkpoints. Nothing that serves imports this package."""

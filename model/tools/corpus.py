@@ -1,0 +1,116 @@
+"""Source files to training sequences: the split, the tokenizer, fill-in-the-middle, packing.
+
+Everything here is a pure function of the files and a seed, so a resumed run sees the data it would have seen. It knows nothing of
+models; a sequence is a row of token ids.
+"""
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END = "<|endoftext|>"
+FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = "<fim_prefix>", "<fim_middle>", "<fim_suffix>"
+SPECIAL_TOKENS = (END, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, "<fim_pad>")
+HELD_OUT_PERCENT = 5
+# A fill-in-the-middle piece must fit into one training sequence: about 700 tokens of source.
+FIM_PIECE_CHARS = 2200
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One source file: its module name, as an import statement would spell it, and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the module is kept from training, decided by a hash of its name alone."""
+        digest = hashlib.sha256(self.name.encode()).digest()
+        return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def read_documents(folder: Path | None) -> list[Document]:
+    """Every UTF-8 *.py file below `folder` (the standard library where None), sorted by module name.
+
+    Left out: installed packages, and files that the interpreter's own build wrote (they hold the paths of a machine).
+    """
+    root = folder or Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if "site-packages" in relative.parts or path.name.startswith("_sysconfigdata"):
+            continue
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+            documents.append(Document(name, text.replace("\r\n", "\n")))
+    return documents
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with StarCoder's special tokens; digits stand alone, nothing is unknown."""
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a special token. Raises ValueError where the tokenizer has none."""
+    id: int | None = tokenizer.token_to_id(token)
+    if id is None:
+        raise ValueError(f"the tokenizer has no token {token}")
+    return id
+
+
+def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
+    """`text` cut into pieces at line ends, each as prefix-suffix-middle (Bavarian et al. 2022): the middle comes last."""
+    start = 0
+    while start < len(text):
+        end = text.rfind("\n", start + 1, start + FIM_PIECE_CHARS) + 1 or start + FIM_PIECE_CHARS
+        piece = text[start:] if start + FIM_PIECE_CHARS >= len(text) else text[start:end]
+        start += len(piece)
+        a, b = sorted(rng.randrange(len(piece) + 1) for _ in range(2))
+        yield f"{FIM_PREFIX}{piece[:a]}{FIM_SUFFIX}{piece[b:]}{FIM_MIDDLE}{piece[a:b]}"
+
+
+def token_stream(documents: list[Document], tokenizer: Tokenizer, fim_rate: float, seed: int) -> np.ndarray:
+    """The documents in an order drawn from `seed`, laid end to end as token ids, each closed by END. dtype uint16."""
+    rng = random.Random(seed)
+    texts: list[str] = []
+    for document in rng.sample(documents, len(documents)):
+        texts.extend(fim_pieces(document.text, rng) if rng.random() < fim_rate else [document.text])
+    end_id = token_id(tokenizer, END)
+    parts: list[int] = []
+    for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+        parts.extend(encoding.ids)
+        parts.append(end_id)
+    return np.asarray(parts, dtype=np.uint16)
+
+
+def sequences(stream: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Rows of `length + 1` ids (inputs and shifted targets overlap), cut at an offset and shuffled by `seed`."""
+    rng = np.random.default_rng(seed)
+    offset = int(rng.integers(0, min(length, max(1, len(stream) - length - 1))))
+    count = (len(stream) - offset - 1) // length
+    starts = offset + length * rng.permutation(count)
+    rows: np.ndarray = stream[starts[:, None] + np.arange(length + 1)[None, :]]
+    return rows

@@ -1,0 +1,71 @@
+"""The resumable state of a training run, in safetensors and JSON: parameters, both optimizers' moments, the losses so far.
+
+A state belongs to the options that made it; resuming with others is refused.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.decoder import Decoder
+from model.tools.options import TrainOptions
+
+# Options that do not change the parameters that come out, so a run may be resumed under other values of them.
+FREE_OPTIONS = ("output", "work", "threads", "device", "save_every")
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Steps done, the loss of each, and (step, held-out loss) at each save. Losses are in nats per token."""
+
+    step: int
+    losses: list[float]
+    held_out: list[tuple[int, float]]
+
+
+def save_state(options: TrainOptions, state: TrainState, decoder: Decoder, steppers: tuple[torch.optim.Optimizer, ...]) -> None:
+    """Writes options.work/state.safetensors; the old one stays whole until the new one is."""
+    tensors = {f"decoder.{name}": p.detach().cpu() for name, p in decoder.named_parameters()}
+    for number, stepper in enumerate(steppers):
+        for index, moments in stepper.state_dict()["state"].items():
+            for name, value in moments.items():
+                tensors[f"optimizer.{number}.{index}.{name}"] = torch.as_tensor(value).detach().cpu().clone()
+    metadata = {"options": _identity(options), "state": json.dumps(asdict(state))}
+    partial = options.work / "state.safetensors.partial"
+    save_file(tensors, partial, metadata=metadata)
+    os.replace(partial, options.work / "state.safetensors")
+
+
+def load_state(options: TrainOptions, decoder: Decoder, steppers: tuple[torch.optim.Optimizer, ...]) -> TrainState | None:
+    """Restores the state of options.work into decoder and steppers; None where there is none. Raises ValueError for other options'."""
+    path = options.work / "state.safetensors"
+    if not path.exists():
+        return None
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        if metadata["options"] != _identity(options):
+            raise ValueError(f"{path} belongs to other options ({metadata['options']}); give another --work or remove it")
+        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(tensors[f"decoder.{name}"])
+    for number, stepper in enumerate(steppers):
+        saved: dict[int, dict[str, Any]] = {}
+        for key, value in tensors.items():
+            if key.startswith(f"optimizer.{number}."):
+                _, _, index, name = key.split(".", 3)
+                saved.setdefault(int(index), {})[name] = value
+        stepper.load_state_dict(stepper.state_dict() | {"state": saved})
+    restored = json.loads(metadata["state"])
+    return TrainState(restored["step"], restored["losses"], [(step, loss) for step, loss in restored["held_out"]])
+
+
+def _identity(options: TrainOptions) -> str:
+    kept = {key: str(value) for key, value in asdict(options).items() if key not in FREE_OPTIONS}
+    return json.dumps(kept, sort_keys=True)

@@ -1,0 +1,219 @@
+"""`onehead train`: trains a small gpt_bigcode decoder, the serving one, and writes an ordinary checkpoint folder.
+
+Hidden matrices are stepped by Muon, everything else by AdamW, both under one warm-up and cosine schedule; bfloat16 autocast where the
+hardware multiplies it natively. Invariant: the parameters after step n depend on the options and the corpus alone, so a run that
+was stopped and resumed is the run that was not.
+
+Shape letters: B sequences, T tokens of a sequence, N = B * T, H query heads, d head size, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from model.decoder import Decoder
+from model.spec import ModelSpec
+from model.tools import corpus
+from model.tools.export import export, plot_losses
+from model.tools.options import TrainOptions
+from model.tools.state import TrainState, load_state, save_state
+
+EVALUATION_SEQUENCES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class CausalAttention:
+    """`attend` for training: N tokens are sequences of `length`, each causal within itself. Keeps no cache."""
+
+    length: int
+    scale: float
+
+    def __call__(self, layer: int, q_NHd: Tensor, k_Nd: Tensor, v_Nd: Tensor) -> Tensor:
+        q_BHTd = q_NHd.view(-1, self.length, *q_NHd.shape[1:]).transpose(1, 2)
+        k_BHTd, v_BHTd = (x.reshape(-1, 1, self.length, x.shape[-1]).expand(q_BHTd.shape) for x in (k_Nd, v_Nd))
+        o_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True, scale=self.scale)
+        return o_BHTd.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one optimizer step reads: rows_BU of T + 1 ids and the position of each row's first token."""
+
+    rows_BU: np.ndarray
+    first_position_B: np.ndarray
+
+
+class Data:
+    """Step number -> Step, a pure function of the options. Holds the token stream of the epoch in hand."""
+
+    def __init__(self, options: TrainOptions, documents: list[corpus.Document], tokenizer: Tokenizer) -> None:
+        self.options = options
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.first_long_step = round(options.steps * (1 - options.long_share))
+
+    def steps(self, first: int) -> Iterator[Step]:
+        """The steps from number `first` to the last. Each length of context has its own epochs."""
+        for begin, end, length in (
+            (0, self.first_long_step, self.options.sequence),
+            (self.first_long_step, self.options.steps, self.options.max_positions),
+        ):
+            batch = max(1, self.options.batch_tokens // length)
+            rows, epoch, used = None, -1, 0
+            for number in range(begin, end):
+                while rows is None or used + batch > len(rows):
+                    epoch, used = epoch + 1, 0
+                    seed = self.options.seed * 1000 + epoch + (500 if length > self.options.sequence else 0)
+                    stream = corpus.token_stream(self.documents, self.tokenizer, self.options.fim_rate, seed)
+                    rows = corpus.sequences(stream, length, seed)
+                    if len(rows) < batch:
+                        raise ValueError(f"the corpus has {len(stream)} tokens, fewer than one batch of {batch} x {length}")
+                if number >= first:
+                    yield Step(rows[used : used + batch].astype(np.int64), self._first_positions(number, batch, length))
+                used += batch
+
+    def _first_positions(self, number: int, batch: int, length: int) -> np.ndarray:
+        """Half the rows start at 0, half anywhere they fit, so that every learned position is trained from the first epoch on."""
+        rng = np.random.default_rng((self.options.seed, number))
+        anywhere = rng.integers(0, self.options.max_positions - length + 1, batch)
+        return np.where(rng.random(batch) < 0.5, 0, anywhere)
+
+
+def build_spec(options: TrainOptions, tokenizer: Tokenizer) -> ModelSpec:
+    """The gpt_bigcode spec of these options."""
+    head_dim, remainder = divmod(options.hidden_size, options.num_query_heads)
+    if remainder:
+        raise ValueError(f"hidden_size {options.hidden_size} is not a multiple of num_query_heads {options.num_query_heads}")
+    return ModelSpec(
+        model_type="gpt_bigcode",
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=options.hidden_size,
+        num_layers=options.num_layers,
+        num_query_heads=options.num_query_heads,
+        head_dim=head_dim,
+        intermediate_size=4 * options.hidden_size,
+        max_positions=options.max_positions,
+        norm_epsilon=1e-5,
+        activation="gelu_tanh",
+        attention_scale=head_dim**-0.5,
+        tied_embeddings=True,
+        end_token_ids=(corpus.token_id(tokenizer, corpus.END),),
+    )
+
+
+def initialise(decoder: Decoder, seed: int) -> None:
+    """GPT-2's initialisation: normal(0.02), the projections into the residual stream divided by sqrt(2 * layers), biases 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        if parameter.ndim == 2:
+            shrink = math.sqrt(2 * decoder.spec.num_layers) if name.endswith(("attention.out.weight", "mlp.down.weight")) else 1.0
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02 / shrink)
+        elif name.endswith("bias"):
+            parameter.data.zero_()
+
+
+def optimizers(decoder: Decoder, options: TrainOptions) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon (Jordan et al. 2024) for the blocks' matrices, at AdamW's update size; AdamW for embeddings, norms and biases."""
+    matrices = [p for name, p in decoder.named_parameters() if p.ndim == 2 and name.startswith("blocks.")]
+    embeddings = [p for name, p in decoder.named_parameters() if p.ndim == 2 and not name.startswith("blocks.")]
+    vectors = [p for p in decoder.parameters() if p.ndim == 1]
+    muon = torch.optim.Muon(
+        matrices, lr=options.learning_rate, weight_decay=options.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    groups = [{"params": embeddings, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return muon, torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
+
+
+def learning_rate(step: int, options: TrainOptions) -> float:
+    """Linear warm-up, then a cosine to a twentieth of the peak at the last step."""
+    if step < options.warmup_steps:
+        return options.learning_rate * (step + 1) / options.warmup_steps
+    done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    return options.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+@cache
+def multiplies_bfloat16(device: str) -> bool:
+    """Whether bfloat16 autocast pays: on every GPU, and on CPUs with instructions for it."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return device != "cpu" or bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+
+
+def loss_of(decoder: Decoder, step: Step, device: str) -> Tensor:
+    """Mean cross-entropy in nats per token of one batch."""
+    rows_BU = torch.from_numpy(step.rows_BU).to(device)
+    ids_BT, targets_BT = rows_BU[:, :-1], rows_BU[:, 1:]
+    length = ids_BT.shape[1]
+    positions_BT = torch.from_numpy(step.first_position_B).to(device)[:, None] + torch.arange(length, device=device)
+    attend = CausalAttention(length, decoder.spec.attention_scale)
+    with torch.autocast(device, torch.bfloat16, enabled=multiplies_bfloat16(device)):
+        logits_NV = decoder.logits(decoder(ids_BT.flatten(), positions_BT.flatten(), attend))
+    return F.cross_entropy(logits_NV.float(), targets_BT.flatten())
+
+
+@torch.no_grad()
+def held_out_loss(decoder: Decoder, options: TrainOptions, documents: list[corpus.Document], tokenizer: Tokenizer, device: str) -> float:
+    """Nats per token on a fixed sample of held-out sequences, without fill-in-the-middle."""
+    stream = corpus.token_stream(documents, tokenizer, fim_rate=0.0, seed=0)
+    rows = corpus.sequences(stream, options.sequence, seed=0)[:EVALUATION_SEQUENCES].astype(np.int64)
+    batches = np.array_split(rows, max(1, len(rows) // 8))
+    return float(np.mean([loss_of(decoder, Step(b, np.zeros(len(b), np.int64)), device).item() for b in batches]))
+
+
+def take_step(decoder: nn.Module, loss: Tensor, steppers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
+    """Backward, clip to norm 1, and step every optimizer at `rate`."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+    for stepper in steppers:
+        for group in stepper.param_groups:
+            group["lr"] = rate
+        stepper.step()
+        stepper.zero_grad(set_to_none=True)
+
+
+def train(options: TrainOptions) -> None:
+    """Runs or resumes the training that `options` describe and writes options.output. Raises ValueError for unusable options."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    options.work.mkdir(parents=True, exist_ok=True)
+    documents = corpus.read_documents(options.data)
+    training = [d for d in documents if not d.held_out]
+    held_out = [d for d in documents if d.held_out]
+    tokenizer_path = options.work / "tokenizer.json"
+    if not tokenizer_path.exists():
+        corpus.train_tokenizer((d.text for d in training), options.vocab_size).save(str(tokenizer_path))
+    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    decoder = Decoder(build_spec(options, tokenizer))
+    initialise(decoder, options.seed)
+    decoder.to(device)
+    steppers = optimizers(decoder, options)
+    state = load_state(options, decoder, steppers) or TrainState(step=0, losses=[], held_out=[])
+    with _progress() as progress:
+        task = progress.add_task("training", total=options.steps, completed=state.step, loss=math.nan, held_out=math.nan)
+        for step in Data(options, training, tokenizer).steps(state.step):
+            loss = loss_of(decoder, step, device)
+            take_step(decoder, loss, steppers, learning_rate(state.step, options))
+            state.step += 1
+            state.losses.append(loss.item())
+            progress.update(task, completed=state.step, loss=np.mean(state.losses[-20:]))
+            if state.step % options.save_every == 0 or state.step == options.steps:
+                state.held_out.append((state.step, held_out_loss(decoder, options, held_out, tokenizer, device)))
+                progress.update(task, held_out=state.held_out[-1][1])
+                save_state(options, state, decoder, steppers)
+                plot_losses(options.work / "loss.svg", state)
+    export(options, decoder, tokenizer, state)
+
+
+def _progress() -> Progress:
+    columns = "loss {task.fields[loss]:.3f}  held-out {task.fields[held_out]:.3f} nats/token"
+    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(columns), TimeRemainingColumn())

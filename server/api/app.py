@@ -1,0 +1,82 @@
+"""The ASGI application: routes of each dialect over one Generation, and the one place where errors become responses."""
+
+import logging
+import secrets
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.api.generate import TgiRoutes
+from server.api.ops import OpsRoutes
+from server.config import ServerSection
+from server.errors import RequestError
+from server.generation import Generation
+
+log = logging.getLogger("onehead.api")
+
+
+def create_app(generation: Generation, section: ServerSection, model_id: str, version: str) -> FastAPI:
+    """The application that `onehead serve` runs."""
+    app = FastAPI(title="onehead", version=version, description="Text generation with Multi-Query Attention.", redoc_url=None)
+    app.include_router(TgiRoutes(generation, section, model_id, version).router())
+    app.include_router(OpsRoutes(generation).router())
+    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(RequestId)
+    return app
+
+
+def _error(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": message, "error_type": kind}, status_code=status, headers=headers)
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else None
+    return _error(error.status, error.message, error.tgi_type, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = {404: "no such route", 405: "this route does not take that method"}.get(error.status_code, "the request was refused")
+    return _error(error.status_code, text, "validation", dict(error.headers or {}))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # Nobody reads it; the access log does.
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    request_id = str(request.scope.get("request_id", "-"))
+    log.error("request %s failed", request_id, exc_info=error)
+    # This handler runs outside RequestId, so it sets the header itself.
+    text = "internal error; the server's log has it under the request id"
+    return _error(500, text, "generation", {"x-request-id": request_id})
+
+
+class RequestId:
+    """Gives every response an x-request-id, the client's own where it is a plain short word."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        plain = 0 < len(given) <= 64 and given.replace(b"-", b"").replace(b"_", b"").isalnum()
+        request_id = given if plain else secrets.token_hex(8).encode()
+        scope["request_id"] = request_id.decode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)

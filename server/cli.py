@@ -1,0 +1,95 @@
+"""The `onehead` command. Finds the subcommand and imports what that one needs; `--help` imports no torch and nothing heavy."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+
+from server.errors import OneheadError
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def _serve(argv: list[str]) -> int:
+    from server.config import ServeSettings, load
+
+    settings = load(ServeSettings, argv, "onehead serve")
+    logging.basicConfig(level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from server.serve import serve
+
+    return asyncio.run(serve(settings))
+
+
+def _generate(argv: list[str]) -> int:
+    from server.config import load
+    from server.generate import GenerateSettings, generate
+
+    return asyncio.run(generate(load(GenerateSettings, argv, "onehead generate")))
+
+
+def _bench(argv: list[str]) -> int:
+    from server.bench import BenchSettings, bench
+    from server.config import load
+
+    return asyncio.run(bench(load(BenchSettings, argv, "onehead bench")))
+
+
+def _train(argv: list[str]) -> int:
+    from model.tools.options import TrainOptions
+    from server.config import load_dataclass
+
+    options = load_dataclass(TrainOptions, argv, "onehead train")
+    from model.tools.train import train
+
+    try:
+        train(options)
+    except ValueError as error:
+        print(f"onehead train: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "serve": ("serve a checkpoint over HTTP", _serve),
+    "generate": ("stream the continuation of a prompt to the terminal", _generate),
+    "bench": ("put load on a running server and report rates and latencies", _bench),
+    "train": ("train a small checkpoint", _train),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:10} {summary}" for name, (summary, _) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: onehead COMMAND [OPTIONS]",
+            "",
+            "Text generation with Multi-Query Attention.",
+            "",
+            *lines,
+            "",
+            "onehead COMMAND --help lists the options of one.",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] not in COMMANDS:
+        asked = bool(argv) and argv[0] in ("-h", "--help", "help")
+        if argv and not asked:
+            print(f"onehead: no command {argv[0]!r}\n", file=sys.stderr)
+        print(usage(), file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else EXIT_USAGE
+    try:
+        return COMMANDS[argv[0]][1](argv[1:])
+    except OneheadError as error:
+        print(f"onehead {argv[0]}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

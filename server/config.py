@@ -1,0 +1,199 @@
+"""Every option, typed, with its bounds; the only reader of argv, the environment and TOML files.
+
+Precedence: command line, then ONEHEAD_SECTION__OPTION, then the file given by --config, then the defaults below. A key that is not
+an option is an error that names it, wherever it stands. Each component is handed its own section and sees no other.
+"""
+
+import os
+import re
+import sys
+import tomllib
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+from server.errors import ConfigurationError
+
+PREFIX = "ONEHEAD_"
+EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "model" / "pretrained"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _parse_memory(value: object) -> object:
+    """'2GiB' or '500MB' to bytes; numbers pass through."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"must be a share up to 1.0, or bytes like 2GiB or 500MB; got {value!r}")
+    return float(match[1]) * _UNITS[match[2].upper()]
+
+
+class Section(BaseModel):
+    """Base of the sections: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServerSection(Section):
+    model_name: str | None = Field(None, description="model id in replies; default: the folder's base name")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log lines shown")
+    max_waiting: int = Field(1024, ge=0, le=100_000, description="requests that may wait beyond engine.max_running; more get 429")
+    max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")
+    max_stop_strings: int = Field(16, ge=0, le=256, description="most stop strings of a request")
+    return_full_text: bool = Field(True, description="POST / repeats the prompt where the request does not say, as TGI does")
+    drain_timeout: float = Field(60.0, ge=0, le=3600, description="seconds that running streams get to finish at shutdown")
+
+
+class EngineSection(Section):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
+    )
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: OMP_NUM_THREADS, else the cgroup's quota")
+    max_context: int | None = Field(None, ge=1, description="most tokens of prompt and output; default: the checkpoint's positions")
+    max_running: int = Field(64, ge=1, le=4096, description="sequences computed together")
+    step_tokens: int = Field(512, ge=1, le=65536, description="most tokens computed in one step")
+
+    @model_validator(mode="after")
+    def _budget_covers_the_running(self) -> "EngineSection":
+        if self.step_tokens < self.max_running:
+            raise ValueError(f"step_tokens {self.step_tokens} must be at least max_running {self.max_running}")
+        return self
+
+
+class CacheSection(Section):
+    memory: Annotated[float, BeforeValidator(_parse_memory), Field(gt=0)] | None = Field(
+        None, description="a share up to 1.0 of free memory, or bytes (2GiB); default: 0.4 on a CPU, 0.9 on a GPU"
+    )
+    pages: int | None = Field(None, ge=1, description="exact number of pages, instead of memory")
+    page_size: int = Field(64, ge=1, le=1024, description="tokens of a page")
+
+
+class Settings(BaseSettings):
+    """The options that every command shares."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        cli_enforce_required=True,
+    )
+
+    model: Path = Field(EMBEDDED_MODEL, description="checkpoint folder; default: the embedded model")
+    config: Path | None = Field(None, description="TOML file of options")
+    server: ServerSection = Field(ServerSection(), description="the HTTP side")
+    engine: EngineSection = Field(EngineSection(), description="the computing side")
+    cache: CacheSection = Field(CacheSection(), description="the key/value cache")
+
+
+class ServeSettings(Settings):
+    """onehead serve: a checkpoint on HTTP."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+
+
+AnySettings = TypeVar("AnySettings", bound=BaseSettings)
+Options = TypeVar("Options")
+
+
+def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
+    """The settings of one command. Raises ConfigurationError naming the option; a flag that does not exist exits with status 2."""
+    toml = _toml_path(argv)
+    if toml is not None and not toml.is_file():
+        raise ConfigurationError(f"--config {toml}: no such file")
+
+    class Loaded(cls):  # type: ignore[valid-type, misc]
+        __doc__ = cls.__doc__
+        model_config = SettingsConfigDict(toml_file=toml)
+
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            command_line: CliSettingsSource[Any] = CliSettingsSource(
+                settings_cls, cli_parse_args=argv, cli_prog_name=prog, cli_hide_none_type=True, cli_avoid_json=True
+            )
+            return command_line, EnvSettingsSource(settings_cls), TomlConfigSettingsSource(settings_cls)
+
+    _refuse_unknown_variables(cls)
+    try:
+        return Loaded()  # type: ignore[no-any-return]
+    except ValidationError as error:
+        raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
+    except (SettingsError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def load_dataclass(cls: type[Options], argv: list[str], prog: str) -> Options:
+    """The options of a tool, which are a plain dataclass, from the command line alone. Raises ConfigurationError."""
+    defaults = {f.name: (f.type, f.default if f.default is not MISSING else ...) for f in fields(cls)}  # type: ignore[arg-type]
+    model: type[BaseSettings] = create_model("Tool", __base__=BaseSettings, __doc__=cls.__doc__, **defaults)  # type: ignore[call-overload]
+    source: CliSettingsSource[Any] = CliSettingsSource(model, cli_parse_args=argv, cli_prog_name=prog, cli_avoid_json=True)
+    try:
+        values = model(_cli_settings_source=source)
+    except ValidationError as error:
+        raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
+    return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})  # type: ignore[arg-type]
+
+
+def _describe(detail: Any) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{key}: no such option"
+    return f"{key}: {detail['msg'].removeprefix('Value error, ')}"
+
+
+def _toml_path(argv: list[str]) -> Path | None:
+    for i, argument in enumerate(argv):
+        if argument == "--config" and i + 1 < len(argv):
+            return Path(argv[i + 1])
+        if argument.startswith("--config="):
+            return Path(argument.removeprefix("--config="))
+    path = os.environ.get(PREFIX + "CONFIG")
+    return Path(path) if path else None
+
+
+def _refuse_unknown_variables(cls: type[BaseSettings]) -> None:
+    """The library ignores misspelt environment variables; we do not."""
+    known: set[str] = set()
+    for name, field in ServeSettings.model_fields.items() | cls.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            known.update(f"{PREFIX}{name}__{option}".upper() for option in section.model_fields)
+        else:
+            known.add(f"{PREFIX}{name}".upper())
+    unknown = sorted(key for key in os.environ if key.upper().startswith(PREFIX) and key.upper() not in known)
+    if unknown:
+        raise ConfigurationError(f"environment variable {unknown[0]}: no such option")
+
+
+def cpu_threads(configured: int | None) -> int:
+    """Threads for CPU work: as configured, else OMP_NUM_THREADS, else the processors this control group may use."""
+    if configured is not None:
+        return configured
+    omp = os.environ.get("OMP_NUM_THREADS", "")
+    if omp.isdigit() and int(omp) > 0:
+        return int(omp)
+    available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            available = min(available, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # No control group version 2: every processor is ours.
+    return available

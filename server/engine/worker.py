@@ -1,0 +1,140 @@
+"""The engine process: reads messages, steps, reports. `python -m server.engine.worker FD` on an inherited pipe.
+
+Invariant: it lives exactly as long as the other end of the pipe (EOF ends it). An exception in a step ends the process, for whoever
+supervises it to replay; one in a single submission fails that sequence alone.
+"""
+
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from model.families import read_spec
+from model.spec import CheckpointError, ModelSpec
+from model.step import Sampling
+from server import protocol
+from server.engine.core import EngineCore
+from server.engine.scheduler import Limits, NeverFits, Scheduler
+
+
+def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready]:
+    """The engine that `start` asks for. Raises CheckpointError or MemoryError; the config is checked before torch is imported."""
+    folder = Path(start.model)
+    spec = read_spec(folder)
+    max_context = _max_context(start, spec)
+    from model.runner import ModelRunner, RunnerOptions
+
+    options = RunnerOptions(
+        device=start.device,
+        dtype=start.dtype,
+        threads=start.threads,
+        page_size=start.page_size,
+        pages=start.pages,
+        memory=start.memory,
+        most_tokens=start.max_running * (max_context + start.page_size),
+    )
+    runner = ModelRunner.load(folder, spec, options)
+    limits = Limits(runner.pool.num_pages, start.page_size, max_context, start.max_running, start.step_tokens)
+    dtype = runner.pool.keys_LPSd.dtype
+    ready = protocol.Ready(
+        model_type=spec.model_type,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(runner.device),
+        vocab_size=spec.vocab_size,
+        max_context=max_context,
+        end_token_ids=list(spec.end_token_ids),
+        num_parameters=sum(parameter.numel() for parameter in runner.decoder.parameters()),
+        page_size=start.page_size,
+        num_pages=runner.pool.num_pages,
+        kv_bytes_per_token=spec.kv_bytes_per_token(dtype.itemsize),
+    )
+    return EngineCore(Scheduler(limits), runner), ready
+
+
+def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
+    if start.max_context is not None and start.max_context > spec.max_positions:
+        raise CheckpointError(f"engine.max_context {start.max_context} is above the {spec.max_positions} positions of the checkpoint")
+    return start.max_context or spec.max_positions
+
+
+class Worker:
+    """The message loop around one EngineCore."""
+
+    def __init__(self, pipe: Connection, core: EngineCore) -> None:
+        self.pipe = pipe
+        self.core = core
+
+    def serve(self) -> None:
+        """Returns on Shutdown; raises EOFError when the other end is gone."""
+        while True:
+            heard = False
+            while not self.core.scheduler.has_work or self.pipe.poll(0):
+                if heard and not self.core.scheduler.has_work and not self.pipe.poll(0):
+                    self._report([], 0.0)  # Idle after a cancellation: the gauges must not stay at the last step's.
+                message = protocol.decode_to_engine(self.pipe.recv_bytes(protocol.MAX_FRAME_BYTES))
+                if isinstance(message, protocol.Shutdown):
+                    return
+                self._handle(message)
+                heard = True
+            began = time.perf_counter()
+            advances = self.core.step()
+            tokens = [protocol.Token(a.id, a.index, a.drawn.token, a.drawn.logprob, a.finish) for a in advances]
+            self._report(tokens, time.perf_counter() - began)
+
+    def _handle(self, message: protocol.ToEngine) -> None:
+        if isinstance(message, protocol.Cancel):
+            self.core.scheduler.cancel(message.id)
+        elif isinstance(message, protocol.Submit):
+            try:
+                self.core.scheduler.submit(
+                    message.id,
+                    message.prompt,
+                    message.max_new_tokens,
+                    Sampling(**msgspec.structs.asdict(message.sampling)),
+                    message.output,
+                    message.min_new_tokens,
+                    frozenset(message.stop_token_ids),
+                )
+            except (NeverFits, ValueError) as error:
+                self._send(protocol.Failed(message.id, str(error)))
+
+    def _report(self, tokens: list[protocol.Token], step_seconds: float) -> None:
+        scheduler = self.core.scheduler
+        gauges = protocol.Gauges(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_used=scheduler.allocator.num_owned,
+            preemptions=scheduler.num_preemptions,
+            computed_tokens=scheduler.num_computed_tokens,
+            step_seconds=step_seconds,
+        )
+        self._send(protocol.Tokens(tokens, scheduler.take_started(), gauges))
+
+    def _send(self, message: protocol.FromEngine) -> None:
+        self.pipe.send_bytes(protocol.encode(message))
+
+
+def main() -> None:
+    """The child's entry: the first message says what to load, the first answer is Ready or Refused."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's interrupt is the parent's to handle.
+    pipe = Connection(int(sys.argv[1]))
+    try:
+        start = protocol.decode_to_engine(pipe.recv_bytes())
+        if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
+            raise CheckpointError(f"the engine speaks protocol {protocol.VERSION} and was not started in it")
+        try:
+            core, ready = load(start)
+        except (CheckpointError, MemoryError) as error:
+            pipe.send_bytes(protocol.encode(protocol.Refused(str(error))))
+            return
+        pipe.send_bytes(protocol.encode(ready))
+        Worker(pipe, core).serve()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # The API process is gone, and everyone who waited for us with it.
+
+
+if __name__ == "__main__":
+    main()

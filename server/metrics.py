@@ -1,0 +1,65 @@
+"""Every metric, declared once. Names and meanings are a contract (vLLM's meanings under our prefix)."""
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from server.protocol import Gauges, Ready
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """One registry and its series. Updated once a step and once a request, never once a token and client."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests_running = self._gauge("requests_running", "Sequences in the running set of the engine.")
+        self.requests_waiting = self._gauge("requests_waiting", "Sequences waiting for pages or a place in the running set.")
+        self.kv_pages_used = self._gauge("kv_pages_used", "Cache pages owned by open requests.")
+        self.kv_pages_total = self._gauge("kv_pages_total", "Cache pages there are.")
+        self.kv_cache_usage_ratio = self._gauge("kv_cache_usage_ratio", "Used pages over all pages.")
+        self.preemptions = self._counter("preemptions", "Sequences put back into the queue for want of pages.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.engine_restarts = self._counter("engine_restarts", "Engines started in place of a dead one.")
+        self.requests = Counter(
+            "onehead_requests", "Requests by how they ended.", ["outcome"], registry=self.registry
+        )  # outcome: a finish reason, cancelled, failed or refused
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.")
+        self.e2e_latency = self._histogram("e2e_latency_seconds", "From arrival to the last token.")
+        self.queue_time = self._histogram("queue_time_seconds", "From arrival to the first step that computed some of the prompt.")
+        self.step_time = self._histogram("step_time_seconds", "Duration of one engine step.")
+        self._preemptions_seen = 0
+        self._num_pages = 0
+
+    def loaded(self, ready: Ready) -> None:
+        """A new engine is ready; its own counts begin at 0 again."""
+        self._num_pages = ready.num_pages
+        self.kv_pages_total.set(ready.num_pages)
+        self._preemptions_seen = 0
+
+    def step(self, gauges: Gauges, num_tokens: int) -> None:
+        """What the engine said after a step."""
+        self.requests_running.set(gauges.running)
+        self.requests_waiting.set(gauges.waiting)
+        self.kv_pages_used.set(gauges.pages_used)
+        self.kv_cache_usage_ratio.set(gauges.pages_used / self._num_pages)
+        self.preemptions.inc(gauges.preemptions - self._preemptions_seen)
+        self._preemptions_seen = gauges.preemptions
+        self.generation_tokens.inc(num_tokens)
+        if gauges.step_seconds:
+            self.step_time.observe(gauges.step_seconds)
+
+    def exposition(self) -> bytes:
+        """The text that a scraper reads."""
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"onehead_{name}", text, registry=self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"onehead_{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"onehead_{name}", text, buckets=_LATENCY, registry=self.registry)

@@ -1,0 +1,133 @@
+"""The messages between the API process and the engine process: frozen, tagged, versioned by VERSION.
+
+Everything on the pipe is the msgpack bytes of one of these; nothing is pickled. It knows nothing of HTTP, text or tensors.
+"""
+
+import msgspec
+
+VERSION = 1
+MAX_FRAME_BYTES = 64 * 2**20
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+class Start(Message, frozen=True, tag=True, array_like=True):
+    """First message to an engine: what to load and how. `memory` as cache.memory; None leaves the default."""
+
+    version: int
+    model: str
+    device: str
+    dtype: str
+    threads: int
+    max_context: int | None
+    max_running: int
+    step_tokens: int
+    page_size: int
+    pages: int | None
+    memory: float | None
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens are drawn: the fields of model.step.Sampling, by the same names."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    choice: int = 0
+
+
+class Submit(Message, frozen=True, tag=True, array_like=True):
+    """A sequence to generate. `output` holds tokens it has already: a sequence replayed after an engine's death goes on behind them."""
+
+    id: int
+    prompt: list[int]
+    output: list[int]
+    max_new_tokens: int
+    min_new_tokens: int
+    stop_token_ids: list[int]
+    sampling: SamplingParams
+
+
+class Cancel(Message, frozen=True, tag=True, array_like=True):
+    """Forget this sequence and free its pages; nothing more is said of it."""
+
+    id: int
+
+
+class Shutdown(Message, frozen=True, tag=True, array_like=True):
+    """Leave, with exit status 0."""
+
+
+class Ready(Message, frozen=True, tag=True, array_like=True):
+    """The engine is loaded. What a client or an operator may want to know of it."""
+
+    model_type: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_context: int
+    end_token_ids: list[int]
+    num_parameters: int
+    page_size: int
+    num_pages: int
+    kv_bytes_per_token: int
+
+
+class Refused(Message, frozen=True, tag=True, array_like=True):
+    """The engine cannot start, and would not the next time: `reason` is for the person who started it."""
+
+    reason: str
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """One new token of sequence `id`: its place in the output, its log-probability, and why it is the last one, if it is."""
+
+    id: int
+    index: int
+    token: int
+    logprob: float
+    finish: str | None = None
+    """length, eos_token (an end token or a stop token id), or None while the sequence goes on."""
+
+
+class Gauges(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's state after a step, and counts since it started."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    preemptions: int
+    computed_tokens: int
+    step_seconds: float
+
+
+class Tokens(Message, frozen=True, tag=True, array_like=True):
+    """What one step brought."""
+
+    tokens: list[Token]
+    started: list[int]
+    """Sequences that left the queue for the first time in this step."""
+    gauges: Gauges
+
+
+class Failed(Message, frozen=True, tag=True, array_like=True):
+    """Sequence `id` ended without its answer, through no fault of the others."""
+
+    id: int
+    reason: str
+
+
+ToEngine = Start | Submit | Cancel | Shutdown
+FromEngine = Ready | Refused | Tokens | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -1,0 +1,200 @@
+"""`onehead serve`: one process with the HTTP side, one engine process behind it, from start to drained exit.
+
+Invariant: the port is bound before anything is loaded, and the engine is gone when this returns.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import version
+
+import uvicorn
+
+from server import protocol
+from server.api.app import create_app
+from server.config import ServeSettings, Settings, cpu_threads
+from server.errors import OneheadError, ResourceError
+from server.generation import Generation
+from server.metrics import Metrics
+from server.supervisor import State, Supervisor
+from server.text import TextCodec
+from server.transport import EngineProcess
+
+EXIT_DRAIN_DEADLINE = 75
+ENGINE_EXIT_SECONDS = 5.0
+log = logging.getLogger("onehead")
+
+
+def start_message(settings: Settings) -> protocol.Start:
+    """What an engine of these settings is told first."""
+    engine, cache = settings.engine, settings.cache
+    return protocol.Start(
+        version=protocol.VERSION,
+        model=str(settings.model),
+        device=engine.device,
+        dtype=engine.dtype,
+        threads=cpu_threads(engine.threads),
+        max_context=engine.max_context,
+        max_running=engine.max_running,
+        step_tokens=engine.step_tokens,
+        page_size=cache.page_size,
+        pages=cache.pages,
+        memory=cache.memory,
+    )
+
+
+class Running:
+    """A supervised engine with a Generation over it, inside an event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        start = start_message(settings)
+        self._changed = asyncio.Event()
+        self._engines: list[EngineProcess] = []
+        self.metrics = Metrics()
+        self.supervisor = Supervisor(lambda *callbacks: self._spawn(start, *callbacks), self._on_state, self._on_step)
+        codec = TextCodec(settings.model)
+        max_open = settings.engine.max_running + settings.server.max_waiting
+        self.generation = Generation(self.supervisor, codec, self.metrics, max_open)
+
+    def _spawn(self, start: protocol.Start, on_message, on_exit) -> EngineProcess:  # type: ignore[no-untyped-def]
+        self._engines = [EngineProcess(start, on_message, on_exit)]
+        return self._engines[0]
+
+    def _on_state(self, state: State) -> None:
+        log.info("engine: %s %s", state.value, self.supervisor.reason)
+        if state is State.READY and self.supervisor.ready is not None:
+            self.metrics.loaded(self.supervisor.ready)
+        if state is State.STARTING:
+            self.metrics.engine_restarts.inc()
+        self._changed.set()
+
+    def _on_step(self, step: protocol.Tokens) -> None:
+        self.generation.heard(step)
+
+    async def until(self, *states: State) -> State:
+        """Waits for one of these states, or a final one."""
+        final = (State.STOPPED, State.REFUSED, State.GAVE_UP)
+        while self.supervisor.state not in (*states, *final):
+            self._changed.clear()
+            await self._changed.wait()
+        return self.supervisor.state
+
+    async def close(self) -> None:
+        """Ends the engine, politely first."""
+        self.supervisor.stop()
+        for engine in self._engines:
+            try:
+                await asyncio.to_thread(engine.process.wait, ENGINE_EXIT_SECONDS)
+            except Exception:
+                engine.kill()
+                await asyncio.to_thread(engine.process.wait)
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings) -> AsyncIterator[Running]:
+    """A loaded engine. Raises ConfigurationError or EngineGaveUp where it cannot be had."""
+    engine = Running(settings)
+    engine.supervisor.start()
+    try:
+        await engine.until(State.READY)
+        engine.generation.raise_if_over()
+        engine.generation.check_codec()
+        yield engine
+    finally:
+        await engine.close()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ResourceError where the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ResourceError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port") from None
+    return listener
+
+
+class Drain:
+    """Signals to a clean end: the first lets running streams finish, a second ends them with an error event."""
+
+    def __init__(self, http: HttpServer, engine: Running, timeout: float) -> None:
+        self.http = http
+        self.engine = engine
+        self.timeout = timeout
+        self.hit_deadline = False
+        self._task: asyncio.Task[None] | None = None
+
+    def on_signal(self) -> None:
+        if self._task is None:
+            self.engine.generation.draining = True
+            self._task = asyncio.create_task(self._drain())
+        else:
+            self.engine.supervisor.stop()
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.timeout
+        while self.engine.supervisor.open and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        self.hit_deadline = bool(self.engine.supervisor.open)
+        self.engine.supervisor.stop()
+        self.http.should_exit = True
+
+
+async def serve(settings: ServeSettings) -> int:
+    """Serves until a signal or the engine's end; the exit code. Raises OneheadError for what prevents it."""
+    with bind(settings.host, settings.port) as listener:
+        engine = Running(settings)
+        engine.supervisor.start()
+        model_id = settings.server.model_name or settings.model.resolve().name
+        app = create_app(engine.generation, settings.server, model_id, version("onehead"))
+        config = uvicorn.Config(app, log_level=settings.server.log_level, access_log=False, lifespan="off", timeout_keep_alive=30)
+        http = HttpServer(config)
+        drain = Drain(http, engine, settings.server.drain_timeout)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, drain.on_signal)
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        try:
+            await _announce(engine, model_id, listener)
+            await engine.until(State.STOPPED)
+            engine.generation.raise_if_over()
+        except OneheadError:
+            http.should_exit = True
+            raise
+        finally:
+            await engine.close()
+            await serving
+    return EXIT_DRAIN_DEADLINE if drain.hit_deadline else 0
+
+
+async def _announce(engine: Running, model_id: str, listener: socket.socket) -> None:
+    """Waits for the engine and prints the one line that says where it is served, after one on what."""
+    if await engine.until(State.READY) is not State.READY:
+        return
+    engine.generation.check_codec()
+    ready = engine.generation.ready
+    host, port = listener.getsockname()[:2]
+    tokens = ready.num_pages * ready.page_size
+    print(
+        f"{model_id}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {ready.dtype} on {ready.device}; "
+        f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size} = {tokens} tokens",
+        file=sys.stderr,
+    )
+    print(f"onehead serves {model_id} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

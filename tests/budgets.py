@@ -1,0 +1,128 @@
+"""The budgets of the code, measured: file and function length, lines in all, import directions, calls that must not be.
+
+`python -m tests.budgets` prints the figures; tests/test_budgets.py fails where one is exceeded. Complexity is ruff's C90.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("server", "model", "cache")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_TOTAL_LINES = 5500
+
+# Who may not import whom, by longest prefix. A rule speaks of every import in the file, also those inside functions.
+FORBIDDEN = {
+    "cache": ("server", "model", "fastapi", "pydantic"),
+    "cache.pages": ("torch", "cache.pool"),
+    "cache.table": ("torch", "cache.pool"),
+    "model": ("server", "fastapi", "pydantic"),
+    "model.step": ("torch", "cache", "model"),
+    "model.spec": ("torch", "cache", "model"),
+    "model.families": ("torch", "cache"),
+    "server": ("torch", "model", "server.engine"),
+    "server.cli": ("torch", "server.engine"),
+    "server.protocol": ("server", "model", "torch"),
+    "server.errors": ("server", "model", "torch"),
+    "server.engine": ("fastapi", "uvicorn", "pydantic", "server.api", "server.supervisor", "server.text", "server.config", "torch"),
+    "server.engine.scheduler": ("torch", "time", "random", "asyncio", "server.protocol", "model.runner"),
+    "server.engine.sequence": ("torch", "time", "random", "asyncio", "server.protocol", "model.runner"),
+    "server.supervisor": ("torch", "time", "random", "asyncio", "model", "server.engine", "server.api", "server.transport"),
+}
+# Siblings that never import each other.
+STRANGERS = ("model.families", "model.backends", "model.reference")
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "torch.load",
+    "pickle.load",
+    "pickle.loads",
+    "pickle.dumps",
+    "os.system",
+}
+FORBIDDEN_MODULES = {"pickle", "dill", "marshal", "shelve"}
+
+
+def sources() -> Iterator[tuple[str, Path, ast.Module]]:
+    """(dotted module name, path, syntax tree) of every file of the packages."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            yield name, path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Every module that the file imports, with `from a import b` as a.b too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def import_problems(name: str, tree: ast.Module) -> Iterator[str]:
+    rule = max((prefix for prefix in FORBIDDEN if _within(name, prefix)), key=len)
+    for imported in imports(tree):
+        if any(_within(imported, banned) for banned in (*FORBIDDEN[rule], *FORBIDDEN_MODULES)):
+            yield f"{name} imports {imported}"
+        for group in STRANGERS:
+            sibling = imported.removeprefix(group + ".").split(".")[0]
+            is_module = (ROOT / group.replace(".", "/") / f"{sibling}.py").exists()
+            if name.startswith(group + ".") and imported.startswith(group + ".") and is_module and f"{group}.{sibling}" != name:
+                yield f"{name} imports its sibling {imported}"
+
+
+def call_problems(name: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+            yield f"{name}:{node.lineno} calls {ast.unparse(node.func)}"
+
+
+def length_problems(name: str, path: Path, tree: ast.Module) -> Iterator[str]:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    if lines > MAX_FILE_LINES:
+        yield f"{name} has {lines} lines, more than {MAX_FILE_LINES}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{name}: {node.name} has {length} lines, more than {MAX_FUNCTION_LINES}"
+
+
+def docstring_problems(name: str, tree: ast.Module) -> Iterator[str]:
+    if not ast.get_docstring(tree):
+        yield f"{name} has no module docstring"
+
+
+def total_lines() -> int:
+    return sum(path.read_text(encoding="utf-8").count("\n") for _, path, _ in sources())
+
+
+def problems() -> list[str]:
+    """Everything that exceeds a budget, in words."""
+    found: list[str] = []
+    for name, path, tree in sources():
+        found += length_problems(name, path, tree)
+        found += import_problems(name, tree)
+        found += call_problems(name, tree)
+        found += docstring_problems(name, tree)
+    if total_lines() > MAX_TOTAL_LINES:
+        found.append(f"{total_lines()} lines in {', '.join(PACKAGES)}, more than {MAX_TOTAL_LINES}")
+    return found
+
+
+if __name__ == "__main__":
+    print(f"{total_lines()} lines in {' + '.join(PACKAGES)}, of at most {MAX_TOTAL_LINES}")
+    for problem in problems():
+        print(problem)
+    sys.exit(bool(problems()))

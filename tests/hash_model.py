@@ -1,0 +1,56 @@
+"""A model without weights: the next token is a hash of the sequence so far. It checks its own pages.
+
+Every slot remembers which sequence's which position was written to it. A row that attends to positions its pages do not hold, or
+that another sequence has overwritten, fails here, loudly, rather than as odd text.
+"""
+
+import hashlib
+
+from model.step import Drawn, Row, StepPlan, StepResult
+
+
+def next_token(tokens: list[int], seed: int, end_rate: float, may_end: bool) -> int:
+    """A token in 1 .. 63, or the end token 0 at `end_rate`: a pure function of everything before it."""
+    digest = hashlib.blake2b(repr((tokens, seed)).encode(), digest_size=8).digest()
+    if may_end and digest[0] < 256 * end_rate:
+        return 0
+    return 1 + digest[1] % 63
+
+
+def oracle(prompt: list[int], max_new: int, min_new: int, stops: frozenset[int], seed: int, end_rate: float) -> list[int]:
+    """The output of a request served alone by nobody: what every schedule must give."""
+    output: list[int] = []
+    while len(output) < max_new:
+        output.append(next_token(prompt + output, seed, end_rate, may_end=len(output) >= min_new or 0 not in stops))
+        if output[-1] in stops:
+            break
+    return output
+
+
+class HashModel:
+    """A Runner over plans. `end_rate` is the chance of the end token at each draw."""
+
+    def __init__(self, page_size: int, end_rate: float = 0.0) -> None:
+        self.page_size = page_size
+        self.end_rate = end_rate
+        self.slots: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for row in plan.rows:
+            for offset, token in enumerate(row.tokens):
+                self.slots[self._slot(row, row.start + offset)] = (row.sequence, row.start + offset, token)
+        return StepResult(tuple(self._draw(row) for row in plan.rows))
+
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        return row.pages[position // self.page_size], position % self.page_size
+
+    def _draw(self, row: Row) -> Drawn | None:
+        tokens = []
+        for position in range(row.start + len(row.tokens)):
+            owner, stored_position, token = self.slots[self._slot(row, position)]
+            assert (owner, stored_position) == (row.sequence, position), "a slot holds another sequence's token"
+            tokens.append(token)
+        if row.sample is None:
+            return None
+        assert tokens == [*row.sample.prompt, *row.sample.output]
+        return Drawn(next_token(tokens, row.sample.sampling.seed, self.end_rate, may_end=not row.sample.forbidden), -1.0)

@@ -1,0 +1,45 @@
+"""The budgets hold, the light modules stay light, and the checks can fail."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests import budgets
+
+
+def test_budgets() -> None:
+    assert budgets.problems() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("cache.pages", "import torch"),
+        ("model.decoder", "from server import config"),
+        ("server.api.app", "def f():\n    import torch"),
+        ("server.text", "from server.engine import core"),
+        ("server.engine.scheduler", "import time"),
+        ("model.families.gpt_bigcode", "import pickle"),
+        ("model.backends.cpu", "from model.backends.reference import create"),
+    ],
+)
+def test_a_forbidden_import_is_found(name: str, source: str) -> None:
+    assert list(budgets.import_problems(name, ast.parse(source)))
+
+
+def test_a_forbidden_call_is_found() -> None:
+    assert list(budgets.call_problems("server.x", ast.parse("import torch\ntorch.load('x')\neval('1')"))) != []
+
+
+@pytest.mark.parametrize("module", ["server.cli", "server.serve", "server.generate", "model.step", "model.families", "cache.table"])
+def test_importing_it_does_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_does_not_import_torch_or_the_service() -> None:
+    heavy = "{'torch', 'fastapi', 'pydantic'}"
+    code = f"import sys; from server.cli import main; main(['--help']); sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0

@@ -1,0 +1,147 @@
+"""The scheduler under random submits, cancels and tiny pools: nothing leaks, nothing starves, everyone ends exactly once."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from model.step import Drawn, Sampling, StepPlan, StepResult
+from server.engine.core import EngineCore
+from server.engine.scheduler import Limits, NeverFits, Scheduler
+from tests.hash_model import HashModel, oracle
+
+SEEDS = 10_000
+
+
+def run_seed(seed: int) -> Counter[str]:
+    """One random history, checked after every step; what happened in it, for the test that the histories are worth having."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4, 16])
+    num_pages = rng.randint(2, 40) if rng.random() < 0.3 else -(-rng.randint(40, 160) // page_size)
+    max_running = rng.randint(1, 8)
+    limits = Limits(num_pages, page_size, rng.randint(20, 200), max_running, rng.randint(max_running, max_running + 24))
+    scheduler = Scheduler(limits)
+    model = HashModel(page_size, end_rate=rng.choice([0.0, 0.05, 0.3]))
+    core = EngineCore(scheduler, model)
+    requests: dict[int, tuple[list[int], int, int, frozenset[int]]] = {}
+    outputs: dict[int, list[int]] = {}
+    ended: Counter[int] = Counter()
+    cancelled: set[int] = set()
+    seen: Counter[str] = Counter()
+    to_submit = rng.randint(1, 12)
+    computed_bound = 0
+    steps = 0
+    while to_submit or scheduler.has_work:
+        while to_submit and rng.random() < 0.6:
+            to_submit -= 1
+            id = len(requests)
+            prompt = [rng.randrange(64) for _ in range(rng.randint(1, 30))]
+            max_new, min_new = rng.randint(1, 40), rng.choice([0, 0, 3])
+            stops = frozenset({0}) if rng.random() < 0.7 else frozenset()
+            requests[id] = prompt, max_new, min_new, stops
+            try:
+                scheduler.submit(id, list(prompt), max_new, Sampling(seed=id), None, min_new, stops)
+            except NeverFits:
+                assert len(prompt) + max_new > min(limits.max_context, num_pages * page_size)
+                cancelled.add(id)
+                seen["never fits"] += 1
+                continue
+            outputs[id] = []
+            computed_bound += len(prompt) + max_new
+        if scheduler.has_work and rng.random() < 0.04:
+            victim = rng.choice([*scheduler.running, *scheduler.waiting])
+            scheduler.cancel(victim)
+            cancelled.add(victim)
+            seen["cancelled"] += 1
+        oldest = next(iter(scheduler.running or scheduler.waiting), None)
+        before = scheduler.num_computed_tokens
+        for advance in core.step():
+            assert ended[advance.id] == 0 and advance.id not in cancelled
+            assert advance.index == len(outputs[advance.id])
+            outputs[advance.id].append(advance.drawn.token)
+            ended[advance.id] += advance.finish is not None
+        assert scheduler.integrity() == []
+        assert scheduler.allocator.num_free + scheduler.allocator.num_owned == num_pages
+        if oldest is not None and scheduler.has_work and next(iter([*scheduler.running, *scheduler.waiting])) == oldest:
+            assert scheduler.num_computed_tokens > before, "work was pending and nothing was computed"
+        steps += 1
+        assert steps < 50 * (computed_bound + 10), "no end in sight"
+    assert scheduler.allocator.num_owned == 0
+    for id, output in outputs.items():
+        expected = oracle(*requests[id], seed=id, end_rate=model.end_rate)
+        if id in cancelled:
+            assert output == expected[: len(output)] and ended[id] == 0
+        else:
+            assert output == expected and ended[id] == 1
+            seen["finished"] += 1
+    seen["preempted"] += scheduler.num_preemptions
+    return seen
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_every_admitted_request_ends_once_and_nothing_leaks(part: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(part, SEEDS, 8):
+        try:
+            seen += run_seed(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    # The histories are worth something only if the rare things happen in them often.
+    assert min(seen[kind] for kind in ("finished", "cancelled", "preempted", "never fits")) > 300
+
+
+def test_arrival_order_decides_who_starts_and_who_is_preempted() -> None:
+    scheduler = Scheduler(Limits(num_pages=4, page_size=1, max_context=100, max_running=4, step_tokens=8))
+    scheduler.submit(0, [1, 2], 2, Sampling())
+    scheduler.submit(1, [3], 3, Sampling())
+    plan = scheduler.plan()
+    assert [row.sequence for row in plan.rows] == [0, 1]
+    scheduler.commit(plan, StepResult((Drawn(9, 0.0), Drawn(9, 0.0))))
+    plan = scheduler.plan()  # 0 takes the third page, 1 the fourth.
+    scheduler.commit(plan, StepResult((Drawn(9, 0.0), Drawn(9, 0.0))))  # 0 has its two tokens and ends.
+    assert list(scheduler.running) == [1] and scheduler.num_preemptions == 0
+
+
+def test_a_long_prompt_is_chunked_and_does_not_stall_the_others() -> None:
+    scheduler = Scheduler(Limits(num_pages=100, page_size=4, max_context=300, max_running=4, step_tokens=16))
+    scheduler.submit(0, list(range(100)), 5, Sampling())
+    scheduler.submit(1, [1], 5, Sampling())
+    first = scheduler.plan()
+    assert [(row.sequence, len(row.tokens)) for row in first.rows] == [(0, 16)]
+    scheduler.commit(first, StepResult((None,)))
+    scheduler.cancel(0)
+    scheduler.commit(scheduler.plan(), StepResult((Drawn(7, 0.0),)))
+    scheduler.submit(2, list(range(100)), 5, Sampling())
+    mixed = scheduler.plan()
+    assert [(row.sequence, len(row.tokens)) for row in mixed.rows] == [(1, 1), (2, 15)]
+    assert mixed.rows[1].sample is None
+
+
+def test_a_replayed_sequence_goes_on_behind_its_output() -> None:
+    scheduler = Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=1, step_tokens=40))
+    scheduler.submit(0, [1, 2, 3], 10, Sampling(), output=[4, 5])
+    plan = scheduler.plan()
+    assert list(plan.rows[0].tokens) == [1, 2, 3, 4, 5]
+    (advance,) = scheduler.commit(plan, StepResult((Drawn(6, 0.0),)))
+    assert advance.index == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new"),
+    [([], 5), ([1], 0)],
+)
+def test_nonsense_is_refused(prompt: list[int], max_new: int) -> None:
+    scheduler = Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=1, step_tokens=40))
+    with pytest.raises(ValueError):
+        scheduler.submit(0, prompt, max_new, Sampling())
+
+
+def test_budget_below_the_running_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="step_tokens"):
+        Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=8, step_tokens=4))
+
+
+def test_an_empty_plan_when_idle() -> None:
+    scheduler = Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=8, step_tokens=40))
+    assert scheduler.plan() == StepPlan(())
+    assert not scheduler.has_work
