@@ -5,6 +5,8 @@ Knows JSON and pydantic; knows nothing of what the fields mean.
 
 import difflib
 import json
+import math
+import re
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -13,6 +15,13 @@ from starlette.requests import Request
 from server.errors import BodyTooLarge, InvalidRequest, MalformedBody, UnsupportedMedia
 
 MAX_DEPTH = 64
+MAX_CONTAINERS = 16_384
+MAX_KEYS = 2048
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""A JSON string, or what begins one and never ends; possessive, so that it is read once."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_JSON_NAMES = {"None": "null", "False": "false", "True": "true"}
+_JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object", "model": "object"}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -22,17 +31,16 @@ async def read_model(request: Request, schema: type[Model], max_bytes: int) -> M
     try:
         return schema.model_validate(value, strict=True)
     except ValidationError as error:
-        raise InvalidRequest(f"Input validation error: {_describe(error.errors()[0], schema)}") from None
+        raise InvalidRequest(_describe(error.errors()[0], schema)) from None
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    media_type, _, parameters = request.headers.get("content-type", "").partition(";")
-    if media_type.strip().lower() != "application/json":
+    media_type, *parameters = (part.strip().lower() for part in ",".join(request.headers.getlist("content-type")).split(";"))
+    if media_type != "application/json":
         raise UnsupportedMedia("the body must be sent with content-type: application/json")
-    charset = parameters.strip().lower()
-    if charset.startswith("charset=") and charset.removeprefix("charset=").strip('"') not in ("utf-8", "utf8"):
+    if any(p.startswith("charset=") and p.removeprefix("charset=").strip('"') not in ("utf-8", "utf8") for p in parameters):
         raise UnsupportedMedia("the body must be UTF-8")
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
+    if any(encoding.lower() != "identity" for encoding in request.headers.getlist("content-encoding")):
         raise UnsupportedMedia("content-encoding is not supported; send the body as it is")
     body = bytearray()
     async for chunk in request.stream():
@@ -50,45 +58,51 @@ def parse(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise MalformedBody(f"the body is not UTF-8 at byte {error.start}") from None
-    _check_depth(text)
+    if text.startswith("\ufeff"):
+        raise MalformedBody("the body starts with a byte order mark; send it without one")
+    _check_nesting(text)
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise MalformedBody(f"the body is not JSON at character {error.pos}") from None
     except ValueError:  # An integer of thousands of digits.
         raise MalformedBody("the body holds a number that is too long") from None
     if not isinstance(value, dict):
         raise MalformedBody("the body must be a JSON object")
-    if not text.isascii() or "\\u" in text:
-        _check_text(value)
+    if _SURROGATE.search(text):
+        _check_text(value, "")
     return value
 
 
-def _check_depth(text: str) -> None:
+def _check_nesting(text: str) -> None:
     """Counts brackets outside strings, before a recursive parser sees them."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
-    depth, in_string, escaped = 0, False, False
-    for character in text:
-        if in_string:
-            in_string = escaped or character != '"'
-            escaped = character == "\\" and not escaped
-        elif character == '"':
-            in_string = True
-        elif character in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise MalformedBody(f"the body is nested deeper than {MAX_DEPTH}")
-        elif character in "]}":
-            depth -= 1
+    bare = _STRING.sub("", text)
+    if bare.count("[") + bare.count("{") > MAX_CONTAINERS:
+        raise MalformedBody(f"the body holds more than {MAX_CONTAINERS} arrays and objects, or is nested deeper than {MAX_DEPTH}")
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", bare):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise MalformedBody(f"the body is nested deeper than {MAX_DEPTH}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise MalformedBody(f"the key {_printable(twice)} occurs twice in one object")
+    if len(pairs) > MAX_KEYS:
+        raise MalformedBody(f"an object has {len(pairs)} keys, more than {MAX_KEYS}")
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise MalformedBody(f"the key `{_printable(key)}` occurs twice in one object")
+        value[key] = item
+    return value
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise MalformedBody("a number is too large; numbers must be finite, below 1.8e308")
     return value
 
 
@@ -96,20 +110,21 @@ def _no_constant(name: str) -> Any:
     raise MalformedBody(f"{name} is not JSON; numbers must be finite")
 
 
-def _check_text(value: Any) -> None:
+def _check_text(value: Any, path: str) -> None:
     """Refuses strings that are no Unicode text: half of a surrogate pair."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise MalformedBody("a string holds a lone surrogate, which is no character") from None
+            raise MalformedBody(f"`{path}` holds a lone surrogate, which is no character") from None
     elif isinstance(value, dict):
         for key, item in value.items():
-            _check_text(key)
-            _check_text(item)
+            inner = f"{path}.{_printable(key)}".lstrip(".")
+            _check_text(key, inner)
+            _check_text(item, inner)
     elif isinstance(value, list):
-        for item in value:
-            _check_text(item)
+        for index, item in enumerate(value):
+            _check_text(item, f"{path}.{index}")
 
 
 def _describe(detail: Any, schema: type[BaseModel]) -> str:
@@ -123,23 +138,23 @@ def _describe(detail: Any, schema: type[BaseModel]) -> str:
     if kind == "missing":
         return f"`{field}` is required"
     if kind == "value_error":
-        return str(context["error"]) if not field else f"`{field}` {context['error']}{given}"
+        return str(context["error"])  # A validator of ours, which names the field itself.
     bounds = {
         "greater_than": ("must be > {gt}"),
         "greater_than_equal": ("must be >= {ge}"),
         "less_than": ("must be < {lt}"),
         "less_than_equal": ("must be <= {le}"),
-        "too_long": "supports up to {max_length} items. Given: {actual_length}",
+        "too_long": "supports up to {max_length} items",
         "too_short": "cannot be empty",
         "string_too_short": "cannot be empty",
         "string_too_long": "must have at most {max_length} characters",
         "finite_number": "must be a finite number",
-        "literal_error": "must be {expected}",
+        "literal_error": f"is supported only as {_JSON_NAMES.get(context.get('expected', ''), '{expected}')}",
     }
     if kind in bounds:
         return f"`{field}` {bounds[kind].format(**context)}" + (given if kind.startswith(("greater", "less")) else "")
     wanted = kind.removesuffix("_type").removesuffix("_parsing").replace("_", " ")
-    return f"`{field}` must be of type {wanted}"
+    return f"`{field}` must be of type {_JSON_TYPES.get(wanted, wanted)}"
 
 
 def _unknown_field(path: list[str], schema: type[BaseModel]) -> str:

@@ -2,9 +2,10 @@
 clients know them; vLLM's names inside `parameters` where TGI has none.
 """
 
+import re
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -23,6 +24,7 @@ from server.generation import Generation, Piece, Request
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Nothing = Literal[None]
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class Parameters(BaseModel):
@@ -35,14 +37,14 @@ class Parameters(BaseModel):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     top_p: float | None = Field(default=None, gt=0, le=1)
     min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     max_new_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
-    stop: list[StopString] | None = None
+    stop: list[StopString] | None = Field(default=None, fail_fast=True)
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=128)
     ignore_eos: bool | None = None
     truncate: int | None = Field(default=None, ge=1, lt=2**31)
@@ -50,10 +52,10 @@ class Parameters(BaseModel):
     details: bool | None = None
     # What clients send as a matter of course and what changes nothing: accepted at that value alone.
     watermark: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    top_n_tokens: Literal[0] | None = None
+    best_of: int | None = Field(default=None, ge=1, le=1)
+    top_n_tokens: int | None = Field(default=None, ge=0, le=0)
     decoder_input_details: Literal[False] | None = None
-    typical_p: Literal[1] | None = None
+    typical_p: float | None = Field(default=None, ge=1, le=1)
     grammar: Nothing = None
     adapter_id: Nothing = None
 
@@ -62,8 +64,8 @@ class Parameters(BaseModel):
         if self.min_tokens and self.max_new_tokens and self.min_tokens > self.max_new_tokens:
             raise ValueError(f"`parameters.min_tokens` must be <= `max_new_tokens` {self.max_new_tokens}. Given: {self.min_tokens}")
         for key in self.logit_bias or {}:
-            if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise ValueError("`parameters.logit_bias` must have token ids as keys: decimal digits and nothing else")
+            if not _TOKEN_ID.fullmatch(key):
+                raise ValueError("`parameters.logit_bias` must have token ids as keys: up to 9 decimal digits, no leading zero")
         return self
 
     @property
@@ -153,13 +155,12 @@ class TgiRoutes:
         }
 
     async def _read(self, http: HttpRequest) -> GenerateBody:
-        body = await read_model(http, GenerateBody, self.section.max_body_bytes)
-        stops = (body.parameters.stop if body.parameters else None) or []
-        if len(stops) > self.section.max_stop_strings:
-            raise InvalidRequest(
-                f"Input validation error: `parameters.stop` supports up to {self.section.max_stop_strings} stop sequences. "
-                f"Given: {len(stops)}"
-            )
+        with _in_tgi_words():
+            body = await read_model(http, GenerateBody, self.section.max_body_bytes)
+            stops = (body.parameters.stop if body.parameters else None) or []
+            if len(stops) > self.section.max_stop_strings:
+                most = self.section.max_stop_strings
+                raise InvalidRequest(f"`parameters.stop` supports up to {most} stop sequences. Given: {len(stops)}")
         return body
 
     async def _answer(self, http: HttpRequest, body: GenerateBody, stream: bool, echo: bool, in_list: bool = False) -> Response:
@@ -167,13 +168,23 @@ class TgiRoutes:
         parameters = body.parameters or Parameters(do_sample=True)
         prompt = await self.generation.encode(body.inputs)
         request = to_request(parameters, prompt)
-        submit = self.generation.admit(request)
+        with _in_tgi_words():
+            submit = self.generation.admit(request)
         reply = Reply(parameters, request, body.inputs if _either(parameters.return_full_text, echo) else "")
         pieces = self.generation.run(submit, request)
         if stream:
             return sse.response(reply.events(pieces))
         value = await unless_disconnected(http, reply.whole(pieces))
         return JSONResponse([value] if in_list else value)
+
+
+@contextmanager
+def _in_tgi_words() -> Iterator[None]:
+    """TGI's clients tell a bad parameter by how the message begins."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"Input validation error: {error.message}") from None
 
 
 def _either(value: bool | None, default: bool) -> bool:

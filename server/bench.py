@@ -1,0 +1,320 @@
+"""`onehead bench`: puts load on a running server over HTTP and reports rates and latencies.
+
+Closed loop: N clients, each sending its next request when its last has ended. Open loop: arrival times drawn from the seed before the
+run. Invariant: a latency counts from when its request was meant to be sent, so a server, or a client, that stalls is charged for all
+the requests it held up; and a request that failed or came out short is counted, never averaged in. It knows TGI's dialect on the
+wire and nothing of how the server works: no tokenizer, no model, no metrics of the server's own.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import random
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from server.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reason
+from server.config import PREFIX
+
+PLAIN_WIDTH = 120
+"""Columns of the table where standard output is no terminal."""
+VOCABULARY = """
+    def class return self import from for in if else not None True yield await with try except raise assert lambda while break
+    index length buffer cache token tokens layer batch value values result request response stream reader writer path config
+    count total state table page pages offset start end size key query head block weight output prompt number name text line
+"""
+
+
+def _split(value: object) -> object:
+    """'1,8,32' to a list, as the command line and the environment spell it; an empty text is an empty list."""
+    return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _reachable(url: str) -> str:
+    Endpoint.parse(url)
+    return url
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{path.parent}: no such folder")
+    return path
+
+
+class BenchSettings(BaseSettings):
+    """onehead bench: put load on a running server and report rates and latencies."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+
+    url: Annotated[str, AfterValidator(_reachable)] = Field("http://127.0.0.1:8000", description="address of the server")
+    concurrency: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], NoDecode, BeforeValidator(_split)] = Field(
+        [1, 8, 32], description="closed loop: one run for each of these numbers of clients, as 1,8,32"
+    )
+    rate: Annotated[list[Annotated[float, Field(gt=0, le=1e6)]], NoDecode, BeforeValidator(_split)] = Field(
+        [], description="open loop: one run for each of these requests per second on average, as 0.5,2"
+    )
+    requests: int = Field(64, ge=1, le=10**6, description="requests of a run")
+    warmup: int = Field(1, ge=0, le=10**4, description="requests sent one by one before the first run, not counted")
+    prompt_tokens: int = Field(128, ge=1, le=2**20, description="tokens of a prompt, exactly")
+    output_tokens: int = Field(128, ge=1, le=2**20, description="tokens generated for a request, exactly")
+    timeout: float = Field(600.0, gt=0, description="seconds after which a request counts as failed")
+    seed: int = Field(0, ge=0, description="of prompts and arrivals; under the same one, a server that keeps prefixes knows them already")
+    output: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(None, description="JSON file to write the result to")
+    config: Path | None = Field(None, description="TOML file of these options")
+
+    @model_validator(mode="after")
+    def _runs_are_possible(self) -> "BenchSettings":
+        if not self.concurrency and not self.rate:
+            raise ValueError("concurrency and rate are both empty, so there is nothing to run")
+        if max(self.concurrency, default=0) > self.requests:
+            raise ValueError(f"requests {self.requests} must be at least concurrency {max(self.concurrency)}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What every request of a run asks for."""
+
+    prompt_tokens: int
+    output_tokens: int
+    timeout: float = 600.0
+
+    def body(self, rng: random.Random) -> bytes:
+        """A request with a prompt of its own: a text that is longer than it need be, of which the server keeps the last tokens."""
+        parameters = {
+            "max_new_tokens": self.output_tokens,
+            "truncate": self.prompt_tokens,
+            "do_sample": False,
+            "ignore_eos": True,
+            "details": True,
+        }
+        return msgspec.json.encode({"inputs": prompt_text(rng, self.prompt_tokens), "parameters": parameters, "stream": True})
+
+    def problem(self, outcome: Outcome) -> str | None:
+        """How a reply that ended well differs from what was asked."""
+        if len(outcome.token_times) != self.output_tokens:
+            return f"{len(outcome.token_times)} tokens came, {self.output_tokens} were asked for"
+        if outcome.input_length not in (None, self.prompt_tokens):
+            return f"the prompt had {outcome.input_length} tokens, {self.prompt_tokens} were asked for"
+        return None
+
+
+def prompt_text(rng: random.Random, min_tokens: int) -> str:
+    """Text like source code. A tokenizer that keeps words apart makes at least one token of each of its words."""
+    known, words = VOCABULARY.split(), []
+    for _ in range(min_tokens):
+        word = rng.choice(known) if rng.random() < 0.7 else "".join(rng.choices("abcdefghijklmnopqrstuvwxyz_", k=rng.randint(2, 9)))
+        words.append(word + rng.choice(("", "", "", " =", "(", ")", ":", ",", ".", f"[{rng.randrange(100)}]")))
+    return "".join(word + rng.choice("    \n") for word in words).rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How one run sends its requests: from `clients` back to back, or at the times `arrivals`, in seconds after its start."""
+
+    label: str
+    clients: int = 0
+    arrivals: tuple[float, ...] = ()
+
+    @classmethod
+    def closed(cls, clients: int) -> "Load":
+        return cls(f"closed {clients}", clients=clients)
+
+    @classmethod
+    def open(cls, rate: float, count: int, rng: random.Random) -> "Load":
+        """Poisson arrivals at `rate` per second: the gaps are exponential."""
+        return cls(f"open {rate:g}/s", arrivals=tuple(accumulate(rng.expovariate(rate) for _ in range(count))))
+
+
+async def run(endpoint: Endpoint, ask: Ask, load: Load, bodies: list[bytes], on_end: Callable[[], None]) -> list[Outcome]:
+    """Sends `bodies` as `load` says, and waits for every end; the outcomes are in the order of the bodies."""
+    requests = [endpoint.request("POST", "/generate", body) for body in bodies]
+    outcomes = [Outcome(0.0) for _ in bodies]
+    start = time.perf_counter()
+
+    def clock() -> float:
+        return time.perf_counter() - start
+
+    async def one(number: int, intended: float) -> None:
+        outcome = outcomes[number]
+        outcome.intended = intended
+        await generate(endpoint, requests[number], ask.timeout, outcome, clock)
+        outcome.failure = outcome.failure or ask.problem(outcome)
+        on_end()
+
+    await (_open_loop(one, load.arrivals, clock) if load.arrivals else _closed_loop(one, len(bodies), load.clients, clock))
+    return outcomes
+
+
+async def _closed_loop(one: Callable[[int, float], Awaitable[None]], count: int, clients: int, clock: Clock) -> None:
+    numbers = iter(range(count))
+
+    async def client() -> None:
+        for number in numbers:  # The clients share the iterator.
+            await one(number, clock())
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+
+
+async def _open_loop(one: Callable[[int, float], Awaitable[None]], arrivals: tuple[float, ...], clock: Clock) -> None:
+    async def client(number: int, due: float) -> None:
+        await asyncio.sleep(due - clock())
+        await one(number, due)
+
+    async with asyncio.TaskGroup() as group:
+        for number, due in enumerate(arrivals):
+            group.create_task(client(number, due))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Of sorted values, with straight lines between neighbours."""
+    place = share * (len(values) - 1)
+    below = int(place)
+    above = min(below + 1, len(values) - 1)
+    return values[below] + (values[above] - values[below]) * (place - below)
+
+
+def spread(values: list[float]) -> dict[str, float] | None:
+    """Mean, percentiles and largest of some seconds; None of none."""
+    if not values:
+        return None
+    values = sorted(values)
+    points = {f"p{round(share * 100)}": percentile(values, share) for share in (0.5, 0.9, 0.99)}
+    return {"mean": sum(values) / len(values), **points, "max": values[-1]}
+
+
+def figures(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Rates and latencies of a run. Failed requests count as failed and in nothing else but the time they took."""
+    good = [outcome for outcome in outcomes if outcome.failure is None]
+    wall = max(outcome.end for outcome in outcomes)
+    tokens = sum(len(outcome.token_times) for outcome in good)
+    gaps = [later - earlier for o in good for earlier, later in pairwise(o.token_times)]
+    return {
+        "requests": len(outcomes),
+        "failed": len(outcomes) - len(good),
+        "seconds": wall,
+        "output_tokens_per_second": tokens / wall,
+        "requests_per_second": len(good) / wall,
+        "time_to_first_token": spread([o.token_times[0] - o.intended for o in good]),
+        "inter_token_latency": spread(gaps),
+        "e2e_latency": spread([o.end - o.intended for o in good]),
+    }
+
+
+def _raw(outcome: Outcome) -> dict[str, Any]:
+    """One request in the result file, its seconds to the microsecond."""
+    first = outcome.token_times[0] if outcome.token_times else None
+    times = {"intended": outcome.intended, "sent": outcome.sent, "first_token": first, "end": outcome.end}
+    rounded = {name: None if value is None else round(value, 6) for name, value in times.items()}
+    return rounded | {"tokens": len(outcome.token_times), "failure": outcome.failure}
+
+
+def machine() -> dict[str, Any]:
+    """The machine that this runs on."""
+    cpu = None
+    with suppress(OSError):
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else None
+    return {"platform": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count(), "cpu": cpu}
+
+
+def commit() -> str | None:
+    """The git commit of this source tree, marked where files differ from it; None where it is no checkout."""
+    root = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    if not (root / ".git").exists():  # Installed packages may lie inside a checkout of something else.
+        return None
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return None
+
+
+def circumstances(info: dict[str, Any]) -> dict[str, Any]:
+    """What a result was measured with: enough to measure it again."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return {"command": command, "date": now, "machine": machine(), "commit": commit(), "server": info}
+
+
+def _loads(settings: BenchSettings) -> list[Load]:
+    """The runs, in their order."""
+    closed = [Load.closed(clients) for clients in settings.concurrency]
+    rng = random.Random(f"{settings.seed} arrivals")
+    return closed + [Load.open(rate, settings.requests, rng) for rate in settings.rate]
+
+
+async def _run_all(settings: BenchSettings, endpoint: Endpoint) -> list[tuple[Load, list[Outcome]]]:
+    """Every run after the warm-up, one after the other, with a progress bar on standard error."""
+    ask = Ask(settings.prompt_tokens, settings.output_tokens, settings.timeout)
+    rng = random.Random(f"{settings.seed} prompts")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    results = []
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
+        await run(endpoint, ask, Load.closed(1), [ask.body(rng) for _ in range(settings.warmup)], lambda: None)
+        for load in _loads(settings):
+            task = progress.add_task(load.label, total=settings.requests)
+            bodies = [ask.body(rng) for _ in range(settings.requests)]
+            results.append((load, await run(endpoint, ask, load, bodies, partial(progress.advance, task))))
+    return results
+
+
+def _table(runs: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, caption="first token, between tokens, whole request: p50 / p99", caption_justify="left")
+    for heading in ("load", "requests", "failed", "tokens/s", "requests/s", "first ms", "between ms", "whole s"):
+        table.add_column(heading, justify="left" if heading == "load" else "right", no_wrap=True)
+    for each in runs:
+        f = each["figures"]
+        latencies = ((f["time_to_first_token"], 1e3), (f["inter_token_latency"], 1e3), (f["e2e_latency"], 1))
+        cells = [f"{s['p50'] * unit:.2f} / {s['p99'] * unit:.2f}" if s else "-" for s, unit in latencies]
+        rates = f"{f['output_tokens_per_second']:.1f}", f"{f['requests_per_second']:.2f}"
+        table.add_row(each["load"], str(f["requests"]), str(f["failed"]), *rates, *cells)
+    return table
+
+
+def _report(settings: BenchSettings, info: dict[str, Any], results: list[tuple[Load, list[Outcome]]]) -> int:
+    """Table, reasons of failures, result file; the exit status."""
+    runs = [{"load": load.label, "figures": figures(outcomes), "requests": [_raw(o) for o in outcomes]} for load, outcomes in results]
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    console.print(_table(runs))
+    reasons = Counter(outcome.failure for _, outcomes in results for outcome in outcomes if outcome.failure)
+    for words, count in reasons.most_common():
+        print(f"onehead bench: {count} failed: {words}", file=sys.stderr)
+    if settings.output:
+        result = circumstances(info) | {"settings": settings.model_dump(mode="json"), "runs": runs}
+        settings.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if reasons else 0
+
+
+async def bench(settings: BenchSettings) -> int:
+    """Runs every load that the settings name; the exit status, which is 1 where any request failed."""
+    endpoint = Endpoint.parse(settings.url)
+    try:
+        info = await fetch_info(endpoint, settings.timeout)
+    except (OSError, ReplyError) as error:
+        print(f"onehead bench: the server at {settings.url} cannot be used: {reason(error)}", file=sys.stderr)
+        return 1
+    return _report(settings, info, await _run_all(settings, endpoint))

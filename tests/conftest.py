@@ -1,0 +1,36 @@
+"""Shared fixtures: one torch thread per test process, a clean environment, tiny checkpoints."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before any fixture starts a process: two test processes share two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option of the machine's owner reaches a test."""
+    for key in list(os.environ):
+        if key.startswith("ONEHEAD_"):
+            monkeypatch.delenv(key)
+
+
+@pytest.fixture(scope="session", params=SHAPES, ids=lambda shape: f"H{shape.n_head}xd{shape.head_dim}V{shape.vocab_size}")
+def any_checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    """Each of the random checkpoints in turn."""
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    """One random checkpoint with a tokenizer."""
+    return make_checkpoint(SHAPES[0], tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_checkpoint: TinyCheckpoint) -> Path:
+    return tiny_checkpoint.folder

@@ -1,0 +1,137 @@
+"""Sampling: each parameter does what it says, draws have the right distribution, and nothing but the row's own data decides."""
+
+import math
+from collections import Counter
+from dataclasses import fields, replace
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.sampling import draw, uniform
+from model.step import Sample, Sampling
+from server.protocol import SamplingParams
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
+PROBS = LOGITS.softmax(0).tolist()
+
+
+def tokens(sampling: Sampling, draws: int = 400, logits: torch.Tensor = LOGITS, **sample: object) -> Counter[int]:
+    """How often each token comes up over many seeds."""
+    rows = [Sample(replace(sampling, seed=seed), [], **{"output": [], **sample}) for seed in range(draws)]  # type: ignore[arg-type]
+    return Counter(drawn.token for drawn in draw(logits.expand(draws, -1), rows))
+
+
+def one(sampling: Sampling, logits: torch.Tensor = LOGITS, prompt: list[int] | None = None, output: list[int] | None = None) -> int:
+    return draw(logits[None], [Sample(sampling, prompt or [], output or [])])[0].token
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def test_greedy_takes_the_likeliest_and_a_denormal_temperature_is_greedy() -> None:
+    assert tokens(GREEDY) == {0: 400}
+    assert tokens(Sampling(temperature=1e-320)) == {0: 400}
+
+
+def test_draws_follow_the_distribution() -> None:
+    draws = 20_000
+    counts = tokens(Sampling(), draws)
+    for token, probability in enumerate(PROBS):
+        deviation = math.sqrt(draws * probability * (1 - probability))
+        assert abs(counts[token] - draws * probability) < 5 * deviation
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    assert tokens(Sampling(temperature=0.3))[0] > tokens(Sampling())[0] > tokens(Sampling(temperature=2.0))[0]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(top_k=1), {0}),
+        (Sampling(top_k=2), {0, 1}),
+        (Sampling(top_k=5), {0, 1, 2, 3, 4}),
+        (Sampling(top_p=PROBS[0] - 0.01), {0}),
+        (Sampling(top_p=PROBS[0] + 0.01), {0, 1}),
+        (Sampling(top_k=2, top_p=0.9), {0, 1}),
+        (Sampling(top_k=3, top_p=(PROBS[0] - 0.001) / sum(PROBS[:3])), {0}),
+        (Sampling(min_p=0.5), {0}),
+        (Sampling(min_p=PROBS[2] / PROBS[0] - 0.001), {0, 1, 2}),
+        (Sampling(top_k=4, min_p=0.3), {0, 1}),
+    ],
+)
+def test_filters_keep_exactly(sampling: Sampling, kept: set[int]) -> None:
+    assert set(tokens(replace(sampling, temperature=1.0), 3000)) == kept
+
+
+def test_repetition_penalty_reaches_prompt_and_output_and_both_signs() -> None:
+    logits = torch.tensor([2.0, 1.5, -0.5, -0.6])
+    assert one(replace(GREEDY, repetition_penalty=2.0), logits, prompt=[0]) == 1
+    assert one(replace(GREEDY, repetition_penalty=2.0), logits, output=[0]) == 1
+    negative = torch.tensor([-1.0, -1.5])
+    assert one(replace(GREEDY, repetition_penalty=2.0), negative, prompt=[0]) == 1
+
+
+def test_frequency_counts_and_presence_does_not_and_neither_reads_the_prompt() -> None:
+    logits = torch.tensor([2.0, 1.0])
+    assert one(replace(GREEDY, frequency_penalty=0.6), logits, output=[0]) == 0
+    assert one(replace(GREEDY, frequency_penalty=0.6), logits, output=[0, 0]) == 1
+    assert one(replace(GREEDY, presence_penalty=0.6), logits, output=[0, 0, 0]) == 0
+    assert one(replace(GREEDY, presence_penalty=1.1), logits, output=[0]) == 1
+    assert one(replace(GREEDY, presence_penalty=2.0, frequency_penalty=2.0), logits, prompt=[0, 0, 0]) == 0
+
+
+def test_bias_and_forbidden_tokens() -> None:
+    assert one(replace(GREEDY, logit_bias={3: 100.0})) == 3
+    assert one(replace(GREEDY, logit_bias={0: -100.0})) == 1
+    (drawn,) = draw(LOGITS[None], [Sample(GREEDY, [], [], forbidden=[0, 1])])
+    assert drawn.token == 2
+    assert 0 not in tokens(Sampling(temperature=2.0), forbidden=(0,))
+
+
+def test_the_logprob_is_the_models_own() -> None:
+    (drawn,) = draw(LOGITS[None], [Sample(Sampling(temperature=0.0, logit_bias={3: 100.0}), [], [])])
+    assert drawn.logprob == pytest.approx(math.log(PROBS[3]), abs=1e-6)
+
+
+sampling_strategy = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+    top_k=st.integers(0, 60),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    presence_penalty=st.sampled_from([0.0, -0.5]),
+    logit_bias=st.dictionaries(st.integers(0, 49), st.floats(-5, 5), max_size=3),
+    seed=st.integers(0, 2**63 - 1),
+)
+
+
+@given(st.lists(sampling_strategy, min_size=1, max_size=6), st.integers(0, 2**31))
+def test_a_row_draws_the_same_alone_and_in_any_company(samplings: list[Sampling], seed: int) -> None:
+    logits = torch.randn(len(samplings), 50, generator=torch.Generator().manual_seed(seed)) * 3
+    rows = [Sample(s, [1, 2, 3], [4, 4, 5], forbidden=[7]) for s in samplings]
+    together = draw(logits, rows)
+    assert together == [draw(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
+    assert all(drawn.token != 7 and math.isfinite(drawn.logprob) for drawn in together)
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 127), st.integers(0, 10_000))
+def test_uniform_is_a_pure_function_in_its_range(seed: int, choice: int, index: int) -> None:
+    value = uniform(seed, choice, index)
+    assert 0.0 <= value < 1.0 and value == uniform(seed, choice, index)
+
+
+def test_uniform_differs_in_each_argument() -> None:
+    values = {uniform(s, c, i) for s in range(20) for c in range(20) for i in range(20)}
+    assert len(values) == 8000
+    assert abs(sum(values) / 8000 - 0.5) < 0.02
+
+
+def test_the_wire_has_the_same_fields() -> None:
+    ours, wire = Sampling(), SamplingParams()
+    assert {f.name: getattr(ours, f.name) for f in fields(ours)} == msgspec.structs.asdict(wire)

@@ -1,0 +1,99 @@
+"""Detokenization is exact for every split of every character; stop strings are found wherever they are cut."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.errors import ConfigurationError
+from server.text import Detokenizer, StopStrings, TextCodec
+from tests.checkpoints import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    folder = tmp_path_factory.mktemp("codec")
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    return TextCodec(folder)
+
+
+def byte_ids(codec: TextCodec, data: bytes) -> list[int]:
+    """One token for each byte, whatever the bytes: the tokenizer's alphabet, by the letter it prints a byte as."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # GPT-2's table: bytes that print stand for themselves, the others are shifted past 255 in their order.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shifted = [b for b in range(256) if b not in printable]
+    letter = {b: chr(b) if b in printable else chr(256 + shifted.index(b)) for b in range(256)}
+    assert sorted(letter.values()) == alphabet
+    return [codec.tokenizer.token_to_id(letter[b]) for b in data]
+
+
+def streamed(codec: TextCodec, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(codec)
+    return [*(detokenizer.push(id) for id in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("text", ["plain", "äöü", "€ and 漢字", "👩‍👩‍👧‍👦🇩🇪", "a\ufffdb", "\x00\u202e\u200b", "e\u0301" * 30])
+def test_every_byte_of_every_character_alone(codec: TextCodec, text: str) -> None:
+    pieces = streamed(codec, byte_ids(codec, text.encode()))
+    assert "".join(pieces) == text
+    held = 0
+    for piece in pieces:
+        held = 0 if piece else held + 1
+        assert held <= 3, "a finished character is held back"
+
+
+@given(st.text(max_size=60))
+def test_text_through_the_tokenizer_and_back(codec: TextCodec, text: str) -> None:
+    assert "".join(streamed(codec, codec.encode(text))) == text
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_stream_to_what_one_decode_gives(codec: TextCodec, data: bytes) -> None:
+    ids = byte_ids(codec, data)
+    pieces = streamed(codec, ids)
+    assert "".join(pieces) == codec.decode(ids) == data.decode("utf-8", errors="replace")
+    for piece in pieces:
+        piece.encode("utf-8")
+
+
+@given(st.text(alphabet="ab<", max_size=30), st.lists(st.text(alphabet="ab<", min_size=1, max_size=4), max_size=3), st.data())
+def test_stop_strings_end_the_text_where_the_first_is_complete(text: str, stops: list[str], data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    finder, out = StopStrings(tuple(stops)), ""
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        piece, stopped = finder.push(text[start:end])
+        out += piece
+        if stopped:
+            break
+    # Character by character, the text ends as soon as any stop string is complete.
+    expected = next((text[:i] for i in range(1, len(text) + 1) if any(text[:i].endswith(stop) for stop in stops)), text)
+    assert out == expected
+
+
+def test_unsearched_text_does_not_stop_but_may_begin_a_stop() -> None:
+    finder = StopStrings(("xy",))
+    assert finder.push("xyx", search=False) == ("xyx", False)
+    assert finder.push("yz") == ("y", True)
+
+
+def test_special_tokens_and_ends(tmp_path: Path, codec: TextCodec) -> None:
+    assert codec.special_ids == {0} and codec.encode("<|endoftext|>a")[0] == 0
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    assert TextCodec(tmp_path).end_token_ids == (0,)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ConfigurationError, match="tokenizer_config"):
+        TextCodec(tmp_path)
+
+
+def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json: no such file"):
+        TextCodec(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="not a tokenizer"):
+        TextCodec(tmp_path)
