@@ -8,7 +8,7 @@ import pytest
 # Before any fixture starts a process: two test processes share two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint  # noqa: E402
+from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,110 @@
+"""Options: precedence, names, bounds; a misspelling anywhere is an error that names it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model.tools.options import TrainOptions
+from server import cli
+from server.config import EMBEDDED_MODEL, ServeSettings, cpu_threads, load, load_dataclass
+from server.errors import ConfigurationError
+
+
+def settings(*argv: str) -> ServeSettings:
+    return load(ServeSettings, list(argv), "onehead serve")
+
+
+def test_defaults() -> None:
+    defaults = settings()
+    assert defaults.model == EMBEDDED_MODEL and (defaults.host, defaults.port) == ("127.0.0.1", 8000)
+    assert defaults.cache.page_size == 64 and defaults.engine.dtype == "auto"
+
+
+def test_command_line_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "onehead.toml"
+    file.write_text("port = 1\n[engine]\nmax_running = 1\nstep_tokens = 101\ndtype = 'float16'\n[cache]\nmemory = '2MiB'\n")
+    monkeypatch.setenv("ONEHEAD_ENGINE__MAX_RUNNING", "2")
+    monkeypatch.setenv("ONEHEAD_ENGINE__STEP_TOKENS", "102")
+    monkeypatch.setenv("ONEHEAD_HOST", "0.0.0.0")
+    loaded = settings("--config", str(file), "--engine.step_tokens", "103")
+    assert (loaded.engine.max_running, loaded.engine.step_tokens, loaded.engine.dtype) == (2, 103, "float16")
+    assert (loaded.host, loaded.port, loaded.cache.memory) == ("0.0.0.0", 1, 2 * 2**20)
+    monkeypatch.setenv("ONEHEAD_CONFIG", str(file))
+    assert settings().port == 1
+
+
+def test_a_misspelt_key_is_named_wherever_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "onehead.toml"
+    file.write_text("[engin]\nmax_running = 1\n")
+    with pytest.raises(ConfigurationError, match="engin: no such option"):
+        settings("--config", str(file))
+    file.write_text("[engine]\nmax_runing = 1\n")
+    with pytest.raises(ConfigurationError, match=r"engine\.max_runing: no such option"):
+        settings(f"--config={file}")
+    with pytest.raises(SystemExit) as exit:
+        settings("--engine.max_runing", "1")
+    assert exit.value.code == 2 and "max_runing" in capsys.readouterr().err
+    monkeypatch.setenv("ONEHEAD_ENGINE__MAX_RUNING", "1")
+    with pytest.raises(ConfigurationError, match="ONEHEAD_ENGINE__MAX_RUNING: no such option"):
+        settings()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--engine.max_running", "0"), r"engine\.max_running"),
+        (("--engine.max_running", "600"), r"step_tokens 512 must be at least max_running 600"),
+        (("--engine.dtype", "int3"), r"engine\.dtype"),
+        (("--cache.memory", "lots"), r"cache\.memory: must be a share up to 1\.0, or bytes"),
+        (("--cache.memory", "-1"), r"cache\.memory"),
+        (("--port", "70000"), "port"),
+        (("--config", "/nowhere/x.toml"), "no such file"),
+    ],
+)
+def test_bad_values_are_named(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        settings(*argv)
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("[engine")
+    with pytest.raises(ConfigurationError):
+        settings("--config", str(tmp_path / "x.toml"))
+
+
+@pytest.mark.parametrize(("text", "value"), [("0.5", 0.5), ("1000000", 1e6), ("500MB", 5e8), ("2 GiB", 2**31), ("1.5gib", 1.5 * 2**30)])
+def test_memory_sizes(text: str, value: float) -> None:
+    assert settings("--cache.memory", text).cache.memory == value
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert cpu_threads(None) == 3 and cpu_threads(5) == 5
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert cpu_threads(None) >= 1
+
+
+def test_tool_options_come_from_their_dataclass(tmp_path: Path) -> None:
+    options = load_dataclass(TrainOptions, ["--output", str(tmp_path), "--steps", "7", "--fim_rate", "0.5"], "onehead train")
+    assert options == TrainOptions(output=tmp_path, steps=7, fim_rate=0.5)
+    with pytest.raises(SystemExit):
+        load_dataclass(TrainOptions, ["--output", str(tmp_path), "--stepps", "7"], "onehead train")
+    with pytest.raises((SystemExit, ConfigurationError)):
+        load_dataclass(TrainOptions, [], "onehead train")
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0 and "serve" in capsys.readouterr().out
+    assert cli.main([]) == 2
+    assert cli.main(["srve"]) == 2 and "srve" in capsys.readouterr().err
+    assert cli.main(["serve", "--config", "/nowhere"]) == 78 and "/nowhere" in capsys.readouterr().err
+
+
+def test_the_installed_command() -> None:
+    command = Path(sys.executable).parent / "onehead"
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: onehead COMMAND")

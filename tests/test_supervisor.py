@@ -1,0 +1,190 @@
+"""The supervisor as a state machine: nothing lost, nothing twice, through any deaths of the engine, and an end to hopeless ones."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from server import protocol
+from server.supervisor import MAX_DEATHS_WITHOUT_PROGRESS, Delivery, State, Supervisor
+from tests.hash_model import next_token, oracle
+
+READY = protocol.Ready("hash", "none", "cpu", 64, 100, [0], 0, 4, 25, 8)
+
+
+class ScriptedEngine:
+    """An engine whose every word and death the test decides."""
+
+    def __init__(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> None:
+        self.on_message = on_message
+        self.on_exit = on_exit
+        self.sent: list[protocol.ToEngine] = []
+        self.open: dict[int, protocol.Submit] = {}
+
+    def send(self, message: protocol.ToEngine) -> None:
+        self.sent.append(message)
+        if isinstance(message, protocol.Submit):
+            assert message.id not in self.open
+            self.open[message.id] = protocol.decode_to_engine(protocol.encode(message))  # type: ignore[assignment]
+        elif isinstance(message, protocol.Cancel):
+            self.open.pop(message.id, None)
+
+    def kill(self) -> None:
+        self.on_exit(-9)
+
+    def step(self) -> None:
+        """One token for every open sequence."""
+        tokens = []
+        for submit in list(self.open.values()):
+            token = next_token(submit.prompt + submit.output, submit.sampling.seed, 0.1, may_end=True)
+            submit.output.append(token)
+            finish = "eos_token" if token == 0 else "length" if len(submit.output) >= submit.max_new_tokens else None
+            tokens.append(protocol.Token(submit.id, len(submit.output) - 1, token, -1.0, finish))
+            if finish:
+                del self.open[submit.id]
+        self.on_message(protocol.Tokens(tokens, [], protocol.Gauges(len(self.open), 0, 0, 0, 0, 0.0)))
+
+
+class Bench:
+    """A supervisor, its engines so far, and everything it delivered."""
+
+    def __init__(self) -> None:
+        self.engines: list[ScriptedEngine] = []
+        self.states: list[State] = []
+        self.delivered: dict[int, list[Delivery]] = {}
+        self.supervisor = Supervisor(self._spawn, self.states.append, lambda step: None)
+        self.supervisor.start()
+
+    def _spawn(self, *callbacks: Callable[..., None]) -> ScriptedEngine:
+        self.engines.append(ScriptedEngine(*callbacks))
+        return self.engines[-1]
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return self.engines[-1]
+
+    def submit(self, seed: int = 0, max_new: int = 10) -> int:
+        inbox: list[Delivery] = []
+        submit = protocol.Submit(0, [1, 2, seed], [], max_new, 0, [0], protocol.SamplingParams(seed=seed))
+        id = self.supervisor.submit(submit, inbox.append)
+        self.delivered[id] = inbox
+        return id
+
+    def tokens(self, id: int) -> list[int]:
+        return [delivery.token for delivery in self.delivered[id] if isinstance(delivery, protocol.Token)]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_streams_go_on_exactly_through_deaths(part: int) -> None:
+    for seed in range(part, 2000, 4):
+        rng = random.Random(seed)
+        bench = Bench()
+        bench.engine.on_message(READY)
+        asked: dict[int, tuple[int, int]] = {}
+        cancelled: set[int] = set()
+        progress = True
+        for _ in range(rng.randint(5, 80)):
+            event = rng.random()
+            if event < 0.2:
+                request = rng.randrange(1000), rng.randint(1, 15)
+                asked[bench.submit(*request)] = request
+            elif event < 0.25 and asked:
+                id = rng.choice(list(asked))
+                bench.supervisor.cancel(id)
+                cancelled.add(id)
+            elif event < 0.35 and progress:
+                old = bench.engine
+                old.kill()
+                assert bench.engine is not old
+                if rng.random() < 0.5:
+                    old.step()  # A late word of the dead epoch changes nothing.
+                bench.engine.on_message(READY)
+                progress = False
+            else:
+                progress = progress or bool(bench.engine.open)
+                bench.engine.step()
+        while bench.supervisor.open:
+            bench.engine.step()
+        for id, (seed_of, max_new) in asked.items():
+            expected = oracle([1, 2, seed_of], max_new, 0, frozenset({0}), seed_of, 0.1)
+            ends = [d for d in bench.delivered[id] if isinstance(d, protocol.Failed) or d.finish is not None]
+            if id not in cancelled:
+                assert bench.tokens(id) == expected and len(ends) == 1 and ends[0] is bench.delivered[id][-1], seed
+            else:
+                assert bench.tokens(id) == expected[: len(bench.tokens(id))]
+
+
+def test_requests_wait_for_the_first_engine() -> None:
+    bench = Bench()
+    id = bench.submit(max_new=2)
+    assert bench.engine.sent == [] and bench.supervisor.state is State.STARTING
+    bench.engine.on_message(READY)
+    bench.engine.step()
+    assert bench.states == [State.READY] and len(bench.delivered[id]) == 1
+
+
+def test_cancelled_before_the_engine_is_ready_is_never_sent() -> None:
+    bench = Bench()
+    bench.supervisor.cancel(bench.submit())
+    bench.engine.on_message(READY)
+    assert bench.engine.sent == []
+
+
+def test_a_gap_or_repeat_of_tokens_is_not_delivered() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    id = bench.submit()
+    gauges = protocol.Gauges(1, 0, 0, 0, 0, 0.0)
+    for index in (0, 0, 2, 1):
+        bench.engine.on_message(protocol.Tokens([protocol.Token(id, index, 10 + index, -1.0)], [], gauges))
+    assert bench.tokens(id) == [10, 11]
+
+
+def test_it_gives_up_after_deaths_without_a_token_and_tells_everyone() -> None:
+    bench = Bench()
+    id = bench.submit(max_new=100)
+    for _ in range(MAX_DEATHS_WITHOUT_PROGRESS):
+        bench.engine.on_message(READY)
+        bench.engine.kill()
+    assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_DEATHS_WITHOUT_PROGRESS
+    (failed,) = bench.delivered[id]
+    assert isinstance(failed, protocol.Failed)
+
+
+def test_progress_resets_the_count_of_deaths() -> None:
+    bench = Bench()
+    bench.submit(seed=3, max_new=1000)
+    for _ in range(3 * MAX_DEATHS_WITHOUT_PROGRESS):
+        bench.engine.on_message(READY)
+        bench.submit(seed=3, max_new=1000)
+        bench.engine.step()
+        bench.engine.kill()
+    assert bench.supervisor.state is State.STARTING and bench.supervisor.restarts == 3 * MAX_DEATHS_WITHOUT_PROGRESS
+
+
+def test_a_refusal_is_final() -> None:
+    bench = Bench()
+    bench.engine.on_message(protocol.Refused("config.json: no"))
+    bench.engine.on_exit(0)
+    assert bench.supervisor.state is State.REFUSED and bench.supervisor.reason == "config.json: no" and len(bench.engines) == 1
+
+
+def test_stopping_ends_open_sequences_once() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    id = bench.submit()
+    bench.supervisor.stop()
+    bench.supervisor.stop()
+    bench.engine.on_exit(0)
+    assert len(bench.delivered[id]) == 1 and isinstance(bench.engine.sent[-1], protocol.Shutdown)
+
+
+def test_an_engine_may_fail_one_sequence() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    first, second = bench.submit(max_new=1), bench.submit(max_new=1)
+    bench.engine.open.pop(first)
+    bench.engine.on_message(protocol.Failed(first, "no"))
+    bench.engine.on_message(protocol.Failed(first, "no"))
+    bench.engine.step()
+    assert len(bench.delivered[first]) == 1 and len(bench.tokens(second)) == 1

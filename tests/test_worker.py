@@ -1,0 +1,100 @@
+"""The engine's message loop, in a thread, over a real pipe, with the hash model."""
+
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from model.step import StepPlan, StepResult
+from server import protocol
+from server.engine.core import EngineCore
+from server.engine.scheduler import Limits, Scheduler
+from server.engine.worker import Worker
+from tests.hash_model import HashModel, oracle
+
+
+class SlowModel(HashModel):
+    """Steps long enough for a message to arrive during one."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        time.sleep(0.005)
+        return super().run(plan)
+
+
+class Engine:
+    """The API's end of a worker's pipe."""
+
+    def __init__(self, pipe: Connection, core: EngineCore) -> None:
+        self.pipe = pipe
+        self.core = core
+
+    def send(self, message: protocol.ToEngine) -> None:
+        self.pipe.send_bytes(protocol.encode(message))
+
+    def receive(self) -> Any:
+        assert self.pipe.poll(10), "the worker says nothing"
+        return protocol.decode_from_engine(self.pipe.recv_bytes())
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    ours, theirs = Pipe()
+    core = EngineCore(Scheduler(Limits(20, 4, 80, 4, 16)), SlowModel(page_size=4))
+    thread = threading.Thread(target=Worker(theirs, core).serve)
+    thread.start()
+    yield Engine(ours, core)
+    ours.send_bytes(protocol.encode(protocol.Shutdown()))
+    thread.join(10)
+    assert not thread.is_alive()
+    ours.close()
+    theirs.close()
+
+
+def submit(id: int, prompt: list[int], max_new: int) -> protocol.Submit:
+    return protocol.Submit(id, prompt, [], max_new, 0, [], protocol.SamplingParams(seed=id))
+
+
+def test_tokens_come_in_order_with_gauges(engine: Engine) -> None:
+    engine.send(submit(1, [3, 4, 5], 6))
+    reports = [engine.receive() for _ in range(6)]
+    tokens = [token for report in reports for token in report.tokens]
+    assert [token.token for token in tokens] == oracle([3, 4, 5], 6, 0, frozenset(), seed=1, end_rate=0.0)
+    assert [token.index for token in tokens] == list(range(6))
+    assert [token.finish for token in tokens] == [None] * 5 + ["length"]
+    assert [report.started for report in reports] == [[1]] + [[]] * 5
+    assert reports[0].gauges.pages_used == 1 and reports[-1].gauges.pages_used == 0
+
+
+def test_a_cancelled_sequence_has_no_pages_two_reports_later(engine: Engine) -> None:
+    engine.send(submit(1, [3, 4, 5], 70))
+    engine.receive()
+    engine.send(protocol.Cancel(1))
+    while (report := engine.receive()).tokens:
+        pass  # Steps that were under way when the cancellation was sent.
+    assert report.gauges.pages_used == 0 and report.gauges.running == 0
+    assert not engine.pipe.poll(0.05), "an idle engine says nothing"
+
+
+def test_cancelling_while_another_runs_frees_at_once(engine: Engine) -> None:
+    engine.send(submit(1, [3] * 12, 30))
+    engine.send(submit(2, [4], 30))
+    while len(engine.receive().tokens) < 2:
+        pass
+    engine.send(protocol.Cancel(1))
+    report = engine.receive()
+    while any(token.id == 1 for token in report.tokens):
+        report = engine.receive()
+    assert report.gauges.running == 1 and [token.id for token in report.tokens] == [2]
+
+
+def test_what_never_fits_fails_alone(engine: Engine) -> None:
+    engine.send(submit(1, [3], 3))
+    engine.send(submit(2, [3], 1000))
+    seen = [engine.receive() for _ in range(4)]
+    (failed,) = (message for message in seen if isinstance(message, protocol.Failed))
+    assert failed.id == 2 and "at most 80 fit" in failed.reason
+    assert sum(len(message.tokens) for message in seen if isinstance(message, protocol.Tokens)) == 3
