@@ -132,7 +132,7 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
 
     _refuse_unknown_variables(cls)
     try:
-        return Loaded()  # type: ignore[no-any-return]
+        return Loaded()
     except ValidationError as error:
         raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
     except (SettingsError, tomllib.TOMLDecodeError) as error:

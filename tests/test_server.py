@@ -91,6 +91,8 @@ def test_info_and_probes(server: ServerProcess) -> None:
     assert info["kv_bytes_per_token"] == 2 * 3 * 16 * 4 and info["max_total_tokens"] == 512 and info["model_dtype"] == "float32"
     for path in ("/live", "/ready", "/health", "/docs", "/openapi.json"):
         assert server.get(path)[0] == 200
+    page = server.get("/docs")[1]
+    assert "https://" not in page and "swagger-ui" in page
     assert server.get("/nowhere")[0] == 404 and server.get("/generate")[0] == 405
 
 

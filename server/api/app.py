@@ -4,6 +4,7 @@ import logging
 import secrets
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -20,7 +21,8 @@ log = logging.getLogger("onehead.api")
 
 def create_app(generation: Generation, section: ServerSection, model_id: str, version: str) -> FastAPI:
     """The application that `onehead serve` runs."""
-    app = FastAPI(title="onehead", version=version, description="Text generation with Multi-Query Attention.", redoc_url=None)
+    # The documentation page must open on hosts without internet, so its scripts come from here and from no content network.
+    app = FastAPIOffline(title="onehead", version=version, description="Text generation with Multi-Query Attention.", redoc_url=None)
     app.include_router(TgiRoutes(generation, section, model_id, version).router())
     app.include_router(OpsRoutes(generation).router())
     app.add_exception_handler(RequestError, _request_error)

@@ -19,6 +19,7 @@ MAX_CONTAINERS = 16_384
 MAX_KEYS = 2048
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A JSON string, or what begins one and never ends; possessive, so that it is read once."""
+_BRACKET = re.compile(r"[\[\]{}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_NAMES = {"None": "null", "False": "false", "True": "true"}
 _JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object", "model": "object"}
@@ -78,14 +79,16 @@ def _check_nesting(text: str) -> None:
     """Counts brackets outside strings, before a recursive parser sees them."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
-    bare = _STRING.sub("", text)
-    if bare.count("[") + bare.count("{") > MAX_CONTAINERS:
-        raise MalformedBody(f"the body holds more than {MAX_CONTAINERS} arrays and objects, or is nested deeper than {MAX_DEPTH}")
-    depth = 0
-    for bracket in re.findall(r"[\[\]{}]", bare):
-        depth += 1 if bracket in "[{" else -1
+    depth = opened = 0
+    for bracket in _BRACKET.finditer(_STRING.sub("", text)):
+        if bracket[0] in "]}":
+            depth -= 1
+            continue
+        depth, opened = depth + 1, opened + 1
         if depth > MAX_DEPTH:
             raise MalformedBody(f"the body is nested deeper than {MAX_DEPTH}")
+        if opened > MAX_CONTAINERS:
+            raise MalformedBody(f"the body holds more than {MAX_CONTAINERS} arrays and objects")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
