@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ServerProcess, alive, kill, wait_until
+from tests.processes import ServerProcess, alive, children, kill, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,19 @@ def test_streams_outlive_the_engine(tiny_folder: Path) -> None:
             assert indexes == list(range(1, 201)) and text == expected[i]
     assert server.metric("onehead_engine_restarts_total") == 1 and server.engine_pid != engine
     assert server.stop() == 0
+
+
+def test_an_engine_that_keeps_dying_ends_the_server_with_70(tiny_folder: Path) -> None:
+    server = ServerProcess(tiny_folder)
+    for _ in range(3):
+        engine = server.engine_pid
+        kill(engine)
+        wait_until(lambda dead=engine: not alive(dead), "the engine is dead")
+        wait_until(
+            lambda dead=engine: server.process.poll() is not None or children(server.process.pid) not in ([], [dead]), "the next one"
+        )
+    assert server.process.wait(30) == 70
+    assert "died 3 times in a row" in server.process.communicate()[1]
 
 
 def test_sigterm_lets_streams_finish_and_refuses_newcomers(tiny_folder: Path) -> None:
