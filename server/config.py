@@ -155,7 +155,8 @@ def _describe(detail: Any) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         return f"{key}: no such option"
-    return f"{key}: {detail['msg'].removeprefix('Value error, ')}"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
 
 
 def _toml_path(argv: list[str]) -> Path | None:

@@ -33,7 +33,7 @@ FORBIDDEN = {
     "server.supervisor": ("torch", "time", "random", "asyncio", "model", "server.engine", "server.api", "server.transport"),
 }
 # Siblings that never import each other.
-STRANGERS = ("model.families", "model.backends", "model.reference")
+STRANGERS = ("model.families", "model.backends")
 FORBIDDEN_CALLS = {
     "eval",
     "exec",

@@ -33,7 +33,9 @@ def test_a_forbidden_call_is_found() -> None:
     assert list(budgets.call_problems("server.x", ast.parse("import torch\ntorch.load('x')\neval('1')"))) != []
 
 
-@pytest.mark.parametrize("module", ["server.cli", "server.serve", "server.generate", "model.step", "model.families", "cache.table"])
+@pytest.mark.parametrize(
+    "module", ["server.cli", "server.serve", "server.generate", "server.bench", "model.step", "model.families", "cache.table"]
+)
 def test_importing_it_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

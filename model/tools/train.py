@@ -171,7 +171,7 @@ def held_out_loss(decoder: Decoder, options: TrainOptions, documents: list[corpu
 
 def take_step(decoder: nn.Module, loss: Tensor, steppers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
     """Backward, clip to norm 1, and step every optimizer at `rate`."""
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
     for stepper in steppers:
         for group in stepper.param_groups:
