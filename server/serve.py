@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
 
 import uvicorn
@@ -51,18 +51,18 @@ class Running:
     """A supervised engine with a Generation over it, inside an event loop."""
 
     def __init__(self, settings: Settings) -> None:
-        start = start_message(settings)
+        self._start = start_message(settings)
         self._changed = asyncio.Event()
-        self._engines: list[EngineProcess] = []
+        self._process: EngineProcess | None = None
         self.metrics = Metrics()
-        self.supervisor = Supervisor(lambda *callbacks: self._spawn(start, *callbacks), self._on_state, self._on_step)
+        self.supervisor = Supervisor(self._spawn, self._on_state, self._on_step)
         codec = TextCodec(settings.model)
         max_open = settings.engine.max_running + settings.server.max_waiting
         self.generation = Generation(self.supervisor, codec, self.metrics, max_open)
 
-    def _spawn(self, start: protocol.Start, on_message, on_exit) -> EngineProcess:  # type: ignore[no-untyped-def]
-        self._engines = [EngineProcess(start, on_message, on_exit)]
-        return self._engines[0]
+    def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
+        self._process = EngineProcess(self._start, on_message, on_exit)
+        return self._process
 
     def _on_state(self, state: State) -> None:
         log.info("engine: %s %s", state.value, self.supervisor.reason)
@@ -86,12 +86,8 @@ class Running:
     async def close(self) -> None:
         """Ends the engine, politely first."""
         self.supervisor.stop()
-        for engine in self._engines:
-            try:
-                await asyncio.to_thread(engine.process.wait, ENGINE_EXIT_SECONDS)
-            except Exception:
-                engine.kill()
-                await asyncio.to_thread(engine.process.wait)
+        if self._process is not None:
+            await self._process.ended(ENGINE_EXIT_SECONDS)
 
 
 @contextlib.asynccontextmanager

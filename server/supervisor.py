@@ -28,8 +28,6 @@ class Engine(Protocol):
 
     def send(self, message: protocol.ToEngine) -> None: ...
 
-    def kill(self) -> None: ...
-
 
 Spawn = Callable[[Callable[[protocol.FromEngine], None], Callable[[int], None]], Engine]
 """(on_message, on_exit) -> a new engine that has been sent its Start."""
@@ -103,11 +101,6 @@ class Supervisor:
             self._end(State.STOPPED, "the server is shutting down")
             if self._engine is not None:
                 self._engine.send(protocol.Shutdown())
-
-    def kill(self) -> None:
-        """Ends an engine that has not left by itself."""
-        if self._engine is not None:
-            self._engine.kill()
 
     def _hear(self, epoch: int, message: protocol.FromEngine) -> None:
         if epoch != self._epoch or self.state not in (State.STARTING, State.READY):

@@ -48,6 +48,14 @@ class EngineProcess:
         """SIGKILL; `on_exit` follows."""
         self.process.kill()
 
+    async def ended(self, patience: float) -> None:
+        """Waits for the process to end; kills it after `patience` seconds."""
+        try:
+            await asyncio.to_thread(self.process.wait, patience)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            await asyncio.to_thread(self.process.wait)
+
     def _read(self) -> None:
         try:
             while True:
