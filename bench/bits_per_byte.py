@@ -1,6 +1,6 @@
 """How well a checkpoint predicts the held-out modules of the standard library, in bits per byte, beside xz and a byte 5-gram.
 
-    python -m bench.bits_per_byte --model FOLDER [--data DIR] [--output docs/bench/DATE-bits-per-byte.json]
+    python -m bench.bits_per_byte --model FOLDER [--data DIR] [--context TOKENS] [--output docs/bench/DATE-bits-per-byte.json]
 
 The model scores every document by itself, from an end-of-text token on, as it was trained; longer documents than its context in
 windows that overlap by half, each token once. xz sees the held-out bytes alone. The 5-gram is counted on the training split, as the
@@ -50,12 +50,12 @@ def windows(count: int, size: int) -> Iterator[tuple[int, int, int]]:
 
 
 @torch.inference_mode()
-def token_nats(decoder: Decoder, ids: list[int], start_id: int) -> Tensor:
-    """What each token of a document costs, given `start_id` and those before it."""
+def token_nats(decoder: Decoder, ids: list[int], start_id: int, context: int) -> Tensor:
+    """What each token of a document costs, given `start_id` and those before it, in windows of `context`."""
     inputs_N = torch.tensor([start_id, *ids[:-1]])
     targets_N = torch.tensor(ids)
     nats_N = torch.full((len(ids),), math.nan)
-    for begin, first, end in windows(len(ids), decoder.spec.max_positions):
+    for begin, first, end in windows(len(ids), context):
         attend = CausalAttention(end - begin, decoder.spec.attention_scale)
         x_TD = decoder(inputs_N[begin:end], torch.arange(end - begin), attend)
         for row in range(first, end, LOGIT_ROWS):
@@ -65,9 +65,12 @@ def token_nats(decoder: Decoder, ids: list[int], start_id: int) -> Tensor:
     return nats_N
 
 
-def score_model(folder: Path, documents: list[corpus.Document], progress: Progress) -> dict[str, Any]:
+def score_model(folder: Path, documents: list[corpus.Document], context: int | None, progress: Progress) -> dict[str, Any]:
     """The checkpoint's bits over all documents, and what it is."""
     decoder = load_decoder(folder, read_spec(folder), torch.float32, torch.device("cpu"))
+    context = context or decoder.spec.max_positions
+    if not 1 < context <= decoder.spec.max_positions:
+        raise ValueError(f"--context {context} is not within the model's {decoder.spec.max_positions} positions")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     start_id = corpus.token_id(tokenizer, corpus.END)
     nats, num_tokens = 0.0, 0
@@ -76,7 +79,7 @@ def score_model(folder: Path, documents: list[corpus.Document], progress: Progre
         ids = tokenizer.encode(document.text, add_special_tokens=False).ids
         if tokenizer.decode(ids, skip_special_tokens=False) != document.text:
             raise ValueError(f"the tokenizer loses something of {document.name}, so its tokens' cost would not be the text's")
-        nats += token_nats(decoder, ids, start_id).double().sum().item()
+        nats += token_nats(decoder, ids, start_id, context).double().sum().item()
         num_tokens += len(ids)
         progress.update(task, advance=len(document.text.encode()))
     return {
@@ -84,7 +87,7 @@ def score_model(folder: Path, documents: list[corpus.Document], progress: Progre
         "tokens": num_tokens,
         "nats_per_token": nats / num_tokens,
         "parameters": sum(parameter.numel() for parameter in decoder.parameters()),
-        "context": decoder.spec.max_positions,
+        "context": context,
         "file_bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
     }
 
@@ -220,7 +223,7 @@ def score_ngrams(training: list[bytes], held_out: list[bytes], progress: Progres
 # --- the report
 
 
-def measure(model: Path, data: Path | None, progress: Progress) -> dict[str, Any]:
+def measure(model: Path, data: Path | None, context: int | None, progress: Progress) -> dict[str, Any]:
     """Every figure of the report."""
     documents = sorted(corpus.read_documents(data), key=lambda document: document.name)
     held_out = [document for document in documents if document.held_out]
@@ -230,9 +233,9 @@ def measure(model: Path, data: Path | None, progress: Progress) -> dict[str, Any
     held_out_bytes = [document.text.encode() for document in held_out]
     size = sum(map(len, held_out_bytes))
     packed_size = len(lzma.compress(b"".join(held_out_bytes), lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME))
+    scored = score_model(model, held_out, context, progress)
     ngrams = score_ngrams(training_bytes, held_out_bytes, progress)
     best = min(ngrams, key=lambda name: ngrams[name]["bits"])
-    scored = score_model(model, held_out, progress)
     return {
         "bits_per_byte": {"model": scored["bits"] / size, "ngram": ngrams[best]["bits"] / size, "xz": 8 * packed_size / size},
         "held_out": {"documents": len(held_out), "bytes": size, "xz_bytes": packed_size},
@@ -267,13 +270,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--data", type=Path, help="folder of *.py files, as it was trained on; default: this Python's standard library")
+    parser.add_argument("--context", type=int, help="tokens of a window; default: all positions that the model has")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's own choice")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with Progress(console=Console(stderr=True)) as progress:
-        figures = measure(arguments.model, arguments.data, progress)
+        figures = measure(arguments.model, arguments.data, arguments.context, progress)
     print(table(figures))
     if arguments.output:
         arguments.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

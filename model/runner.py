@@ -57,7 +57,14 @@ class ModelRunner:
         dtype = choose_dtype(options.dtype, device)
         if device.type == "cpu" and options.threads:
             torch.set_num_threads(options.threads)
-        decoder = load_decoder(folder, spec, dtype, device)
+        return cls.over(load_decoder(folder, spec, dtype, device), options)
+
+    @classmethod
+    def over(cls, decoder: Decoder, options: RunnerOptions) -> "ModelRunner":
+        """A runner of a decoder that is loaded already. Raises MemoryError where not one page fits."""
+        spec = decoder.spec
+        weight = decoder.token_embedding.weight
+        dtype, device = weight.dtype, weight.device
         num_pages = options.pages or _pages_that_fit(spec, options, dtype, device)
         pool = KVPool.allocate(spec.num_layers, num_pages, options.page_size, spec.head_dim, dtype, device)
         name = "cpu" if device.type == "cpu" else "reference"

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.step import Drawn, Sample
+from model.step import Drawn, NotDrawn, Sample
 
+NOTHING_TO_DRAW = "the logits of this request are not finite, or no token is allowed"
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the likeliest token: dividing by them would overflow."""
 
@@ -24,17 +25,22 @@ def uniform(seed: int, choice: int, index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn]:
-    """One token for each row. Log-probabilities are the model's own, before penalties, temperature and filters."""
+def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]:
+    """One token for each row. Log-probabilities are the model's own, before penalties, temperature and filters.
+
+    A row whose logits hold no finite maximum (NaN, infinity, every token forbidden) draws nothing: what it drew would be noise.
+    """
     logits_SV = logits_SV.float()
     normaliser_S = logits_SV.logsumexp(dim=-1)
     adjusted_SV = _adjust(logits_SV, samples)
-    tokens_S = adjusted_SV.argmax(dim=-1)
-    random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW]
+    largest_S, tokens_S = adjusted_SV.max(dim=-1)
+    drawable = (normaliser_S.isfinite() & largest_S.isfinite()).tolist()
+    random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW and drawable[i]]
     if random:
         tokens_S[random] = _draw_random(adjusted_SV[random], [samples[i] for i in random])
     logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - normaliser_S
-    return [Drawn(token, logprob) for token, logprob in zip(tokens_S.tolist(), logprobs_S.tolist(), strict=True)]
+    rows = zip(drawable, tokens_S.tolist(), logprobs_S.tolist(), strict=True)
+    return [Drawn(token, logprob) if fine else NotDrawn(NOTHING_TO_DRAW) for fine, token, logprob in rows]
 
 
 def _adjust(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -71,7 +71,14 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
+class NotDrawn:
+    """A row that should have drawn a token and could not: its own failure, nobody else's."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """For each row of the plan, in its order, the token it drew; None where it did not sample."""
 
-    drawn: tuple[Drawn | None, ...]
+    drawn: tuple[Drawn | NotDrawn | None, ...]

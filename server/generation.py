@@ -112,12 +112,12 @@ class Generation:
         num_prompt, most = len(request.prompt), self.max_total_tokens
         if num_prompt == 0:
             raise InvalidRequest("`inputs` holds no tokens; at least one is needed to go on from")
+        bound = "the model's context" if most == self.ready.max_context else f"the cache's {self.ready.num_pages} pages"
         if num_prompt >= most:
-            raise InvalidRequest(f"`inputs` must have less than {most} tokens. Given: {num_prompt}")
+            raise InvalidRequest(f"`inputs` must have less than {most} tokens ({bound}). Given: {num_prompt}")
         if request.max_new_tokens is None:
             return most - num_prompt
         if num_prompt + request.max_new_tokens > most:
-            bound = "the model's context" if most == self.ready.max_context else f"the cache's {self.ready.num_pages} pages"
             raise InvalidRequest(
                 f"`inputs` tokens + `max_new_tokens` must be <= {most} ({bound}). "
                 f"Given: {num_prompt} `inputs` tokens and {request.max_new_tokens} `max_new_tokens`"

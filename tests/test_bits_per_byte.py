@@ -79,8 +79,10 @@ def test_scoring_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
         parameter.mul_(10)  # So that context makes a difference.
     ids = torch.randint(50, (61,), generator=torch.Generator().manual_seed(0)).tolist()
     for length in (1, 7, 16):
-        assert torch.allclose(token_nats(decoder, ids[:length], 0), nats_at_once(decoder, [0, *ids[: length - 1]], ids[:length]), atol=1e-4)
-    scored = token_nats(decoder, ids, 0)
+        assert torch.allclose(
+            token_nats(decoder, ids[:length], 0, 16), nats_at_once(decoder, [0, *ids[: length - 1]], ids[:length]), atol=1e-4
+        )
+    scored = token_nats(decoder, ids, 0, 16)
     inputs = [0, *ids[:-1]]
     for begin, first, end in windows(len(ids), 16):
         for token in range(first, end):

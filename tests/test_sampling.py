@@ -11,21 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.sampling import draw, uniform
-from model.step import Sample, Sampling
+from model.step import Drawn, NotDrawn, Sample, Sampling
 from server.protocol import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
 PROBS = LOGITS.softmax(0).tolist()
 
 
+def token_of(drawn: Drawn | NotDrawn) -> int:
+    assert isinstance(drawn, Drawn)
+    return drawn.token
+
+
 def tokens(sampling: Sampling, draws: int = 400, logits: torch.Tensor = LOGITS, **sample: object) -> Counter[int]:
     """How often each token comes up over many seeds."""
     rows = [Sample(replace(sampling, seed=seed), [], **{"output": [], **sample}) for seed in range(draws)]  # type: ignore[arg-type]
-    return Counter(drawn.token for drawn in draw(logits.expand(draws, -1), rows))
+    return Counter(token_of(drawn) for drawn in draw(logits.expand(draws, -1), rows))
 
 
 def one(sampling: Sampling, logits: torch.Tensor = LOGITS, prompt: list[int] | None = None, output: list[int] | None = None) -> int:
-    return draw(logits[None], [Sample(sampling, prompt or [], output or [])])[0].token
+    return token_of(draw(logits[None], [Sample(sampling, prompt or [], output or [])])[0])
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -135,3 +140,18 @@ def test_uniform_differs_in_each_argument() -> None:
 def test_the_wire_has_the_same_fields() -> None:
     ours, wire = Sampling(), SamplingParams()
     assert {f.name: getattr(ours, f.name) for f in fields(ours)} == msgspec.structs.asdict(wire)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_draws_nothing_and_its_neighbours_are_untouched(bad: float, temperature: float) -> None:
+    rows = [Sample(Sampling(temperature=temperature, top_p=0.9, seed=seed), [], []) for seed in range(3)]
+    clean = LOGITS.expand(3, -1).clone()
+    broken = clean.clone()
+    broken[1, 2] = bad
+    expected, drawn = draw(clean, rows), draw(broken, rows)
+    assert (drawn[0], drawn[2]) == (expected[0], expected[2]) and isinstance(drawn[1], NotDrawn)
+    everything = Sample(Sampling(temperature=temperature), [], [], forbidden=range(5))
+    assert isinstance(draw(LOGITS[None], [everything])[0], NotDrawn)
+    overflow = Sample(Sampling(temperature=temperature, repetition_penalty=1e-45), [0], [])
+    assert isinstance(draw(LOGITS[None], [overflow])[0], NotDrawn)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from model.step import Drawn, Sampling, StepPlan, StepResult
+from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, NeverFits, Scheduler
 from tests.hash_model import HashModel, oracle
@@ -97,9 +97,12 @@ def test_arrival_order_decides_who_starts_and_who_is_preempted() -> None:
     plan = scheduler.plan()
     assert [row.sequence for row in plan.rows] == [0, 1]
     scheduler.commit(plan, StepResult((Drawn(9, 0.0), Drawn(9, 0.0))))
-    plan = scheduler.plan()  # 0 takes the third page, 1 the fourth.
-    scheduler.commit(plan, StepResult((Drawn(9, 0.0), Drawn(9, 0.0))))  # 0 has its two tokens and ends.
-    assert list(scheduler.running) == [1] and scheduler.num_preemptions == 0
+    plan = scheduler.plan()  # 0 takes a third page; 1, the youngest, finds none for its second token and makes way.
+    assert [row.sequence for row in plan.rows] == [0] and list(scheduler.waiting) == [1] and scheduler.num_preemptions == 1
+    (advance,) = scheduler.commit(plan, StepResult((Drawn(9, 0.0),)))
+    assert advance.finish == "length"
+    (row,) = scheduler.plan().rows
+    assert (row.sequence, list(row.tokens), row.start) == (1, [3, 9], 0)
 
 
 def test_a_long_prompt_is_chunked_and_does_not_stall_the_others() -> None:
@@ -145,3 +148,12 @@ def test_an_empty_plan_when_idle() -> None:
     scheduler = Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=8, step_tokens=40))
     assert scheduler.plan() == StepPlan(())
     assert not scheduler.has_work
+
+
+def test_a_row_that_cannot_draw_ends_alone_and_frees_its_pages() -> None:
+    scheduler = Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=8, step_tokens=40))
+    scheduler.submit(0, [1, 2], 5, Sampling())
+    scheduler.submit(1, [1, 2], 5, Sampling())
+    failed, fine = scheduler.commit(scheduler.plan(), StepResult((NotDrawn("why"), Drawn(3, 0.0))))
+    assert failed.drawn == NotDrawn("why") and fine.drawn == Drawn(3, 0.0)
+    assert list(scheduler.running) == [1] and scheduler.integrity() == []

@@ -36,3 +36,17 @@ class TrainOptions:
     """cpu, cuda, or auto: cuda where there is one."""
     save_every: int = 250
     """Steps between two saves of the resumable state and two evaluations on held-out documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """`onehead compare`: multi-head against multi-query attention, in bytes and in seconds."""
+
+    output: Path
+    """Folder of report.html and results.json."""
+    quick: bool = False
+    """Fewer tokens, sizes and repetitions: minutes instead of an hour, and noisier."""
+    model: Path | None = None
+    """A checkpoint folder to add to the memory table."""
+    threads: int = 0
+    """CPU threads; 0 leaves torch's own choice."""

@@ -22,7 +22,9 @@ log = logging.getLogger("onehead.api")
 def create_app(generation: Generation, section: ServerSection, model_id: str, version: str) -> FastAPI:
     """The application that `onehead serve` runs."""
     # The documentation page must open on hosts without internet, so its scripts come from here and from no content network.
-    app = FastAPIOffline(title="onehead", version=version, description="Text generation with Multi-Query Attention.", redoc_url=None)
+    app = FastAPIOffline(
+        title="onehead", version=version, description="Text generation with Multi-Query Attention.", redoc_url=None, redirect_slashes=False
+    )
     app.include_router(TgiRoutes(generation, section, model_id, version).router())
     app.include_router(OpsRoutes(generation).router())
     app.add_exception_handler(RequestError, _request_error)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cache.pages import PageAllocator
 from cache.table import PageTable, pages_for
-from model.step import Drawn, Sampling, StepPlan, StepResult
+from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
 from server.engine.sequence import Sequence
 
 
@@ -31,11 +31,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """A sequence got one more token: which, its place in the output, and why it is the last, if it is."""
+    """A sequence got one more token: which, its place in the output, and why it is the last, if it is. Or it failed, and is gone."""
 
     id: int
     index: int
-    drawn: Drawn
+    drawn: Drawn | NotDrawn
     finish: str | None
 
 
@@ -157,12 +157,13 @@ class Scheduler:
                 continue
             sequence.num_computed += len(row.tokens)
             self.num_computed_tokens += len(row.tokens)
-            if drawn is not None:
-                index = len(sequence.output)
-                finish = sequence.append(drawn.token)
-                advances.append(Advance(sequence.id, index, drawn, finish))
-                if finish is not None:
-                    self.cancel(sequence.id)
+            if drawn is None:
+                continue
+            index = len(sequence.output)
+            finish = sequence.append(drawn.token) if isinstance(drawn, Drawn) else None
+            advances.append(Advance(sequence.id, index, drawn, finish))
+            if finish is not None or isinstance(drawn, NotDrawn):
+                self.cancel(sequence.id)
         return advances
 
     def integrity(self) -> list[str]:

@@ -14,7 +14,7 @@ import msgspec
 
 from model.families import read_spec
 from model.spec import CheckpointError, ModelSpec
-from model.step import Sampling
+from model.step import Drawn, Sampling
 from server import protocol
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, NeverFits, Scheduler
@@ -81,7 +81,13 @@ class Worker:
                 heard = True
             began = time.perf_counter()
             advances = self.core.step()
-            tokens = [protocol.Token(a.id, a.index, a.drawn.token, a.drawn.logprob, a.finish) for a in advances]
+            tokens = []
+            for advance in advances:
+                if isinstance(advance.drawn, Drawn):
+                    drawn = advance.drawn
+                    tokens.append(protocol.Token(advance.id, advance.index, drawn.token, drawn.logprob, advance.finish))
+                else:
+                    self._send(protocol.Failed(advance.id, advance.drawn.reason))
             self._report(tokens, time.perf_counter() - began)
 
     def _handle(self, message: protocol.ToEngine) -> None:
