@@ -13,6 +13,10 @@ from typing import Any
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 
 
+class OptionError(ValueError):
+    """Options of a tool that do not fit together or do not fit the data; the message names them."""
+
+
 class CheckpointError(Exception):
     """A checkpoint folder that cannot be served; the message names the file and key, what was expected and what was found."""
 

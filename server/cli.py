@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from server.errors import OneheadError
+from server.errors import ConfigurationError, OneheadError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -42,11 +42,30 @@ def _train(argv: list[str]) -> int:
     options = load_dataclass(TrainOptions, argv, "onehead train")
     from model.tools.train import train
 
+    return _tool("train", lambda: train(options))
+
+
+def _compare(argv: list[str]) -> int:
+    from model.tools.options import CompareOptions
+    from server.config import load_dataclass
+
+    options = load_dataclass(CompareOptions, argv, "onehead compare")
+    from model.tools.compare import compare
+
+    return _tool("compare", lambda: compare(options))
+
+
+def _tool(name: str, work: Callable[[], None]) -> int:
+    """Runs one of model.tools, whose errors are not of our tree; its exit status."""
+    from model.spec import CheckpointError, OptionError
+
     try:
-        train(options)
-    except ValueError as error:
-        print(f"onehead train: {error}", file=sys.stderr)
+        work()
+    except OptionError as error:
+        print(f"onehead {name}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except CheckpointError as error:
+        raise ConfigurationError(str(error)) from None
     return 0
 
 
@@ -55,6 +74,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "generate": ("stream the continuation of a prompt to the terminal", _generate),
     "bench": ("put load on a running server and report rates and latencies", _bench),
     "train": ("train a small checkpoint", _train),
+    "compare": ("multi-head against multi-query attention, in bytes and seconds", _compare),
 }
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("server", "model", "cache")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-MAX_TOTAL_LINES = 5500
+MAX_TOTAL_LINES = 6000
 
 # Who may not import whom, by longest prefix. A rule speaks of every import in the file, also those inside functions.
 FORBIDDEN = {
@@ -24,7 +24,7 @@ FORBIDDEN = {
     "model.spec": ("torch", "cache", "model"),
     "model.families": ("torch", "cache"),
     "server": ("torch", "model", "server.engine"),
-    "server.cli": ("torch", "server.engine"),
+    "server.cli": ("torch", "server.engine"),  # It may import model.tools, which nothing that serves does.
     "server.protocol": ("server", "model", "torch"),
     "server.errors": ("server", "model", "torch"),
     "server.engine": ("fastapi", "uvicorn", "pydantic", "server.api", "server.supervisor", "server.text", "server.config", "torch"),

@@ -27,7 +27,7 @@ class CacheShape:
         return 2 * self.num_layers * num_kv_heads * self.head_dim * self.itemsize
 
 
-KNOWN = (
+KNOWN: tuple[CacheShape, ...] = (
     CacheShape("StarCoderBase-1B", num_layers=24, num_query_heads=16, head_dim=128),
     CacheShape("StarCoder", num_layers=40, num_query_heads=48, head_dim=128),
     CacheShape("Falcon-7B", num_layers=32, num_query_heads=71, head_dim=64),

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from model.spec import OptionError
+
 END = "<|endoftext|>"
 FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = "<fim_prefix>", "<fim_middle>", "<fim_suffix>"
 SPECIAL_TOKENS = (END, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, "<fim_pad>")
@@ -74,10 +76,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special token. Raises ValueError where the tokenizer has none."""
+    """The id of a special token. Raises OptionError where the tokenizer has none."""
     id: int | None = tokenizer.token_to_id(token)
     if id is None:
-        raise ValueError(f"the tokenizer has no token {token}")
+        raise OptionError(f"the tokenizer has no token {token}")
     return id
 
 

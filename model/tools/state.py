@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.decoder import Decoder
+from model.spec import OptionError
 from model.tools.options import TrainOptions
 
 # Options that do not change the parameters that come out, so a run may be resumed under other values of them.
@@ -43,14 +44,14 @@ def save_state(options: TrainOptions, state: TrainState, decoder: Decoder, stepp
 
 
 def load_state(options: TrainOptions, decoder: Decoder, steppers: tuple[torch.optim.Optimizer, ...]) -> TrainState | None:
-    """Restores the state of options.work into decoder and steppers; None where there is none. Raises ValueError for other options'."""
+    """Restores the state of options.work into decoder and steppers; None where there is none. Raises OptionError for other options'."""
     path = options.work / "state.safetensors"
     if not path.exists():
         return None
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         if metadata["options"] != _identity(options):
-            raise ValueError(f"{path} belongs to other options ({metadata['options']}); give another --work or remove it")
+            raise OptionError(f"{path} belongs to other options ({metadata['options']}); give another --work or remove it")
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from model.decoder import Decoder
-from model.spec import ModelSpec
+from model.spec import ModelSpec, OptionError
 from model.tools import corpus
 from model.tools.export import export, plot_losses
 from model.tools.options import TrainOptions
@@ -76,7 +76,7 @@ class Data:
                     stream = corpus.token_stream(self.documents, self.tokenizer, self.options.fim_rate, seed)
                     rows = corpus.sequences(stream, length, seed)
                     if len(rows) < batch:
-                        raise ValueError(f"the corpus has {len(stream)} tokens, fewer than one batch of {batch} x {length}")
+                        raise OptionError(f"the corpus has {len(stream)} tokens, fewer than one batch of {batch} x {length}")
                 if number >= first:
                     yield Step(rows[used : used + batch].astype(np.int64), self._first_positions(number, batch, length))
                 used += batch
@@ -92,7 +92,7 @@ def build_spec(options: TrainOptions, tokenizer: Tokenizer) -> ModelSpec:
     """The gpt_bigcode spec of these options."""
     head_dim, remainder = divmod(options.hidden_size, options.num_query_heads)
     if remainder:
-        raise ValueError(f"hidden_size {options.hidden_size} is not a multiple of num_query_heads {options.num_query_heads}")
+        raise OptionError(f"hidden_size {options.hidden_size} is not a multiple of num_query_heads {options.num_query_heads}")
     return ModelSpec(
         model_type="gpt_bigcode",
         vocab_size=tokenizer.get_vocab_size(),
@@ -181,7 +181,7 @@ def take_step(decoder: nn.Module, loss: Tensor, steppers: tuple[torch.optim.Opti
 
 
 def train(options: TrainOptions) -> None:
-    """Runs or resumes the training that `options` describe and writes options.output. Raises ValueError for unusable options."""
+    """Runs or resumes the training that `options` describe and writes options.output. Raises OptionError for unusable options."""
     if options.threads:
         torch.set_num_threads(options.threads)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device

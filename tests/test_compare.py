@@ -1,0 +1,73 @@
+"""`onehead compare`: the counted figures to the last digit, the measured ones on toy sizes, and a report that holds them."""
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from model.tools import arithmetic, compare, timing
+from model.tools.options import CompareOptions
+
+# As printed in the walk-through that the project began from.
+PRINTED = {
+    "multi_head": {"K": 12.976128, "V": 12.976128, "Q": 12.976128, "logits": 2.509056, "attn_out": 12.976128},
+    "multi_head_cached": {"K": 13.1072, "V": 13.1072, "Q_incr": 0.131072, "logits": 0.0256, "attn_out": 0.131072},
+    "multi_query_cached": {"K_single": 3.244032, "V_single": 3.244032, "Q_incr": 0.131072, "logits": 0.025344, "attn_out": 0.131072},
+}
+
+
+def test_the_seeds_tensors_to_the_last_digit() -> None:
+    counted = {part: {name: entry["megabytes"] for name, entry in tensors.items()} for part, tensors in arithmetic.seed_tensors().items()}
+    assert counted == PRINTED
+
+
+def test_cache_bytes_of_known_models() -> None:
+    rows = {row["name"]: row for row in arithmetic.cache_table(arithmetic.KNOWN, 8192)}
+    assert {name: (row["mqa_bytes_per_token"], row["mha_bytes_per_token"]) for name, row in rows.items()} == {
+        "StarCoderBase-1B": (12_288, 196_608),
+        "StarCoder": (20_480, 983_040),
+        "Falcon-7B": (8_192, 581_632),
+        "Gemma-2B": (18_432, 147_456),
+    }
+    assert rows["StarCoder"]["mqa_bytes_per_sequence"] == 20_480 * 8192 and rows["StarCoder"]["ratio"] == 48
+
+
+def test_cached_and_uncached_generation_give_the_same_tokens() -> None:
+    spec = replace(timing.GPT2, vocab_size=300, hidden_size=64, num_layers=2, num_query_heads=4, head_dim=16, intermediate_size=64)
+    generator = timing.Generator(spec, 100)
+    assert generator.generate(100, cached=True) == generator.generate(100, cached=False)
+
+
+class Checker(HTMLParser):
+    """Counts tags and notes everything that a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag in ("script", "img", "iframe", "link"):
+            self.fetched.append(str(attrs))
+
+
+def test_the_whole_command_on_toy_sizes(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = replace(timing.GPT2, vocab_size=300, hidden_size=64, num_layers=1, num_query_heads=4, head_dim=16, intermediate_size=64)
+    monkeypatch.setattr(timing, "GPT2", toy)
+    monkeypatch.setattr(timing, "PAPER", {"d": 32, "h": 4, "k": 8, "mha_ff": 64, "mqa_ff": 88})
+    compare.compare(CompareOptions(output=tmp_path / "report", quick=True, model=tiny_folder))
+    results = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert results["memory"]["models"][-1]["name"] == tiny_folder.name
+    assert set(results["cache"]) == {"num_tokens", "prompt_tokens", "ours", "transformers"}
+    assert set(results["cache"]["ours"]) == {"cached_s", "uncached_s", "ratio"}
+    for row in results["decode"]:
+        assert row["mha_arithmetic"]["kv_bytes"] == 4 * row["mqa_arithmetic"]["kv_bytes"] == 2 * row["batch"] * 4 * row["context"] * 8 * 4
+        assert row["mqa_arithmetic"]["attention_flops_per_byte"] == 4 * row["mha_arithmetic"]["attention_flops_per_byte"]
+    assert [row["heads"] for row in results["classes"]] == [4, 16]
+    page = (tmp_path / "report" / "report.html").read_text()
+    checker = Checker()
+    checker.feed(page)
+    assert checker.fetched == [] and checker.tags.count("figure") == 2 and "12.976128" in page
