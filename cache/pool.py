@@ -37,6 +37,11 @@ class KVPool:
         """Bytes of both tensors."""
         return 2 * self.keys_LPSd.nbytes
 
+    def clear(self, pages: list[int]) -> None:
+        """Zeroes these pages in every layer."""
+        self.keys_LPSd[:, pages] = 0
+        self.values_LPSd[:, pages] = 0
+
     def write(self, layer: int, slots_T: Tensor, k_Td: Tensor, v_Td: Tensor) -> None:
         """Stores one K and one V per token at slot = page * page_size + offset."""
         self.keys_LPSd[layer].flatten(0, 1).index_copy_(0, slots_T, k_Td)

@@ -19,8 +19,8 @@ from model.backends import Backend, create_backend
 from model.batch import build_batch
 from model.decoder import Decoder
 from model.sampling import draw
-from model.spec import ModelSpec
-from model.step import StepPlan, StepResult
+from model.spec import ModelSpec, OptionError
+from model.step import NotDrawn, StepPlan, StepResult
 from model.weights import load_decoder
 
 CPU_SHARE, GPU_SHARE = 0.4, 0.9
@@ -78,13 +78,23 @@ class ModelRunner:
         x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, attend)
         samples = [row.sample for row in plan.rows if row.sample is not None]
         drawn = iter(draw(self.decoder.logits(x_TD[batch.last_tokens_S]), samples) if samples else ())
-        return StepResult(tuple(None if row.sample is None else next(drawn) for row in plan.rows))
+        results = [None if row.sample is None else next(drawn) for row in plan.rows]
+        finite_T = x_TD.isfinite().all(dim=-1).tolist()
+        for i, span in enumerate(batch.rows):
+            if not all(finite_T[span.first : span.first + span.num_tokens]):
+                results[i] = NotDrawn("a numerical error: the model's states for this request are not finite")
+            if isinstance(results[i], NotDrawn):
+                # Pages are handed on as they are, and a masked slot still counts 0 * NaN.
+                self.pool.clear(span.pages)
+        return StepResult(tuple(results))
 
 
 def choose_device(name: str) -> torch.device:
-    """`cpu`, `cuda`, or for `auto` cuda where there is one."""
+    """`cpu`, `cuda`, or for `auto` cuda where there is one. Raises OptionError for a device that this machine lacks."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise OptionError("engine.device is cuda, but torch finds no GPU it can use")
     return torch.device(name)
 
 

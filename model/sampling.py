@@ -85,12 +85,15 @@ def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
     sorts = [i for i, s in enumerate(samples) if s.sampling.top_k > 0 or s.sampling.top_p < 1.0]
     if sorts:
         probs_SV[sorts] = _keep_likeliest(probs_SV[sorts], [samples[i] for i in sorts])
+    typical = [i for i, s in enumerate(samples) if s.sampling.typical_p < 1.0]
+    if typical:
+        probs_SV[typical] = _keep_typical(probs_SV[typical], [samples[i] for i in typical])
     probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
     cumulative_SV = probs_SV.cumsum(dim=-1)
     total_S = cumulative_SV[:, -1]
     # Strictly below the total, so that the first index past it exists and has probability above 0.
     target_S = torch.minimum(uniform_S * total_S, torch.nextafter(total_S, torch.zeros_like(total_S)))
-    return torch.searchsorted(cumulative_SV, target_S[:, None], right=True)[:, 0]
+    return torch.searchsorted(cumulative_SV, target_S[:, None], right=True)[:, 0].clamp_(max=probs_SV.shape[-1] - 1)
 
 
 def _keep_likeliest(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -104,4 +107,20 @@ def _keep_likeliest(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
     before_FV = sorted_FV.cumsum(dim=-1) - sorted_FV
     limit_F1 = top_p_F[:, None] * sorted_FV.sum(dim=-1, keepdim=True)
     outside_FV = (before_FV >= limit_F1) & (top_p_F < 1.0)[:, None]
+    outside_FV[:, 0] = False  # However small top_p is, the likeliest token stays.
+    return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))
+
+
+def _keep_typical(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Probabilities with all but the most typical tokens set to 0: those whose surprise is nearest to the distribution's entropy,
+    as many as hold typical_p of the probability (Meister et al. 2022, section 3).
+    """
+    typical_p_F = probs_FV.new_tensor([s.sampling.typical_p for s in samples])
+    normal_FV = probs_FV / probs_FV.sum(dim=-1, keepdim=True)
+    surprise_FV = -normal_FV.log()
+    entropy_F1 = torch.special.entr(normal_FV).sum(dim=-1, keepdim=True)
+    order_FV = (surprise_FV - entropy_F1).abs().sort(dim=-1, stable=True).indices
+    sorted_FV = normal_FV.gather(1, order_FV)
+    outside_FV = sorted_FV.cumsum(dim=-1) - sorted_FV >= typical_p_F[:, None]
+    outside_FV[:, 0] = False
     return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
-
 
 class OptionError(ValueError):
     """Options of a tool that do not fit together or do not fit the data; the message names them."""
@@ -50,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; a checkpoint folder needs it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({type(error).__name__})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -67,16 +65,24 @@ def positive_int(config: Mapping[str, Any], key: str, default: int | None = None
     return value
 
 
+def positive_float(config: Mapping[str, Any], key: str, default: float) -> float:
+    """`config[key]` as a number above 0; absent means `default`. Raises CheckpointError naming the key."""
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise CheckpointError(f"config.json: {key} must be a number above 0, found {value!r}")
+    return float(value)
+
+
 def end_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """The union of the end-of-sequence ids in config.json and generation_config.json, sorted."""
     found: set[int] = set()
-    sources = [config]
+    sources: dict[str, Mapping[str, Any]] = {"config.json": config}
     if (folder / "generation_config.json").exists():
-        sources.append(read_json(folder / "generation_config.json"))
-    for source in sources:
+        sources["generation_config.json"] = read_json(folder / "generation_config.json")
+    for name, source in sources.items():
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-            raise CheckpointError(f"config.json: eos_token_id must be an id, a list of ids or null, found {value!r}")
+            raise CheckpointError(f"{name}: eos_token_id must be an id, a list of ids or null, found {value!r}")
         found.update(ids)
     return tuple(sorted(found))

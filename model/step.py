@@ -19,6 +19,8 @@ class Sampling:
     """Keep the smallest set of likeliest tokens that holds this probability."""
     min_p: float = 0.0
     """Drop tokens below this share of the likeliest token's probability."""
+    typical_p: float = 1.0
+    """Keep the most typical tokens that hold this probability (Meister et al. 2022)."""
     repetition_penalty: float = 1.0
     """Divides positive logits, multiplies negative ones, of tokens in prompt or output (Keskar et al. 2019)."""
     frequency_penalty: float = 0.0

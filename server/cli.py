@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from server.errors import ConfigurationError, OneheadError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 def _serve(argv: list[str]) -> int:
@@ -23,7 +25,7 @@ def _serve(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     from server.config import load
-    from server.generate import GenerateSettings, generate
+    from server.terminal import GenerateSettings, generate
 
     return asyncio.run(generate(load(GenerateSettings, argv, "onehead generate")))
 
@@ -39,20 +41,26 @@ def _train(argv: list[str]) -> int:
     from model.tools.options import TrainOptions
     from server.config import load_dataclass
 
-    options = load_dataclass(TrainOptions, argv, "onehead train")
-    from model.tools.train import train
+    def work() -> None:
+        options = load_dataclass(TrainOptions, argv, "onehead train")
+        from model.tools.train import train
 
-    return _tool("train", lambda: train(options))
+        train(options)
+
+    return _tool("train", work)
 
 
 def _compare(argv: list[str]) -> int:
     from model.tools.options import CompareOptions
     from server.config import load_dataclass
 
-    options = load_dataclass(CompareOptions, argv, "onehead compare")
-    from model.tools.compare import compare
+    def work() -> None:
+        options = load_dataclass(CompareOptions, argv, "onehead compare")
+        from model.tools.compare import compare
 
-    return _tool("compare", lambda: compare(options))
+        compare(options)
+
+    return _tool("compare", work)
 
 
 def _tool(name: str, work: Callable[[], None]) -> int:
@@ -109,6 +117,10 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
 
 
 if __name__ == "__main__":

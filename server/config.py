@@ -26,6 +26,8 @@ from pydantic_settings import (
 from server.errors import ConfigurationError
 
 PREFIX = "ONEHEAD_"
+# The library reads "None" and "null" as no value, and a prompt may be just that.
+NO_NONE = "\0"
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "model" / "pretrained"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -81,8 +83,8 @@ class CacheSection(Section):
     page_size: int = Field(64, ge=1, le=1024, description="tokens of a page")
 
 
-class Settings(BaseSettings):
-    """The options that every command shares."""
+class EngineSettings(BaseSettings):
+    """The options of every command that runs a model."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
@@ -95,16 +97,28 @@ class Settings(BaseSettings):
 
     model: Path = Field(EMBEDDED_MODEL, description="checkpoint folder; default: the embedded model")
     config: Path | None = Field(None, description="TOML file of options")
-    server: ServerSection = Field(ServerSection(), description="the HTTP side")
     engine: EngineSection = Field(EngineSection(), description="the computing side")
     cache: CacheSection = Field(CacheSection(), description="the key/value cache")
 
 
-class ServeSettings(Settings):
+class ServeSettings(EngineSettings):
     """onehead serve: a checkpoint on HTTP."""
 
+    server: ServerSection = Field(ServerSection(), description="the HTTP side")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+
+
+class DeploymentFile(TomlConfigSettingsSource):
+    """The TOML file. It describes the server, so the keys of `serve` that another command lacks are no misspellings there."""
+
+    def __call__(self) -> dict[str, Any]:
+        values = super().__call__()
+        if "config" in values:
+            raise ConfigurationError("config: a file of options cannot name another")
+        return {
+            key: value for key, value in values.items() if key in self.settings_cls.model_fields or key not in ServeSettings.model_fields
+        }
 
 
 AnySettings = TypeVar("AnySettings", bound=BaseSettings)
@@ -126,26 +140,46 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
             cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             command_line: CliSettingsSource[Any] = CliSettingsSource(
-                settings_cls, cli_parse_args=argv, cli_prog_name=prog, cli_hide_none_type=True, cli_avoid_json=True
+                settings_cls,
+                cli_parse_args=argv,
+                cli_prog_name=prog,
+                cli_hide_none_type=True,
+                cli_avoid_json=True,
+                cli_parse_none_str=NO_NONE,
             )
-            return command_line, EnvSettingsSource(settings_cls), TomlConfigSettingsSource(settings_cls)
+            return command_line, EnvSettingsSource(settings_cls), DeploymentFile(settings_cls)
 
     _refuse_unknown_variables(cls)
     try:
         return Loaded()
     except ValidationError as error:
         raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
-    except (SettingsError, tomllib.TOMLDecodeError) as error:
-        raise ConfigurationError(str(error)) from None
+    except (SettingsError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{toml}: {error}" if isinstance(error, ValueError) else str(error)) from None
+
+
+class CommandLineOnly(BaseSettings):
+    """Base of the tools' options: the environment is not asked."""
+
+    @classmethod
+    def settings_customise_sources(  # type: ignore[override]
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
 
 
 def load_dataclass(cls: type[Options], argv: list[str], prog: str) -> Options:
     """The options of a tool, which are a plain dataclass, from the command line alone. Raises ConfigurationError."""
-    defaults = {f.name: (f.type, f.default if f.default is not MISSING else ...) for f in fields(cls)}  # type: ignore[arg-type]
-    model: type[BaseSettings] = create_model("Tool", __base__=BaseSettings, __doc__=cls.__doc__, **defaults)  # type: ignore[call-overload]
-    source: CliSettingsSource[Any] = CliSettingsSource(model, cli_parse_args=argv, cli_prog_name=prog, cli_avoid_json=True)
+    options: dict[str, Any] = {
+        f.name: (f.type, Field(... if f.default is MISSING else f.default, description=f.metadata.get("help")))
+        for f in fields(cls)  # type: ignore[arg-type]
+    }
+    model: type[BaseSettings] = create_model("Tool", __base__=CommandLineOnly, __doc__=cls.__doc__, **options)
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        model, cli_parse_args=argv, cli_prog_name=prog, cli_avoid_json=True, cli_parse_none_str=NO_NONE
+    )
     try:
-        values = model(_cli_settings_source=source)
+        values = model(**source())
     except ValidationError as error:
         raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
     return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})  # type: ignore[arg-type]
@@ -160,12 +194,11 @@ def _describe(detail: Any) -> str:
 
 
 def _toml_path(argv: list[str]) -> Path | None:
-    for i, argument in enumerate(argv):
-        if argument == "--config" and i + 1 < len(argv):
-            return Path(argv[i + 1])
-        if argument.startswith("--config="):
-            return Path(argument.removeprefix("--config="))
-    path = os.environ.get(PREFIX + "CONFIG")
+    given = [argv[i + 1] for i in range(len(argv) - 1) if argv[i] == "--config"]
+    given += [argument.removeprefix("--config=") for argument in argv if argument.startswith("--config=")]
+    if len(given) > 1:
+        raise ConfigurationError("--config: given more than once")
+    path = given[0] if given else os.environ.get(PREFIX + "CONFIG")
     return Path(path) if path else None
 
 

@@ -8,11 +8,19 @@ of HTTP, fields or events.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from server import protocol
-from server.errors import ConfigurationError, EngineGaveUp, GenerationFailed, InvalidRequest, Overloaded, Unavailable
+from server.errors import (
+    ConfigurationError,
+    EngineGaveUp,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    ResourceError,
+    Unavailable,
+)
 from server.metrics import Metrics
 from server.supervisor import Delivery, State, Supervisor
 from server.text import Detokenizer, StopStrings, TextCodec
@@ -38,10 +46,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token and the text that became certain with it. `finish` is set on the last: length, eos_token or stop_sequence."""
+    """One token and the text that became certain with it. `finish` is set on the last: length, eos_token or stop_sequence.
+
+    A special token is no text: its name is `special_text`, and `text` at most what was held back before it.
+    """
 
     token: int
     text: str
+    special_text: str
     logprob: float
     special: bool
     finish: str | None
@@ -56,8 +68,9 @@ class Generation:
         self.metrics = metrics
         self.max_open = max_open
         self.draining = False
-        self._arrivals: dict[int, float] = {}
-        self._endings: deque[float] = deque(maxlen=RATE_WINDOW)
+        self.unstarted: dict[int, float] = {}
+        """When each sequence arrived that no engine has begun."""
+        self.endings: deque[float] = deque(maxlen=RATE_WINDOW)
 
     @property
     def ready(self) -> protocol.Ready:
@@ -89,8 +102,20 @@ class Generation:
             return self.codec.encode(text)
         return await asyncio.to_thread(self.codec.encode, text)
 
-    def admit(self, request: Request) -> protocol.Submit:
-        """Checks a request against the engine's bounds. Raises InvalidRequest, Overloaded or Unavailable."""
+    def start(self, request: Request) -> "OpenStream":
+        """Checks a request against the engine's bounds and submits it. Raises InvalidRequest, Overloaded or Unavailable.
+
+        Whoever starts a stream closes it.
+        """
+        try:
+            submit = self._submission(request)
+        except RequestError:
+            self.metrics.requests.labels("refused").inc()
+            raise
+        self.metrics.prompt_tokens.inc(len(submit.prompt))
+        return OpenStream(self, submit, request)
+
+    def _submission(self, request: Request) -> protocol.Submit:
         if self.draining or self.supervisor.state not in (State.STARTING, State.READY):
             raise Unavailable("the server is shutting down", retry_after=5)
         max_new_tokens = self._max_new_tokens(request)
@@ -126,69 +151,89 @@ class Generation:
 
     def _retry_after(self) -> int:
         """Seconds until about one request will have finished, by the rate at which the last ones did."""
-        if len(self._endings) < 2:
+        if len(self.endings) < 2:
             return 1
-        return max(1, min(60, round((self._endings[-1] - self._endings[0]) / (len(self._endings) - 1))))
-
-    async def run(self, submit: protocol.Submit, request: Request) -> AsyncIterator[Piece]:
-        """The pieces of an admitted request, from submission to its end; leaving the iteration early cancels it."""
-        arrival = last = time.monotonic()
-        inbox: asyncio.Queue[Delivery] = asyncio.Queue()
-        detokenizer, stops = Detokenizer(self.codec), StopStrings(request.stop_strings)
-        id = self.supervisor.submit(submit, inbox.put_nowait)
-        self._arrivals[id] = arrival
-        self.metrics.prompt_tokens.inc(len(submit.prompt))
-        outcome = "cancelled"
-        try:
-            while True:
-                delivery = await inbox.get()
-                if isinstance(delivery, protocol.Failed):
-                    outcome = "failed"
-                    raise GenerationFailed(f"Request failed during generation: {delivery.reason}")
-                now = time.monotonic()
-                self._observe(delivery.index, now - last, now - arrival)
-                last = now
-                piece = self._piece(delivery, detokenizer, stops, delivery.index + 1 >= request.min_new_tokens)
-                if piece.finish is not None:
-                    outcome = piece.finish
-                    self._endings.append(now)
-                    self.metrics.e2e_latency.observe(now - arrival)
-                yield piece
-                if piece.finish is not None:
-                    return
-        finally:
-            self.supervisor.cancel(id)
-            self._arrivals.pop(id, None)
-            self.metrics.requests.labels(outcome).inc()
-
-    def _observe(self, index: int, since_last: float, since_arrival: float) -> None:
-        if index == 0:
-            self.metrics.time_to_first_token.observe(since_arrival)
-        else:
-            self.metrics.inter_token_latency.observe(since_last)
-
-    def _piece(self, token: protocol.Token, detokenizer: Detokenizer, stops: StopStrings, may_stop: bool) -> Piece:
-        special = token.token in self.codec.special_ids
-        text = "" if special else detokenizer.push(token.token)
-        if token.finish is not None:
-            text += detokenizer.flush()
-        text, stopped = stops.push(text, may_stop)
-        finish = "stop_sequence" if stopped else token.finish
-        if special:
-            text = self.codec.decode([token.token])
-        return Piece(token.token, text, token.logprob, special, finish)
+        return max(1, min(60, round((self.endings[-1] - self.endings[0]) / (len(self.endings) - 1))))
 
     def heard(self, step: protocol.Tokens) -> None:
         """Metrics of an engine's step."""
         self.metrics.step(step.gauges, len(step.tokens))
         now = time.monotonic()
         for id in step.started:
-            if id in self._arrivals:
-                self.metrics.queue_time.observe(now - self._arrivals[id])
+            arrival = self.unstarted.pop(id, None)
+            if arrival is not None:
+                self.metrics.queue_time.observe(now - arrival)
 
     def raise_if_over(self) -> None:
         """Raises what ended the engine for good, if something has."""
         if self.supervisor.state is State.REFUSED:
-            raise ConfigurationError(self.supervisor.reason)
+            raise (ResourceError if self.supervisor.lacks_resource else ConfigurationError)(self.supervisor.reason)
         if self.supervisor.state is State.GAVE_UP:
             raise EngineGaveUp(self.supervisor.reason)
+
+
+class OpenStream:
+    """A submitted request, as an iterator over its pieces. `close` cancels what is left of it; closing twice is fine."""
+
+    def __init__(self, generation: Generation, submit: protocol.Submit, request: Request) -> None:
+        self.generation = generation
+        self.request = request
+        self._arrival = self._last = time.monotonic()
+        self._inbox: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._detokenizer = Detokenizer(generation.codec)
+        self._stops = StopStrings(request.stop_strings)
+        self._outcome: str | None = None
+        self.id = generation.supervisor.submit(submit, self._deliver)
+        generation.unstarted[self.id] = self._arrival
+
+    def _deliver(self, delivery: Delivery) -> None:
+        """Takes the times as tokens come, not as the client reads them."""
+        now = time.monotonic()
+        metrics = self.generation.metrics
+        if isinstance(delivery, protocol.Token):
+            if delivery.index == 0:
+                metrics.time_to_first_token.observe(now - self._arrival)
+            else:
+                metrics.inter_token_latency.observe(now - self._last)
+            if delivery.finish is not None:
+                metrics.e2e_latency.observe(now - self._arrival)
+                self.generation.endings.append(now)
+            self._last = now
+        self._inbox.put_nowait(delivery)
+
+    def __aiter__(self) -> "OpenStream":
+        return self
+
+    async def __anext__(self) -> Piece:
+        """The next piece. Raises GenerationFailed where the engine could not go on."""
+        if self._outcome is not None:
+            raise StopAsyncIteration
+        delivery = await self._inbox.get()
+        if isinstance(delivery, protocol.Failed):
+            self._end("failed")
+            raise GenerationFailed(f"Request failed during generation: {delivery.reason}")
+        piece = self._piece(delivery)
+        if piece.finish is not None:
+            self._end(piece.finish)
+        return piece
+
+    def _piece(self, token: protocol.Token) -> Piece:
+        codec = self.generation.codec
+        special = token.token in codec.special_ids
+        text = "" if special else self._detokenizer.push(token.token)
+        if token.finish is not None:
+            text += self._detokenizer.flush()
+        text, stopped = self._stops.push(text, search=token.index + 1 >= self.request.min_new_tokens)
+        finish = "stop_sequence" if stopped else token.finish
+        return Piece(token.token, text, codec.decode([token.token]) if special else "", token.logprob, special, finish)
+
+    def _end(self, outcome: str) -> None:
+        if self._outcome is None:
+            self._outcome = outcome
+            self.generation.supervisor.cancel(self.id)
+            self.generation.unstarted.pop(self.id, None)
+            self.generation.metrics.requests.labels(outcome).inc()
+
+    def close(self) -> None:
+        """Cancels the request where it has not ended."""
+        self._end("cancelled")

@@ -9,7 +9,7 @@ _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """One registry and its series. Updated once a step and once a request, never once a token and client."""
+    """One registry and its series."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -37,6 +37,8 @@ class Metrics:
         """A new engine is ready; its own counts begin at 0 again."""
         self._num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
+        for gauge in (self.requests_running, self.requests_waiting, self.kv_pages_used, self.kv_cache_usage_ratio):
+            gauge.set(0)
         self._preemptions_seen = 0
 
     def step(self, gauges: Gauges, num_tokens: int) -> None:

@@ -36,6 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -82,9 +83,10 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
 
 
 class Refused(Message, frozen=True, tag=True, array_like=True):
-    """The engine cannot start, and would not the next time: `reason` is for the person who started it."""
+    """The engine cannot start. `reason` is for the person who started it; `resource` says that memory is what it lacked."""
 
     reason: str
+    resource: bool = False
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -105,7 +107,6 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
     waiting: int
     pages_used: int
     preemptions: int
-    computed_tokens: int
     step_seconds: float
 
 

@@ -6,30 +6,33 @@ Invariant: the port is bound before anything is loaded, and the engine is gone w
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
 
+import msgspec
 import uvicorn
 
 from server import protocol
 from server.api.app import create_app
-from server.config import ServeSettings, Settings, cpu_threads
-from server.errors import OneheadError, ResourceError
+from server.config import EngineSettings, ServeSettings, cpu_threads
+from server.errors import ResourceError
 from server.generation import Generation
 from server.metrics import Metrics
 from server.supervisor import State, Supervisor
 from server.text import TextCodec
 from server.transport import EngineProcess
 
-EXIT_DRAIN_DEADLINE = 75
+EXIT_STREAMS_CUT = 75
+FLUSH_SECONDS = 1.0
 ENGINE_EXIT_SECONDS = 5.0
 log = logging.getLogger("onehead")
 
 
-def start_message(settings: Settings) -> protocol.Start:
+def start_message(settings: EngineSettings) -> protocol.Start:
     """What an engine of these settings is told first."""
     engine, cache = settings.engine, settings.cache
     return protocol.Start(
@@ -50,18 +53,21 @@ def start_message(settings: Settings) -> protocol.Start:
 class Running:
     """A supervised engine with a Generation over it, inside an event loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EngineSettings, max_waiting: int) -> None:
         self._start = start_message(settings)
         self._changed = asyncio.Event()
         self._process: EngineProcess | None = None
         self.metrics = Metrics()
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_step)
         codec = TextCodec(settings.model)
-        max_open = settings.engine.max_running + settings.server.max_waiting
+        max_open = settings.engine.max_running + max_waiting
         self.generation = Generation(self.supervisor, codec, self.metrics, max_open)
 
     def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
-        self._process = EngineProcess(self._start, on_message, on_exit)
+        ready = self.supervisor.ready
+        # A replacement gets the pool that requests were admitted to, however much memory is free now.
+        start = self._start if ready is None else msgspec.structs.replace(self._start, pages=ready.num_pages)
+        self._process = EngineProcess(start, on_message, on_exit)
         return self._process
 
     def _on_state(self, state: State) -> None:
@@ -91,9 +97,9 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Settings) -> AsyncIterator[Running]:
+async def running(settings: EngineSettings) -> AsyncIterator[Running]:
     """A loaded engine. Raises ConfigurationError or EngineGaveUp where it cannot be had."""
-    engine = Running(settings)
+    engine = Running(settings, max_waiting=0)
     engine.supervisor.start()
     try:
         await engine.until(State.READY)
@@ -133,7 +139,7 @@ class Drain:
         self.http = http
         self.engine = engine
         self.timeout = timeout
-        self.hit_deadline = False
+        self.cut = False
         self._task: asyncio.Task[None] | None = None
 
     def on_signal(self) -> None:
@@ -141,22 +147,27 @@ class Drain:
             self.engine.generation.draining = True
             self._task = asyncio.create_task(self._drain())
         else:
-            self.engine.supervisor.stop()
+            self._finish(FLUSH_SECONDS)
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeout
         while self.engine.supervisor.open and loop.time() < deadline:
             await asyncio.sleep(0.05)
-        self.hit_deadline = bool(self.engine.supervisor.open)
+        self._finish(max(FLUSH_SECONDS, deadline - loop.time()))
+
+    def _finish(self, patience: float) -> None:
+        """Ends what is open, and gives connections `patience` seconds to take what was written to them."""
+        self.cut = self.cut or bool(self.engine.supervisor.open)
         self.engine.supervisor.stop()
+        self.http.config.timeout_graceful_shutdown = math.ceil(patience)
         self.http.should_exit = True
 
 
 async def serve(settings: ServeSettings) -> int:
     """Serves until a signal or the engine's end; the exit code. Raises OneheadError for what prevents it."""
     with bind(settings.host, settings.port) as listener:
-        engine = Running(settings)
+        engine = Running(settings, settings.server.max_waiting)
         engine.supervisor.start()
         model_id = settings.server.model_name or settings.model.resolve().name
         app = create_app(engine.generation, settings.server, model_id, version("onehead"))
@@ -171,13 +182,11 @@ async def serve(settings: ServeSettings) -> int:
             await _announce(engine, model_id, listener)
             await engine.until(State.STOPPED)
             engine.generation.raise_if_over()
-        except OneheadError:
-            http.should_exit = True
-            raise
         finally:
+            http.should_exit = True
             await engine.close()
             await serving
-    return EXIT_DRAIN_DEADLINE if drain.hit_deadline else 0
+    return EXIT_STREAMS_CUT if drain.cut else 0
 
 
 async def _announce(engine: Running, model_id: str, listener: socket.socket) -> None:
@@ -188,9 +197,10 @@ async def _announce(engine: Running, model_id: str, listener: socket.socket) -> 
     ready = engine.generation.ready
     host, port = listener.getsockname()[:2]
     tokens = ready.num_pages * ready.page_size
-    print(
+    what = (
         f"{model_id}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {ready.dtype} on {ready.device}; "
-        f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size} = {tokens} tokens",
-        file=sys.stderr,
+        f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size} = {tokens} tokens"
     )
-    print(f"onehead serves {model_id} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    with contextlib.suppress(OSError):  # Whoever started us may have closed the pipe; that is no reason not to serve.
+        print(what, file=sys.stderr)
+        print(f"onehead serves {model_id} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

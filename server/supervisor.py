@@ -69,7 +69,7 @@ class Supervisor:
         self.state = State.STARTING
         self.reason = ""
         self.ready: protocol.Ready | None = None
-        self.restarts = 0
+        self.lacks_resource = False
         self.open: dict[int, OpenSequence] = {}
 
     def start(self) -> None:
@@ -84,6 +84,9 @@ class Supervisor:
     def submit(self, submit: protocol.Submit, deliver: Callable[[Delivery], None]) -> int:
         """Journals a sequence and hands it to the engine, or to the next one; its id, which replaces the one in `submit`."""
         self._next_id += 1
+        if self.state not in (State.STARTING, State.READY):
+            deliver(protocol.Failed(self._next_id, self.reason))
+            return self._next_id
         sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id), deliver)
         self.open[self._next_id] = sequence
         if self.state is State.READY and self._engine is not None:
@@ -118,8 +121,10 @@ class Supervisor:
             self._enter(State.READY)
             for sequence in self.open.values():
                 self._engine_send(sequence.resubmission())
-        else:
+        elif self.ready is None:
+            self.lacks_resource = message.resource
             self._end(State.REFUSED, message.reason)
+        # An engine that could load once and now cannot is a death like any other; its exit is on the way.
 
     def _take(self, token: protocol.Token) -> None:
         """Journals and delivers a token, if it is the next one of an open sequence."""
@@ -140,7 +145,6 @@ class Supervisor:
         if self._deaths_without_progress >= MAX_DEATHS_WITHOUT_PROGRESS:
             self._end(State.GAVE_UP, f"the engine died {self._deaths_without_progress} times in a row without a new token")
             return
-        self.restarts += 1
         self._enter(State.STARTING)
         self.start()
 

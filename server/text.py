@@ -18,6 +18,8 @@ class TextCodec:
 
     def __init__(self, folder: Path) -> None:
         """Reads tokenizer.json. Raises ConfigurationError where it is missing or broken."""
+        if not folder.is_dir():
+            raise ConfigurationError(f"{folder}: no such folder; --model takes a checkpoint folder")
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigurationError(f"{path}: no such file; text cannot be served without a tokenizer")
@@ -25,6 +27,9 @@ class TextCodec:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception.
             raise ConfigurationError(f"{path}: not a tokenizer this version can read") from error
+        # Some files carry the padding and truncation of their training; a prompt must arrive as it is.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.end_token_ids = self._end_token_ids(folder / "tokenizer_config.json")
@@ -47,7 +52,8 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt."""
-        ids: list[int] = self.tokenizer.encode(text).ids
+        # encode holds the interpreter's lock while it works; encode_batch lets the event loop run meanwhile.
+        ids: list[int] = self.tokenizer.encode_batch([text])[0].ids
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
@@ -105,7 +111,7 @@ class StopStrings:
             ends = [end for stop in self._stops if (end := _first_end(both, stop, len(tail))) is not None]
             if ends:
                 return both[len(tail) : min(ends)], True
-        self._tail = both[len(both) - self._keep :] if self._keep else ""
+        self._tail = both[max(0, len(both) - self._keep) :]
         return text, False
 
 

@@ -17,6 +17,7 @@ import msgspec
 from server import protocol
 
 Value = TypeVar("Value")
+EXIT_SECONDS = 1.0
 
 
 class EngineProcess:
@@ -34,7 +35,9 @@ class EngineProcess:
         self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
         self._pipe, theirs = Pipe(duplex=True)
         fd = theirs.fileno()
-        self.process = subprocess.Popen([sys.executable, "-m", "server.engine.worker", str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "server.engine.worker", str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL
+        )
         theirs.close()  # The child has the only copy now, so its death is an EOF here.
         for target in (self._read, self._write):
             threading.Thread(target=target, daemon=True).start()
@@ -62,7 +65,10 @@ class EngineProcess:
                 message = protocol.decode_from_engine(self._pipe.recv_bytes(protocol.MAX_FRAME_BYTES))
                 self._call(self._on_message, message)
         except (EOFError, OSError, msgspec.MsgspecError):
-            self.process.kill()  # Gone, or no longer speaking the protocol: either way its state is lost.
+            # Gone, or no longer speaking the protocol: either way its state is lost. One that is going leaves its own status.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(EXIT_SECONDS)
+            self.process.kill()
         status = self.process.wait()
         self._outbox.put(None)
         self._call(self._on_exit, status)

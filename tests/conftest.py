@@ -4,11 +4,16 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before any fixture starts a process: two test processes share two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
+
+# Seconds are the benchmarks' business: on a loaded machine a deadline fails what is right.
+settings.register_profile("onehead", deadline=None)
+settings.load_profile("onehead")
 
 
 @pytest.fixture(autouse=True)

@@ -150,7 +150,7 @@ class Life:
             self._num_said += 1
         started, self._started = self._started, []
         if tokens:
-            gauges = protocol.Gauges(len(self.open), 0, len(self.open), 0, self._num_said, 1e-3)
+            gauges = protocol.Gauges(len(self.open), 0, len(self.open), 0, 1e-3)
             self._say(protocol.Tokens(tokens, started, gauges))
         if self._num_said == self.lifetime:
             self.kill()

@@ -5,6 +5,7 @@ that another sequence has overwritten, fails here, loudly, rather than as odd te
 """
 
 import hashlib
+from collections.abc import Sequence
 
 from model.step import Drawn, Row, StepPlan, StepResult
 
@@ -33,9 +34,11 @@ class HashModel:
     def __init__(self, page_size: int, end_rate: float = 0.0) -> None:
         self.page_size = page_size
         self.end_rate = end_rate
+        self.last_rows: dict[int, Sequence[int]] = {}
         self.slots: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.last_rows = {row.sequence: row.tokens for row in plan.rows}
         for row in plan.rows:
             for offset, token in enumerate(row.tokens):
                 self.slots[self._slot(row, row.start + offset)] = (row.sequence, row.start + offset, token)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from model.spec import OptionError
 from model.tools.options import TrainOptions
 from server import cli
 from server.config import EMBEDDED_MODEL, ServeSettings, cpu_threads, load, load_dataclass
 from server.errors import ConfigurationError
+from server.terminal import GenerateSettings
 
 
 def settings(*argv: str) -> ServeSettings:
@@ -70,10 +72,28 @@ def test_bad_values_are_named(argv: tuple[str, ...], message: str) -> None:
         settings(*argv)
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text("[engine")
+@pytest.mark.parametrize("content", [b"[engine", b"model = '\xff'", b"config = 'other.toml'"])
+def test_a_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.toml").write_bytes(content)
     with pytest.raises(ConfigurationError):
         settings("--config", str(tmp_path / "x.toml"))
+
+
+def test_one_file_at_most(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="more than once"):
+        settings("--config", "a", "--config=b")
+
+
+def test_another_command_reads_the_servers_file_and_refuses_the_servers_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("port = 1\n[server]\nmodel_name = 'x'\n[engine]\nmax_running = 7\n")
+    loaded = load(GenerateSettings, ["None", "--config", str(file), "--stop", "a, b "], "onehead generate")
+    assert (loaded.prompt, loaded.stop, loaded.engine.max_running) == ("None", "a, b ", 7)
+    with pytest.raises(SystemExit):
+        load(GenerateSettings, ["x", "--server.max_waiting", "1"], "onehead generate")
+    file.write_text("prot = 1\n")
+    with pytest.raises(ConfigurationError, match="prot: no such option"):
+        load(GenerateSettings, ["x", "--config", str(file)], "onehead generate")
 
 
 @pytest.mark.parametrize(("text", "value"), [("0.5", 0.5), ("1000000", 1e6), ("500MB", 5e8), ("2 GiB", 2**31), ("1.5gib", 1.5 * 2**30)])
@@ -88,13 +108,17 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_threads(None) >= 1
 
 
-def test_tool_options_come_from_their_dataclass(tmp_path: Path) -> None:
+def test_tool_options_come_from_their_dataclass_and_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "3")
+    monkeypatch.setenv("SEED", "9")
     options = load_dataclass(TrainOptions, ["--output", str(tmp_path), "--steps", "7", "--fim_rate", "0.5"], "onehead train")
     assert options == TrainOptions(output=tmp_path, steps=7, fim_rate=0.5)
     with pytest.raises(SystemExit):
         load_dataclass(TrainOptions, ["--output", str(tmp_path), "--stepps", "7"], "onehead train")
-    with pytest.raises((SystemExit, ConfigurationError)):
+    with pytest.raises(ConfigurationError, match="output"):
         load_dataclass(TrainOptions, [], "onehead train")
+    with pytest.raises(OptionError, match="steps must be above 0, got -1"):
+        load_dataclass(TrainOptions, ["--output", "x", "--steps", "-1"], "onehead train")
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,11 +14,11 @@ from model.batch import build_batch
 from model.decoder import Decoder
 from model.families import read_spec
 from model.runner import ModelRunner, RunnerOptions
-from model.step import Row, Sample, Sampling, StepPlan
+from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan
 from model.weights import load_decoder
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
-from tests.checkpoints import TinyCheckpoint
+from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
@@ -87,6 +87,7 @@ def finish(core: EngineCore) -> dict[int, list[int]]:
     outputs: dict[int, list[int]] = {}
     while core.scheduler.has_work:
         for advance in core.step():
+            assert isinstance(advance.drawn, Drawn)
             outputs.setdefault(advance.id, []).append(advance.drawn.token)
         assert core.scheduler.integrity() == []
     return outputs
@@ -174,7 +175,7 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
 def test_half_precision_stays_near_float32(tiny_checkpoint: TinyCheckpoint, dtype: str) -> None:
     row = Row(0, random_ids(tiny_checkpoint, 50), 0, list(range(4)), Sample(GREEDY, [1], []))
     exact, rounded = (make_runner(tiny_checkpoint, dtype=name).run(StepPlan((row,))).drawn[0] for name in ("float32", dtype))
-    assert exact is not None and rounded is not None
+    assert isinstance(exact, Drawn) and isinstance(rounded, Drawn)
     assert abs(exact.logprob - rounded.logprob) < 0.5
     runner = make_runner(tiny_checkpoint, dtype=dtype)
     assert runner.pool.keys_LPSd.dtype is getattr(torch, dtype)
@@ -191,3 +192,21 @@ def test_cache_sizes(tiny_checkpoint: TinyCheckpoint) -> None:
     assert ModelRunner.load(tiny_checkpoint.folder, spec, capped).pool.num_pages == 7
     with pytest.raises(MemoryError, match=r"cache\.memory"):
         ModelRunner.load(tiny_checkpoint.folder, spec, RunnerOptions("cpu", "float32", 1, 16, None, 5.0, 10**6))
+
+
+@torch.inference_mode()
+def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_path: Path) -> None:
+    untied = make_checkpoint(SHAPES[3], tmp_path)  # Its head is its own, so a broken embedding breaks one token alone.
+    runner = make_runner(untied, num_pages=6)
+    runner.decoder.token_embedding.weight[7] = torch.nan
+
+    def row(id: int, tokens: list[int], pages: list[int], last: bool) -> Row:
+        return Row(id, tokens, 0, pages, Sample(GREEDY, tokens, []) if last else None)
+
+    fine = row(1, [1, 2, 3], [4, 5], last=True)
+    (expected,) = runner.run(StepPlan((fine,))).drawn
+    broken, chunk, neighbour = runner.run(StepPlan((row(0, [7, 1], [0, 1], True), row(2, [1, 7], [2, 3], False), fine))).drawn
+    assert isinstance(broken, NotDrawn) and isinstance(chunk, NotDrawn) and neighbour == expected
+    assert runner.pool.keys_LPSd.isfinite().all() and runner.pool.values_LPSd.isfinite().all()
+    (reused,) = runner.run(StepPlan((row(3, [1, 2, 3], [0, 1], True),))).drawn
+    assert reused == expected

@@ -66,6 +66,10 @@ def test_temperature_sharpens_and_flattens() -> None:
         (Sampling(min_p=0.5), {0}),
         (Sampling(min_p=PROBS[2] / PROBS[0] - 0.001), {0, 1, 2}),
         (Sampling(top_k=4, min_p=0.3), {0, 1}),
+        (Sampling(top_p=5e-324, top_k=1), {0}),
+        (Sampling(top_p=5e-324), {0}),
+        (Sampling(typical_p=0.99), {0, 1, 2, 3}),
+        (Sampling(typical_p=5e-324), {1}),
     ],
 )
 def test_filters_keep_exactly(sampling: Sampling, kept: set[int]) -> None:
@@ -106,7 +110,8 @@ sampling_strategy = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
     top_k=st.integers(0, 60),
-    top_p=st.floats(0.05, 1.0),
+    top_p=st.floats(0.0, 1.0, exclude_min=True),
+    typical_p=st.sampled_from([1.0, 0.9, 0.2]),
     min_p=st.sampled_from([0.0, 0.05, 0.5]),
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     frequency_penalty=st.sampled_from([0.0, 0.5]),
@@ -129,6 +134,18 @@ def test_a_row_draws_the_same_alone_and_in_any_company(samplings: list[Sampling]
 def test_uniform_is_a_pure_function_in_its_range(seed: int, choice: int, index: int) -> None:
     value = uniform(seed, choice, index)
     assert 0.0 <= value < 1.0 and value == uniform(seed, choice, index)
+
+
+def test_all_of_the_seed_counts() -> None:
+    assert len({uniform(7 + (bit << 32), 0, 0) for bit in range(1000)}) == 1000
+
+
+def test_typical_sampling_keeps_what_is_nearest_to_the_entropy() -> None:
+    entropy = -sum(p * math.log(p) for p in PROBS)
+    order = sorted(range(5), key=lambda token: abs(-math.log(PROBS[token]) - entropy))
+    for keep in range(1, 5):
+        share = sum(PROBS[token] for token in order[: keep - 1]) + 1e-6
+        assert set(tokens(Sampling(typical_p=share), 3000)) == set(order[:keep])
 
 
 def test_uniform_differs_in_each_argument() -> None:

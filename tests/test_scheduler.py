@@ -27,6 +27,7 @@ def run_seed(seed: int) -> Counter[str]:
     outputs: dict[int, list[int]] = {}
     ended: Counter[int] = Counter()
     cancelled: set[int] = set()
+    started: set[int] = set()
     seen: Counter[str] = Counter()
     to_submit = rng.randint(1, 12)
     computed_bound = 0
@@ -39,31 +40,40 @@ def run_seed(seed: int) -> Counter[str]:
             max_new, min_new = rng.randint(1, 40), rng.choice([0, 0, 3])
             stops = frozenset({0}) if rng.random() < 0.7 else frozenset()
             requests[id] = prompt, max_new, min_new, stops
+            done = oracle(prompt, max_new, min_new, stops, seed=id, end_rate=model.end_rate)[:-1]
+            done = done[: rng.randint(0, len(done))] if rng.random() < 0.2 else []  # As after the death of another engine.
             try:
-                scheduler.submit(id, list(prompt), max_new, Sampling(seed=id), None, min_new, stops)
+                scheduler.submit(id, list(prompt), max_new, Sampling(seed=id), done, min_new, stops)
             except NeverFits:
                 assert len(prompt) + max_new > min(limits.max_context, num_pages * page_size)
                 cancelled.add(id)
                 seen["never fits"] += 1
                 continue
-            outputs[id] = []
+            outputs[id] = list(done)
             computed_bound += len(prompt) + max_new
         if scheduler.has_work and rng.random() < 0.04:
             victim = rng.choice([*scheduler.running, *scheduler.waiting])
             scheduler.cancel(victim)
             cancelled.add(victim)
             seen["cancelled"] += 1
-        oldest = next(iter(scheduler.running or scheduler.waiting), None)
-        before = scheduler.num_computed_tokens
-        for advance in core.step():
+        before = {s.id: (len(s.output), s.num_computed) for s in [*scheduler.running.values(), *scheduler.waiting.values()]}
+        advances = core.step()
+        assert len(model.last_rows) <= max_running and sum(map(len, model.last_rows.values())) <= limits.step_tokens
+        if before:
+            oldest = min(before)
+            assert oldest in model.last_rows, "the oldest did not advance"
+        order = [*scheduler.running, *scheduler.waiting]
+        assert order == sorted(order), "arrival order is lost"
+        for id in scheduler.take_started():
+            assert id not in started, "started twice"
+            started.add(id)
+        for advance in advances:
             assert ended[advance.id] == 0 and advance.id not in cancelled
             assert advance.index == len(outputs[advance.id])
             outputs[advance.id].append(advance.drawn.token)
             ended[advance.id] += advance.finish is not None
         assert scheduler.integrity() == []
         assert scheduler.allocator.num_free + scheduler.allocator.num_owned == num_pages
-        if oldest is not None and scheduler.has_work and next(iter([*scheduler.running, *scheduler.waiting])) == oldest:
-            assert scheduler.num_computed_tokens > before, "work was pending and nothing was computed"
         steps += 1
         assert steps < 50 * (computed_bound + 10), "no end in sight"
     assert scheduler.allocator.num_owned == 0
@@ -157,3 +167,24 @@ def test_a_row_that_cannot_draw_ends_alone_and_frees_its_pages() -> None:
     failed, fine = scheduler.commit(scheduler.plan(), StepResult((NotDrawn("why"), Drawn(3, 0.0))))
     assert failed.drawn == NotDrawn("why") and fine.drawn == Drawn(3, 0.0)
     assert list(scheduler.running) == [1] and scheduler.integrity() == []
+
+
+def test_a_page_to_spare_for_each_that_runs_or_the_newcomer_waits() -> None:
+    scheduler = Scheduler(Limits(num_pages=6, page_size=4, max_context=100, max_running=4, step_tokens=32))
+    for id in range(3):
+        scheduler.submit(id, [1] * 7, 2, Sampling())  # Two pages each: the third would leave none to grow into.
+    assert [row.sequence for row in scheduler.plan().rows] == [0, 1]
+
+
+def test_everyone_running_gets_a_token_before_anyone_gets_more() -> None:
+    scheduler = Scheduler(Limits(num_pages=100, page_size=4, max_context=300, max_running=3, step_tokens=10))
+    scheduler.submit(0, [1] * 4, 5, Sampling())
+    scheduler.submit(1, [1] * 50, 5, Sampling())
+    scheduler.submit(2, [1] * 50, 5, Sampling())
+    assert [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows] == [(0, 4), (1, 6)]
+    scheduler = Scheduler(Limits(num_pages=100, page_size=4, max_context=300, max_running=3, step_tokens=10))
+    for id in range(3):
+        scheduler.submit(id, [1] * 5, 50, Sampling())
+    scheduler.commit(scheduler.plan(), StepResult((Drawn(7, 0.0), Drawn(7, 0.0))))
+    counts = [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows]
+    assert counts == [(0, 1), (1, 1), (2, 5)]

@@ -1,5 +1,6 @@
 """The whole service as processes and sockets: streams, disconnects, an engine's death, shutdown, refusals to start."""
 
+import itertools
 import json
 import os
 import random
@@ -208,16 +209,40 @@ def test_sigterm_lets_streams_finish_and_refuses_newcomers(tiny_folder: Path) ->
     assert server.stop() == 0
 
 
-def test_a_second_signal_ends_streams_with_an_error_event(tiny_folder: Path) -> None:
+def test_a_second_signal_ends_streams_with_an_error(tiny_folder: Path) -> None:
     server = ServerProcess(tiny_folder, "--engine.max_running", "1")
-    streams = [server.stream("a", max_new_tokens=500, ignore_eos=True).events() for _ in range(8)]
-    next(streams[0])
+    started = server.stream("a", max_new_tokens=500, ignore_eos=True)
+    events = started.events()
+    next(events)
+    queued = server.stream("b", max_new_tokens=500, ignore_eos=True)
+    time.sleep(0.05)  # Long enough to be in the queue, not to be begun.
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.get("/ready")[0] == 503, "not ready while draining", timeout=5)
     server.process.send_signal(signal.SIGINT)
-    endings = [list(stream)[-1] for stream in streams]
-    assert endings[7]["error_type"] == "generation" and "shutting down" in endings[7]["error"]
+    last = list(events)[-1]
+    queued.response.begin()
+    answer = json.loads(queued.response.read())
+    queued.close()
+    # One had begun and gets an event; the other can still have a status of its own.
+    assert queued.response.status == 424 and last == answer and "shutting down" in last["error"] and last["error_type"] == "generation"
+    assert server.stop() == 75
+
+
+def test_a_client_that_never_finishes_its_request_does_not_hold_up_the_end(tiny_folder: Path) -> None:
+    server = ServerProcess(tiny_folder, "--server.drain_timeout", "1")
+    with socket.create_connection(("127.0.0.1", server.port)) as half:
+        half.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+        wait_until(lambda: server.get("/live")[0] == 200, "serving")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
     server.stop()
+
+
+def test_a_stop_string_is_found_however_its_tokens_fall(server: ServerProcess) -> None:
+    whole = server.text("stop", max_new_tokens=60, ignore_eos=True)
+    for start, length in itertools.product((0, 7, 20), (4, 7, 12)):
+        stop = whole[start : start + length]
+        assert server.text("stop", max_new_tokens=60, ignore_eos=True, stop=[stop]) == whole[: whole.index(stop) + len(stop)]
 
 
 def test_the_engine_ends_with_the_front(tiny_folder: Path) -> None:

@@ -42,7 +42,7 @@ class ScriptedEngine:
             tokens.append(protocol.Token(submit.id, len(submit.output) - 1, token, -1.0, finish))
             if finish:
                 del self.open[submit.id]
-        self.on_message(protocol.Tokens(tokens, [], protocol.Gauges(len(self.open), 0, 0, 0, 0, 0.0)))
+        self.on_message(protocol.Tokens(tokens, [], protocol.Gauges(len(self.open), 0, 0, 0, 0.0)))
 
 
 class Bench:
@@ -114,6 +114,40 @@ def test_streams_go_on_exactly_through_deaths(part: int) -> None:
                 assert bench.tokens(id) == expected[: len(bench.tokens(id))]
 
 
+def test_the_last_words_of_a_dead_engine_count_for_nothing() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    id = bench.submit()
+    old = bench.engine
+    old.kill()
+    bench.engine.on_message(READY)
+    old.on_message(protocol.Failed(id, "late"))
+    old.on_message(protocol.Refused("late"))
+    old.on_exit(1)
+    assert bench.delivered[id] == [] and bench.supervisor.state is State.READY and len(bench.engines) == 2
+
+
+def test_an_engine_that_loaded_once_and_then_cannot_is_a_death_like_any_other() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    bench.submit()
+    bench.engine.kill()
+    bench.engine.on_message(protocol.Refused("no memory just now"))
+    bench.engine.on_exit(0)
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 3
+
+
+@pytest.mark.parametrize("ending", ["stop", "refuse"])
+def test_a_submission_after_the_end_fails_at_once(ending: str) -> None:
+    bench = Bench()
+    if ending == "stop":
+        bench.supervisor.stop()
+    else:
+        bench.engine.on_message(protocol.Refused("no"))
+    (failed,) = bench.delivered[bench.submit()]
+    assert isinstance(failed, protocol.Failed) and bench.supervisor.open == {}
+
+
 def test_requests_wait_for_the_first_engine() -> None:
     bench = Bench()
     id = bench.submit(max_new=2)
@@ -134,7 +168,7 @@ def test_a_gap_or_repeat_of_tokens_is_not_delivered() -> None:
     bench = Bench()
     bench.engine.on_message(READY)
     id = bench.submit()
-    gauges = protocol.Gauges(1, 0, 0, 0, 0, 0.0)
+    gauges = protocol.Gauges(1, 0, 0, 0, 0.0)
     for index in (0, 0, 2, 1):
         bench.engine.on_message(protocol.Tokens([protocol.Token(id, index, 10 + index, -1.0)], [], gauges))
     assert bench.tokens(id) == [10, 11]
@@ -159,7 +193,7 @@ def test_progress_resets_the_count_of_deaths() -> None:
         bench.submit(seed=3, max_new=1000)
         bench.engine.step()
         bench.engine.kill()
-    assert bench.supervisor.state is State.STARTING and bench.supervisor.restarts == 3 * MAX_DEATHS_WITHOUT_PROGRESS
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_DEATHS_WITHOUT_PROGRESS
 
 
 def test_a_refusal_is_final() -> None:

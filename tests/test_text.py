@@ -75,6 +75,26 @@ def test_stop_strings_end_the_text_where_the_first_is_complete(text: str, stops:
     assert out == expected
 
 
+@given(st.text(alphabet="ab", max_size=40), st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=4))
+def test_stop_strings_are_found_one_character_at_a_time(text: str, stops: list[str]) -> None:
+    finder, out = StopStrings(tuple(stops)), ""
+    for character in text:
+        piece, stopped = finder.push(character)
+        out += piece
+        if stopped:
+            break
+    assert out == next((text[:i] for i in range(1, len(text) + 1) if text[:i].endswith(tuple(stops))), text)
+
+
+def test_padding_and_truncation_of_a_tokenizers_training_are_not_obeyed(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=32)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec(tmp_path)
+    assert len(codec.encode("a" * 100)) == 100 and len(codec.encode("a")) == 1
+
+
 def test_unsearched_text_does_not_stop_but_may_begin_a_stop() -> None:
     finder = StopStrings(("xy",))
     assert finder.push("xyx", search=False) == ("xyx", False)

@@ -51,8 +51,8 @@ class CpuBackend:
         num_tokens = rows[0].num_tokens
         num_keys = max(row.num_keys for row in rows)
         num_pages = -(-num_keys // self.pool.page_size)
-        # A padded page list repeats page 0: whatever that holds is finite, and hidden by the mask.
-        pages = [(row.pages + [0] * num_pages)[:num_pages] for row in rows]
+        # Padding repeats a page of the row's own, hidden by the mask: another's could hold a NaN, and 0 * NaN is one.
+        pages = [(row.pages + row.pages[:1] * num_pages)[:num_pages] for row in rows]
         first_G1 = torch.tensor([[row.first] for row in rows])
         start_G1 = torch.tensor([[row.num_keys - num_tokens] for row in rows])
         token_n = torch.arange(num_tokens)

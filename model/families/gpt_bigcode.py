@@ -5,7 +5,7 @@ GPT-2's block with one key/value head. The fused projection's rows are the query
 
 from typing import Any
 
-from model.spec import CheckpointError, ModelSpec, positive_int
+from model.spec import CheckpointError, ModelSpec, positive_float, positive_int
 
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -32,7 +32,7 @@ def spec_from_config(config: dict[str, Any], end_token_ids: tuple[int, ...]) -> 
     if config.get("add_cross_attention"):
         raise CheckpointError("config.json: add_cross_attention is true; onehead serves decoder-only models")
     activation = config.get("activation_function", "gelu_pytorch_tanh")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise CheckpointError(f"config.json: activation_function is {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
     head_dim = hidden_size // num_heads
     return ModelSpec(
@@ -44,7 +44,7 @@ def spec_from_config(config: dict[str, Any], end_token_ids: tuple[int, ...]) -> 
         head_dim=head_dim,
         intermediate_size=positive_int(config, "n_inner", default=4 * hidden_size),
         max_positions=positive_int(config, "n_positions"),
-        norm_epsilon=float(config.get("layer_norm_epsilon", 1e-5)),
+        norm_epsilon=positive_float(config, "layer_norm_epsilon", 1e-5),
         activation=_ACTIVATIONS[activation],
         attention_scale=head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0,
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
@@ -67,7 +67,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
         "n_inner": spec.intermediate_size,
         "activation_function": activation,
         "layer_norm_epsilon": spec.norm_epsilon,
-        "scale_attn_weights": True,
+        "scale_attn_weights": spec.attention_scale != 1.0,
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,

@@ -1,52 +1,62 @@
 """The options of the tools, as plain data: the command line is built from these without importing torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, Literal
+
+from model.spec import OptionError
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field whose help the command line shows."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """`onehead train`: what to train, on what, for how long. Every field is a command-line option of the same name."""
+    """onehead train: a small gpt_bigcode model, from source files to a checkpoint folder. Raises OptionError for values out of bounds."""
 
-    output: Path
-    """Folder of the finished checkpoint."""
-    data: Path | None = None
-    """Folder whose *.py files are the corpus; the standard library of this Python where absent."""
-    work: Path = Path("runs/train")
-    """Folder of the resumable state, the log and the tokenizer; a second run of the same options goes on from there."""
-    vocab_size: int = 4096
-    hidden_size: int = 256
-    num_layers: int = 8
-    num_query_heads: int = 4
-    max_positions: int = 4096
-    steps: int = 4000
-    batch_tokens: int = 8192
-    sequence: int = 1024
-    """Training context in tokens, up to the last `long_share` of the steps, which run at max_positions."""
-    long_share: float = 0.1
-    fim_rate: float = 0.3
-    """Share of the documents that are rearranged for fill-in-the-middle."""
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.1
-    warmup_steps: int = 100
-    seed: int = 0
-    threads: int = 0
-    """CPU threads; 0 leaves torch's own choice."""
-    device: str = "auto"
-    """cpu, cuda, or auto: cuda where there is one."""
-    save_every: int = 250
-    """Steps between two saves of the resumable state and two evaluations on held-out documents."""
+    output: Path = field(metadata={"help": "folder of the finished checkpoint"})
+    data: Path | None = option(None, "folder whose *.py files are the corpus; default: this Python's standard library")
+    work: Path = option(Path("runs/train"), "folder of the resumable state; a second run of the same options goes on from there")
+    vocab_size: int = option(4096, "tokens of the byte-level BPE, the special ones included")
+    hidden_size: int = option(256, "width of the model")
+    num_layers: int = option(8, "blocks")
+    num_query_heads: int = option(4, "query heads; there is one key/value head")
+    max_positions: int = option(4096, "longest context of the finished model")
+    steps: int = option(4000, "optimizer steps")
+    batch_tokens: int = option(8192, "tokens of one step")
+    sequence: int = option(1024, "training context, up to the last long_share of the steps, which run at max_positions")
+    long_share: float = option(0.1, "share of the steps at max_positions")
+    fim_rate: float = option(0.3, "share of the documents rearranged for fill-in-the-middle")
+    learning_rate: float = option(2e-3, "peak of the schedule")
+    weight_decay: float = option(0.1, "of matrices")
+    warmup_steps: int = option(100, "steps of linear warm-up")
+    seed: int = option(0, "of initialisation and data order")
+    threads: int = option(0, "CPU threads; 0 leaves torch's own choice")
+    device: Device = option("auto", "auto: cuda where there is one")
+    save_every: int = option(250, "steps between two saves and evaluations")
+
+    def __post_init__(self) -> None:
+        may_be_zero = ("seed", "threads", "warmup_steps", "long_share", "fim_rate", "weight_decay")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int | float) and (value < 0 or (value == 0 and f.name not in may_be_zero)):
+                raise OptionError(f"{f.name} must be above 0, got {value}")
+        for name in ("long_share", "fim_rate"):
+            if getattr(self, name) > 1:
+                raise OptionError(f"{name} is a share and at most 1, got {getattr(self, name)}")
+        if self.sequence > self.max_positions:
+            raise OptionError(f"sequence {self.sequence} is longer than max_positions {self.max_positions}")
 
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """`onehead compare`: multi-head against multi-query attention, in bytes and in seconds."""
+    """onehead compare: multi-head against multi-query attention, in bytes and in seconds."""
 
-    output: Path
-    """Folder of report.html and results.json."""
-    quick: bool = False
-    """Fewer tokens, sizes and repetitions: minutes instead of an hour, and noisier."""
-    model: Path | None = None
-    """A checkpoint folder to add to the memory table."""
-    threads: int = 0
-    """CPU threads; 0 leaves torch's own choice."""
+    output: Path = field(metadata={"help": "folder of report.html and results.json"})
+    quick: bool = option(False, "fewer tokens, sizes and repetitions: minutes instead of an hour, and noisier")
+    model: Path | None = option(None, "a checkpoint folder to add to the memory table")
+    threads: int = option(0, "CPU threads; 0 leaves torch's own choice")

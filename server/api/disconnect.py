@@ -1,15 +1,15 @@
 """Waiting for an answer and for the client to leave, whichever comes first. Starlette watches streams; this is for whole answers."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 Answer = TypeVar("Answer")
 
 
-async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def unless_disconnected(http: Request, work: Awaitable[Answer]) -> Answer:
     """The result of `work`; cancels it and raises ClientDisconnect where the client goes away first."""
     answer = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(http))

@@ -5,7 +5,7 @@ clients know them; vLLM's names inside `parameters` where TGI has none.
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -37,6 +37,7 @@ class Parameters(BaseModel):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     top_p: float | None = Field(default=None, gt=0, le=1)
     min_p: float | None = Field(default=None, ge=0, le=1)
+    typical_p: float | None = Field(default=None, gt=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -55,7 +56,6 @@ class Parameters(BaseModel):
     best_of: int | None = Field(default=None, ge=1, le=1)
     top_n_tokens: int | None = Field(default=None, ge=0, le=0)
     decoder_input_details: Literal[False] | None = None
-    typical_p: float | None = Field(default=None, ge=1, le=1)
     grammar: Nothing = None
     adapter_id: Nothing = None
 
@@ -71,8 +71,8 @@ class Parameters(BaseModel):
     @property
     def samples(self) -> bool:
         """TGI's rule: sampling is asked for by name, or by any value that only sampling could honour."""
-        warped = self.temperature not in (None, 1.0) or (self.top_k or 0) > 0 or self.top_p not in (None, 1.0)
-        return bool(self.do_sample) or warped or bool(self.min_p)
+        warped = any(value not in (None, 1.0) for value in (self.temperature, self.top_p, self.typical_p))
+        return bool(self.do_sample) or warped or (self.top_k or 0) > 0 or bool(self.min_p)
 
 
 class GenerateBody(BaseModel):
@@ -121,7 +121,10 @@ class TgiRoutes:
 
     async def generate_stream(self, http: HttpRequest) -> Response:
         """Text for a prompt, as server-sent events."""
-        return await self._answer(http, await self._read(http), stream=True, echo=False)
+        body = await self._read(http)
+        if body.stream is False:
+            raise InvalidRequest("Input validation error: `stream` cannot be false on /generate_stream; use /generate")
+        return await self._answer(http, body, stream=True, echo=False)
 
     async def root(self, http: HttpRequest) -> Response:
         """As /generate, but a list of one object, and the prompt is repeated where the request does not say (server.return_full_text)."""
@@ -168,13 +171,18 @@ class TgiRoutes:
         parameters = body.parameters or Parameters(do_sample=True)
         prompt = await self.generation.encode(body.inputs)
         request = to_request(parameters, prompt)
-        with _in_tgi_words():
-            submit = self.generation.admit(request)
         reply = Reply(parameters, request, body.inputs if _either(parameters.return_full_text, echo) else "")
-        pieces = self.generation.run(submit, request)
-        if stream:
-            return sse.response(reply.events(pieces))
-        value = await unless_disconnected(http, reply.whole(pieces))
+        with _in_tgi_words():
+            pieces = self.generation.start(request)
+        try:
+            if stream:
+                # Until the first event is there, a failure can still have a status of its own.
+                first = await unless_disconnected(http, anext(pieces))
+                return sse.EventResponse(reply.events(first, pieces), pieces.close)
+            value = await unless_disconnected(http, reply.whole(pieces))
+        except BaseException:
+            pieces.close()
+            raise
         return JSONResponse([value] if in_list else value)
 
 
@@ -201,6 +209,7 @@ def to_request(parameters: Parameters, prompt: list[int]) -> Request:
         top_k=max(0, top_k),
         top_p=_or(parameters.top_p, 1.0),
         min_p=_or(parameters.min_p, 0.0),
+        typical_p=_or(parameters.typical_p, 1.0),
         repetition_penalty=_or(parameters.repetition_penalty, 1.0),
         frequency_penalty=_or(parameters.frequency_penalty, 0.0),
         presence_penalty=_or(parameters.presence_penalty, 0.0),
@@ -234,19 +243,17 @@ class Reply:
 
     def _take(self, piece: Piece) -> dict[str, Any]:
         logprob = piece.logprob if piece.logprob == piece.logprob else None
-        token = {"id": piece.token, "text": piece.text, "logprob": logprob, "special": piece.special}
+        token = {"id": piece.token, "text": piece.special_text or piece.text, "logprob": logprob, "special": piece.special}
         self.tokens.append(token)
-        if not piece.special:
-            self.text += piece.text
+        self.text += piece.text
         return token
 
     async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
         """The one object that answers a request without streaming."""
         finish: str | None = None
-        async with aclosing(pieces):  # type: ignore[type-var]
-            async for piece in pieces:
-                self._take(piece)
-                finish = piece.finish
+        async for piece in pieces:
+            self._take(piece)
+            finish = piece.finish
         value: dict[str, Any] = {"generated_text": self.text}
         if self.parameters.details:
             value["details"] = {
@@ -258,23 +265,26 @@ class Reply:
             }
         return value
 
-    async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    async def events(self, first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
         """One event for each token; the last has the whole text. An error is the last event instead."""
-        async with aclosing(pieces):  # type: ignore[type-var]
-            try:
-                async for piece in pieces:
-                    token = self._take(piece)
-                    last = piece.finish is not None
-                    yield sse.event(
-                        {
-                            "index": len(self.tokens),
-                            "token": token,
-                            "generated_text": self.text if last else None,
-                            "details": self._details(piece.finish) if last and self.parameters.details else None,
-                        }
-                    )
-            except RequestError as error:
-                yield sse.event({"error": error.message, "error_type": error.tgi_type})
+        yield self._event(first)
+        try:
+            async for piece in rest:
+                yield self._event(piece)
+        except RequestError as error:
+            yield sse.event({"error": error.message, "error_type": error.tgi_type})
+
+    def _event(self, piece: Piece) -> bytes:
+        token = self._take(piece)
+        last = piece.finish is not None
+        return sse.event(
+            {
+                "index": len(self.tokens),
+                "token": token,
+                "generated_text": self.text if last else None,
+                "details": self._details(piece.finish) if last and self.parameters.details else None,
+            }
+        )
 
     def _details(self, finish: str | None) -> dict[str, Any]:
         return {

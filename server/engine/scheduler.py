@@ -91,20 +91,19 @@ class Scheduler:
         """The next step: everyone running gets a token of the budget, the oldest more if pending, then the queue is let in."""
         counts: dict[int, int] = {}
         budget = self.limits.step_tokens
-        preempted = False
+        preemptions = self.num_preemptions
         for sequence in list(self.running.values()):
             if sequence.id not in self.running:
                 break  # Preempted for an older one, and so is everyone after it.
             if not self._make_room(sequence):
-                preempted = True
                 break
             younger = len(self.running) - len(counts) - 1
             counts[sequence.id] = min(sequence.num_pending, budget - younger)
             budget -= counts[sequence.id]
-        preempted = preempted or len(counts) < len(self.running)
-        while not preempted and budget and (sequence_or_none := self._admit()):
-            counts[sequence_or_none.id] = min(sequence_or_none.num_pending, budget)
-            budget -= counts[sequence_or_none.id]
+        # Pages that were short a moment ago are not for newcomers.
+        while budget and self.num_preemptions == preemptions and (newcomer := self._admit()):
+            counts[newcomer.id] = min(newcomer.num_pending, budget)
+            budget -= counts[newcomer.id]
         return StepPlan(tuple(self.running[id].row(count) for id, count in counts.items()))
 
     def _make_room(self, sequence: Sequence) -> bool:

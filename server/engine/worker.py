@@ -4,16 +4,18 @@ Invariant: it lives exactly as long as the other end of the pipe (EOF ends it). 
 supervises it to replay; one in a single submission fails that sequence alone.
 """
 
+import ctypes
 import signal
 import sys
 import time
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
 from model.families import read_spec
-from model.spec import CheckpointError, ModelSpec
+from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import Drawn, Sampling
 from server import protocol
 from server.engine.core import EngineCore
@@ -114,7 +116,6 @@ class Worker:
             waiting=len(scheduler.waiting),
             pages_used=scheduler.allocator.num_owned,
             preemptions=scheduler.num_preemptions,
-            computed_tokens=scheduler.num_computed_tokens,
             step_seconds=step_seconds,
         )
         self._send(protocol.Tokens(tokens, scheduler.take_started(), gauges))
@@ -123,9 +124,27 @@ class Worker:
         self.pipe.send_bytes(protocol.encode(message))
 
 
+def _refusal(error: Exception) -> protocol.Refused:
+    """What to tell whoever started us. Of an error that nobody foresaw the traceback goes to the log."""
+    if isinstance(error, CheckpointError | OptionError):
+        return protocol.Refused(str(error))
+    if not isinstance(error, MemoryError):
+        traceback.print_exception(error)
+    return protocol.Refused(f"the model could not be loaded: {error}", resource=isinstance(error, MemoryError | RuntimeError))
+
+
+def _die_with_parent() -> None:
+    """Asks Linux for SIGKILL when the parent ends: reading a large checkpoint, we would not see the pipe's EOF for long."""
+    if sys.platform == "linux":
+        parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+
+
 def main() -> None:
     """The child's entry: the first message says what to load, the first answer is Ready or Refused."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's interrupt is the parent's to handle.
+    _die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # A signal to the group is the parent's to handle: it drains first.
     pipe = Connection(int(sys.argv[1]))
     try:
         start = protocol.decode_to_engine(pipe.recv_bytes())
@@ -133,8 +152,8 @@ def main() -> None:
             raise CheckpointError(f"the engine speaks protocol {protocol.VERSION} and was not started in it")
         try:
             core, ready = load(start)
-        except (CheckpointError, MemoryError) as error:
-            pipe.send_bytes(protocol.encode(protocol.Refused(str(error))))
+        except Exception as error:
+            pipe.send_bytes(protocol.encode(_refusal(error)))
             return
         pipe.send_bytes(protocol.encode(ready))
         Worker(pipe, core).serve()

@@ -7,13 +7,15 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from server import protocol
-from server.config import Settings
-from server.errors import RequestError
+from server.config import EngineSettings
+from server.errors import InvalidRequest, RequestError
 from server.generation import Request
 from server.serve import running
 
+EXIT_USAGE = 2
 
-class GenerateSettings(Settings):
+
+class GenerateSettings(EngineSettings):
     """onehead generate: stream the continuation of a prompt to the terminal."""
 
     prompt: CliPositionalArg[str] = Field(description="text to go on from")
@@ -22,7 +24,7 @@ class GenerateSettings(Settings):
     top_k: int = Field(0, ge=0, description="draw from the k likeliest tokens; 0: from all")
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens that hold this probability")
     seed: int | None = Field(None, ge=0, lt=2**63, description="of the draws; default: a new one each time")
-    stop: list[str] = Field(default_factory=list, description="end at this text; may be given several times")
+    stop: str | None = Field(None, min_length=1, description="end at this text")
 
 
 async def generate(settings: GenerateSettings) -> int:
@@ -35,16 +37,14 @@ async def generate(settings: GenerateSettings) -> int:
             seed=secrets.randbits(63) if settings.seed is None else settings.seed,
         )
         prompt = await engine.generation.encode(settings.prompt)
-        request = Request(prompt, sampling, settings.max_new_tokens, stop_strings=tuple(settings.stop))
+        request = Request(prompt, sampling, settings.max_new_tokens, stop_strings=(settings.stop,) if settings.stop else ())
         sys.stdout.write(settings.prompt)
         try:
-            async for piece in engine.generation.run(engine.generation.admit(request), request):
-                if not piece.special:
-                    sys.stdout.write(piece.text)
-                    sys.stdout.flush()
+            async for piece in engine.generation.start(request):
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
         except RequestError as error:
-            print(f"onehead generate: {error.message}", file=sys.stderr)
-            return 1
-        finally:
-            sys.stdout.write("\n")
+            print(f"\nonehead generate: {error.message.replace('`inputs`', 'the prompt')}", file=sys.stderr)
+            return EXIT_USAGE if isinstance(error, InvalidRequest) else error.exit_code
+        sys.stdout.write("\n")
     return 0
