@@ -1,6 +1,7 @@
 """The decoder and its backends against `transformers`, for every way of cutting a sequence into steps."""
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def test_logits_equal_transformers_for_every_chunking(any_checkpoint: TinyCheckp
         for page_size in (1, 16, 64):
             actual = logits_by_chunks(decoder, backend, ids, chunks, page_size)
             assert (actual - expected).abs().max() < TOLERANCE, (chunks, page_size)
+
+
+@torch.inference_mode()
+def test_logits_equal_transformers_for_each_of_the_128_chunkings_of_8_tokens(any_checkpoint: TinyCheckpoint) -> None:
+    decoder = load(any_checkpoint.folder)
+    ids = random_ids(any_checkpoint, 8, seed=1)
+    expected = any_checkpoint.oracle(torch.tensor([ids])).logits[0]
+    for number in range(128):
+        cuts = [0, *(i for i in range(1, 8) if number >> (i - 1) & 1), 8]
+        chunks = [b - a for a, b in pairwise(cuts)]
+        assert (logits_by_chunks(decoder, "cpu", ids, chunks, page_size=3) - expected).abs().max() < TOLERANCE, chunks
 
 
 def make_runner(checkpoint: TinyCheckpoint, num_pages: int = 200, page_size: int = 16, dtype: str = "float32") -> ModelRunner:
