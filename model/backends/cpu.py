@@ -64,8 +64,11 @@ class CpuBackend:
         self.pool.write(layer, plan.slots_T, k_Td, v_Td)
         o_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         for group in plan.groups:
+            # index_select copies page by page; advanced indexing takes 1.6 to 1.8 times as long for the same (docs/bench, 2026-11-20).
             k_G1Kd, v_G1Kd = (
-                pages_PSd[group.pages_Gp].flatten(1, 2)[:, None, : group.num_keys]
+                pages_PSd.index_select(0, group.pages_Gp.flatten()).view(len(group.pages_Gp), 1, -1, pages_PSd.shape[-1])[
+                    :, :, : group.num_keys
+                ]
                 for pages_PSd in (self.pool.keys_LPSd[layer], self.pool.values_LPSd[layer])
             )
             q_GnHd = q_THd[group.tokens_Gn]
