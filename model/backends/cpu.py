@@ -64,13 +64,8 @@ class CpuBackend:
         self.pool.write(layer, plan.slots_T, k_Td, v_Td)
         o_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         for group in plan.groups:
-            # index_select copies page by page; advanced indexing takes 1.6 to 1.8 times as long for the same (docs/bench, 2026-11-20).
-            k_G1Kd, v_G1Kd = (
-                pages_PSd.index_select(0, group.pages_Gp.flatten()).view(len(group.pages_Gp), 1, -1, pages_PSd.shape[-1])[
-                    :, :, : group.num_keys
-                ]
-                for pages_PSd in (self.pool.keys_LPSd[layer], self.pool.values_LPSd[layer])
-            )
+            k_G1Kd = _gather(self.pool.keys_LPSd[layer], group)
+            v_G1Kd = _gather(self.pool.values_LPSd[layer], group)
             q_GnHd = q_THd[group.tokens_Gn]
             if q_GnHd.shape[1] == 1:
                 o_GnHd = self._attend(q_GnHd, k_G1Kd, v_G1Kd, group.mask_G1nK)
@@ -83,6 +78,14 @@ class CpuBackend:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+
+
+def _gather(pages_PSd: Tensor, group: Group) -> Tensor:
+    """The keys or values of a group's rows, copied page by page to where they lie side by side. -> [G, 1, K, d]"""
+    num_rows, num_pages = group.pages_Gp.shape
+    # index_select copies whole pages; advanced indexing takes 1.6 to 1.8 times as long for the same (docs/bench, 2026-11-20).
+    gathered_GPSd = pages_PSd.index_select(0, group.pages_Gp.flatten())
+    return gathered_GPSd.view(num_rows, 1, num_pages * pages_PSd.shape[1], -1)[:, :, : group.num_keys]
 
 
 def create(pool: KVPool, scale: float) -> CpuBackend:
