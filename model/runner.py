@@ -66,7 +66,13 @@ class ModelRunner:
         weight = decoder.token_embedding.weight
         dtype, device = weight.dtype, weight.device
         num_pages = options.pages or _pages_that_fit(spec, options, dtype, device)
-        pool = KVPool.allocate(spec.num_layers, num_pages, options.page_size, spec.head_dim, dtype, device)
+        try:
+            pool = KVPool.allocate(spec.num_layers, num_pages, options.page_size, spec.head_dim, dtype, device)
+        except RuntimeError as error:  # torch's way of saying that memory is short.
+            wanted = num_pages * options.page_size * spec.kv_bytes_per_token(dtype.itemsize)
+            raise MemoryError(
+                f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
+            ) from error
         name = "cpu" if device.type == "cpu" else "reference"
         return cls(decoder, pool, create_backend(name, pool, spec.attention_scale), device)
 

@@ -57,6 +57,7 @@ def save_decoder(folder: Path, decoder: Decoder, dtype: torch.dtype, extra_confi
     tensors = {names[ours]: value.detach().to("cpu", dtype).contiguous() for ours, value in decoder.named_parameters()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # The library leaves it to its owner alone; a server may run as someone else.
     config = family.config_from_spec(decoder.spec) | {"dtype": str(dtype).removeprefix("torch.")} | extra_config
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

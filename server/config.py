@@ -176,7 +176,13 @@ def load_dataclass(cls: type[Options], argv: list[str], prog: str) -> Options:
     }
     model: type[BaseSettings] = create_model("Tool", __base__=CommandLineOnly, __doc__=cls.__doc__, **options)
     source: CliSettingsSource[Any] = CliSettingsSource(
-        model, cli_parse_args=argv, cli_prog_name=prog, cli_avoid_json=True, cli_parse_none_str=NO_NONE
+        model,
+        cli_parse_args=argv,
+        cli_prog_name=prog,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_parse_none_str=NO_NONE,
+        cli_implicit_flags=True,
     )
     try:
         values = model(**source())

@@ -179,7 +179,7 @@ class OpenStream:
         self.generation = generation
         self.request = request
         self._arrival = self._last = time.monotonic()
-        self._inbox: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._inbox: asyncio.Queue[tuple[Delivery, float]] = asyncio.Queue()
         self._detokenizer = Detokenizer(generation.codec)
         self._stops = StopStrings(request.stop_strings)
         self._outcome: str | None = None
@@ -195,11 +195,8 @@ class OpenStream:
                 metrics.time_to_first_token.observe(now - self._arrival)
             else:
                 metrics.inter_token_latency.observe(now - self._last)
-            if delivery.finish is not None:
-                metrics.e2e_latency.observe(now - self._arrival)
-                self.generation.endings.append(now)
             self._last = now
-        self._inbox.put_nowait(delivery)
+        self._inbox.put_nowait((delivery, now))
 
     def __aiter__(self) -> "OpenStream":
         return self
@@ -208,12 +205,14 @@ class OpenStream:
         """The next piece. Raises GenerationFailed where the engine could not go on."""
         if self._outcome is not None:
             raise StopAsyncIteration
-        delivery = await self._inbox.get()
+        delivery, came = await self._inbox.get()
         if isinstance(delivery, protocol.Failed):
             self._end("failed")
             raise GenerationFailed(f"Request failed during generation: {delivery.reason}")
         piece = self._piece(delivery)
         if piece.finish is not None:
+            self.generation.metrics.e2e_latency.observe(came - self._arrival)
+            self.generation.endings.append(came)
             self._end(piece.finish)
         return piece
 

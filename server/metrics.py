@@ -37,9 +37,13 @@ class Metrics:
         """A new engine is ready; its own counts begin at 0 again."""
         self._num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
+        self.idle()
+        self._preemptions_seen = 0
+
+    def idle(self) -> None:
+        """There is no engine, or a new one that has nothing to do yet."""
         for gauge in (self.requests_running, self.requests_waiting, self.kv_pages_used, self.kv_cache_usage_ratio):
             gauge.set(0)
-        self._preemptions_seen = 0
 
     def step(self, gauges: Gauges, num_tokens: int) -> None:
         """What the engine said after a step."""

@@ -6,7 +6,6 @@ Invariant: the port is bound before anything is loaded, and the engine is gone w
 import asyncio
 import contextlib
 import logging
-import math
 import signal
 import socket
 import sys
@@ -76,6 +75,7 @@ class Running:
             self.metrics.loaded(self.supervisor.ready)
         if state is State.STARTING:
             self.metrics.engine_restarts.inc()
+            self.metrics.idle()
         self._changed.set()
 
     def _on_step(self, step: protocol.Tokens) -> None:
@@ -117,6 +117,17 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def end(self, patience: float) -> None:
+        """Stops listening, and aborts whatever connection is still there in `patience` seconds: one that never sends the rest of its
+        request, or never reads its answer, must not keep the process.
+        """
+        self.should_exit = True
+        asyncio.get_running_loop().call_later(patience, self._abort)
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ResourceError where the address cannot be had."""
@@ -128,7 +139,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise ResourceError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port") from None
+        raise ResourceError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host") from None
     return listener
 
 
@@ -160,8 +171,7 @@ class Drain:
         """Ends what is open, and gives connections `patience` seconds to take what was written to them."""
         self.cut = self.cut or bool(self.engine.supervisor.open)
         self.engine.supervisor.stop()
-        self.http.config.timeout_graceful_shutdown = math.ceil(patience)
-        self.http.should_exit = True
+        self.http.end(patience)
 
 
 async def serve(settings: ServeSettings) -> int:
@@ -183,7 +193,7 @@ async def serve(settings: ServeSettings) -> int:
             await engine.until(State.STOPPED)
             engine.generation.raise_if_over()
         finally:
-            http.should_exit = True
+            http.end(FLUSH_SECONDS)
             await engine.close()
             await serving
     return EXIT_STREAMS_CUT if drain.cut else 0

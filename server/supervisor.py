@@ -146,7 +146,10 @@ class Supervisor:
             self._end(State.GAVE_UP, f"the engine died {self._deaths_without_progress} times in a row without a new token")
             return
         self._enter(State.STARTING)
-        self.start()
+        try:
+            self.start()
+        except OSError as error:
+            self._end(State.GAVE_UP, f"no further engine can be started: {error.strerror}")
 
     def _end(self, state: State, reason: str) -> None:
         self.reason = reason

@@ -38,13 +38,14 @@ async def generate(settings: GenerateSettings) -> int:
         )
         prompt = await engine.generation.encode(settings.prompt)
         request = Request(prompt, sampling, settings.max_new_tokens, stop_strings=(settings.stop,) if settings.stop else ())
-        sys.stdout.write(settings.prompt)
         try:
-            async for piece in engine.generation.start(request):
+            pieces = engine.generation.start(request)
+            sys.stdout.write(settings.prompt)
+            async for piece in pieces:
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
         except RequestError as error:
-            print(f"\nonehead generate: {error.message.replace('`inputs`', 'the prompt')}", file=sys.stderr)
+            print(f"onehead generate: {error.message.replace('`inputs`', 'prompt')}", file=sys.stderr)
             return EXIT_USAGE if isinstance(error, InvalidRequest) else error.exit_code
         sys.stdout.write("\n")
     return 0

@@ -64,9 +64,11 @@ def test_details_stop_strings_and_seeds(server: ServerProcess) -> None:
     assert first == again and first["details"]["seed"] == 7 and first["details"]["prefill"] == []
     text = first["generated_text"]
     stop = text[10:12]
+    finished = server.metric("onehead_e2e_latency_seconds_count")
     _, stopped = server.post("/generate", {"inputs": "x", "parameters": {**body, "stop": [stop]}})
     assert stopped["generated_text"] == text[: text.index(stop) + 2]
     assert stopped["details"]["finish_reason"] == "stop_sequence"
+    assert server.metric("onehead_e2e_latency_seconds_count") == finished + 1
     tokens = first["details"]["tokens"]
     _, by_id = server.post("/generate", {"inputs": "x", "parameters": {**body, "stop_token_ids": [tokens[4]["id"]]}})
     ids = [token["id"] for token in tokens]
@@ -185,8 +187,8 @@ def test_streams_outlive_the_engine(tiny_folder: Path) -> None:
     assert server.stop() == 0
 
 
-def test_an_engine_that_keeps_dying_ends_the_server_with_70(tiny_folder: Path) -> None:
-    server = ServerProcess(tiny_folder)
+def kill_engines(server: ServerProcess) -> None:
+    """Three deaths in a row without a token."""
     for _ in range(3):
         engine = server.engine_pid
         kill(engine)
@@ -194,6 +196,11 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_70(tiny_folder: Path) -
         wait_until(
             lambda dead=engine: server.process.poll() is not None or children(server.process.pid) not in ([], [dead]), "the next one"
         )
+
+
+def test_an_engine_that_keeps_dying_ends_the_server_with_70(tiny_folder: Path) -> None:
+    server = ServerProcess(tiny_folder)
+    kill_engines(server)
     assert server.process.wait(30) == 70
     assert "died 3 times in a row" in server.process.communicate()[1]
 
@@ -228,13 +235,23 @@ def test_a_second_signal_ends_streams_with_an_error(tiny_folder: Path) -> None:
     assert server.stop() == 75
 
 
-def test_a_client_that_never_finishes_its_request_does_not_hold_up_the_end(tiny_folder: Path) -> None:
-    server = ServerProcess(tiny_folder, "--server.drain_timeout", "1")
+HALF = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+
+
+@pytest.mark.parametrize("ending", ["drain deadline", "second signal", "engine keeps dying"])
+def test_a_client_that_never_finishes_its_request_does_not_hold_up_the_end(tiny_folder: Path, ending: str) -> None:
+    server = ServerProcess(tiny_folder, "--server.drain_timeout", "1" if ending == "drain deadline" else "600")
     with socket.create_connection(("127.0.0.1", server.port)) as half:
-        half.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+        half.sendall(HALF)
         wait_until(lambda: server.get("/live")[0] == 200, "serving")
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(15) == 0
+        if ending == "engine keeps dying":
+            kill_engines(server)
+        else:
+            server.process.send_signal(signal.SIGTERM)
+        if ending == "second signal":
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == (70 if ending == "engine keeps dying" else 0)
     server.stop()
 
 

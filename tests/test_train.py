@@ -70,7 +70,7 @@ def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
     train.train(stopped)
     resumed = load_file(stopped.output / "model.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    with pytest.raises(ValueError, match="belongs to other options"):
+    with pytest.raises(ValueError, match=r"belongs to a run of other options \(seed 0 then, 1 now\)"):
         train.train(replace(stopped, seed=1))
     state = json.loads(_metadata(options.work / "state.safetensors")["state"])
     assert state["losses"][-1] < 0.8 * state["losses"][0] and [step for step, _ in state["held_out"]] == [8, 16, 24]

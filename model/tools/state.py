@@ -51,7 +51,9 @@ def load_state(options: TrainOptions, decoder: Decoder, steppers: tuple[torch.op
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         if metadata["options"] != _identity(options):
-            raise OptionError(f"{path} belongs to other options ({metadata['options']}); give another --work or remove it")
+            old, new = json.loads(metadata["options"]), json.loads(_identity(options))
+            changed = ", ".join(f"{key} {old.get(key)} then, {new[key]} now" for key in new if old.get(key) != new[key])
+            raise OptionError(f"{path} belongs to a run of other options ({changed}); give another --work or remove it")
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():

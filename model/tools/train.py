@@ -189,6 +189,9 @@ def train(options: TrainOptions) -> None:
     documents = corpus.read_documents(options.data)
     training = [d for d in documents if not d.held_out]
     held_out = [d for d in documents if d.held_out]
+    if not training or not held_out:
+        where = options.data or "the standard library"
+        raise OptionError(f"{where}: {len(training)} modules to train on and {len(held_out)} held out; at least one of each is needed")
     tokenizer_path = options.work / "tokenizer.json"
     if not tokenizer_path.exists():
         corpus.train_tokenizer((d.text for d in training), options.vocab_size).save(str(tokenizer_path))
@@ -199,7 +202,9 @@ def train(options: TrainOptions) -> None:
     steppers = optimizers(decoder, options)
     state = load_state(options, decoder, steppers) or TrainState(step=0, losses=[], held_out=[])
     with _progress() as progress:
-        task = progress.add_task("training", total=options.steps, completed=state.step, loss=math.nan, held_out=math.nan)
+        loss_so_far = state.losses[-1] if state.losses else math.nan
+        held_out_so_far = state.held_out[-1][1] if state.held_out else math.nan
+        task = progress.add_task("training", total=options.steps, completed=state.step, loss=loss_so_far, held_out=held_out_so_far)
         for step in Data(options, training, tokenizer).steps(state.step):
             loss = loss_of(decoder, step, device)
             take_step(decoder, loss, steppers, learning_rate(state.step, options))
