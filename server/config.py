@@ -139,15 +139,7 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
         def settings_customise_sources(
             cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            command_line: CliSettingsSource[Any] = CliSettingsSource(
-                settings_cls,
-                cli_parse_args=argv,
-                cli_prog_name=prog,
-                cli_hide_none_type=True,
-                cli_avoid_json=True,
-                cli_parse_none_str=NO_NONE,
-            )
-            return command_line, EnvSettingsSource(settings_cls), DeploymentFile(settings_cls)
+            return _command_line(settings_cls, argv, prog), EnvSettingsSource(settings_cls), DeploymentFile(settings_cls)
 
     _refuse_unknown_variables(cls)
     try:
@@ -156,6 +148,19 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
         raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
     except (SettingsError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{toml}: {error}" if isinstance(error, ValueError) else str(error)) from None
+
+
+def _command_line(cls: type[BaseSettings], argv: list[str], prog: str, implicit_flags: bool = False) -> CliSettingsSource[Any]:
+    """The arguments as a source of settings. With `implicit_flags` a boolean is a flag that takes no value."""
+    return CliSettingsSource(
+        cls,
+        cli_parse_args=argv,
+        cli_prog_name=prog,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_parse_none_str=NO_NONE,
+        cli_implicit_flags=implicit_flags,
+    )
 
 
 class CommandLineOnly(BaseSettings):
@@ -175,17 +180,8 @@ def load_dataclass(cls: type[Options], argv: list[str], prog: str) -> Options:
         for f in fields(cls)  # type: ignore[arg-type]
     }
     model: type[BaseSettings] = create_model("Tool", __base__=CommandLineOnly, __doc__=cls.__doc__, **options)
-    source: CliSettingsSource[Any] = CliSettingsSource(
-        model,
-        cli_parse_args=argv,
-        cli_prog_name=prog,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
-        cli_parse_none_str=NO_NONE,
-        cli_implicit_flags=True,
-    )
     try:
-        values = model(**source())
+        values = model(**_command_line(model, argv, prog, implicit_flags=True)())
     except ValidationError as error:
         raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
     return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})  # type: ignore[arg-type]
