@@ -89,14 +89,13 @@ class Supervisor:
             return self._next_id
         sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id), deliver)
         self.open[self._next_id] = sequence
-        if self.state is State.READY and self._engine is not None:
-            self._engine.send(sequence.submit)
+        self._send(sequence.submit)
         return self._next_id
 
     def cancel(self, id: int) -> None:
         """Forgets a sequence; nothing more is delivered for it. One that has ended is fine."""
-        if self.open.pop(id, None) is not None and self.state is State.READY and self._engine is not None:
-            self._engine.send(protocol.Cancel(id))
+        if self.open.pop(id, None) is not None:
+            self._send(protocol.Cancel(id))
 
     def stop(self) -> None:
         """Ends the engine; sequences still open fail."""
@@ -120,7 +119,7 @@ class Supervisor:
             self.ready = message
             self._enter(State.READY)
             for sequence in self.open.values():
-                self._engine_send(sequence.resubmission())
+                self._send(sequence.resubmission())
         elif self.ready is None:
             self.lacks_resource = message.resource
             self._end(State.REFUSED, message.reason)
@@ -162,6 +161,7 @@ class Supervisor:
         self.state = state
         self._on_state(state)
 
-    def _engine_send(self, message: protocol.ToEngine) -> None:
-        assert self._engine is not None
-        self._engine.send(message)
+    def _send(self, message: protocol.ToEngine) -> None:
+        """To the engine, once it is loaded: before that there is nothing it would know of, and Ready brings it everything."""
+        if self.state is State.READY and self._engine is not None:
+            self._engine.send(message)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache.pool import KVPool
+from cache.table import pages_for
 from model.batch import Batch, RowSpan
 
 
@@ -50,7 +51,7 @@ class CpuBackend:
     def _group(self, rows: list[RowSpan]) -> Group:
         num_tokens = rows[0].num_tokens
         num_keys = max(row.num_keys for row in rows)
-        num_pages = -(-num_keys // self.pool.page_size)
+        num_pages = pages_for(num_keys, self.pool.page_size)
         # Padding repeats a page of the row's own, hidden by the mask: another's could hold a NaN, and 0 * NaN is one.
         pages = [(row.pages + row.pages[:1] * num_pages)[:num_pages] for row in rows]
         first_G1 = torch.tensor([[row.first] for row in rows])

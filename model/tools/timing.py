@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from cache.table import pages_for
 from model.decoder import Decoder
 from model.reference.fused import FusedAttention
 from model.reference.heads import HeadListAttention
@@ -67,7 +68,7 @@ class Generator:
     def __init__(self, spec: ModelSpec, num_tokens: int) -> None:
         decoder = Decoder(spec)
         initialise(decoder, seed=0)
-        pages = -(-(len(PROMPT) + num_tokens) // 64)
+        pages = pages_for(len(PROMPT) + num_tokens, 64)
         options = RunnerOptions("cpu", "float32", 0, 64, pages, None, 10**9)
         self.runner = ModelRunner.over(decoder.requires_grad_(False).eval(), options)
         self.pages = list(range(pages))

@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -24,6 +24,7 @@ from server.generation import Generation, Piece, Request
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Nothing = Literal[None]
+Value = TypeVar("Value")
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
@@ -123,7 +124,8 @@ class TgiRoutes:
         """Text for a prompt, as server-sent events."""
         body = await self._read(http)
         if body.stream is False:
-            raise InvalidRequest("Input validation error: `stream` cannot be false on /generate_stream; use /generate")
+            with _in_tgi_words():
+                raise InvalidRequest("`stream` cannot be false on /generate_stream; use /generate")
         return await self._answer(http, body, stream=True, echo=False)
 
     async def root(self, http: HttpRequest) -> Response:
@@ -171,7 +173,7 @@ class TgiRoutes:
         parameters = body.parameters or Parameters(do_sample=True)
         prompt = await self.generation.encode(body.inputs)
         request = to_request(parameters, prompt)
-        reply = Reply(parameters, request, body.inputs if _either(parameters.return_full_text, echo) else "")
+        reply = Reply(parameters, request, body.inputs if _or(parameters.return_full_text, echo) else "")
         with _in_tgi_words():
             pieces = self.generation.start(request)
         try:
@@ -193,10 +195,6 @@ def _in_tgi_words() -> Iterator[None]:
         yield
     except InvalidRequest as error:
         raise InvalidRequest(f"Input validation error: {error.message}") from None
-
-
-def _either(value: bool | None, default: bool) -> bool:
-    return default if value is None else value
 
 
 def to_request(parameters: Parameters, prompt: list[int]) -> Request:
@@ -227,7 +225,7 @@ def to_request(parameters: Parameters, prompt: list[int]) -> Request:
     )
 
 
-def _or(value: float | None, default: float) -> float:
+def _or(value: Value | None, default: Value) -> Value:
     return default if value is None else value
 
 
