@@ -33,12 +33,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer with one key/value head, built from a ModelSpec."""
 
+    block: type[Block] = Block
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         self.token_embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.position_embedding = nn.Embedding(spec.max_positions, spec.hidden_size)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.num_layers))
+        self.blocks = nn.ModuleList(self.block(spec) for _ in range(spec.num_layers))
         self.final_norm = norm(spec)
         self.head = None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 

@@ -6,8 +6,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
-from model.tools import arithmetic, compare, timing
+from model.decoder import Decoder
+from model.reference.twin import MultiHeadDecoder, equal_mlp
+from model.tools import arithmetic, compare, timing, twins
 from model.tools.options import CompareOptions
 
 # As printed in the walk-through that the project began from.
@@ -40,6 +43,39 @@ def test_cached_and_uncached_generation_give_the_same_tokens() -> None:
     assert generator.generate(100, cached=True) == generator.generate(100, cached=False)
 
 
+def modules(folder: Path) -> Path:
+    """A small corpus, some of whose modules are held out."""
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"module_{i}.py").write_text(f"def function_{i}(x):\n    return x + {i}\n" * 8)
+    return folder
+
+
+@pytest.mark.parametrize(("hidden_size", "num_heads", "mlp"), [(192, 6, 768), (128, 8, 512), (48, 3, 100), (1024, 8, 4096)])
+def test_twins_have_equally_many_parameters(hidden_size: int, num_heads: int, mlp: int) -> None:
+    head_dim = hidden_size // num_heads
+    spec = replace(
+        timing.GPT2, vocab_size=50, hidden_size=hidden_size, num_query_heads=num_heads, head_dim=head_dim, num_layers=2, max_positions=8
+    )
+    counts = []
+    for kind, width in ((MultiHeadDecoder, mlp), (Decoder, equal_mlp(hidden_size, num_heads, mlp))):
+        with torch.device("meta"):
+            counts.append(sum(p.numel() for p in kind(replace(spec, intermediate_size=width)).parameters()))
+    assert abs(counts[0] - counts[1]) <= spec.num_layers * (hidden_size + 1)  # Half a unit of width in each layer.
+
+
+def test_a_cut_twin_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    small = twins.TwinSizes(hidden_size=16, num_layers=1, num_heads=4, steps=6, batch_tokens=64, sequence=16, num_seeds=1)
+    data = modules(tmp_path / "data")
+    *_, whole = twins.train_twin(small, "mha", 3, tmp_path / "whole", data)
+    for result in twins.train_twin(small, "mha", 3, tmp_path / "cut", data):
+        if len(result["losses"]) == 4:
+            break
+    *_, resumed = twins.train_twin(small, "mha", 3, tmp_path / "cut", data)
+    *_, again = twins.train_twin(small, "mha", 3, tmp_path / "cut", data)
+    assert resumed == whole == again
+
+
 class Checker(HTMLParser):
     """Counts tags and notes everything that a browser would fetch."""
 
@@ -58,7 +94,10 @@ def test_the_whole_command_on_toy_sizes(tiny_folder: Path, tmp_path: Path, monke
     toy = replace(timing.GPT2, vocab_size=300, hidden_size=64, num_layers=1, num_query_heads=4, head_dim=16, intermediate_size=64)
     monkeypatch.setattr(timing, "GPT2", toy)
     monkeypatch.setattr(timing, "PAPER", {"d": 32, "h": 4, "k": 8, "mha_ff": 64, "mqa_ff": 88})
-    compare.compare(CompareOptions(output=tmp_path / "report", quick=True, model=tiny_folder))
+    small = twins.TwinSizes(hidden_size=16, num_layers=1, num_heads=4, steps=6, batch_tokens=64, sequence=16, num_seeds=2)
+    monkeypatch.setattr(twins, "QUICK", small)
+    options = CompareOptions(output=tmp_path / "report", quick=True, model=tiny_folder, data=modules(tmp_path / "data"))
+    compare.compare(options)
     results = json.loads((tmp_path / "report" / "results.json").read_text())
     assert results["memory"]["models"][-1]["name"] == tiny_folder.name
     assert set(results["cache"]) == {"num_tokens", "prompt_tokens", "ours", "transformers"}
@@ -67,7 +106,12 @@ def test_the_whole_command_on_toy_sizes(tiny_folder: Path, tmp_path: Path, monke
         assert row["mha_arithmetic"]["kv_bytes"] == 4 * row["mqa_arithmetic"]["kv_bytes"] == 2 * row["batch"] * 4 * row["context"] * 8 * 4
         assert row["mqa_arithmetic"]["attention_flops_per_byte"] == 4 * row["mha_arithmetic"]["attention_flops_per_byte"]
     assert [row["heads"] for row in results["classes"]] == [4, 16]
+    quality = results["quality"]
+    assert [(run["kind"], run["seed"]) for run in quality["runs"]] == [("mha", 0), ("mqa", 0), ("mha", 1), ("mqa", 1)]
+    assert all(len(run["losses"]) == 6 and run["held_out"][-1][0] == 6 for run in quality["runs"])
+    last = {(run["kind"], run["seed"]): run["held_out"][-1][1] for run in quality["runs"]}
+    assert quality["difference"]["by_seed"] == [last["mqa", seed] - last["mha", seed] for seed in (0, 1)]
     page = (tmp_path / "report" / "report.html").read_text()
     checker = Checker()
     checker.feed(page)
-    assert checker.fetched == [] and checker.tags.count("figure") == 2 and "12.976128" in page
+    assert checker.fetched == [] and checker.tags.count("figure") == 3 and "12.976128" in page

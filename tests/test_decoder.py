@@ -218,7 +218,10 @@ def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_pat
     fine = row(1, [1, 2, 3], [4, 5], last=True)
     (expected,) = runner.run(StepPlan((fine,))).drawn
     broken, chunk, neighbour = runner.run(StepPlan((row(0, [7, 1], [0, 1], True), row(2, [1, 7], [2, 3], False), fine))).drawn
-    assert isinstance(broken, NotDrawn) and isinstance(chunk, NotDrawn) and neighbour == expected
+    assert isinstance(broken, NotDrawn) and isinstance(chunk, NotDrawn)
+    # A product of another number of rows may round differently in its last bit, so the neighbour's is near, not equal.
+    assert isinstance(neighbour, Drawn) and isinstance(expected, Drawn)
+    assert neighbour.token == expected.token and abs(neighbour.logprob - expected.logprob) < 1e-5
     assert runner.pool.keys_LPSd.isfinite().all() and runner.pool.values_LPSd.isfinite().all()
     (reused,) = runner.run(StepPlan((row(3, [1, 2, 3], [0, 1], True),))).drawn
     assert reused == expected

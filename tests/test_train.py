@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from model.families import read_spec
+from model.spec import CheckpointError
 from model.tools import corpus, train
 from model.tools.options import TrainOptions
 
@@ -96,6 +97,27 @@ def test_the_folder_is_an_ordinary_checkpoint(options: TrainOptions) -> None:
     ids = tokenizer("<fim_prefix>def a<fim_suffix>x<fim_middle>")["input_ids"]
     assert len(set(tokenizer.all_special_ids) & set(ids)) == 3
     assert tokenizer.decode(tokenizer("def f(x):\n    return 10")["input_ids"]) == "def f(x):\n    return 10"
+
+
+def test_the_multi_head_twin_is_transformers_and_is_refused_by_name(options: TrainOptions) -> None:
+    from transformers import AutoModelForCausalLM
+
+    options = replace(options, steps=8, attention="multi_head", intermediate_size=40)
+    training = train.Training(options)
+    for _ in training.run():
+        pass
+    train.export(options, training.decoder, training.tokenizer, training.state)
+    model = AutoModelForCausalLM.from_pretrained(options.output, dtype=torch.float32)
+    assert model.config.multi_query is False
+    decoder = training.decoder.to(torch.bfloat16).float()
+    ids_T = torch.randint(0, decoder.spec.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        attend = train.CausalAttention(40, decoder.spec.attention_scale)
+        ours_TV = decoder.logits(decoder(ids_T, torch.arange(40), attend))
+        theirs_TV = model(ids_T[None]).logits[0]
+    assert torch.allclose(ours_TV, theirs_TV, atol=1e-5)
+    with pytest.raises(CheckpointError, match=r"multi_query is False, so there are 2 key/value heads"):
+        read_spec(options.output)
 
 
 def test_unusable_options_are_refused(options: TrainOptions) -> None:

@@ -16,7 +16,7 @@ from model.weights import save_decoder
 
 def export(options: TrainOptions, decoder: Decoder, tokenizer: Tokenizer, state: TrainState) -> None:
     """Writes config, bfloat16 weights, tokenizer files and loss curve to options.output."""
-    save_decoder(options.output, decoder, torch.bfloat16, extra_config={})
+    save_decoder(options.output, decoder, torch.bfloat16, extra_config={"multi_query": options.attention == "multi_query"})
     tokenizer.save(str(options.output / "tokenizer.json"))
     _write_json(
         options.output / "tokenizer_config.json",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from model.spec import OptionError
 
 Device = Literal["auto", "cpu", "cuda"]
+Attention = Literal["multi_query", "multi_head"]
 
 
 def option(default: Any, help: str) -> Any:
@@ -24,7 +25,9 @@ class TrainOptions:
     vocab_size: int = option(4096, "tokens of the byte-level BPE, the special ones included")
     hidden_size: int = option(256, "width of the model")
     num_layers: int = option(8, "blocks")
-    num_query_heads: int = option(4, "query heads; there is one key/value head")
+    num_query_heads: int = option(4, "query heads")
+    attention: Attention = option("multi_query", "multi_head: a key/value head for each query head, for comparison; it cannot be served")
+    intermediate_size: int = option(0, "width of the MLP; 0: four times hidden_size")
     max_positions: int = option(4096, "longest context of the finished model")
     steps: int = option(4000, "optimizer steps")
     batch_tokens: int = option(8192, "tokens of one step")
@@ -40,7 +43,7 @@ class TrainOptions:
     save_every: int = option(250, "steps between two saves and evaluations")
 
     def __post_init__(self) -> None:
-        may_be_zero = ("seed", "threads", "warmup_steps", "long_share", "fim_rate", "weight_decay")
+        may_be_zero = ("seed", "threads", "intermediate_size", "warmup_steps", "long_share", "fim_rate", "weight_decay")
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, int | float) and (value < 0 or (value == 0 and f.name not in may_be_zero)):
@@ -54,9 +57,10 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """onehead compare: multi-head against multi-query attention, in bytes and in seconds."""
+    """onehead compare: multi-head against multi-query attention, in bytes, in seconds and in what they learn."""
 
     output: Path = field(metadata={"help": "folder of report.html and results.json"})
     quick: bool = option(False, "fewer tokens, sizes and repetitions: minutes instead of an hour, and noisier")
+    data: Path | None = option(None, "folder whose *.py files the twins are trained on; default: this Python's standard library")
     model: Path | None = option(None, "a checkpoint folder to add to the memory table")
     threads: int = option(0, "CPU threads; 0 leaves torch's own choice")

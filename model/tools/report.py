@@ -2,6 +2,7 @@
 
 import html
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,48 @@ def classes_part(classes: list[Results]) -> list[str]:
     return ["<h2>One class against a list of heads</h2>", table(caption, ["heads", "forward", "forward and backward"], rows)]
 
 
+def quality_part(quality: Results) -> list[str]:
+    """The twins: loss curves, held-out loss seed by seed, and the paper's own rows."""
+    runs, sizes, paper = quality["runs"], quality["sizes"], quality["paper"]
+    final = {(run["kind"], run["seed"]): run["held_out"][-1][1] for run in runs}
+    seeds = sorted({run["seed"] for run in runs})
+    rows = [
+        [str(seed), f"{final['mha', seed]:.4f}", f"{final['mqa', seed]:.4f}", f"{final['mqa', seed] - final['mha', seed]:+.4f}"]
+        for seed in seeds
+    ]
+    means, difference = quality["held_out_loss"], quality["difference"]
+    spread = [f"{means[kind]['mean']:.4f} ± {means[kind]['stdev']:.4f}" for kind in ("mha", "mqa")]
+    rows.append(["mean ± standard deviation", *spread, f"{difference['mean']:+.4f} ± {difference['stdev']:.4f}"])
+    rows.append(["perplexity", *(f"{math.exp(means[kind]['mean']):.2f}" for kind in ("mha", "mqa")), ""])
+    theirs = [f"{paper[kind]['ln_ppl']:.3f}" for kind in ("mha", "mqa")]
+    rows.append([paper["task"], *theirs, f"+{paper['difference_ln_ppl']:.3f}"])
+    parameters = {run["kind"]: (run["num_parameters"], run["intermediate_size"]) for run in runs}
+    shape = "; ".join(f"{kind.upper()} {n:,} parameters, MLP {width}" for kind, (n, width) in parameters.items())
+
+    def draw(axes: Any) -> None:
+        for kind, colour in (("mha", "tab:blue"), ("mqa", "tab:orange")):
+            for run in (run for run in runs if run["kind"] == kind):
+                steps, losses = zip(*run["held_out"], strict=True)
+                label = kind.upper() if run["seed"] == seeds[0] else None
+                axes.plot(steps, losses, color=colour, marker="o", markersize=3, linewidth=1, alpha=0.8, label=label)
+                axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=colour, linewidth=0.4, alpha=0.25)
+        last = [run["held_out"][-1][1] for run in runs]
+        axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(min(last) * 0.95, max(run["losses"][0] for run in runs)))
+        axes.legend(frameon=False)
+
+    note = (
+        f"{sizes['num_seeds']} seeds; hidden size {sizes['hidden_size']}, {sizes['num_layers']} layers, {sizes['num_heads']} heads, "
+        f"{sizes['steps']} steps of {sizes['batch_tokens']} tokens of Python; {shape}. The paper's rows are of another task and size: "
+        "compare the differences, not the losses."
+    )
+    return [
+        "<h2>Quality: twins of equal size</h2>",
+        picture(draw, "Held-out loss of every seed (dots), training loss behind it (thin)"),
+        table("Held-out loss, nats per token", ["seed", "MHA", "MQA", "MQA - MHA"], rows),
+        f'<p class="note">{html.escape(note)}</p>',
+    ]
+
+
 def page(results: Results) -> str:
     """The whole report."""
     machine = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
@@ -147,6 +190,7 @@ def page(results: Results) -> str:
         *cache_part(results["cache"]),
         *decode_part(results["decode"]),
         *classes_part(results["classes"]),
+        *quality_part(results["quality"]),
     ]
     head = f'<meta charset="utf-8"><title>onehead compare</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'

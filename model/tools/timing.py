@@ -45,6 +45,14 @@ PAPER = {"d": 1024, "h": 8, "k": 128, "mha_ff": 4096, "mqa_ff": 5440}
 """The paper's decoder layer; the multi-query one's MLP is widened so that both have equally many parameters."""
 
 
+Say = Callable[[str], None]
+"""Told how far a long measurement is."""
+
+
+def silent(text: str) -> None:
+    """For whoever does not want to know."""
+
+
 def seconds(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
@@ -73,10 +81,11 @@ class Generator:
         self.runner = ModelRunner.over(decoder.requires_grad_(False).eval(), options)
         self.pages = list(range(pages))
 
-    def generate(self, num_tokens: int, cached: bool) -> list[int]:
+    def generate(self, num_tokens: int, cached: bool, say: Say = silent) -> list[int]:
         """`num_tokens` greedy tokens behind PROMPT."""
         output: list[int] = []
         while len(output) < num_tokens:
+            say(f"{len(output)}/{num_tokens} tokens")
             tokens = [*PROMPT, *output]
             start = len(tokens) - 1 if cached and output else 0
             (drawn,) = self.runner.run(StepPlan((Row(0, tokens[start:], start, self.pages, Sample(GREEDY, PROMPT, output)),))).drawn
@@ -85,16 +94,17 @@ class Generator:
         return output
 
 
-def cache_or_none(num_tokens: int) -> dict[str, Any]:
+def cache_or_none(num_tokens: int, say: Say = silent) -> dict[str, Any]:
     """Seconds for `num_tokens` from a GPT-2-sized random model with and without a cache: ours, and transformers' of the same shape."""
     ours = Generator(GPT2, num_tokens)
     ours.generate(4, cached=True)
-    sides: dict[str, Any] = {"ours": lambda cached: ours.generate(num_tokens, cached)}
+    sides: dict[str, Any] = {"ours": lambda cached: ours.generate(num_tokens, cached, say)}
     theirs = _transformers_generate(num_tokens)
     if theirs is not None:
         sides["transformers"] = theirs
     results: dict[str, Any] = {"num_tokens": num_tokens, "prompt_tokens": len(PROMPT)}
     for name, generate in sides.items():
+        say(f"{name}, {num_tokens} tokens")
         cached, uncached = seconds(partial(generate, True)), seconds(partial(generate, False))
         results[name] = {"cached_s": cached, "uncached_s": uncached, "ratio": uncached / cached}
     return results

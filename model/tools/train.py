@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from model.decoder import Decoder
+from model.reference.twin import MultiHeadDecoder
 from model.spec import ModelSpec, OptionError
 from model.tools import corpus
 from model.tools.export import export, plot_losses
@@ -38,10 +39,15 @@ class CausalAttention:
     scale: float
 
     def __call__(self, layer: int, q_NHd: Tensor, k_Nd: Tensor, v_Nd: Tensor) -> Tensor:
-        q_BHTd = q_NHd.view(-1, self.length, *q_NHd.shape[1:]).transpose(1, 2)
-        k_BHTd, v_BHTd = (x.reshape(-1, 1, self.length, x.shape[-1]).expand(q_BHTd.shape) for x in (k_Nd, v_Nd))
+        q_BHTd, k_BhTd, v_BhTd = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_NHd, _headed(k_Nd), _headed(v_Nd)))
+        k_BHTd, v_BHTd = k_BhTd.expand(q_BHTd.shape), v_BhTd.expand(q_BHTd.shape)
         o_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True, scale=self.scale)
         return o_BHTd.transpose(1, 2).flatten(0, 1)
+
+
+def _headed(x_Nd: Tensor) -> Tensor:
+    """K or V with a head axis: of length 1, or what a multi-head decoder gave it."""
+    return x_Nd.unsqueeze(1) if x_Nd.ndim == 2 else x_Nd
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ def build_spec(options: TrainOptions, tokenizer: Tokenizer) -> ModelSpec:
         num_layers=options.num_layers,
         num_query_heads=options.num_query_heads,
         head_dim=head_dim,
-        intermediate_size=4 * options.hidden_size,
+        intermediate_size=options.intermediate_size or 4 * options.hidden_size,
         max_positions=options.max_positions,
         norm_epsilon=1e-5,
         activation="gelu_tanh",
@@ -180,43 +186,64 @@ def take_step(decoder: nn.Module, loss: Tensor, steppers: tuple[torch.optim.Opti
         stepper.zero_grad(set_to_none=True)
 
 
+class Training:
+    """One run: everything that `options` decide, and how far it is. Raises OptionError for unusable options."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+        options.work.mkdir(parents=True, exist_ok=True)
+        documents = corpus.read_documents(options.data)
+        self.documents = [d for d in documents if not d.held_out]
+        self.held_out = [d for d in documents if d.held_out]
+        if not self.documents or not self.held_out:
+            where = options.data or "the standard library"
+            found = f"{len(self.documents)} modules to train on and {len(self.held_out)} held out"
+            raise OptionError(f"{where}: {found}; at least one of each is needed")
+        tokenizer_path = options.work / "tokenizer.json"
+        if not tokenizer_path.exists():
+            corpus.train_tokenizer((d.text for d in self.documents), options.vocab_size).save(str(tokenizer_path))
+        self.tokenizer: Tokenizer = Tokenizer.from_file(str(tokenizer_path))
+        kind = Decoder if options.attention == "multi_query" else MultiHeadDecoder
+        self.decoder = kind(build_spec(options, self.tokenizer))
+        initialise(self.decoder, options.seed)
+        self.decoder.to(self.device)
+        self.steppers = optimizers(self.decoder, options)
+        self.state = load_state(options, self.decoder, self.steppers) or TrainState(step=0, losses=[], held_out=[])
+
+    def run(self) -> Iterator[TrainState]:
+        """Takes the steps that are left; the state after each. Saves and evaluates on the way."""
+        options, state = self.options, self.state
+        for step in Data(options, self.documents, self.tokenizer).steps(state.step):
+            loss = loss_of(self.decoder, step, self.device)
+            take_step(self.decoder, loss, self.steppers, learning_rate(state.step, options))
+            state.step += 1
+            state.losses.append(loss.item())
+            if state.step % options.save_every == 0 or state.step == options.steps:
+                state.held_out.append((state.step, held_out_loss(self.decoder, options, self.held_out, self.tokenizer, self.device)))
+                save_state(options, state, self.decoder, self.steppers)
+            yield state
+
+
 def train(options: TrainOptions) -> None:
     """Runs or resumes the training that `options` describe and writes options.output. Raises OptionError for unusable options."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    options.work.mkdir(parents=True, exist_ok=True)
-    documents = corpus.read_documents(options.data)
-    training = [d for d in documents if not d.held_out]
-    held_out = [d for d in documents if d.held_out]
-    if not training or not held_out:
-        where = options.data or "the standard library"
-        raise OptionError(f"{where}: {len(training)} modules to train on and {len(held_out)} held out; at least one of each is needed")
-    tokenizer_path = options.work / "tokenizer.json"
-    if not tokenizer_path.exists():
-        corpus.train_tokenizer((d.text for d in training), options.vocab_size).save(str(tokenizer_path))
-    tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    decoder = Decoder(build_spec(options, tokenizer))
-    initialise(decoder, options.seed)
-    decoder.to(device)
-    steppers = optimizers(decoder, options)
-    state = load_state(options, decoder, steppers) or TrainState(step=0, losses=[], held_out=[])
+    training = Training(options)
     with _progress() as progress:
-        loss_so_far = state.losses[-1] if state.losses else math.nan
-        held_out_so_far = state.held_out[-1][1] if state.held_out else math.nan
-        task = progress.add_task("training", total=options.steps, completed=state.step, loss=loss_so_far, held_out=held_out_so_far)
-        for step in Data(options, training, tokenizer).steps(state.step):
-            loss = loss_of(decoder, step, device)
-            take_step(decoder, loss, steppers, learning_rate(state.step, options))
-            state.step += 1
-            state.losses.append(loss.item())
-            progress.update(task, completed=state.step, loss=np.mean(state.losses[-20:]))
-            if state.step % options.save_every == 0 or state.step == options.steps:
-                state.held_out.append((state.step, held_out_loss(decoder, options, held_out, tokenizer, device)))
-                progress.update(task, held_out=state.held_out[-1][1])
-                save_state(options, state, decoder, steppers)
+        task = progress.add_task("training", total=options.steps, completed=training.state.step, **_figures(training.state))
+        for state in training.run():
+            progress.update(task, completed=state.step, **_figures(state))
+            if state.held_out and state.held_out[-1][0] == state.step:
                 plot_losses(options.work / "loss.svg", state)
-    export(options, decoder, tokenizer, state)
+    export(options, training.decoder, training.tokenizer, training.state)
+
+
+def _figures(state: TrainState) -> dict[str, Any]:
+    return {
+        "loss": float(np.mean(state.losses[-20:])) if state.losses else math.nan,
+        "held_out": state.held_out[-1][1] if state.held_out else math.nan,
+    }
 
 
 def _progress() -> Progress:
