@@ -114,4 +114,4 @@ def test_the_whole_command_on_toy_sizes(tiny_folder: Path, tmp_path: Path, monke
     page = (tmp_path / "report" / "report.html").read_text()
     checker = Checker()
     checker.feed(page)
-    assert checker.fetched == [] and checker.tags.count("figure") == 3 and "12.976128" in page
+    assert checker.fetched == [] and checker.tags.count("figure") == 4 and "12.976128" in page
