@@ -40,6 +40,10 @@ class PageAllocator:
             self._owners[page] = 1
         return taken
 
+    def owners(self, page: int) -> int:
+        """How many owners a page has."""
+        return self._owners[page]
+
     def share(self, pages: Iterable[int]) -> None:
         """Adds an owner to each of these owned pages. Raises ValueError for a page that nobody owns."""
         for page in pages:
@@ -47,14 +51,17 @@ class PageAllocator:
                 raise ValueError(f"page {page} has no owner to share it with")
             self._owners[page] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Takes one owner from each of these pages. Raises ValueError for a page that nobody owns."""
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """Takes one owner from each of these pages; those that are free now. Raises ValueError for a page that nobody owns."""
+        freed = []
         for page in pages:
             if self._owners[page] < 1:
                 raise ValueError(f"page {page} is released but has no owner")
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                self._free.append(page)
+                freed.append(page)
+        self._free.extend(freed)
+        return freed
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well."""

@@ -27,7 +27,14 @@ class PageTable:
         """Makes room for `num_tokens` tokens in all. Raises OutOfPages, and then changes nothing."""
         self.pages.extend(self._allocator.allocate(self.missing(num_tokens)))
 
-    def release(self) -> None:
-        """Gives every page back. Calling it again does nothing."""
+    def share(self, pages: list[int]) -> None:
+        """Begins an empty table with pages that another one has, and that neither will write to. Raises ValueError if it has any."""
+        if self.pages:
+            raise ValueError(f"a table of {len(self.pages)} pages cannot begin with others")
+        self._allocator.share(pages)
+        self.pages.extend(pages)
+
+    def release(self) -> list[int]:
+        """Gives every page back; those that nobody owns now. Calling it again does nothing."""
         pages, self.pages = self.pages, []
-        self._allocator.release(pages)
+        return self._allocator.release(pages)

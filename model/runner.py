@@ -16,13 +16,14 @@ import torch
 from cache.pool import KVPool
 from cache.table import pages_for
 from model.backends import Backend, create_backend
-from model.batch import build_batch
+from model.batch import Batch, build_batch
 from model.decoder import Decoder
-from model.sampling import draw
+from model.sampling import draw, score
 from model.spec import ModelSpec, OptionError
-from model.step import NotDrawn, StepPlan, StepResult
+from model.step import Drawn, NotDrawn, StepPlan, StepResult
 from model.weights import load_decoder
 
+SCORED_AT_ONCE = 128
 CPU_SHARE, GPU_SHARE = 0.4, 0.9
 """Default share of free memory that the cache may take: a CPU's memory is also everybody else's."""
 
@@ -79,20 +80,35 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Computes every row of `plan` and draws a token for each that samples."""
+        if plan.clear:
+            self.pool.clear(list(plan.clear))
         batch = build_batch(plan, self.pool.page_size, self.device)
         attend = partial(self.backend.run, self.backend.plan(batch))
         x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, attend)
         samples = [row.sample for row in plan.rows if row.sample is not None]
         drawn = iter(draw(self.decoder.logits(x_TD[batch.last_tokens_S]), samples) if samples else ())
         results = [None if row.sample is None else next(drawn) for row in plan.rows]
+        scored = self._score(plan, batch, x_TD)
         finite_T = x_TD.isfinite().all(dim=-1).tolist()
         for i, span in enumerate(batch.rows):
             if not all(finite_T[span.first : span.first + span.num_tokens]):
                 results[i] = NotDrawn("a numerical error: the model's states for this request are not finite")
-            if isinstance(results[i], NotDrawn):
-                # Pages are handed on as they are, and a masked slot still counts 0 * NaN.
-                self.pool.clear(span.pages)
-        return StepResult(tuple(results))
+        return StepResult(tuple(results), scored)
+
+    def _score(self, plan: StepPlan, batch: Batch, x_TD: torch.Tensor) -> dict[int, list[Drawn]]:
+        """Scores of every row that asks for any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts."""
+        wanted = [
+            (index, batch.rows[index].first + row.scoring.first + offset, target, row.scoring.num_top)
+            for index, row in enumerate(plan.rows)
+            if row.scoring is not None
+            for offset, target in enumerate(row.scoring.targets)
+        ]
+        scored: dict[int, list[Drawn]] = {}
+        for begin in range(0, len(wanted), SCORED_AT_ONCE):
+            rows, states, targets, num_tops = zip(*wanted[begin : begin + SCORED_AT_ONCE], strict=True)
+            for row, drawn in zip(rows, score(self.decoder.logits(x_TD[list(states)]), targets, num_tops), strict=True):
+                scored.setdefault(row, []).append(drawn)
+        return scored
 
 
 def choose_device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,8 +40,33 @@ def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]
     if random:
         tokens_S[random] = _draw_random(adjusted_SV[random], [samples[i] for i in random])
     logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - normaliser_S
-    rows = zip(drawable, tokens_S.tolist(), logprobs_S.tolist(), strict=True)
-    return [Drawn(token, logprob) if fine else NotDrawn(NOTHING_TO_DRAW) for fine, token, logprob in rows]
+    tops = _likeliest(logits_SV, normaliser_S, [sample.num_top for sample in samples])
+    rows = zip(drawable, tokens_S.tolist(), logprobs_S.tolist(), tops, strict=True)
+    return [Drawn(token, logprob, top) if fine else NotDrawn(NOTHING_TO_DRAW) for fine, token, logprob, top in rows]
+
+
+def score(logits_SV: Tensor, targets: Sequence[int], num_tops: Sequence[int]) -> list[Drawn]:
+    """The log-probability, rank and likeliest alternatives of each row's known token, under the model's own distribution."""
+    logits_SV = logits_SV.float()
+    normaliser_S = logits_SV.logsumexp(dim=-1)
+    chosen_S1 = logits_SV.gather(1, torch.tensor(targets, device=logits_SV.device)[:, None])
+    logprobs = (chosen_S1[:, 0] - normaliser_S).tolist()
+    ranks = (logits_SV >= chosen_S1).sum(dim=-1).tolist()
+    tops = _likeliest(logits_SV, normaliser_S, num_tops)
+    return [Drawn(*row) for row in zip(targets, logprobs, tops, ranks, strict=True)]
+
+
+def _likeliest(logits_SV: Tensor, normaliser_S: Tensor, num_tops: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """For each row its `num_tops` likeliest tokens with their log-probabilities."""
+    rows = [i for i, count in enumerate(num_tops) if count]
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(num_tops)
+    if rows:
+        most = min(max(num_tops), logits_SV.shape[-1])
+        values_FK, ids_FK = logits_SV[rows].topk(most, dim=-1)
+        logprobs_FK = values_FK - normaliser_S[rows, None]
+        for i, ids, logprobs in zip(rows, ids_FK.tolist(), logprobs_FK.tolist(), strict=True):
+            tops[i] = tuple(zip(ids, logprobs, strict=True))[: num_tops[i]]
+    return tops
 
 
 def _adjust(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -57,7 +83,8 @@ def _adjust(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
 def _adjusts(sample: Sample) -> bool:
     s = sample.sampling
     penalised = s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
-    return penalised or bool(s.logit_bias) or bool(sample.forbidden)
+    restricted = bool(s.allowed_token_ids) or bool(s.bad_words) or sample.mask is not None
+    return penalised or restricted or bool(s.logit_bias) or bool(sample.forbidden)
 
 
 def _adjust_row(logits_V: Tensor, sample: Sample) -> None:
@@ -72,8 +99,22 @@ def _adjust_row(logits_V: Tensor, sample: Sample) -> None:
     if s.logit_bias:
         ids = torch.tensor(list(s.logit_bias), device=logits_V.device)
         logits_V[ids] += torch.tensor(list(s.logit_bias.values()), device=logits_V.device)
-    if sample.forbidden:
-        logits_V[torch.tensor(sample.forbidden, device=logits_V.device)] = -torch.inf
+    banned = [*sample.forbidden, *(word[-1] for word in s.bad_words if _stands_before(sample.output, word))]
+    if banned:
+        logits_V[torch.tensor(banned, device=logits_V.device)] = -torch.inf
+    if s.allowed_token_ids:
+        allowed_V = torch.zeros_like(logits_V, dtype=torch.bool)
+        allowed_V[torch.tensor(s.allowed_token_ids, device=logits_V.device)] = True
+        logits_V.masked_fill_(~allowed_V, -torch.inf)
+    if sample.mask is not None:
+        bits = np.unpackbits(np.frombuffer(sample.mask, np.uint8), count=len(logits_V), bitorder="little")
+        logits_V.masked_fill_(torch.from_numpy(bits).to(logits_V.device) == 0, -torch.inf)
+
+
+def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
+    """Whether `output` ends with all of `word` but its last token."""
+    length = len(word) - 1
+    return length <= len(output) and list(output[len(output) - length :]) == list(word[:-1])
 
 
 def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -1,7 +1,8 @@
 """The contract between scheduler and runner: what one step computes, and what came of it. Plain frozen data, no torch.
 
 A Row says nothing of prefill or decode: it computes `tokens` at positions start, start + 1, ..., and where it reaches the end of
-what the sequence has, it samples one more.
+what the sequence has, it samples one more. Tokens that are known already (a prompt's, or ones that a grammar leaves no choice about)
+can be scored on the way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,10 @@ class Sampling:
     """Subtracted once where the token occurs in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
+    allowed_token_ids: Sequence[int] = ()
+    """If any, the only tokens that can be drawn."""
+    bad_words: Sequence[Sequence[int]] = ()
+    """Token sequences that must not occur in the output: the last token of one is not drawn where the others stand."""
     seed: int = 0
     """With the choice's number and the output index, all there is to the randomness of a draw."""
     choice: int = 0
@@ -43,6 +48,19 @@ class Sample:
     output: Sequence[int]
     forbidden: Sequence[int] = ()
     """Ids that end the sequence, while it has fewer than its minimum of tokens."""
+    num_top: int = 0
+    """How many of the likeliest tokens to report with the drawn one."""
+    mask: bytes | None = None
+    """One bit for each token id, least significant first: those a grammar allows. None allows all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Known tokens whose log-probabilities are wanted: the state of the row's token `first` + i predicts `targets[i]`."""
+
+    first: int
+    targets: Sequence[int]
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,7 @@ class Row:
     pages: Sequence[int]
     sample: Sample | None
     """None where the sequence has further tokens to compute before it can draw."""
+    scoring: Scoring | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +81,20 @@ class StepPlan:
     """All rows of one step, in an order that has no bearing on any row's result."""
 
     rows: tuple[Row, ...]
+    clear: tuple[int, ...] = ()
+    """Pages to zero before anything is computed: a failed row may have left NaN in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A drawn token and its log-probability (nats) under the model's own distribution, before temperature and filters."""
+    """A drawn or scored token and its log-probability (nats) under the model's own distribution, before temperature and filters."""
 
     token: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens with theirs, likeliest first, as many as were asked for."""
+    rank: int = 0
+    """Of a scored token: how many tokens are at least as likely, itself included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +109,5 @@ class StepResult:
     """For each row of the plan, in its order, the token it drew; None where it did not sample."""
 
     drawn: tuple[Drawn | NotDrawn | None, ...]
+    scored: Mapping[int, Sequence[Drawn]] = field(default_factory=dict)
+    """Index of a row that scores -> its targets' log-probabilities, in their order."""

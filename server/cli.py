@@ -30,6 +30,13 @@ def _generate(argv: list[str]) -> int:
     return asyncio.run(generate(load(GenerateSettings, argv, "onehead generate")))
 
 
+def _batch(argv: list[str]) -> int:
+    from server.batch import BatchSettings, batch
+    from server.config import load
+
+    return asyncio.run(batch(load(BatchSettings, argv, "onehead batch")))
+
+
 def _bench(argv: list[str]) -> int:
     from server.bench import BenchSettings, bench
     from server.config import load
@@ -80,6 +87,7 @@ def _tool(name: str, work: Callable[[], None]) -> int:
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("serve a checkpoint over HTTP", _serve),
     "generate": ("stream the continuation of a prompt to the terminal", _generate),
+    "batch": ("answer a file of requests, in OpenAI's batch format", _batch),
     "bench": ("put load on a running server and report rates and latencies", _bench),
     "train": ("train a small checkpoint", _train),
     "compare": ("multi-head against multi-query attention, in bytes and seconds", _compare),

@@ -55,6 +55,8 @@ class ServerSection(Section):
     max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")
     max_stop_strings: int = Field(16, ge=0, le=256, description="most stop strings of a request")
     return_full_text: bool = Field(True, description="POST / repeats the prompt where the request does not say, as TGI does")
+    grammar_timeout: float = Field(2.0, gt=0, le=60, description="seconds that a request's grammar may take to compile")
+    keep_alive: float = Field(15.0, gt=0, le=3600, description="seconds of silence in a stream before a comment is sent")
     drain_timeout: float = Field(60.0, ge=0, le=3600, description="seconds that running streams get to finish at shutdown")
 
 

@@ -2,15 +2,17 @@
 
     OneheadError
     |-- ConfigurationError     exit 78   option, file or checkpoint that cannot be served
+    |-- UsageError             exit 2    a file given to a command that is not what it takes
     |-- ResourceError          exit 71   port or memory that cannot be had
     |-- EngineGaveUp           exit 70   the engine cannot be kept alive
     `-- RequestError           an answer other than 200, in the dialect of its route
         |-- MalformedBody      400   not UTF-8, not JSON, not an object, a key twice
         |-- UnsupportedMedia   415   not application/json, or encoded
         |-- BodyTooLarge       413
-        |-- InvalidRequest     422   a field that is unknown, of the wrong type or out of bounds
+        |-- InvalidRequest     422   a field that is unknown, of the wrong type or out of bounds (400 in OpenAI's dialect)
+        |-- ModelNotFound      404   a model that is not served here
         |-- Overloaded         429   with Retry-After
-        |-- GenerationFailed   424   the engine could not finish this request
+        |-- GenerationFailed   424   the engine could not finish this request (500 in OpenAI's dialect)
         `-- Unavailable        503   starting, restarting or shutting down
 
 Catch broadly at the root, recover narrowly at the leaves. Messages name the field, the bound and what to do, and never hold text of
@@ -28,6 +30,10 @@ class ConfigurationError(OneheadError):
     exit_code = 78
 
 
+class UsageError(OneheadError):
+    exit_code = 2
+
+
 class ResourceError(OneheadError):
     exit_code = 71
 
@@ -37,40 +43,50 @@ class EngineGaveUp(OneheadError):
 
 
 class RequestError(OneheadError):
-    """`status` is HTTP's, `tgi_type` what TGI's dialect calls it, `retry_after` seconds where waiting helps."""
+    """`status` and `tgi_type` are TGI's dialect, `openai_status` (where it differs) and `openai_type` OpenAI's. `retry_after` is in
+    seconds, where waiting helps; `param` the field at fault; `code` a word for programs to read.
+    """
 
     status = 500
+    openai_status: int | None = None
     tgi_type = "generation"
+    openai_type = "InternalServerError"
 
-    def __init__(self, message: str, retry_after: int | None = None) -> None:
+    def __init__(self, message: str, retry_after: int | None = None, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.retry_after = retry_after
+        self.param = param
+        self.code = code
 
 
 class MalformedBody(RequestError):
-    status, tgi_type = 400, "validation"
+    status, tgi_type, openai_type = 400, "validation", "BadRequestError"
 
 
 class UnsupportedMedia(RequestError):
-    status, tgi_type = 415, "validation"
+    status, tgi_type, openai_type = 415, "validation", "BadRequestError"
 
 
 class BodyTooLarge(RequestError):
-    status, tgi_type = 413, "validation"
+    status, tgi_type, openai_type = 413, "validation", "BadRequestError"
 
 
 class InvalidRequest(RequestError):
-    status, tgi_type = 422, "validation"
+    status, openai_status, tgi_type, openai_type = 422, 400, "validation", "BadRequestError"
+
+
+class ModelNotFound(RequestError):
+    status, tgi_type, openai_type = 404, "validation", "NotFoundError"
 
 
 class Overloaded(RequestError):
-    status, tgi_type = 429, "overloaded"
+    status, tgi_type, openai_type = 429, "overloaded", "RateLimitError"
 
 
 class GenerationFailed(RequestError):
-    status, tgi_type = 424, "generation"
+    status, openai_status, tgi_type = 424, 500, "generation"
 
 
 class Unavailable(RequestError):
-    status, tgi_type = 503, "healthcheck"
+    status, tgi_type, openai_type = 503, "healthcheck", "Service Unavailable"

@@ -1,29 +1,32 @@
-"""Generation: a request in, pieces of text out. What both HTTP dialects and `onehead generate` share.
+"""Generation: a request in, streams of text out. What both HTTP dialects and `onehead generate` share, and the one validator.
 
-It checks a request against what the engine can hold, submits it, turns tokens into text, ends it at stop strings, and cancels it when
-whoever iterates goes away. Invariant: every stream ends in exactly one piece with `finish`, or in one RequestError. It knows nothing
-of HTTP, fields or events.
+It checks a request against what the engine can hold and submits it; server.stream turns what comes back into text. It knows nothing of
+HTTP, fields or events.
 """
 
 import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 
 from server import protocol
 from server.errors import (
     ConfigurationError,
     EngineGaveUp,
-    GenerationFailed,
     InvalidRequest,
     Overloaded,
     RequestError,
     ResourceError,
     Unavailable,
 )
+from server.grammar import GrammarCompiler, Source
 from server.metrics import Metrics
-from server.supervisor import Delivery, State, Supervisor
-from server.text import Detokenizer, StopStrings, TextCodec
+from server.stream import Choice, OpenStreams
+from server.supervisor import State, Supervisor
+from server.text import TextCodec
+
+TOO_LONG = "context_length_exceeded"
 
 RATE_WINDOW = 64
 """Finished requests over which the drain rate is measured."""
@@ -33,7 +36,11 @@ LONG_PROMPT_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation, as every dialect spells it in the end. `max_new_tokens` None: whatever still fits."""
+    """One sequence to generate, as every dialect spells it in the end. Requests of one call that share a prompt share the list.
+
+    `max_new_tokens` None: whatever still fits. `keep_stop`: a matched stop string stays in the text. `keep_stop_token`: so does the name
+    of the token that ends it.
+    """
 
     prompt: list[int]
     sampling: protocol.SamplingParams
@@ -42,34 +49,29 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One token and the text that became certain with it. `finish` is set on the last: length, eos_token or stop_sequence.
-
-    A special token is no text: its name is `special_text`, and `text` at most what was held back before it.
-    """
-
-    token: int
-    text: str
-    special_text: str
-    logprob: float
-    special: bool
-    finish: str | None
+    keep_stop: bool = True
+    keep_stop_token: bool = False
+    skip_special_tokens: bool = True
+    num_top: int = 0
+    score_prompt: bool = False
+    grammar: str = ""
+    healed: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 class Generation:
     """The open streams of one supervisor."""
 
-    def __init__(self, supervisor: Supervisor, codec: TextCodec, metrics: Metrics, max_open: int) -> None:
+    def __init__(self, supervisor: Supervisor, codec: TextCodec, metrics: Metrics, max_open: int, grammar_timeout: float = 2.0) -> None:
         self.supervisor = supervisor
         self.codec = codec
         self.metrics = metrics
         self.max_open = max_open
+        self.grammar_timeout = grammar_timeout
         self.draining = False
-        self.unstarted: dict[int, float] = {}
-        """When each sequence arrived that no engine has begun."""
+        self.unstarted: dict[int, Choice] = {}
+        """The sequences that no engine has begun."""
         self.endings: deque[float] = deque(maxlen=RATE_WINDOW)
 
     @property
@@ -102,50 +104,97 @@ class Generation:
             return self.codec.encode(text)
         return await asyncio.to_thread(self.codec.encode, text)
 
-    def start(self, request: Request) -> "OpenStream":
-        """Checks a request against the engine's bounds and submits it. Raises InvalidRequest, Overloaded or Unavailable.
+    def start(self, *requests: Request) -> OpenStreams:
+        """Checks the sequences of a request against the engine's bounds and submits all of them, or none. Raises InvalidRequest,
+        Overloaded or Unavailable.
 
-        Whoever starts a stream closes it.
+        Whoever starts streams closes them.
         """
         try:
-            submit = self._submission(request)
+            if self.draining or self.supervisor.state not in (State.STARTING, State.READY):
+                raise Unavailable("the server is shutting down", retry_after=5)
+            submits = [self._submission(request) for request in requests]
+            if len(requests) > self.max_open:
+                raise InvalidRequest(f"{len(requests)} sequences are asked for at once; {self.max_open} is the most", param="n")
+            num_open = len(self.supervisor.open)
+            if num_open + len(requests) > self.max_open:
+                text = f"{num_open} requests are open and {self.max_open} is the most; try again later"
+                raise Overloaded(text, self._retry_after())
         except RequestError:
             self.metrics.requests.labels("refused").inc()
             raise
-        self.metrics.prompt_tokens.inc(len(submit.prompt))
-        return OpenStream(self, submit, request)
+        for prompt in {id(request.prompt): request.prompt for request in requests}.values():
+            self.metrics.prompt_tokens.inc(len(prompt))
+        return OpenStreams(self, requests, submits)
 
     def _submission(self, request: Request) -> protocol.Submit:
-        if self.draining or self.supervisor.state not in (State.STARTING, State.READY):
-            raise Unavailable("the server is shutting down", retry_after=5)
         max_new_tokens = self._max_new_tokens(request)
         if request.min_new_tokens > max_new_tokens:
-            raise InvalidRequest(f"`min_tokens` must be at most the {max_new_tokens} new tokens allowed. Given: {request.min_new_tokens}")
-        vocab_size = self.ready.vocab_size
-        for name, ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.sampling.logit_bias)):
+            raise InvalidRequest(
+                f"`min_tokens` must be at most the {max_new_tokens} new tokens allowed. Given: {request.min_new_tokens}", param="min_tokens"
+            )
+        if request.grammar and (request.min_new_tokens or request.ignore_eos):
+            raise InvalidRequest("`min_tokens` and `ignore_eos` cannot be combined with a grammar, which decides where the text ends")
+        self._check_ids(request)
+        ends = [*self.ready.end_token_ids, *self.codec.end_token_ids]
+        return protocol.Submit(
+            id=0,
+            prompt=request.prompt,
+            output=[],
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=request.min_new_tokens,
+            stop_token_ids=sorted({*request.stop_token_ids, *(() if request.ignore_eos else ends)}),
+            sampling=request.sampling,
+            priority=request.priority,
+            num_top=request.num_top,
+            score_prompt=request.score_prompt,
+            grammar=request.grammar,
+            end_token_ids=sorted(set(ends)),
+            healed=request.healed,
+        )
+
+    def _check_ids(self, request: Request) -> None:
+        """Token ids are checked against the logits' width, not the tokenizer's: an id past it would be another row's."""
+        vocab_size, sampling = self.ready.vocab_size, request.sampling
+        for name, ids in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", request.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+        ):
             if any(id >= vocab_size for id in ids):
-                raise InvalidRequest(f"`{name}` holds a token id that is not below the vocabulary's {vocab_size}")
-        if request.sampling.top_k > vocab_size:
-            raise InvalidRequest(f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {request.sampling.top_k}")
-        if len(self.supervisor.open) >= self.max_open:
-            raise Overloaded(f"{len(self.supervisor.open)} requests are open, which is the most; try again later", self._retry_after())
-        ends = () if request.ignore_eos else (*self.ready.end_token_ids, *self.codec.end_token_ids)
-        stop_token_ids = sorted({*request.stop_token_ids, *ends})
-        return protocol.Submit(0, request.prompt, [], max_new_tokens, request.min_new_tokens, stop_token_ids, request.sampling)
+                raise InvalidRequest(f"`{name}` holds a token id that is not below the vocabulary's {vocab_size}", param=name)
+        if sampling.top_k > vocab_size:
+            raise InvalidRequest(f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}", param="top_k")
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        ends = tuple(sorted({*self.ready.end_token_ids, *self.codec.end_token_ids}))
+        return GrammarCompiler(self.codec, self.ready.vocab_size, ends, self.ready.grammar_limits, self.grammar_timeout)
+
+    async def grammar(self, source: Source | None) -> str:
+        """The grammar of what a request asks for, empty for nothing. Raises InvalidRequest."""
+        return "" if source is None else await self._compiler.compile(source)
 
     def _max_new_tokens(self, request: Request) -> int:
         num_prompt, most = len(request.prompt), self.max_total_tokens
         if num_prompt == 0:
-            raise InvalidRequest("`inputs` holds no tokens; at least one is needed to go on from")
+            raise InvalidRequest("`inputs` holds no tokens; at least one is needed to go on from", param="inputs")
         bound = "the model's context" if most == self.ready.max_context else f"the cache's {self.ready.num_pages} pages"
         if num_prompt >= most:
-            raise InvalidRequest(f"`inputs` must have less than {most} tokens ({bound}). Given: {num_prompt}")
+            raise InvalidRequest(
+                f"`inputs` must have less than {most} tokens ({bound}). Given: {num_prompt}", param="inputs", code=TOO_LONG
+            )
         if request.max_new_tokens is None:
             return most - num_prompt
+        if request.max_new_tokens == 0:
+            return 1  # The engine draws behind every prompt; the stream leaves that token out.
         if num_prompt + request.max_new_tokens > most:
             raise InvalidRequest(
                 f"`inputs` tokens + `max_new_tokens` must be <= {most} ({bound}). "
-                f"Given: {num_prompt} `inputs` tokens and {request.max_new_tokens} `max_new_tokens`"
+                f"Given: {num_prompt} `inputs` tokens and {request.max_new_tokens} `max_new_tokens`",
+                param="max_new_tokens",
+                code=TOO_LONG,
             )
         return request.max_new_tokens
 
@@ -160,9 +209,10 @@ class Generation:
         self.metrics.step(step.gauges, len(step.tokens))
         now = time.monotonic()
         for id in step.started:
-            arrival = self.unstarted.pop(id, None)
-            if arrival is not None:
-                self.metrics.queue_time.observe(now - arrival)
+            choice = self.unstarted.pop(id, None)
+            if choice is not None:
+                choice.started = now
+                self.metrics.queue_time.observe(now - choice.arrival)
 
     def raise_if_over(self) -> None:
         """Raises what ended the engine for good, if something has."""
@@ -170,69 +220,3 @@ class Generation:
             raise (ResourceError if self.supervisor.lacks_resource else ConfigurationError)(self.supervisor.reason)
         if self.supervisor.state is State.GAVE_UP:
             raise EngineGaveUp(self.supervisor.reason)
-
-
-class OpenStream:
-    """A submitted request, as an iterator over its pieces. `close` cancels what is left of it; closing twice is fine."""
-
-    def __init__(self, generation: Generation, submit: protocol.Submit, request: Request) -> None:
-        self.generation = generation
-        self.request = request
-        self._arrival = self._last = time.monotonic()
-        self._inbox: asyncio.Queue[tuple[Delivery, float]] = asyncio.Queue()
-        self._detokenizer = Detokenizer(generation.codec)
-        self._stops = StopStrings(request.stop_strings)
-        self._outcome: str | None = None
-        self.id = generation.supervisor.submit(submit, self._deliver)
-        generation.unstarted[self.id] = self._arrival
-
-    def _deliver(self, delivery: Delivery) -> None:
-        """Takes the times as tokens come, not as the client reads them."""
-        now = time.monotonic()
-        metrics = self.generation.metrics
-        if isinstance(delivery, protocol.Token):
-            if delivery.index == 0:
-                metrics.time_to_first_token.observe(now - self._arrival)
-            else:
-                metrics.inter_token_latency.observe(now - self._last)
-            self._last = now
-        self._inbox.put_nowait((delivery, now))
-
-    def __aiter__(self) -> "OpenStream":
-        return self
-
-    async def __anext__(self) -> Piece:
-        """The next piece. Raises GenerationFailed where the engine could not go on."""
-        if self._outcome is not None:
-            raise StopAsyncIteration
-        delivery, came = await self._inbox.get()
-        if isinstance(delivery, protocol.Failed):
-            self._end("failed")
-            raise GenerationFailed(f"Request failed during generation: {delivery.reason}")
-        piece = self._piece(delivery)
-        if piece.finish is not None:
-            self.generation.metrics.e2e_latency.observe(came - self._arrival)
-            self.generation.endings.append(came)
-            self._end(piece.finish)
-        return piece
-
-    def _piece(self, token: protocol.Token) -> Piece:
-        codec = self.generation.codec
-        special = token.token in codec.special_ids
-        text = "" if special else self._detokenizer.push(token.token)
-        if token.finish is not None:
-            text += self._detokenizer.flush()
-        text, stopped = self._stops.push(text, search=token.index + 1 >= self.request.min_new_tokens)
-        finish = "stop_sequence" if stopped else token.finish
-        return Piece(token.token, text, codec.decode([token.token]) if special else "", token.logprob, special, finish)
-
-    def _end(self, outcome: str) -> None:
-        if self._outcome is None:
-            self._outcome = outcome
-            self.generation.supervisor.cancel(self.id)
-            self.generation.unstarted.pop(self.id, None)
-            self.generation.metrics.requests.labels(outcome).inc()
-
-    def close(self) -> None:
-        """Cancels the request where it has not ended."""
-        self._end("cancelled")

@@ -5,7 +5,7 @@ Everything on the pipe is the msgpack bytes of one of these; nothing is pickled.
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 * 2**20
 
 
@@ -41,6 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] = []
+    bad_words: list[list[int]] = []
     seed: int = 0
     choice: int = 0
 
@@ -55,6 +57,19 @@ class Submit(Message, frozen=True, tag=True, array_like=True):
     min_new_tokens: int
     stop_token_ids: list[int]
     sampling: SamplingParams
+    priority: int = 0
+    """Lower is served first."""
+    leader: int | None = None
+    """A sequence of the same prompt, submitted before, whose pages it can share."""
+    num_top: int = 0
+    """Likeliest tokens to report with each token of the output, and of the prompt where that is scored."""
+    score_prompt: bool = False
+    grammar: str = ""
+    """As llguidance reads it; empty for none."""
+    end_token_ids: list[int] = []
+    """What ends a text that satisfies the grammar."""
+    healed: str = ""
+    """Text that was cut off the prompt's end, to be generated again before anything else."""
 
 
 class Cancel(Message, frozen=True, tag=True, array_like=True):
@@ -80,6 +95,8 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     page_size: int
     num_pages: int
     kv_bytes_per_token: int
+    grammar_limits: dict[str, int] = {}
+    """What a grammar may cost, in llguidance's units."""
 
 
 class Refused(Message, frozen=True, tag=True, array_like=True):
@@ -98,6 +115,25 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     finish: str | None = None
     """length, eos_token (an end token or a stop token id), or None while the sequence goes on."""
+    top: list[tuple[int, float]] = []
+    """The likeliest tokens and their log-probabilities."""
+
+
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability and rank (from 1) of one prompt token, and the likeliest in its place."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class Scores(Message, frozen=True, tag=True, array_like=True):
+    """Scores of the prompt tokens `first`, first + 1, ... of sequence `id`."""
+
+    id: int
+    first: int
+    scores: list[Score]
 
 
 class Gauges(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +163,7 @@ class Failed(Message, frozen=True, tag=True, array_like=True):
 
 
 ToEngine = Start | Submit | Cancel | Shutdown
-FromEngine = Ready | Refused | Tokens | Failed
+FromEngine = Ready | Refused | Tokens | Scores | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

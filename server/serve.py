@@ -52,7 +52,7 @@ def start_message(settings: EngineSettings) -> protocol.Start:
 class Running:
     """A supervised engine with a Generation over it, inside an event loop."""
 
-    def __init__(self, settings: EngineSettings, max_waiting: int) -> None:
+    def __init__(self, settings: EngineSettings, max_waiting: int, grammar_timeout: float = 2.0) -> None:
         self._start = start_message(settings)
         self._changed = asyncio.Event()
         self._process: EngineProcess | None = None
@@ -60,7 +60,7 @@ class Running:
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_step)
         codec = TextCodec(settings.model)
         max_open = settings.engine.max_running + max_waiting
-        self.generation = Generation(self.supervisor, codec, self.metrics, max_open)
+        self.generation = Generation(self.supervisor, codec, self.metrics, max_open, grammar_timeout)
 
     def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
         ready = self.supervisor.ready
@@ -97,9 +97,9 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: EngineSettings) -> AsyncIterator[Running]:
+async def running(settings: EngineSettings, max_waiting: int = 0) -> AsyncIterator[Running]:
     """A loaded engine. Raises ConfigurationError or EngineGaveUp where it cannot be had."""
-    engine = Running(settings, max_waiting=0)
+    engine = Running(settings, max_waiting)
     engine.supervisor.start()
     try:
         await engine.until(State.READY)
@@ -177,7 +177,7 @@ class Drain:
 async def serve(settings: ServeSettings) -> int:
     """Serves until a signal or the engine's end; the exit code. Raises OneheadError for what prevents it."""
     with bind(settings.host, settings.port) as listener:
-        engine = Running(settings, settings.server.max_waiting)
+        engine = Running(settings, settings.server.max_waiting, settings.server.grammar_timeout)
         engine.supervisor.start()
         model_id = settings.server.model_name or settings.model.resolve().name
         app = create_app(engine.generation, settings.server, model_id, version("onehead"))

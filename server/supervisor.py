@@ -20,7 +20,7 @@ log = logging.getLogger("onehead.supervisor")
 
 MAX_DEATHS_WITHOUT_PROGRESS = 3
 
-Delivery = protocol.Token | protocol.Failed
+Delivery = protocol.Token | protocol.Scores | protocol.Failed
 
 
 class Engine(Protocol):
@@ -50,9 +50,12 @@ class OpenSequence:
     submit: protocol.Submit
     deliver: Callable[[Delivery], None]
     output: list[int] = field(default_factory=list)
+    num_scored: int = 1
+    """Prompt tokens whose scores have been delivered, and the first, which has none."""
 
     def resubmission(self) -> protocol.Submit:
-        return msgspec.structs.replace(self.submit, output=self.output)
+        scored = self.num_scored >= len(self.submit.prompt)
+        return msgspec.structs.replace(self.submit, output=self.output, score_prompt=self.submit.score_prompt and not scored)
 
 
 class Supervisor:
@@ -81,13 +84,13 @@ class Supervisor:
             lambda status: self._bury(epoch, status),
         )
 
-    def submit(self, submit: protocol.Submit, deliver: Callable[[Delivery], None]) -> int:
+    def submit(self, submit: protocol.Submit, deliver: Callable[[Delivery], None], leader: int | None = None) -> int:
         """Journals a sequence and hands it to the engine, or to the next one; its id, which replaces the one in `submit`."""
         self._next_id += 1
         if self.state not in (State.STARTING, State.READY):
             deliver(protocol.Failed(self._next_id, self.reason))
             return self._next_id
-        sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id), deliver)
+        sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id, leader=leader), deliver)
         self.open[self._next_id] = sequence
         self._send(sequence.submit)
         return self._next_id
@@ -111,6 +114,8 @@ class Supervisor:
             for token in message.tokens:
                 self._take(token)
             self._on_step(message)
+        elif isinstance(message, protocol.Scores):
+            self._take_scores(message)
         elif isinstance(message, protocol.Failed):
             sequence = self.open.pop(message.id, None)
             if sequence is not None:
@@ -135,6 +140,17 @@ class Supervisor:
         if token.finish is not None:
             del self.open[token.id]
         sequence.deliver(token)
+
+    def _take_scores(self, message: protocol.Scores) -> None:
+        """Delivers those scores that are new: an engine that took over begins with the first again."""
+        sequence = self.open.get(message.id)
+        if sequence is None or message.first > sequence.num_scored:
+            return
+        new = message.scores[sequence.num_scored - message.first :]
+        if new:
+            first = sequence.num_scored
+            sequence.num_scored += len(new)
+            sequence.deliver(protocol.Scores(message.id, first, new))
 
     def _bury(self, epoch: int, status: int) -> None:
         if epoch != self._epoch or self.state not in (State.STARTING, State.READY):

@@ -1,16 +1,29 @@
 """Text on the API's side of the pipe: the tokenizer, incremental detokenization, stop strings. Knows nothing of requests or HTTP."""
 
 import json
+import re
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from server.checkpoint import CheckpointFiles
 from server.errors import ConfigurationError
 
 REPLACEMENT = "\ufffd"
 # The decoder of an incomplete character gives one replacement character, or one for each of its up to three bytes.
 MOST_HELD = 3
 WINDOW, CONTEXT = 16, 4
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letter by which byte-level vocabularies write each byte: itself where it prints, else one past 255, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_letters()
 
 
 class TextCodec:
@@ -32,18 +45,9 @@ class TextCodec:
         self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.end_token_ids = self._end_token_ids(folder / "tokenizer_config.json")
-
-    def _end_token_ids(self, path: Path) -> tuple[int, ...]:
-        if not path.is_file():
-            return ()
-        try:
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-            raise ConfigurationError(f"{path}: cannot be read as a JSON object") from error
-        content = token.get("content") if isinstance(token, dict) else token
-        id = self.tokenizer.token_to_id(content) if isinstance(content, str) else None
-        return () if id is None else (id,)
+        self.files = CheckpointFiles(folder)
+        end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
+        self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
 
     @property
     def largest_id(self) -> int:
@@ -55,6 +59,54 @@ class TextCodec:
         # encode holds the interpreter's lock while it works; encode_batch lets the event loop run meanwhile.
         ids: list[int] = self.tokenizer.encode_batch([text])[0].ids
         return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of text from someone who must not be able to write special tokens, and without the post-processor's additions."""
+        ids: list[int] = self._plain_tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Token ids of text with its special tokens read as such, but without what the post-processor adds."""
+        ids: list[int] = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+        return ids
+
+    @cached_property
+    def _plain_tokenizer(self) -> Tokenizer:
+        """A second one that reads special tokens as text: the switch is on the whole tokenizer, which other threads use."""
+        tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
+        """(id, start, end) of each token of a prompt, in characters of it."""
+        encoding = self.tokenizer.encode_batch([text])[0]
+        return [(id, *span) for id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """What the post-processor puts before every prompt: a BOS token, or nothing."""
+        closed: list[int] = self.tokenizer.encode("").ids
+        return [] if closed and closed[0] in self.end_token_ids else closed
+
+    def token_id(self, token: str) -> int | None:
+        """The id of an added token by its text."""
+        id: int | None = self.tokenizer.token_to_id(token)
+        return id
+
+    def token_bytes(self, id: int) -> bytes:
+        """What a token stands for, where it is a part of a character too."""
+        text = self.tokenizer.id_to_token(id)
+        if text is None or id in self.special_ids:
+            return (text or "").encode()
+        if self._byte_level:
+            return bytes(BYTE_OF[letter] for letter in text if letter in BYTE_OF)
+        if re.fullmatch("<0x[0-9A-F]{2}>", text):
+            return bytes([int(text[3:5], 16)])
+        return self.decode([id]).encode()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self.tokenizer.to_str()).get("decoder"))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids in one go."""
@@ -94,25 +146,49 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string to be completed in a text that arrives in pieces."""
+    """Finds the first stop string to be completed in a text that arrives in pieces.
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    With `keep` the stop string stays in the text (TGI), so nothing is ever held back. Without, it does not (OpenAI), so whatever may
+    be the beginning of one is held back, and no more than that, until it is known to be none.
+    """
+
+    def __init__(self, stops: tuple[str, ...], keep: bool = True) -> None:
         self._stops = stops
-        self._keep = max((len(stop) for stop in stops), default=1) - 1
-        self._tail = ""
+        self._longest = max((len(stop) for stop in stops), default=1) - 1
+        self._keep = keep
+        self._seen = ""
+        """The end of the text so far: as much as can belong to a stop string that is not complete."""
+        self._held = 0
+        """Characters at the end of it that have not been given out."""
 
-    def push(self, text: str, search: bool = True) -> tuple[str, bool]:
-        """(the part of `text` up to and with the first completed stop string, whether there is one). Unsearched text still counts
-        as the beginning of a later match.
+    def push(self, text: str, search: bool = True) -> tuple[str, str | None]:
+        """(what is certain to be text, up to the first completed stop string; that one, if there is any). Unsearched text still
+        counts as the beginning of a later match.
         """
-        tail, self._tail = self._tail, ""
-        both = tail + text
+        before = len(self._seen)
+        both = self._seen + text
+        given = before - self._held
         if search:
-            ends = [end for stop in self._stops if (end := _first_end(both, stop, len(tail))) is not None]
-            if ends:
-                return both[len(tail) : min(ends)], True
-        self._tail = both[max(0, len(both) - self._keep) :]
-        return text, False
+            found = [(end, -len(stop), stop) for stop in self._stops if (end := _first_end(both, stop, before)) is not None]
+            if found:
+                end, _, stop = min(found)
+                self._seen, self._held = "", 0
+                return both[given : end if self._keep else max(given, end - len(stop))], stop
+        self._held = 0 if self._keep else self._possible_beginning(both)
+        self._seen = both[max(0, len(both) - max(self._longest, self._held)) :]
+        return both[given : len(both) - self._held], None
+
+    def _possible_beginning(self, text: str) -> int:
+        """Length of the longest end of `text` that some stop string begins with."""
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+    def flush(self) -> str:
+        """What is still held back, when no more text comes."""
+        text, self._held = self._seen[len(self._seen) - self._held :] if self._held else "", 0
+        return text
 
 
 def _first_end(text: str, stop: str, after: int) -> int | None:

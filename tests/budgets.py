@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("server", "model", "cache")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-MAX_TOTAL_LINES = 6100
+MAX_TOTAL_LINES = 8800
 
 # Who may not import whom: every rule whose prefix fits a module binds it, and speaks of imports inside functions too.
 FORBIDDEN = {
@@ -42,6 +42,16 @@ for serving in ("attention", "batch", "backends", "decoder", "families", "layers
 FORBIDDEN["server.engine"] += ("model.reference", "model.tools")
 # Siblings that never import each other.
 STRANGERS = ("model.families", "model.backends")
+# The two dialects share fields, body and sse, and never each other.
+FORBIDDEN["server.api.generate"] = (
+    "server.api.openai",
+    "server.api.openai_fields",
+    "server.api.completions",
+    "server.api.chat",
+    "server.api.infill",
+)
+for dialect in ("openai", "openai_fields", "completions", "chat", "infill", "replies"):
+    FORBIDDEN[f"server.api.{dialect}"] = ("server.api.generate",)
 FORBIDDEN_CALLS = {
     "eval",
     "exec",

@@ -36,13 +36,34 @@ class HashModel:
         self.end_rate = end_rate
         self.last_rows: dict[int, Sequence[int]] = {}
         self.slots: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.leaders: dict[int, int] = {}
+        """Sequence -> the one whose pages of the same prompt it may read."""
 
     def run(self, plan: StepPlan) -> StepResult:
         self.last_rows = {row.sequence: row.tokens for row in plan.rows}
         for row in plan.rows:
             for offset, token in enumerate(row.tokens):
                 self.slots[self._slot(row, row.start + offset)] = (row.sequence, row.start + offset, token)
-        return StepResult(tuple(self._draw(row) for row in plan.rows))
+        drawn = tuple(self._draw(row) for row in plan.rows)
+        return StepResult(drawn, {i: self._score(row) for i, row in enumerate(plan.rows) if row.scoring is not None})
+
+    def _score(self, row: Row) -> list[Drawn]:
+        """Log-probability -(position of the token): which states scored what can be read off."""
+        assert row.scoring is not None
+        first = row.start + row.scoring.first
+        for offset, target in enumerate(row.scoring.targets):
+            position = first + offset + 1
+            assert row.start <= position - 1 < row.start + len(row.tokens), "a state that this step does not compute"
+            if position < row.start + len(row.tokens):
+                assert row.tokens[position - row.start] == target, "not the token that follows"
+        return [Drawn(target, -float(first + offset + 1)) for offset, target in enumerate(row.scoring.targets)]
+
+    def _lenders(self, sequence: int) -> list[int]:
+        """The sequence, its leader, the leader's own, and so on."""
+        lenders = [sequence]
+        while lenders[-1] in self.leaders:
+            lenders.append(self.leaders[lenders[-1]])
+        return lenders
 
     def _slot(self, row: Row, position: int) -> tuple[int, int]:
         return row.pages[position // self.page_size], position % self.page_size
@@ -51,7 +72,8 @@ class HashModel:
         tokens = []
         for position in range(row.start + len(row.tokens)):
             owner, stored_position, token = self.slots[self._slot(row, position)]
-            assert (owner, stored_position) == (row.sequence, position), "a slot holds another sequence's token"
+            assert stored_position == position, "a slot holds another position's token"
+            assert owner in self._lenders(row.sequence), "a slot holds another sequence's token"
             tokens.append(token)
         if row.sample is None:
             return None

@@ -7,85 +7,183 @@ import pytest
 
 from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, NeverFits, Scheduler
-from tests.hash_model import HashModel, oracle
+from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
+from tests.hash_model import HashModel, next_token, oracle
 
 SEEDS = 10_000
 
 
-def run_seed(seed: int) -> Counter[str]:
-    """One random history, checked after every step; what happened in it, for the test that the histories are worth having."""
-    rng = random.Random(seed)
-    page_size = rng.choice([1, 2, 4, 16])
-    num_pages = rng.randint(2, 40) if rng.random() < 0.3 else -(-rng.randint(40, 160) // page_size)
-    max_running = rng.randint(1, 8)
-    limits = Limits(num_pages, page_size, rng.randint(20, 200), max_running, rng.randint(max_running, max_running + 24))
-    scheduler = Scheduler(limits)
-    model = HashModel(page_size, end_rate=rng.choice([0.0, 0.05, 0.3]))
-    core = EngineCore(scheduler, model)
-    requests: dict[int, tuple[list[int], int, int, frozenset[int]]] = {}
-    outputs: dict[int, list[int]] = {}
-    ended: Counter[int] = Counter()
-    cancelled: set[int] = set()
-    started: set[int] = set()
-    seen: Counter[str] = Counter()
-    to_submit = rng.randint(1, 12)
-    computed_bound = 0
-    steps = 0
-    while to_submit or scheduler.has_work:
-        while to_submit and rng.random() < 0.6:
-            to_submit -= 1
-            id = len(requests)
-            prompt = [rng.randrange(64) for _ in range(rng.randint(1, 30))]
-            max_new, min_new = rng.randint(1, 40), rng.choice([0, 0, 3])
-            stops = frozenset({0}) if rng.random() < 0.7 else frozenset()
-            requests[id] = prompt, max_new, min_new, stops
-            done = oracle(prompt, max_new, min_new, stops, seed=id, end_rate=model.end_rate)[:-1]
-            done = done[: rng.randint(0, len(done))] if rng.random() < 0.2 else []  # As after the death of another engine.
-            try:
-                scheduler.submit(id, list(prompt), max_new, Sampling(seed=id), done, min_new, stops)
-            except NeverFits:
-                assert len(prompt) + max_new > min(limits.max_context, num_pages * page_size)
-                cancelled.add(id)
-                seen["never fits"] += 1
-                continue
-            outputs[id] = list(done)
-            computed_bound += len(prompt) + max_new
-        if scheduler.has_work and rng.random() < 0.04:
-            victim = rng.choice([*scheduler.running, *scheduler.waiting])
-            scheduler.cancel(victim)
-            cancelled.add(victim)
-            seen["cancelled"] += 1
-        before = {s.id: (len(s.output), s.num_computed) for s in [*scheduler.running.values(), *scheduler.waiting.values()]}
-        advances = core.step()
-        assert len(model.last_rows) <= max_running and sum(map(len, model.last_rows.values())) <= limits.step_tokens
-        if before:
-            oldest = min(before)
-            assert oldest in model.last_rows, "the oldest did not advance"
-        order = [*scheduler.running, *scheduler.waiting]
-        assert order == sorted(order), "arrival order is lost"
+def forced_after(output: list[int]) -> list[int]:
+    """What a made-up grammar forces behind an output: now and then a few tokens, by its last token and length."""
+    if not output or (output[-1] + len(output)) % 4:
+        return []
+    return [1 + (output[-1] * k) % 63 for k in range(1, 2 + output[-1] % 3)]
+
+
+class Forcing:
+    """That grammar as a constraint. It masks nothing: the hash model draws as it likes."""
+
+    mask = None
+
+    def __init__(self, output: list[int]) -> None:
+        self.output: list[int] = []
+        self.forced: list[int] = []
+        # A replayed output was cut anywhere, also among forced tokens: what was forced then is forced again.
+        while len(self.output) < len(output):
+            self.output.append(output[len(self.output)])
+            self.forced = forced_after(self.output)
+            known = output[len(self.output) : len(self.output) + len(self.forced)]
+            self.output += self.forced
+            if len(known) < len(self.forced):
+                self.forced = self.forced[len(known) :]
+                return
+            self.forced = []
+
+    def advance(self, token: int) -> None:
+        self.output.append(token)
+        self.forced = forced_after(self.output)
+        self.output += self.forced
+
+
+def forced_oracle(prompt: list[int], max_new: int, min_new: int, stops: frozenset[int], seed: int, end_rate: float) -> list[int]:
+    """The output under that grammar, of a request served alone."""
+    output: list[int] = []
+    while len(output) < max_new:
+        output.append(next_token(prompt + output, seed, end_rate, may_end=len(output) >= min_new or 0 not in stops))
+        if output[-1] in stops:
+            break
+        for token in forced_after(output):
+            if len(output) < max_new:
+                output.append(token)
+    return output
+
+
+class History:
+    """One random history of a scheduler on a small pool, checked after every step. `seen` counts what happened in it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        page_size = rng.choice([1, 2, 4, 16])
+        num_pages = rng.randint(2, 40) if rng.random() < 0.3 else -(-rng.randint(40, 160) // page_size)
+        max_running = rng.randint(1, 8)
+        self.limits = Limits(num_pages, page_size, rng.randint(20, 200), max_running, rng.randint(max_running, max_running + 24))
+        self.scheduler = Scheduler(self.limits)
+        self.priorities = rng.random() < 0.3
+        self.model = HashModel(page_size, end_rate=rng.choice([0.0, 0.05, 0.3]))
+        self.core = EngineCore(self.scheduler, self.model)
+        self.requests: dict[int, tuple[list[int], int, int, frozenset[int], bool]] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.scored: dict[int, list[float] | None] = {}
+        self.ended: Counter[int] = Counter()
+        self.cancelled: set[int] = set()
+        self.started: set[int] = set()
+        self.seen: Counter[str] = Counter()
+        self.computed_bound = 0
+
+    def run(self) -> Counter[str]:
+        to_submit, steps = self.rng.randint(1, 12), 0
+        while to_submit or self.scheduler.has_work:
+            while to_submit and self.rng.random() < 0.6:
+                to_submit -= 1
+                self.submit()
+            if self.scheduler.has_work and self.rng.random() < 0.04:
+                self.cancel()
+            self.step()
+            steps += 1
+            assert steps < 50 * (self.computed_bound + 10), "no end in sight"
+        assert self.scheduler.allocator.num_owned == 0
+        for id in self.outputs:
+            self.check_output(id)
+        self.seen["preempted"] += self.scheduler.num_preemptions
+        self.seen["shared"] += self.scheduler.num_shared_tokens > 0
+        return self.seen
+
+    def expected(self, id: int) -> list[int]:
+        prompt, max_new, min_new, stops, forces = self.requests[id]
+        give = forced_oracle if forces else oracle
+        return give(prompt, max_new, min_new, stops, id, self.model.end_rate)
+
+    def submit(self) -> None:
+        rng, id = self.rng, len(self.requests)
+        prompt, leader = [rng.randrange(64) for _ in range(rng.randint(1, 30))], None
+        if self.requests and rng.random() < 0.3:
+            leader = rng.choice(list(self.requests))
+            prompt = self.requests[leader][0]
+            self.model.leaders[id] = leader
+        max_new, min_new = rng.randint(1, 40), rng.choice([0, 0, 3])
+        stops = frozenset({0}) if rng.random() < 0.7 else frozenset()
+        forces = rng.random() < 0.3
+        self.requests[id] = prompt, max_new, min_new, stops, forces
+        done = self.expected(id)[:-1]
+        done = done[: rng.randint(0, len(done))] if rng.random() < 0.2 else []  # As after the death of another engine.
+        scores = not done and rng.random() < 0.3
+        self.scored[id] = [] if scores else None
+        try:
+            self.scheduler.submit(
+                id,
+                list(prompt),
+                max_new,
+                Sampling(seed=id),
+                done,
+                min_new,
+                stops,
+                priority=rng.randint(-1, 1) if self.priorities else 0,
+                leader=leader,
+                score_prompt=scores,
+                constraint=Forcing(list(done)) if forces else None,
+            )
+        except NeverFits:
+            assert len(prompt) + max_new > min(self.limits.max_context, self.limits.num_pages * self.limits.page_size)
+            self.cancelled.add(id)
+            self.seen["never fits"] += 1
+            return
+        self.outputs[id] = list(done)
+        self.computed_bound += len(prompt) + max_new
+
+    def cancel(self) -> None:
+        victim = self.rng.choice([*self.scheduler.running, *self.scheduler.waiting])
+        self.scheduler.cancel(victim)
+        self.cancelled.add(victim)
+        self.seen["cancelled"] += 1
+
+    def step(self) -> None:
+        scheduler, model, limits = self.scheduler, self.model, self.limits
+        # Whoever runs already goes before a newcomer of a better priority, which has to find a place first.
+        order = [s.key for s in scheduler.running.values()] or [s.key for s in scheduler.waiting.values()]
+        news = self.core.step()
+        assert len(model.last_rows) <= limits.max_running and sum(map(len, model.last_rows.values())) <= limits.step_tokens
+        assert not order or min(order)[1] in model.last_rows, "the first in order did not advance"
+        if scheduler.running and scheduler.waiting and not self.priorities:
+            assert max(scheduler.running) < min(scheduler.waiting), "arrival order is lost"
         for id in scheduler.take_started():
-            assert id not in started, "started twice"
-            started.add(id)
-        for advance in advances:
-            assert ended[advance.id] == 0 and advance.id not in cancelled
-            assert advance.index == len(outputs[advance.id])
-            outputs[advance.id].append(advance.drawn.token)
-            ended[advance.id] += advance.finish is not None
+            assert id not in self.started, "started twice"
+            self.started.add(id)
+        for event in news:
+            self.hear(event)
         assert scheduler.integrity() == []
-        assert scheduler.allocator.num_free + scheduler.allocator.num_owned == num_pages
-        steps += 1
-        assert steps < 50 * (computed_bound + 10), "no end in sight"
-    assert scheduler.allocator.num_owned == 0
-    for id, output in outputs.items():
-        expected = oracle(*requests[id], seed=id, end_rate=model.end_rate)
-        if id in cancelled:
-            assert output == expected[: len(output)] and ended[id] == 0
+        assert scheduler.allocator.num_free + scheduler.allocator.num_owned == limits.num_pages
+
+    def hear(self, event: Advance | PromptScored) -> None:
+        assert self.ended[event.id] == 0 and event.id not in self.cancelled
+        if isinstance(event, PromptScored):
+            known = self.scored[event.id]
+            assert known is not None and event.first == len(known) + 1 and self.outputs[event.id] == []
+            known.extend(score.logprob for score in event.scores)
+            self.seen["scored"] += 1
+            return
+        assert isinstance(event.drawn, Drawn) and event.index == len(self.outputs[event.id])
+        self.outputs[event.id].append(event.drawn.token)
+        self.ended[event.id] += event.finish is not None
+
+    def check_output(self, id: int) -> None:
+        output, expected, known = self.outputs[id], self.expected(id), self.scored[id]
+        if known is not None and output:
+            assert known == [-float(position) for position in range(1, len(self.requests[id][0]))], "not every prompt token once"
+        if id in self.cancelled:
+            assert output == expected[: len(output)] and self.ended[id] == 0
         else:
-            assert output == expected and ended[id] == 1
-            seen["finished"] += 1
-    seen["preempted"] += scheduler.num_preemptions
-    return seen
+            assert output == expected and self.ended[id] == 1
+            self.seen["finished"] += 1
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -93,11 +191,11 @@ def test_every_admitted_request_ends_once_and_nothing_leaks(part: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(part, SEEDS, 8):
         try:
-            seen += run_seed(seed)
+            seen += History(seed).run()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     # The histories are worth something only if the rare things happen in them often.
-    assert min(seen[kind] for kind in ("finished", "cancelled", "preempted", "never fits")) > 300
+    assert min(seen[kind] for kind in ("finished", "cancelled", "preempted", "never fits", "scored", "shared")) > 150
 
 
 def test_arrival_order_decides_who_starts_and_who_is_preempted() -> None:

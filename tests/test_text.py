@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.errors import ConfigurationError
@@ -97,8 +97,41 @@ def test_padding_and_truncation_of_a_tokenizers_training_are_not_obeyed(tmp_path
 
 def test_unsearched_text_does_not_stop_but_may_begin_a_stop() -> None:
     finder = StopStrings(("xy",))
-    assert finder.push("xyx", search=False) == ("xyx", False)
-    assert finder.push("yz") == ("y", True)
+    assert finder.push("xyx", search=False) == ("xyx", None)
+    assert finder.push("yz") == ("y", "xy")
+    finder = StopStrings(("xy",), keep=False)
+    assert finder.push("xyx", search=False) == ("xy", None)
+    assert finder.push("yz") == ("", "xy")
+
+
+@given(
+    st.text(alphabet="ab<", max_size=40),
+    st.lists(st.text(alphabet="ab<", min_size=1, max_size=8), max_size=4),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=2000)
+def test_what_is_held_back_is_never_more_than_may_begin_a_stop_and_always_released(
+    text: str, stops: list[str], keep: bool, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    finder, out, stopped = StopStrings(tuple(stops), keep), "", None
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        piece, stopped = finder.push(text[start:end])
+        out += piece
+        if stopped is not None:
+            break
+        held = text[len(out) : end]
+        assert text[:end].startswith(out) and (not held or any(stop.startswith(held) for stop in stops))
+        assert not (keep and held), "text that stays is never held back"
+    if stopped is None:
+        out += finder.flush()
+        assert out == text and not any(stop in text for stop in stops)
+    else:
+        end = min(text.find(stop) + len(stop) for stop in stops if stop in text)
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        assert stopped in ending
+        assert out == text[:end] if keep else out == text[: end - max(map(len, ending))]
 
 
 def test_special_tokens_and_ends(tmp_path: Path, codec: TextCodec) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from model.step import StepPlan, StepResult
 from server import protocol
 from server.engine.core import EngineCore
+from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.worker import Worker
 from tests.hash_model import HashModel, oracle
@@ -44,7 +46,7 @@ class Engine:
 def engine() -> Iterator[Engine]:
     ours, theirs = Pipe()
     core = EngineCore(Scheduler(Limits(20, 4, 80, 4, 16)), SlowModel(page_size=4))
-    thread = threading.Thread(target=Worker(theirs, core).serve)
+    thread = threading.Thread(target=Worker(theirs, core, Grammars(Path(), 64)).serve)
     thread.start()
     yield Engine(ours, core)
     ours.send_bytes(protocol.encode(protocol.Shutdown()))

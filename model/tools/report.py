@@ -4,6 +4,7 @@ import html
 import io
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 Results = dict[str, Any]
@@ -132,37 +133,43 @@ def decode_part(decode: list[Results]) -> list[str]:
         "MQA",
     ]
 
-    def draw(axes: Any) -> None:
-        for context in sorted({row["context"] for row in decode}):
-            rows_at = [row for row in decode if row["context"] == context]
-            batches = [row["batch"] for row in rows_at]
-            (line,) = axes.plot(batches, [row["layer"]["ratio"] for row in rows_at], marker="o", label=f"measured, context {context}")
-            bytes_of = {
-                kind: [row[f"{kind}_arithmetic"]["kv_bytes"] + row[f"{kind}_arithmetic"]["weight_bytes"] for row in rows_at]
-                for kind in ("mha", "mqa")
-            }
-            ratio = [a / b for a, b in zip(bytes_of["mha"], bytes_of["mqa"], strict=True)]
-            axes.plot(batches, ratio, linestyle=":", color=line.get_color(), label=f"bytes moved, context {context}")
-        axes.axhline(47 / 3.9, linewidth=0.8, color="black")
-        axes.annotate("the paper's decoder step, 47 / 3.9 ms", (1, 47 / 3.9), va="bottom", fontsize=8)
-        axes.set(xscale="log", xlabel="batch", ylabel="layer time, MHA over MQA")
-        axes.legend(frameon=False, fontsize=7, ncols=2)
-
-    def draw_bytes(axes: Any) -> None:
-        for kind, marker in (("mha", "o"), ("mqa", "s")):
-            intensity = decode[0][f"{kind}_arithmetic"]["attention_flops_per_byte"]
-            points = sorted((row[f"{kind}_arithmetic"]["kv_bytes"] / MIB, row["attention"][kind]["median_s"] * 1e3) for row in decode)
-            axes.plot(*zip(*points, strict=True), marker=marker, label=f"{kind.upper()}, {intensity:g} flop for each byte of K and V")
-        axes.set(xscale="log", yscale="log", xlabel="K and V read, MiB", ylabel="attention, ms")
-        axes.legend(frameon=False, fontsize=8)
-
     return [
         "<h2>Decode, multi-head against multi-query</h2>",
-        picture(draw, "One layer's decode step: how many times longer with a key/value head per query head"),
-        picture(draw_bytes, "Attention alone against the bytes it reads: both kinds do the same flops for a batch and context"),
+        picture(partial(_draw_ratios, decode), "One layer's decode step: how many times longer with a key/value head per query head"),
+        picture(
+            partial(_draw_bytes, decode), "Attention alone against the bytes it reads: both kinds do the same flops for a batch and context"
+        ),
         f'<p class="note">{html.escape(DECODE_NOTE)}</p>',
         table("The paper's layer (d 1024, 8 heads of 128; MLP 4096 and 5440), float32, medians", head, rows),
     ]
+
+
+def _draw_ratios(decode: list[Results], axes: Any) -> None:
+    """MHA's layer time over MQA's by batch, and the same of the bytes they move."""
+    for context in sorted({row["context"] for row in decode}):
+        rows_at = [row for row in decode if row["context"] == context]
+        batches = [row["batch"] for row in rows_at]
+        (line,) = axes.plot(batches, [row["layer"]["ratio"] for row in rows_at], marker="o", label=f"measured, context {context}")
+        bytes_of = {
+            kind: [row[f"{kind}_arithmetic"]["kv_bytes"] + row[f"{kind}_arithmetic"]["weight_bytes"] for row in rows_at]
+            for kind in ("mha", "mqa")
+        }
+        ratio = [a / b for a, b in zip(bytes_of["mha"], bytes_of["mqa"], strict=True)]
+        axes.plot(batches, ratio, linestyle=":", color=line.get_color(), label=f"bytes moved, context {context}")
+    axes.axhline(47 / 3.9, linewidth=0.8, color="black")
+    axes.annotate("the paper's decoder step, 47 / 3.9 ms", (1, 47 / 3.9), va="bottom", fontsize=8)
+    axes.set(xscale="log", xlabel="batch", ylabel="layer time, MHA over MQA")
+    axes.legend(frameon=False, fontsize=7, ncols=2)
+
+
+def _draw_bytes(decode: list[Results], axes: Any) -> None:
+    """Attention's time over the bytes of K and V that it reads."""
+    for kind, marker in (("mha", "o"), ("mqa", "s")):
+        intensity = decode[0][f"{kind}_arithmetic"]["attention_flops_per_byte"]
+        points = sorted((row[f"{kind}_arithmetic"]["kv_bytes"] / MIB, row["attention"][kind]["median_s"] * 1e3) for row in decode)
+        axes.plot(*zip(*points, strict=True), marker=marker, label=f"{kind.upper()}, {intensity:g} flop for each byte of K and V")
+    axes.set(xscale="log", yscale="log", xlabel="K and V read, MiB", ylabel="attention, ms")
+    axes.legend(frameon=False, fontsize=8)
 
 
 def classes_part(classes: list[Results]) -> list[str]:

@@ -11,9 +11,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.generate import TgiRoutes
+from server.api.openai import OpenAIRoutes
+from server.api.openai_errors import error_body, error_status
 from server.api.ops import OpsRoutes
+from server.api.tokens import TokenRoutes
+from server.chat import ChatTemplate
 from server.config import ServerSection
-from server.errors import RequestError
+from server.errors import InvalidRequest, ModelNotFound, RequestError
 from server.generation import Generation
 
 log = logging.getLogger("onehead.api")
@@ -25,7 +29,10 @@ def create_app(generation: Generation, section: ServerSection, model_id: str, ve
     app = FastAPIOffline(
         title="onehead", version=version, description="Text generation with Multi-Query Attention.", redoc_url=None, redirect_slashes=False
     )
+    chat_template = ChatTemplate(generation.codec)
     app.include_router(TgiRoutes(generation, section, model_id, version).router())
+    app.include_router(OpenAIRoutes(generation, section, model_id, chat_template).router())
+    app.include_router(TokenRoutes(generation, section, chat_template).router())
     app.include_router(OpsRoutes(generation).router())
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -35,20 +42,29 @@ def create_app(generation: Generation, section: ServerSection, model_id: str, ve
     return app
 
 
-def _error(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse({"error": message, "error_type": kind}, status_code=status, headers=headers)
+def _speaks_openai(request: Request) -> bool:
+    """Which of the two error bodies a route's clients read."""
+    path = request.scope["path"]
+    return bool(request.scope.get("openai")) or path.startswith("/v1/") or path in ("/infill", "/detokenize")
+
+
+def _answer(request: Request, error: RequestError, headers: dict[str, str] | None = None) -> Response:
+    if _speaks_openai(request):
+        return JSONResponse(error_body(error), status_code=error_status(error), headers=headers)
+    return JSONResponse({"error": error.message, "error_type": error.tgi_type}, status_code=error.status, headers=headers)
 
 
 async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else None
-    return _error(error.status, error.message, error.tgi_type, headers)
+    return _answer(request, error, {"retry-after": str(error.retry_after)} if error.retry_after is not None else None)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = {404: "no such route", 405: "this route does not take that method"}.get(error.status_code, "the request was refused")
-    return _error(error.status_code, text, "validation", dict(error.headers or {}))
+    refusal = ModelNotFound(text) if error.status_code == 404 else InvalidRequest(text)
+    refusal.status = refusal.openai_status = error.status_code
+    return _answer(request, refusal, dict(error.headers or {}))
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -60,7 +76,7 @@ async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("request %s failed", request_id, exc_info=error)
     # This handler runs outside RequestId, so it sets the header itself.
     text = "internal error; the server's log has it under the request id"
-    return _error(500, text, "generation", {"x-request-id": request_id})
+    return _answer(request, RequestError(text), {"x-request-id": request_id})
 
 
 class RequestId:

@@ -19,6 +19,7 @@ MAX_CONTAINERS = 16_384
 MAX_KEYS = 2048
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A JSON string, or what begins one and never ends; possessive, so that it is read once."""
+_NAMED = re.compile("`([^`]+)`")
 _BRACKET = re.compile(r"[\[\]{}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_NAMES = {"None": "null", "False": "false", "True": "true"}
@@ -28,11 +29,23 @@ Model = TypeVar("Model", bound=BaseModel)
 
 async def read_model(request: Request, schema: type[Model], max_bytes: int) -> Model:
     """The body as a `schema`. Raises MalformedBody, UnsupportedMedia, BodyTooLarge or InvalidRequest."""
-    value = parse(await _read(request, max_bytes))
+    return check(await read_value(request, max_bytes), schema)
+
+
+async def read_value(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The body as a JSON object. Raises MalformedBody, UnsupportedMedia or BodyTooLarge."""
+    return parse(await _read(request, max_bytes))
+
+
+def check(value: dict[str, Any], schema: type[Model]) -> Model:
+    """`value` as a `schema`. Raises InvalidRequest."""
     try:
         return schema.model_validate(value, strict=True)
     except ValidationError as error:
-        raise InvalidRequest(_describe(error.errors()[0], schema)) from None
+        detail = error.errors()[0]
+        message = _describe(detail, schema)
+        named = _NAMED.match(message)
+        raise InvalidRequest(message, param=named[1] if named else None) from None
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -1,72 +1,80 @@
-"""The TGI dialect: POST /generate, /generate_stream and /, GET /info. Fields, events and errors as text-generation-inference's
-clients know them; vLLM's names inside `parameters` where TGI has none.
+"""The TGI dialect: POST /generate, /generate_stream, / and /tokenize, GET /info. Fields, events and errors as
+text-generation-inference's clients know them; vLLM's names inside `parameters` where TGI has none.
 """
 
-import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from msgspec import structs
+from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server import protocol
-from server.api import sse
+from server.api import fields, sse
 from server.api.body import read_model
 from server.api.disconnect import unless_disconnected
+from server.api.fields import Body, Format, default
 from server.config import ServerSection
 from server.errors import InvalidRequest, RequestError
-from server.generation import Generation, Piece, Request
+from server.fim import cut_last_token
+from server.generation import Generation, Request
+from server.stream import Choice, OpenStreams, Piece, Top
 
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+MAX_TOP_N_TOKENS = 5
 Nothing = Literal[None]
-Value = TypeVar("Value")
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
-class Parameters(BaseModel):
+class Parameters(Body):
     """`parameters` of a request. Null is the default everywhere."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     do_sample: bool | None = None
     temperature: float | None = Field(default=None, gt=0, le=2)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    typical_p: float | None = Field(default=None, gt=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    max_new_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
-    stop: list[StopString] | None = Field(default=None, fail_fast=True)
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=128)
+    top_k: fields.TopK | None = None
+    top_p: fields.TopP | None = None
+    min_p: fields.Share | None = None
+    typical_p: fields.TopP | None = None
+    repetition_penalty: fields.RepetitionPenalty | None = None
+    frequency_penalty: fields.Penalty | None = None
+    presence_penalty: fields.Penalty | None = None
+    logit_bias: fields.LogitBias | None = None
+    allowed_token_ids: fields.TokenIds | None = None
+    seed: fields.Seed | None = None
+    max_new_tokens: fields.Positive | None = None
+    min_tokens: fields.Count | None = None
+    stop: list[fields.StopString] | None = Field(default=None, fail_fast=True)
+    stop_token_ids: fields.StopTokenIds | None = None
     ignore_eos: bool | None = None
-    truncate: int | None = Field(default=None, ge=1, lt=2**31)
+    truncate: fields.Positive | None = None
     return_full_text: bool | None = None
     details: bool | None = None
+    decoder_input_details: bool | None = None
+    top_n_tokens: int | None = Field(default=None, ge=0, le=MAX_TOP_N_TOKENS)
+    best_of: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
+    grammar: Format | None = None
+    token_healing: bool | None = None
     # What clients send as a matter of course and what changes nothing: accepted at that value alone.
     watermark: Literal[False] | None = None
-    best_of: int | None = Field(default=None, ge=1, le=1)
-    top_n_tokens: int | None = Field(default=None, ge=0, le=0)
-    decoder_input_details: Literal[False] | None = None
-    grammar: Nothing = None
     adapter_id: Nothing = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Parameters":
-        if self.min_tokens and self.max_new_tokens and self.min_tokens > self.max_new_tokens:
-            raise ValueError(f"`parameters.min_tokens` must be <= `max_new_tokens` {self.max_new_tokens}. Given: {self.min_tokens}")
-        for key in self.logit_bias or {}:
-            if not _TOKEN_ID.fullmatch(key):
-                raise ValueError("`parameters.logit_bias` must have token ids as keys: up to 9 decimal digits, no leading zero")
+        fields.check_fewest(self.min_tokens, self.max_new_tokens, ("parameters.min_tokens", "max_new_tokens"))
+        fields.check_logit_bias(self.logit_bias, "parameters.logit_bias")
+        if (self.best_of or 1) > 1:
+            if not self.samples:
+                raise ValueError("you must use sampling when `best_of` is > 1")
+            if self.seed is not None:
+                raise ValueError("`seed` must not be set when `best_of` > 1")
+        if self.grammar is not None:
+            self.grammar.source("parameters.grammar")
+            if self.token_healing:
+                raise ValueError("`parameters.token_healing` cannot be combined with `grammar`")
         return self
 
     @property
@@ -75,15 +83,20 @@ class Parameters(BaseModel):
         warped = any(value not in (None, 1.0) for value in (self.temperature, self.top_p, self.typical_p))
         return bool(self.do_sample) or warped or (self.top_k or 0) > 0 or bool(self.min_p)
 
+    @property
+    def detailed(self) -> bool:
+        """Whether a whole answer has `details`."""
+        return bool(self.details or self.decoder_input_details)
 
-class GenerateBody(BaseModel):
-    """The body of all three routes; `stream` decides on /generate and /."""
 
-    model_config = ConfigDict(extra="forbid")
+class GenerateBody(Body):
+    """The body of all routes; `stream` decides on /generate and /."""
 
     inputs: str = Field(min_length=1, max_length=2**24)
     parameters: Parameters | None = None
     stream: bool | None = None
+    priority: fields.Priority | None = None
+    timeout_s: fields.Seconds | None = None
 
 
 class TgiRoutes:
@@ -124,7 +137,7 @@ class TgiRoutes:
         """Text for a prompt, as server-sent events."""
         body = await self._read(http)
         if body.stream is False:
-            with _in_tgi_words():
+            with in_tgi_words():
                 raise InvalidRequest("`stream` cannot be false on /generate_stream; use /generate")
         return await self._answer(http, body, stream=True, echo=False)
 
@@ -143,7 +156,7 @@ class TgiRoutes:
             "model_dtype": ready.dtype,
             "model_device_type": ready.device,
             "max_concurrent_requests": self.generation.max_open,
-            "max_best_of": 1,
+            "max_best_of": fields.MAX_CHOICES,
             "max_stop_sequences": self.section.max_stop_strings,
             "max_input_tokens": self.generation.max_total_tokens - 1,
             "max_total_tokens": self.generation.max_total_tokens,
@@ -160,7 +173,7 @@ class TgiRoutes:
         }
 
     async def _read(self, http: HttpRequest) -> GenerateBody:
-        with _in_tgi_words():
+        with in_tgi_words():
             body = await read_model(http, GenerateBody, self.section.max_body_bytes)
             stops = (body.parameters.stop if body.parameters else None) or []
             if len(stops) > self.section.max_stop_strings:
@@ -169,32 +182,70 @@ class TgiRoutes:
         return body
 
     async def _answer(self, http: HttpRequest, body: GenerateBody, stream: bool, echo: bool, in_list: bool = False) -> Response:
+        arrival = time.monotonic()
         # TGI's quirk: without `parameters` a request samples, with empty ones it is greedy.
         parameters = body.parameters or Parameters(do_sample=True)
-        prompt = await self.generation.encode(body.inputs)
-        request = to_request(parameters, prompt)
-        reply = Reply(parameters, request, body.inputs if _or(parameters.return_full_text, echo) else "")
-        with _in_tgi_words():
-            pieces = self.generation.start(request)
+        with in_tgi_words():
+            if stream and (parameters.best_of or 1) > 1:
+                raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
+            if stream and parameters.decoder_input_details:
+                raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
+            requests = await self._requests(body, parameters)
+            streams = self.generation.start(*requests)
+        reply = Reply(self.generation, parameters, streams, body.inputs if default(parameters.return_full_text, echo) else "")
+        headers = {"x-compute-type": self.generation.ready.device, "x-compute-characters": str(len(body.inputs))}
         try:
             if stream:
                 # Until the first event is there, a failure can still have a status of its own.
-                first = await unless_disconnected(http, anext(pieces))
-                return sse.EventResponse(reply.events(first, pieces), pieces.close)
-            value = await unless_disconnected(http, reply.whole(pieces))
+                first = await unless_disconnected(http, anext(streams))
+                return sse.EventResponse(reply.events(first), streams.close, headers, self.section.keep_alive)
+            value = await unless_disconnected(http, reply.whole())
         except BaseException:
-            pieces.close()
+            streams.close()
             raise
-        return JSONResponse([value] if in_list else value)
+        return JSONResponse([value] if in_list else value, headers=headers | timing_headers(streams, arrival))
+
+    async def _requests(self, body: GenerateBody, parameters: Parameters) -> list[Request]:
+        """One request for each of `best_of`: the same but for the number that its draws depend on."""
+        source = None if parameters.grammar is None else parameters.grammar.source("parameters.grammar")
+        grammar = await self.generation.grammar(source)
+        prompt, healed = await self.generation.encode(body.inputs), ""
+        if parameters.token_healing:
+            prompt, healed = cut_last_token(self.generation.codec, prompt, body.inputs)
+        request = replace(
+            to_request(parameters, prompt), grammar=grammar, healed=healed, priority=body.priority or 0, timeout_s=body.timeout_s
+        )
+        sampling = request.sampling
+        return [replace(request, sampling=structs.replace(sampling, choice=choice)) for choice in range(parameters.best_of or 1)]
 
 
 @contextmanager
-def _in_tgi_words() -> Iterator[None]:
+def in_tgi_words() -> Iterator[None]:
     """TGI's clients tell a bad parameter by how the message begins."""
     try:
         yield
     except InvalidRequest as error:
         raise InvalidRequest(f"Input validation error: {error.message}") from None
+
+
+def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
+    """TGI's figures of a whole answer, in milliseconds but for x-compute-time."""
+    now = time.monotonic()
+    choice = max(streams.choices, key=lambda choice: choice.last)
+    started, num_tokens = choice.started or now, sum(choice.num_tokens for choice in streams.choices)
+    milliseconds = {
+        "x-total-time": now - arrival,
+        "x-validation-time": choice.arrival - arrival,
+        "x-queue-time": started - choice.arrival,
+        "x-inference-time": now - started,
+        "x-time-per-token": (now - started) / max(1, num_tokens),
+    }
+    counts = {"x-prompt-tokens": len(choice.request.prompt), "x-generated-tokens": num_tokens}
+    return (
+        {"x-compute-time": f"{now - arrival:.6f}"}
+        | {name: f"{seconds * 1e3:.3f}" for name, seconds in milliseconds.items()}
+        | {name: str(count) for name, count in counts.items()}
+    )
 
 
 def to_request(parameters: Parameters, prompt: list[int]) -> Request:
@@ -203,15 +254,16 @@ def to_request(parameters: Parameters, prompt: list[int]) -> Request:
         prompt = prompt[-parameters.truncate :]
     top_k = parameters.top_k or 0
     sampling = protocol.SamplingParams(
-        temperature=_or(parameters.temperature, 1.0) if parameters.samples else 0.0,
+        temperature=default(parameters.temperature, 1.0) if parameters.samples else 0.0,
         top_k=max(0, top_k),
-        top_p=_or(parameters.top_p, 1.0),
-        min_p=_or(parameters.min_p, 0.0),
-        typical_p=_or(parameters.typical_p, 1.0),
-        repetition_penalty=_or(parameters.repetition_penalty, 1.0),
-        frequency_penalty=_or(parameters.frequency_penalty, 0.0),
-        presence_penalty=_or(parameters.presence_penalty, 0.0),
+        top_p=default(parameters.top_p, 1.0),
+        min_p=default(parameters.min_p, 0.0),
+        typical_p=default(parameters.typical_p, 1.0),
+        repetition_penalty=default(parameters.repetition_penalty, 1.0),
+        frequency_penalty=default(parameters.frequency_penalty, 0.0),
+        presence_penalty=default(parameters.presence_penalty, 0.0),
         logit_bias={int(key): value for key, value in (parameters.logit_bias or {}).items()},
+        allowed_token_ids=parameters.allowed_token_ids or [],
         seed=secrets.randbits(63) if parameters.seed is None else parameters.seed,
     )
     return Request(
@@ -222,72 +274,97 @@ def to_request(parameters: Parameters, prompt: list[int]) -> Request:
         stop_strings=tuple(parameters.stop or ()),
         stop_token_ids=tuple(parameters.stop_token_ids or ()),
         ignore_eos=bool(parameters.ignore_eos),
+        num_top=parameters.top_n_tokens or 0,
+        score_prompt=bool(parameters.decoder_input_details),
     )
 
 
-def _or(value: Value | None, default: Value) -> Value:
-    return default if value is None else value
+class Sequence:
+    """What one sequence has come to: TGI's tokens, their alternatives, the text."""
+
+    def __init__(self, choice: Choice, echoed: str) -> None:
+        self.choice = choice
+        self.text = echoed
+        self.tokens: list[dict[str, Any]] = []
+        self.top_tokens: list[list[dict[str, Any]]] = []
+        self.finish: str | None = None
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole output."""
+        return sum(token["logprob"] or 0.0 for token in self.tokens)
 
 
 class Reply:
     """Pieces to the dialect's JSON, whole or event by event."""
 
-    def __init__(self, parameters: Parameters, request: Request, echoed: str) -> None:
+    def __init__(self, generation: Generation, parameters: Parameters, streams: OpenStreams, echoed: str) -> None:
+        self.codec = generation.codec
         self.parameters = parameters
-        self.request = request
-        self.seed = request.sampling.seed if parameters.samples else None
-        self.text = echoed
-        self.tokens: list[dict[str, Any]] = []
+        self.streams = streams
+        self.sequences = [Sequence(choice, echoed) for choice in streams.choices]
 
-    def _take(self, piece: Piece) -> dict[str, Any]:
-        logprob = piece.logprob if piece.logprob == piece.logprob else None
-        token = {"id": piece.token, "text": piece.special_text or piece.text, "logprob": logprob, "special": piece.special}
-        self.tokens.append(token)
-        self.text += piece.text
-        return token
+    def _take(self, piece: Piece) -> tuple[Sequence, dict[str, Any]]:
+        sequence = self.sequences[piece.choice]
+        token = {"id": piece.token, "text": piece.special_text or piece.text, "logprob": piece.logprob, "special": piece.special}
+        if piece.token is not None:
+            sequence.tokens.append(token)
+            if self.parameters.top_n_tokens:
+                sequence.top_tokens.append(self._top(piece.top))
+        sequence.text += piece.text
+        sequence.finish = piece.finish
+        return sequence, token
 
-    async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
-        """The one object that answers a request without streaming."""
-        finish: str | None = None
-        async for piece in pieces:
+    def _token(self, id: int, logprob: float | None) -> dict[str, Any]:
+        return {"id": id, "text": self.codec.decode([id]), "logprob": logprob}
+
+    def _top(self, top: Top) -> list[dict[str, Any]]:
+        return [self._token(id, logprob) | {"special": id in self.codec.special_ids} for id, logprob in top]
+
+    async def whole(self) -> dict[str, Any]:
+        """The one object that answers a request without streaming: of several sequences the likeliest, with the others in its details."""
+        async for piece in self.streams:
             self._take(piece)
-            finish = piece.finish
-        value: dict[str, Any] = {"generated_text": self.text}
-        if self.parameters.details:
-            value["details"] = {
-                "finish_reason": finish,
-                "generated_tokens": len(self.tokens),
-                "seed": self.seed,
-                "prefill": [],
-                "tokens": self.tokens,
-            }
+        best, *others = sorted(self.sequences, key=lambda sequence: -sequence.logprob)
+        value: dict[str, Any] = {"generated_text": best.text}
+        if self.parameters.detailed:
+            value["details"] = self._details(best)
+            if others:
+                value["details"]["best_of_sequences"] = [{"generated_text": other.text} | self._details(other) for other in others]
         return value
 
-    async def events(self, first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    def _details(self, sequence: Sequence) -> dict[str, Any]:
+        details = self._summary(sequence) | {"prefill": self._prefill(sequence.choice), "tokens": sequence.tokens}
+        return details | ({"top_tokens": sequence.top_tokens} if sequence.top_tokens else {})
+
+    def _prefill(self, choice: Choice) -> list[dict[str, Any]]:
+        if not self.parameters.decoder_input_details:
+            return []
+        scores = [(score.token, score.logprob) for score in choice.prompt_scores]
+        return [self._token(id, logprob) for id, logprob in [(choice.request.prompt[0], None), *scores]]
+
+    def _summary(self, sequence: Sequence) -> dict[str, Any]:
+        seed = sequence.choice.request.sampling.seed if self.parameters.samples else None
+        return {"finish_reason": sequence.finish, "generated_tokens": len(sequence.tokens), "seed": seed}
+
+    async def events(self, first: Piece) -> AsyncIterator[bytes]:
         """One event for each token; the last has the whole text. An error is the last event instead."""
         yield self._event(first)
         try:
-            async for piece in rest:
+            async for piece in self.streams:
                 yield self._event(piece)
         except RequestError as error:
             yield sse.event({"error": error.message, "error_type": error.tgi_type})
 
     def _event(self, piece: Piece) -> bytes:
-        token = self._take(piece)
+        sequence, token = self._take(piece)
         last = piece.finish is not None
+        event: dict[str, Any] = {"index": len(sequence.tokens), "token": token}
+        if piece.token is None:  # Time was up between two tokens: there is none to tell of, but clients expect one.
+            event["token"] = {"id": 0, "text": piece.text, "logprob": None, "special": not piece.text}
+        if self.parameters.top_n_tokens:
+            event["top_tokens"] = self._top(piece.top)
+        details = self._summary(sequence) | {"input_length": len(sequence.choice.request.prompt)}
         return sse.event(
-            {
-                "index": len(self.tokens),
-                "token": token,
-                "generated_text": self.text if last else None,
-                "details": self._details(piece.finish) if last and self.parameters.details else None,
-            }
+            event | {"generated_text": sequence.text if last else None, "details": details if last and self.parameters.details else None}
         )
-
-    def _details(self, finish: str | None) -> dict[str, Any]:
-        return {
-            "finish_reason": finish,
-            "generated_tokens": len(self.tokens),
-            "seed": self.seed,
-            "input_length": len(self.request.prompt),
-        }

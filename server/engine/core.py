@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from model.step import StepPlan, StepResult
-from server.engine.scheduler import Advance, Scheduler
+from server.engine.scheduler import Advance, PromptScored, Scheduler
 
 
 class Runner(Protocol):
@@ -19,7 +19,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
 
-    def step(self) -> list[Advance]:
+    def step(self) -> list[Advance | PromptScored]:
         """Plans, computes and commits one step; what came of it. Nothing where there is nothing to do."""
         plan = self.scheduler.plan()
         if not plan.rows:

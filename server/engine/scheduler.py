@@ -1,17 +1,23 @@
 """Scheduler: what the next step computes. Sans-I/O: no clock, no randomness, no torch, no pipe.
 
 A step plan gives each running sequence some of its pending tokens. Chunked prompts, generation, preemption by recompute and replay
-are that one rule. Progress: sequences are ordered by arrival, only the youngest is ever preempted, its pages are usable in the same
-step, and the oldest fits the pool by admission; so the oldest always finishes, and by induction so does everyone.
+are that one rule. Progress: sequences are ordered by priority, then arrival; only the last in that order is ever preempted, its pages
+are usable in the same step, and the first fits the pool by admission; so the first always finishes, and by induction so does everyone
+before whom no more arrive.
 """
 
-from collections import OrderedDict
+from collections import Counter
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from operator import attrgetter
 
 from cache.pages import PageAllocator
 from cache.table import PageTable, pages_for
 from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
-from server.engine.sequence import Sequence
+from server.engine.sequence import Constraint, ConstraintFailed, Sequence
+
+_key = attrgetter("key")
 
 
 class NeverFits(Exception):
@@ -39,6 +45,15 @@ class Advance:
     finish: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of prompt tokens `first`, first + 1, ... of a sequence."""
+
+    id: int
+    first: int
+    scores: list[Drawn]
+
+
 class Scheduler:
     """Owns every open sequence and every page. `plan`, run the plan, `commit`; `submit` and `cancel` in between."""
 
@@ -47,12 +62,17 @@ class Scheduler:
             raise ValueError(f"step_tokens {limits.step_tokens} is below max_running {limits.max_running}: each running one needs a token")
         self.limits = limits
         self.allocator = PageAllocator(limits.num_pages)
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
-        """Both are in order of arrival, and everyone running arrived before everyone waiting."""
+        self._queue: list[tuple[tuple[int, int], int, Sequence]] = []
+        """Heap of (key, ticket, sequence) of everyone waiting, and of some who are not any more."""
+        self._tickets = count()
+        self._unclean: list[int] = []
+        """Free pages that may hold NaN: a masked slot still counts 0 * NaN, so they are cleared before anyone has them."""
         self._started: list[int] = []
         self.num_preemptions = 0
         self.num_computed_tokens = 0
+        self.num_shared_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -68,109 +88,179 @@ class Scheduler:
         output: list[int] | None = None,
         min_new_tokens: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
+        *,
+        priority: int = 0,
+        leader: int | None = None,
+        num_top: int = 0,
+        score_prompt: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
         """Admits a sequence to the queue. Raises NeverFits, and ValueError for an empty prompt, a used id or nothing to generate."""
         output = list(output or ())
         if not prompt or max_new_tokens <= len(output) or id in self.running or id in self.waiting:
             raise ValueError(f"sequence {id}: {len(prompt)} prompt tokens, {len(output)} of {max_new_tokens} generated, or a used id")
-        table = PageTable(self.allocator, self.limits.page_size)
-        sequence = Sequence(id, prompt, output, max_new_tokens, min_new_tokens, stop_token_ids, sampling, table)
+        sequence = Sequence(
+            id,
+            prompt,
+            output,
+            max_new_tokens,
+            min_new_tokens,
+            stop_token_ids,
+            sampling,
+            PageTable(self.allocator, self.limits.page_size),
+            priority,
+            leader,
+            num_top,
+            score_prompt,
+            constraint,
+        )
         capacity = min(self.limits.max_context, self.limits.num_pages * self.limits.page_size)
         if sequence.most_tokens > capacity:
             raise NeverFits(f"sequence {id} may grow to {sequence.most_tokens} tokens; at most {capacity} fit")
-        self.waiting[id] = sequence
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        self.waiting[sequence.id] = sequence
+        heappush(self._queue, (sequence.key, next(self._tickets), sequence))
+
+    def _head(self) -> Sequence | None:
+        """Who is first in the queue."""
+        while self._queue and self.waiting.get(self._queue[0][2].id) is not self._queue[0][2]:
+            heappop(self._queue)
+        return self._queue[0][2] if self._queue else None
 
     def cancel(self, id: int) -> None:
         """Forgets a sequence and frees its pages; an unknown id, one that has just ended, is fine."""
+        self._remove(id)
+
+    def _remove(self, id: int) -> list[int]:
+        """As `cancel`; the pages that are free now."""
         self.waiting.pop(id, None)
         sequence = self.running.pop(id, None)
-        if sequence is not None:
-            sequence.table.release()
+        return [] if sequence is None else sequence.table.release()
 
     def plan(self) -> StepPlan:
-        """The next step: everyone running gets a token of the budget, the oldest more if pending, then the queue is let in."""
+        """The next step: everyone running gets a token of the budget, the first more if pending, then the queue is let in."""
         counts: dict[int, int] = {}
         budget = self.limits.step_tokens
         preemptions = self.num_preemptions
-        for sequence in list(self.running.values()):
+        for sequence in sorted(self.running.values(), key=_key):
             if sequence.id not in self.running:
-                break  # Preempted for an older one, and so is everyone after it.
+                break  # Preempted for one before it, and so is everyone after it.
             if not self._make_room(sequence):
                 break
-            younger = len(self.running) - len(counts) - 1
-            counts[sequence.id] = min(sequence.num_pending, budget - younger)
+            after = len(self.running) - len(counts) - 1
+            counts[sequence.id] = min(sequence.num_pending, budget - after)
             budget -= counts[sequence.id]
         # Pages that were short a moment ago are not for newcomers.
         while budget and self.num_preemptions == preemptions and (newcomer := self._admit()):
             counts[newcomer.id] = min(newcomer.num_pending, budget)
             budget -= counts[newcomer.id]
-        return StepPlan(tuple(self.running[id].row(count) for id, count in counts.items()))
+        clear, self._unclean = tuple(self._unclean), []
+        return StepPlan(tuple(self.running[id].row(number) for id, number in counts.items()), clear)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Gives `sequence` slots for all its tokens, preempting the youngest as needed; False where that was itself."""
+        """Gives `sequence` slots for all its tokens, preempting the last in order as needed; False where that was itself."""
         while sequence.table.missing(sequence.num_tokens) > self.allocator.num_free:
-            youngest = next(reversed(self.running.values()))
-            self._preempt(youngest)
-            if youngest is sequence:
+            last = max(self.running.values(), key=_key)
+            self._preempt(last)
+            if last is sequence:
                 return False
         sequence.table.grow(sequence.num_tokens)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue without pages: its tokens stay, and are computed again."""
+        """Back to its place in the queue without pages: its tokens stay, and are computed again."""
         del self.running[sequence.id]
         sequence.table.release()
         sequence.num_computed = 0
-        self.waiting[sequence.id] = sequence
-        self.waiting.move_to_end(sequence.id, last=False)
+        self._wait(sequence)
         self.num_preemptions += 1
 
     def _admit(self) -> Sequence | None:
         """Moves the head of the queue into the running set, if there is a place, with slots for all its tokens."""
-        if not self.waiting or len(self.running) >= self.limits.max_running:
+        sequence = self._head()
+        if sequence is None or len(self.running) >= self.limits.max_running:
             return None
-        sequence = next(iter(self.waiting.values()))
+        shared = self._shareable(sequence)
+        if shared is None:
+            return None
         # A page to spare for each that runs already, or the newcomer would soon be preempted again.
-        needed = pages_for(sequence.num_tokens, self.limits.page_size) + len(self.running)
+        needed = pages_for(sequence.num_tokens, self.limits.page_size) - len(shared) + len(self.running)
         if needed > self.allocator.num_free:
             return None
+        heappop(self._queue)
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
+        if shared:
+            sequence.table.share(shared)
+            sequence.num_computed = len(shared) * self.limits.page_size
+            self.num_shared_tokens += sequence.num_computed
         sequence.table.grow(sequence.num_tokens)
         if not sequence.started:
             sequence.started = True
             self._started.append(sequence.id)
         return sequence
 
+    def _shareable(self, sequence: Sequence) -> list[int] | None:
+        """Whole pages of the prompt that the leader of a request of several choices has computed; None while it is still at them."""
+        leader = None if sequence.leader is None else self.running.get(sequence.leader)
+        # Whoever scores its prompt has to compute it, and someone must compute the last token, for the draw behind it.
+        num_pages = (len(sequence.prompt) - 1) // self.limits.page_size
+        if leader is None or sequence.num_scored < len(sequence.prompt) or num_pages == 0:
+            return []
+        if leader.num_computed < num_pages * self.limits.page_size:
+            return None
+        return leader.table.pages[:num_pages]
+
     def take_started(self) -> list[int]:
         """Sequences that left the queue for the first time since this was last asked."""
         started, self._started = self._started, []
         return started
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Advance]:
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Advance | PromptScored]:
         """Takes in what a step brought. Finished sequences are gone, and their pages free, when this returns."""
-        advances = []
-        for row, drawn in zip(plan.rows, result.drawn, strict=True):
+        news: list[Advance | PromptScored] = []
+        for index, (row, drawn) in enumerate(zip(plan.rows, result.drawn, strict=True)):
             sequence = self.running.get(row.sequence)
             if sequence is None:
                 continue
             sequence.num_computed += len(row.tokens)
             self.num_computed_tokens += len(row.tokens)
-            if drawn is None:
-                continue
-            index = len(sequence.output)
-            finish = sequence.append(drawn.token) if isinstance(drawn, Drawn) else None
-            advances.append(Advance(sequence.id, index, drawn, finish))
-            if finish is not None or isinstance(drawn, NotDrawn):
+            first = sequence.num_scored
+            prompt_scores, forced = sequence.take_scored(list(result.scored.get(index, ())))
+            if prompt_scores and not isinstance(drawn, NotDrawn):
+                news.append(PromptScored(sequence.id, first, prompt_scores))
+            outcomes: list[Drawn | NotDrawn] = [] if isinstance(drawn, NotDrawn) else list(forced)
+            outcomes += [] if drawn is None else [drawn]
+            news.extend(self._advance(sequence, outcomes))
+        return news
+
+    def _advance(self, sequence: Sequence, outcomes: list[Drawn | NotDrawn]) -> list[Advance]:
+        """Appends tokens up to the one that ends the sequence, if one does."""
+        advances = []
+        for outcome in outcomes:
+            index, finish = len(sequence.output), None
+            if isinstance(outcome, Drawn):
+                try:
+                    finish = sequence.append(outcome.token)
+                except ConstraintFailed as error:
+                    outcome = NotDrawn(str(error))
+            advances.append(Advance(sequence.id, index, outcome, finish))
+            if isinstance(outcome, NotDrawn):
+                self._unclean.extend(self._remove(sequence.id))
+            elif finish is not None:
                 self.cancel(sequence.id)
+            if sequence.id not in self.running:
+                break
         return advances
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""
         problems = self.allocator.integrity()
-        listed = [page for sequence in self.running.values() for page in sequence.table.pages]
-        if len(listed) != self.allocator.num_owned or len(set(listed)) != len(listed):
-            problems.append(f"running sequences list {len(listed)} pages, {self.allocator.num_owned} are owned")
+        owners = Counter(page for sequence in self.running.values() for page in sequence.table.pages)
+        if len(owners) != self.allocator.num_owned or any(self.allocator.owners(page) != number for page, number in owners.items()):
+            problems.append(f"running sequences list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
         if any(sequence.table.pages for sequence in self.waiting.values()):
             problems.append("a waiting sequence holds pages")
         return problems

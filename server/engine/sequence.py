@@ -1,12 +1,31 @@
 """Sequence: tokens, and how many of them are computed. That is all the state there is; there are no phases.
 
-Invariant: 0 <= num_computed < num_tokens while it is open, and its page table has a slot for every computed token.
+Its tokens are the prompt, the output, and behind that the forced tokens: what a grammar leaves no choice about. Those are computed like
+any others, and become output when the state before them has scored them. Invariant: 0 <= num_computed < num_tokens while it is open, and
+its page table has a slot for every computed token.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cache.table import PageTable
-from model.step import Row, Sample, Sampling
+from model.step import Drawn, Row, Sample, Sampling, Scoring
+
+
+class ConstraintFailed(Exception):
+    """A grammar that cannot go on; the message is for the client."""
+
+
+class Constraint(Protocol):
+    """What may come next, after the output and the forced tokens."""
+
+    mask: bytes | None
+    """As model.step.Sample.mask."""
+    forced: list[int]
+    """Tokens that must come before the next choice; taken in already."""
+
+    def advance(self, token: int) -> None:
+        """Takes a drawn token, and gives `mask` and `forced` anew. Raises ConstraintFailed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,18 +40,34 @@ class Sequence:
     stop_token_ids: frozenset[int]
     sampling: Sampling
     table: PageTable
+    priority: int = 0
+    leader: int | None = None
+    """An older sequence with the same prompt, whose pages of it can be shared."""
+    num_top: int = 0
+    score_prompt: bool = False
+    constraint: Constraint | None = None
     num_computed: int = 0
     started: bool = False
     """Whether it has ever been let in from the queue."""
+    forced: list[int] = field(default_factory=list)
+    num_scored: int = field(init=False)
+    """Prompt tokens that need no score any more; the first never does, as nothing stands before it."""
     forbidden: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.forbidden = tuple(sorted(self.stop_token_ids))
+        self.num_scored = 1 if self.score_prompt else len(self.prompt)
+        self._take_forced()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place in the order of service: least first."""
+        return self.priority, self.id
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
-        return len(self.prompt) + len(self.output)
+        """Prompt, output so far and forced tokens."""
+        return len(self.prompt) + len(self.output) + len(self.forced)
 
     @property
     def num_pending(self) -> int:
@@ -47,17 +82,48 @@ class Sequence:
     def row(self, count: int) -> Row:
         """The row that computes its next `count` tokens, and draws one more if these are the last."""
         start, end = self.num_computed, self.num_computed + count
-        split = len(self.prompt)
-        tokens = self.prompt[start:end] + self.output[max(0, start - split) : max(0, end - split)]
         sample = None
         if end == self.num_tokens:
-            forbidden = self.forbidden if len(self.output) < self.min_new_tokens else ()
-            sample = Sample(self.sampling, self.prompt, self.output, forbidden)
-        return Row(self.id, tokens, start, self.table.pages, sample)
+            history = self.output + self.forced if self.forced else self.output
+            forbidden = self.forbidden if len(history) < self.min_new_tokens else ()
+            mask = None if self.constraint is None else self.constraint.mask
+            sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask)
+        return Row(self.id, self._tokens(start, end), start, self.table.pages, sample, self._scoring(start, end))
+
+    def _tokens(self, start: int, end: int) -> list[int]:
+        split = len(self.prompt)
+        generated = self.output + self.forced if self.forced else self.output
+        return self.prompt[start:end] + generated[max(0, start - split) : max(0, end - split)]
+
+    def _scoring(self, start: int, end: int) -> Scoring | None:
+        """What the states of positions start .. end - 1 are to score: prompt tokens that still want it, and forced tokens."""
+        unscored = self.num_scored if self.num_scored < len(self.prompt) else len(self.prompt) + len(self.output)
+        first, last = max(unscored, start + 1), min(end, self.num_tokens - 1)
+        if first > last:
+            return None
+        return Scoring(first - 1 - start, self._tokens(first, last + 1), self.num_top)
+
+    def take_scored(self, scored: list[Drawn]) -> tuple[list[Drawn], list[Drawn]]:
+        """Splits what a step scored: prompt tokens, which are accounted for now, and forced tokens, which `append` takes one by one."""
+        split = min(len(scored), len(self.prompt) - self.num_scored)
+        self.num_scored += split
+        return scored[:split], scored[split:]
 
     def append(self, token: int) -> str | None:
-        """Takes a drawn token; the reason to finish, if it is the last."""
+        """Takes a forced or a drawn token; the reason to finish, if it is the last. Raises ConstraintFailed."""
+        was_forced = bool(self.forced)
+        if was_forced:
+            del self.forced[0]
         self.output.append(token)
         if token in self.stop_token_ids:
             return "eos_token"
-        return "length" if len(self.output) >= self.max_new_tokens else None
+        if len(self.output) >= self.max_new_tokens:
+            return "length"
+        if self.constraint is not None and not was_forced:
+            self.constraint.advance(token)
+            self._take_forced()
+        return None
+
+    def _take_forced(self) -> None:
+        if self.constraint is not None:
+            self.forced = self.constraint.forced[: self.max_new_tokens - len(self.output)]

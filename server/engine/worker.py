@@ -19,10 +19,12 @@ from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import Drawn, Sampling
 from server import protocol
 from server.engine.core import EngineCore
-from server.engine.scheduler import Limits, NeverFits, Scheduler
+from server.engine.grammar import LIMITS, Grammars
+from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
+from server.engine.sequence import ConstraintFailed
 
 
-def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready]:
+def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     """The engine that `start` asks for. Raises CheckpointError or MemoryError; the config is checked before torch is imported."""
     folder = Path(start.model)
     spec = read_spec(folder)
@@ -52,8 +54,9 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready]:
         page_size=start.page_size,
         num_pages=runner.pool.num_pages,
         kv_bytes_per_token=spec.kv_bytes_per_token(dtype.itemsize),
+        grammar_limits=LIMITS,
     )
-    return EngineCore(Scheduler(limits), runner), ready
+    return EngineCore(Scheduler(limits), runner), ready, Grammars(folder, spec.vocab_size)
 
 
 def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
@@ -65,9 +68,10 @@ def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
 class Worker:
     """The message loop around one EngineCore."""
 
-    def __init__(self, pipe: Connection, core: EngineCore) -> None:
+    def __init__(self, pipe: Connection, core: EngineCore, grammars: Grammars) -> None:
         self.pipe = pipe
         self.core = core
+        self.grammars = grammars
 
     def serve(self) -> None:
         """Returns on Shutdown; raises EOFError when the other end is gone."""
@@ -82,15 +86,22 @@ class Worker:
                 self._handle(message)
                 heard = True
             began = time.perf_counter()
-            advances = self.core.step()
-            tokens = []
-            for advance in advances:
-                if isinstance(advance.drawn, Drawn):
-                    drawn = advance.drawn
-                    tokens.append(protocol.Token(advance.id, advance.index, drawn.token, drawn.logprob, advance.finish))
-                else:
-                    self._send(protocol.Failed(advance.id, advance.drawn.reason))
-            self._report(tokens, time.perf_counter() - began)
+            news = self.core.step()
+            self._report(self._tell(news), time.perf_counter() - began)
+
+    def _tell(self, news: list[Advance | PromptScored]) -> list[protocol.Token]:
+        """Sends what is no token; the tokens."""
+        tokens = []
+        for event in news:
+            if isinstance(event, PromptScored):
+                scores = [protocol.Score(s.token, s.logprob, s.rank, list(s.top)) for s in event.scores]
+                self._send(protocol.Scores(event.id, event.first, scores))
+            elif isinstance(event.drawn, Drawn):
+                drawn = event.drawn
+                tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, list(drawn.top)))
+            else:
+                self._send(protocol.Failed(event.id, event.drawn.reason))
+        return tokens
 
     def _handle(self, message: protocol.ToEngine) -> None:
         if isinstance(message, protocol.Cancel):
@@ -105,8 +116,13 @@ class Worker:
                     message.output,
                     message.min_new_tokens,
                     frozenset(message.stop_token_ids),
+                    priority=message.priority,
+                    leader=message.leader,
+                    num_top=message.num_top,
+                    score_prompt=message.score_prompt,
+                    constraint=self.grammars.constraint(message),
                 )
-            except (NeverFits, ValueError) as error:
+            except (NeverFits, ConstraintFailed, ValueError) as error:
                 self._send(protocol.Failed(message.id, str(error)))
 
     def _report(self, tokens: list[protocol.Token], step_seconds: float) -> None:
@@ -151,12 +167,12 @@ def main() -> None:
         if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
             raise CheckpointError(f"the engine speaks protocol {protocol.VERSION} and was not started in it")
         try:
-            core, ready = load(start)
+            core, ready, grammars = load(start)
         except Exception as error:
             pipe.send_bytes(protocol.encode(_refusal(error)))
             return
         pipe.send_bytes(protocol.encode(ready))
-        Worker(pipe, core).serve()
+        Worker(pipe, core, grammars).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # The API process is gone, and everyone who waited for us with it.
 

@@ -1,0 +1,81 @@
+"""/v1/chat/completions: messages to a request, pieces to chat.completion objects."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from server.api.openai_fields import ChatBody
+from server.api.replies import Answer, Token, with_choices
+from server.chat import ChatTemplate
+from server.generation import Generation
+from server.stream import OpenStreams, Piece
+
+
+class ChatReply(Answer):
+    """One answer, of `n` choices."""
+
+    body: ChatBody
+
+    def __init__(self, generation: Generation, body: ChatBody, model_id: str, streams: OpenStreams) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__("chatcmpl", kind, model_id, generation.codec, body, streams)
+
+    @classmethod
+    async def open(cls, generation: Generation, template: ChatTemplate, body: ChatBody, model_id: str) -> "ChatReply":
+        """Applies the template and starts the sequences. Raises RequestError."""
+        messages = [message.plain() for message in body.messages]
+        prompt = template.encode(messages, add_generation_prompt=body.add_generation_prompt is not False)
+        grammar = await generation.grammar(body.source())
+        request = replace(body.request(generation.codec, prompt), grammar=grammar)
+        return cls(generation, body, model_id, generation.start(*with_choices(request, body.n or 1)))
+
+    def first(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self.chunk([{"index": output.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]) for output in self.outputs
+        ]
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        output = self.outputs[piece.choice]
+        tokens = output.take(piece)
+        if not piece.text and piece.finish is None and not self.body.logprobs and not self.body.return_token_ids:
+            return []
+        choice = {
+            "index": piece.choice,
+            "delta": {"content": piece.text},
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": output.finish,
+            "stop_reason": output.stop,
+        } | self.token_ids(output, tokens, with_prompt=False)
+        return [self.chunk([choice])]
+
+    def last(self) -> list[dict[str, Any]]:
+        return self.usage_chunks()
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            {
+                "index": output.choice.index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "logprobs": self._logprobs(output.tokens),
+                "finish_reason": output.finish,
+                "stop_reason": output.stop,
+            }
+            | self.token_ids(output, output.tokens, with_prompt=True)
+            for output in self.outputs
+        ]
+        prompt_logprobs = self.prompt_logprobs(self.outputs[0])
+        return self.head | {"choices": choices, "usage": self.usage} | prompt_logprobs
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]] | None:
+        count = self.body.num_top
+        if count is None:
+            return None
+        content = [
+            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(id, logprob) for id, logprob in token.top[:count]]}
+            for token in tokens
+        ]
+        return {"content": content}
+
+    def _entry(self, id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.token_text(id), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}

@@ -1,0 +1,93 @@
+"""What the fields of both dialects have in common: types with their bounds, and checks that more than one body needs.
+
+One place, so that the same value is accepted or refused by the same bound wherever it is sent. It knows no routes.
+"""
+
+import re
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from server.grammar import Source
+
+MAX_CHOICES = 128
+MAX_TOP = 20
+Value = TypeVar("Value")
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Word = Annotated[str, Field(min_length=1, max_length=256)]
+Text = Annotated[str, Field(max_length=2**24)]
+LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+StopTokenIds = Annotated[list[TokenId], Field(max_length=128)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
+
+
+class Body(BaseModel):
+    """Base of every body: unknown fields and numbers that are not finite are refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def default(value: Value | None, otherwise: Value) -> Value:
+    """Null is the default everywhere."""
+    return otherwise if value is None else value
+
+
+def check_logit_bias(bias: dict[str, float] | None, name: str) -> None:
+    """Raises ValueError where a key is no token id."""
+    for key in bias or {}:
+        if not _TOKEN_ID.fullmatch(key):
+            raise ValueError(f"`{name}` must have token ids as keys: up to 9 decimal digits, no leading zero")
+
+
+def check_fewest(fewest: int | None, most: int | None, names: tuple[str, str]) -> None:
+    """Raises ValueError where a minimum is above its maximum."""
+    if fewest and most is not None and fewest > most:
+        raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {most}. Given: {fewest}")
+
+
+class JsonSchema(Body):
+    """A schema with its name, as OpenAI and TGI wrap it. `strict` changes nothing: a schema is always kept to."""
+
+    name: str | None = Field(default=None, max_length=256)
+    description: str | None = Field(default=None, max_length=4096)
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class Format(Body):
+    """`response_format`, and `grammar` of TGI: {"type", "value"} there, {"type", "json_schema"} here; each is accepted in both."""
+
+    type: str = Field(max_length=32)
+    value: Any = None
+    json_schema: JsonSchema | None = None
+
+    def source(self, field: str) -> Source | None:
+        """The constraint; None for plain text. Raises ValueError for a type that is unknown or lacks its value."""
+        if self.type == "text":
+            return None
+        if self.type in ("json", "json_object"):
+            return Source("json", {"type": "object"} if self.value is None else self.value, field)
+        if self.type == "json_schema":
+            wrapped = self.json_schema or JsonSchema.model_validate(self.value if isinstance(self.value, dict) else {}, strict=True)
+            if wrapped.schema_ is None:
+                raise ValueError(f"`{field}.json_schema.schema` is required")
+            return Source("json", wrapped.schema_, field)
+        if self.type == "regex":
+            if not isinstance(self.value, str):
+                raise ValueError(f"`{field}.value` must be a regular expression")
+            return Source("regex", self.value, field)
+        raise ValueError(f"`{field}.type` must be text, json, json_object, json_schema or regex")

@@ -1,0 +1,178 @@
+"""OpenAI's dialect: POST /v1/completions and /v1/chat/completions, GET /v1/models; and, since its clients are those of llama.cpp's
+editors, POST /infill. What differs between them is in completions, chat and infill; here is what they share.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from server.api import sse
+from server.api.body import check, read_model
+from server.api.chat import ChatReply
+from server.api.completions import CompletionReply
+from server.api.disconnect import unless_disconnected
+from server.api.infill import InfillReply
+from server.api.openai_errors import error_body
+from server.api.openai_fields import ChatBody, CompletionBody, GenerationBody, InfillBody
+from server.chat import ChatTemplate
+from server.config import ServerSection
+from server.errors import InvalidRequest, ModelNotFound, RequestError
+from server.fim import FillInTheMiddle
+from server.generation import Generation
+from server.stream import OpenStreams, Piece
+
+ANY_MODEL = ("dummy", "tgi")
+"""Names that clients of other servers send where a server has one model."""
+
+
+class Reply(Protocol):
+    """Pieces of one request to the JSON of its route."""
+
+    streams: OpenStreams
+
+    def first(self) -> list[dict[str, Any]]:
+        """Chunks that stand before the first piece."""
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """Chunks of one piece."""
+
+    def last(self) -> list[dict[str, Any]]:
+        """Chunks behind the last piece."""
+
+    def whole(self) -> dict[str, Any]:
+        """The answer that is not streamed, when every piece has been given to `chunks`."""
+
+
+class OpenAIRoutes:
+    """The dialect over one Generation."""
+
+    def __init__(self, generation: Generation, section: ServerSection, model_id: str, chat_template: ChatTemplate) -> None:
+        self.generation = generation
+        self.section = section
+        self.model_id = model_id
+        self.created = int(time.time())
+        self.chat_template = chat_template
+        self.fim = FillInTheMiddle(generation.codec)
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["openai"])
+        for path, handler, schema in (
+            ("/v1/completions", self.completions, CompletionBody),
+            ("/v1/chat/completions", self.chat, ChatBody),
+            ("/infill", self.infill, InfillBody),
+        ):
+            content = {"application/json": {"schema": schema.model_json_schema()}}
+            extra = {"requestBody": {"content": content, "required": True}}
+            router.add_api_route(path, handler, methods=["POST"], openapi_extra=extra, response_class=Response)
+        router.add_api_route("/v1/models", self.models, methods=["GET"])
+        router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        return router
+
+    async def completions(self, http: HttpRequest) -> Response:
+        """Text for one prompt or several, as texts or token ids."""
+        body = await read_model(http, CompletionBody, self.section.max_body_bytes)
+        return await self._answer(http, await self.open_completion(body), bool(body.stream), done=True)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """The next message of a conversation, in the checkpoint's own template."""
+        body = await read_model(http, ChatBody, self.section.max_body_bytes)
+        return await self._answer(http, await self.open_chat(body), bool(body.stream), done=True)
+
+    async def infill(self, http: HttpRequest) -> Response:
+        """What stands between a prefix and a suffix, in llama.cpp's form."""
+        body = await read_model(http, InfillBody, self.section.max_body_bytes)
+        self._check_stops(body.stop)
+        reply = await InfillReply.open(self.generation, self.fim, body, self.model_id)
+        return await self._answer(http, reply, bool(body.stream), done=False)
+
+    async def models(self) -> dict[str, Any]:
+        """The one model there is."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """The model by its name."""
+        self._check_model(name)
+        return self._model()
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.model_id,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "onehead",
+            "max_model_len": self.generation.max_total_tokens,
+        }
+
+    async def whole(self, path: str, value: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer of a POST to `path` with this body, without HTTP. Raises RequestError."""
+        reply: Reply
+        if path == "/v1/chat/completions":
+            reply = await self.open_chat(check(value, ChatBody))
+        elif path == "/v1/completions":
+            reply = await self.open_completion(check(value, CompletionBody))
+        else:
+            raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
+        try:
+            return await _whole(reply)
+        finally:
+            reply.streams.close()
+
+    async def open_completion(self, body: CompletionBody) -> CompletionReply:
+        """Checks and starts a completion."""
+        self._check(body)
+        return await CompletionReply.open(self.generation, self.fim, body, self.model_id)
+
+    async def open_chat(self, body: ChatBody) -> ChatReply:
+        """Checks and starts a chat completion."""
+        self._check(body)
+        return await ChatReply.open(self.generation, self.chat_template, body, self.model_id)
+
+    def _check(self, body: GenerationBody) -> None:
+        self._check_model(body.model)
+        self._check_stops(body.stop)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_id and name not in ANY_MODEL:
+            raise ModelNotFound("no such model; GET /v1/models says what is served", param="model", code="model_not_found")
+
+    def _check_stops(self, stops: list[str] | None) -> None:
+        most = self.section.max_stop_strings
+        if len(stops or ()) > most:
+            raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stops or ())}", param="stop")
+
+    async def _answer(self, http: HttpRequest, reply: Reply, stream: bool, done: bool) -> Response:
+        try:
+            if not stream:
+                return JSONResponse(await unless_disconnected(http, _whole(reply)))
+            # Until the first event is there, a failure can still have a status of its own.
+            first = await unless_disconnected(http, anext(reply.streams))
+            return sse.EventResponse(_events(reply, first, done), reply.streams.close, {}, self.section.keep_alive)
+        except BaseException:
+            reply.streams.close()
+            raise
+
+
+async def _whole(reply: Reply) -> dict[str, Any]:
+    async for piece in reply.streams:
+        reply.chunks(piece)
+    return reply.whole()
+
+
+async def _events(reply: Reply, first: Piece, done: bool) -> AsyncIterator[bytes]:
+    """One event for each chunk; an error is an event too. `done`: OpenAI's last line follows."""
+    for chunk in (*reply.first(), *reply.chunks(first)):
+        yield sse.event(chunk)
+    try:
+        async for piece in reply.streams:
+            for chunk in reply.chunks(piece):
+                yield sse.event(chunk)
+        for chunk in reply.last():
+            yield sse.event(chunk)
+    except RequestError as error:
+        yield sse.event(error_body(error))
+    if done:
+        yield sse.DONE

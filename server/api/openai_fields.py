@@ -1,0 +1,372 @@
+"""The bodies of OpenAI's routes, with the fields that vLLM's clients send beside OpenAI's own, and their checks.
+
+Every field changes something, stands under "harmless" below at the values that change nothing, or is refused as unknown.
+"""
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from server import protocol
+from server.api import fields
+from server.api.fields import Body, Format, default
+from server.generation import Request
+from server.grammar import Source
+from server.text import TextCodec
+
+MAX_PROMPTS = 256
+MAX_SEQUENCES = 1024
+Nothing = Literal[None]
+Empty = Field(default=None, max_length=0)
+
+
+def _in_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(Body):
+    """`stream_options`. Obfuscation is padding against those who watch lengths; there is none here."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json_: Any = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[fields.Word] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: str | None = None
+
+    def source(self) -> Source:
+        given: list[Source] = []
+        if self.json_ is not None:
+            given.append(Source("json", self.json_, "structured_outputs.json"))
+        if self.json_object:
+            given.append(Source("json", {"type": "object"}, "structured_outputs.json_object"))
+        if self.regex is not None:
+            given.append(Source("regex", self.regex, "structured_outputs.regex"))
+        if self.choice is not None:
+            given.append(Source("choice", self.choice, "structured_outputs.choice"))
+        if self.grammar is not None:
+            given.append(Source("lark", self.grammar, "structured_outputs.grammar"))
+        if len(given) != 1:
+            raise ValueError("`structured_outputs` must have exactly one of json, json_object, regex, choice, grammar")
+        return given[0]
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common. Null is the default everywhere."""
+
+    model: str | None = Field(default=None, max_length=1024)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: fields.TopP | None = None
+    top_k: fields.TopK | None = None
+    min_p: fields.Share | None = None
+    typical_p: fields.TopP | None = None
+    repetition_penalty: fields.RepetitionPenalty | None = None
+    frequency_penalty: fields.Penalty | None = None
+    presence_penalty: fields.Penalty | None = None
+    logit_bias: fields.LogitBias | None = None
+    allowed_token_ids: fields.TokenIds | None = None
+    bad_words: list[fields.Word] | None = Field(default=None, max_length=128)
+    seed: fields.Seed | None = None
+    stop: Annotated[list[fields.StopString] | None, BeforeValidator(_in_list)] = None
+    stop_token_ids: fields.StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: fields.Count | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: fields.Top | None = None
+    n: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Format | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    priority: fields.Priority | None = None
+    timeout_s: fields.Seconds | None = None
+    # Harmless: what clients send as a matter of course, and what changes no answer.
+    user: str | None = Field(default=None, max_length=1024)
+    safety_identifier: str | None = Field(default=None, max_length=1024)
+    prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _common_fits_together(self) -> "GenerationBody":
+        fields.check_logit_bias(self.logit_bias, "logit_bias")
+        fields.check_fewest(self.min_tokens, self.most_tokens, ("min_tokens", "max_tokens"))
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` is allowed only with `stream`")
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise ValueError("`stream_options.continuous_usage_stats` is allowed only with `include_usage`")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("`prompt_logprobs` is not supported when streaming")
+        self.source()
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """`max_tokens`, however this body spells it."""
+        return None
+
+    @property
+    def num_top(self) -> int | None:
+        """Alternatives wanted with each token; None where not even its own log-probability is."""
+        return None
+
+    def source(self) -> Source | None:
+        """The constraint on the output. Raises ValueError where there are two."""
+        formatted = None if self.response_format is None else self.response_format.source("response_format")
+        if self.structured_outputs is None:
+            return formatted
+        if formatted is not None:
+            raise ValueError("`structured_outputs` cannot be combined with `response_format`")
+        return self.structured_outputs.source()
+
+    def request(self, codec: TextCodec, prompt: list[int]) -> Request:
+        """The internal request. Sampling defaults are the checkpoint's own, as vLLM's clients expect on these routes."""
+        own = codec.files.sampling_defaults
+        sampling = protocol.SamplingParams(
+            temperature=default(self.temperature, own.get("temperature", 1.0)),
+            top_k=max(0, int(default(self.top_k, int(own.get("top_k", 0))))),
+            top_p=default(self.top_p, own.get("top_p", 1.0)),
+            min_p=default(self.min_p, own.get("min_p", 0.0)),
+            typical_p=default(self.typical_p, own.get("typical_p", 1.0)),
+            repetition_penalty=default(self.repetition_penalty, own.get("repetition_penalty", 1.0)),
+            frequency_penalty=default(self.frequency_penalty, 0.0),
+            presence_penalty=default(self.presence_penalty, 0.0),
+            logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
+            allowed_token_ids=self.allowed_token_ids or [],
+            bad_words=[ids for word in self.bad_words or () for ids in bad_word_ids(codec, word)],
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+        )
+        return Request(
+            prompt=prompt,
+            sampling=sampling,
+            max_new_tokens=self.most_tokens,
+            min_new_tokens=self.min_tokens or 0,
+            stop_strings=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            keep_stop=bool(self.include_stop_str_in_output),
+            keep_stop_token=bool(self.include_stop_str_in_output),
+            skip_special_tokens=default(self.skip_special_tokens, True),
+            num_top=max(self.num_top or 0, self.prompt_logprobs or 0),
+            score_prompt=self.prompt_logprobs is not None,
+            priority=self.priority or 0,
+            timeout_s=self.timeout_s,
+        )
+
+
+def bad_word_ids(codec: TextCodec, word: str) -> list[list[int]]:
+    """The token sequences by which a word may be written: at the beginning of a text, and behind a space."""
+    found = [codec.encode_plain(word), codec.encode_plain(" " + word.lstrip())]
+    return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """One prompt or several, each a text or token ids. Raises ValueError naming the first that is neither."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists")
+    if not value:
+        raise ValueError("`prompt` cannot be empty")
+    several = value if isinstance(value[0], str | list) else [value]
+    if len(several) > MAX_PROMPTS:
+        raise ValueError(f"`prompt` supports up to {MAX_PROMPTS} prompts. Given: {len(several)}")
+    for number, prompt in enumerate(several):
+        name = "prompt" if several is not value else f"prompt.{number}"
+        if type(prompt) is not type(several[0]):
+            raise ValueError(f"`{name}` differs in kind from the first prompt")
+        if isinstance(prompt, list):
+            _check_ids(prompt, name)
+    return several
+
+
+def _check_ids(ids: list[Any], name: str) -> None:
+    if not ids:
+        raise ValueError(f"`{name}` cannot be empty")
+    for index, id in enumerate(ids):
+        if type(id) is not int or not 0 <= id < 2**31:
+            raise ValueError(f"`{name}.{index}` must be a token id: an integer >= 0")
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    """Texts or token ids; a single one of either becomes a list of one."""
+    suffix: fields.Text | None = None
+    max_tokens: fields.Count | None = None
+    echo: bool | None = None
+    logprobs: fields.Top | None = None
+    best_of: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
+    add_special_tokens: bool | None = None
+    token_healing: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("`max_tokens` must be >= 1, or 0 with `echo`. Given: 0")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"`best_of` must be >= `n` {self.n}. Given: {self.best_of}")
+        if len(self.prompt) * (self.best_of or self.n or 1) > MAX_SEQUENCES:
+            raise ValueError(f"`prompt` and `n` together ask for more than {MAX_SEQUENCES} sequences")
+        if self.stream and (self.best_of or 1) > (self.n or 1):
+            raise ValueError("`best_of` above `n` is not supported when streaming: which are best is known at the end")
+        if self.suffix is not None and (self.echo or len(self.prompt) > 1 or not isinstance(self.prompt[0], str)):
+            raise ValueError("`suffix` needs a `prompt` that is one string, and no `echo`")
+        if self.token_healing and self.source() is not None:
+            raise ValueError("`token_healing` cannot be combined with a constraint on the output")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return default(self.max_tokens, 16)
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: fields.Text
+
+
+def _in_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class Message(Body):
+    """One message. Images, sound, tools and what they bring are refused: these are models of text."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart] | None, BeforeValidator(_in_parts)] = None
+    name: str | None = Field(default=None, max_length=256)
+    refusal: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    tool_calls: list[Any] | None = Empty
+    annotations: list[Any] | None = Empty
+
+    def plain(self) -> dict[str, str]:
+        """What a chat template is given."""
+        content = "".join(part.text for part in self.content or ())
+        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=1024)
+    max_tokens: fields.Positive | None = None
+    max_completion_tokens: fields.Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: fields.Top | None = None
+    add_generation_prompt: bool | None = None
+    # Harmless at these values.
+    tools: list[Any] | None = Empty
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = Empty
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: Nothing = None
+    prediction: Nothing = None
+    reasoning_effort: Nothing = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ChatBody":
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("`max_tokens` and `max_completion_tokens` differ; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("`top_logprobs` is allowed only with `logprobs`")
+        if any(message.role != "assistant" and message.content is None for message in self.messages):
+            raise ValueError("`messages`: only an assistant's message may have no content")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return default(self.max_completion_tokens, self.max_tokens)
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: TGI's `inputs`, or vLLM's `prompt` or `messages`."""
+
+    inputs: str | None = Field(default=None, min_length=1, max_length=2**24)
+    parameters: dict[str, Any] | None = None
+    """Harmless: TGI's clients send the body of /generate, and none of it changes the tokens."""
+    prompt: fields.Text | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024)
+    model: str | None = Field(default=None, max_length=1024)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "TokenizeBody":
+        if sum(value is not None for value in (self.inputs, self.prompt, self.messages)) != 1:
+            raise ValueError("exactly one of `inputs`, `prompt` and `messages` is required")
+        if self.inputs is not None and (self.add_special_tokens is not None or self.return_token_strs is not None):
+            raise ValueError("`add_special_tokens` and `return_token_strs` go with `prompt`, not with `inputs`")
+        if self.inputs is None and self.parameters is not None:
+            raise ValueError("`parameters` goes with `inputs`")
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: fields.TokenIds
+    model: str | None = Field(default=None, max_length=1024)
+
+
+class ExtraFile(Body):
+    """A file that stands before the one to be filled in."""
+
+    filename: str | None = Field(default=None, max_length=4096)
+    text: fields.Text
+
+
+class InfillBody(Body):
+    """POST /infill, in llama.cpp's form and with its defaults."""
+
+    input_prefix: fields.Text
+    input_suffix: fields.Text
+    input_extra: list[ExtraFile] | None = Field(default=None, max_length=256)
+    prompt: fields.Text | None = None
+    n_predict: int | None = Field(default=None, ge=-1, lt=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_k: fields.TopK | None = None
+    top_p: fields.TopP | None = None
+    min_p: fields.Share | None = None
+    repeat_penalty: fields.RepetitionPenalty | None = None
+    presence_penalty: fields.Penalty | None = None
+    frequency_penalty: fields.Penalty | None = None
+    seed: int | None = Field(default=None, ge=-1, lt=2**63)
+    stop: list[fields.StopString] | None = None
+    stream: bool | None = None
+    t_max_predict_ms: int | None = Field(default=None, ge=1, lt=2**31)
+    token_healing: bool | None = None
+    priority: fields.Priority | None = None
+    # Harmless: llama.vim and others send these, and they change no text here.
+    cache_prompt: bool | None = None
+    t_max_prompt_ms: fields.Count | None = None
+    n_indent: Literal[0] | None = None
+    id_slot: Literal[-1] | None = None

@@ -1,0 +1,112 @@
+"""What the answers of /v1 have in common: choices and their tokens, usage, the head of each object. Knows no routes."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from msgspec import structs
+
+from server.api.openai_fields import GenerationBody
+from server.generation import Request
+from server.stream import Choice, OpenStreams, Piece, Top
+from server.text import TextCodec
+
+FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "timeout": "timeout"}
+
+
+def with_choices(request: Request, count: int) -> list[Request]:
+    """`count` requests that differ in the number that their draws depend on, and share their prompt."""
+    return [replace(request, sampling=structs.replace(request.sampling, choice=choice)) for choice in range(count)]
+
+
+@dataclass(slots=True)
+class Token:
+    """One token of an output, with what is told of it."""
+
+    id: int
+    logprob: float
+    top: Top
+
+
+@dataclass(slots=True)
+class Output:
+    """What one sequence has come to."""
+
+    choice: Choice
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+    stop: str | int | None = None
+
+    def take(self, piece: Piece) -> list[Token]:
+        """Adds a piece; its token, if it has one."""
+        new = [] if piece.token is None else [Token(piece.token, piece.logprob or 0.0, piece.top)]
+        self.tokens += new
+        self.text += piece.text
+        if piece.finish is not None:
+            self.finish, self.stop = FINISH[piece.finish], piece.stop
+        return new
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(token.logprob for token in self.tokens) / max(1, len(self.tokens))
+
+
+class Answer:
+    """The state of one answer: its head, its outputs, its usage."""
+
+    def __init__(self, prefix: str, kind: str, model_id: str, codec: TextCodec, body: GenerationBody, streams: OpenStreams) -> None:
+        self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model_id}
+        self.codec = codec
+        self.body = body
+        self.streams = streams
+        self.outputs = [Output(choice) for choice in streams.choices]
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of each prompt once, and of every output."""
+        prompts = {id(output.choice.request.prompt): len(output.choice.request.prompt) for output in self.outputs}
+        completion = sum(len(output.tokens) for output in self.outputs)
+        return {
+            "prompt_tokens": sum(prompts.values()),
+            "completion_tokens": completion,
+            "total_tokens": sum(prompts.values()) + completion,
+        }
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One chunk of a stream, with the usage so far where that is wanted."""
+        options = self.body.stream_options
+        usage = {"usage": self.usage} if options is not None and options.continuous_usage_stats else {}
+        return self.head | {"choices": choices} | usage
+
+    def usage_chunks(self) -> list[dict[str, Any]]:
+        """The chunk behind the last, where usage is wanted."""
+        options = self.body.stream_options
+        return [self.head | {"choices": [], "usage": self.usage}] if options is not None and options.include_usage else []
+
+    def token_text(self, id: int) -> str:
+        """A token by itself."""
+        return self.codec.decode([id])
+
+    def prompt_logprobs(self, output: Output) -> dict[str, Any]:
+        """vLLM's `prompt_logprobs`: for each prompt token but the first, it and the likeliest in its place, by id."""
+        count = self.body.prompt_logprobs
+        if count is None:
+            return {}
+        entries: list[dict[str, Any] | None] = [None]
+        for score in output.choice.prompt_scores:
+            top = {id: (rank, logprob) for rank, (id, logprob) in enumerate(score.top[:count], 1)}
+            top.setdefault(score.token, (score.rank, score.logprob))
+            entries.append(
+                {str(id): {"logprob": logprob, "rank": rank, "decoded_token": self.token_text(id)} for id, (rank, logprob) in top.items()}
+            )
+        return {"prompt_logprobs": entries}
+
+    def token_ids(self, output: Output, tokens: Sequence[Token], with_prompt: bool) -> dict[str, Any]:
+        """vLLM's `return_token_ids`."""
+        if not self.body.return_token_ids:
+            return {}
+        prompt = output.choice.request.prompt if with_prompt else None
+        return {"token_ids": [token.id for token in tokens], "prompt_token_ids": prompt}

@@ -1,0 +1,59 @@
+"""POST /tokenize, which answers in the dialect that it is asked in, and POST /detokenize."""
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from server.api.body import check, read_model, read_value
+from server.api.openai_fields import DetokenizeBody, TokenizeBody
+from server.chat import ChatTemplate
+from server.config import ServerSection
+from server.errors import InvalidRequest
+from server.generation import Generation
+
+
+class TokenRoutes:
+    """The routes over one Generation."""
+
+    def __init__(self, generation: Generation, section: ServerSection, chat_template: ChatTemplate) -> None:
+        self.generation = generation
+        self.section = section
+        self.chat_template = chat_template
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["tokens"])
+        for path, handler, schema in (("/tokenize", self.tokenize, TokenizeBody), ("/detokenize", self.detokenize, DetokenizeBody)):
+            content = {"application/json": {"schema": schema.model_json_schema()}}
+            extra = {"requestBody": {"content": content, "required": True}}
+            router.add_api_route(path, handler, methods=["POST"], openapi_extra=extra, response_class=Response)
+        return router
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """`inputs` to TGI's list of tokens with their places; `prompt` or `messages` to vLLM's object of ids."""
+        value = await read_value(http, self.section.max_body_bytes)
+        http.scope["openai"] = "inputs" not in value
+        body = check(value, TokenizeBody)
+        codec = self.generation.codec
+        if body.inputs is not None:
+            text = body.inputs
+            return JSONResponse(
+                [{"id": id, "text": text[start:end], "start": start, "stop": end} for id, start, end in codec.encode_with_offsets(text)]
+            )
+        if body.messages is not None:
+            messages = [message.plain() for message in body.messages]
+            ids = self.chat_template.encode(messages, body.add_generation_prompt is not False)
+        elif body.add_special_tokens is False:
+            ids = codec.encode_bare(body.prompt or "")
+        else:
+            ids = await self.generation.encode(body.prompt or "")
+        names = [codec.tokenizer.id_to_token(id) for id in ids] if body.return_token_strs else None
+        return JSONResponse({"count": len(ids), "max_model_len": self.generation.max_total_tokens, "tokens": ids, "token_strs": names})
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Token ids to text."""
+        body = await read_model(http, DetokenizeBody, self.section.max_body_bytes)
+        if max(body.tokens) >= self.generation.ready.vocab_size:
+            raise InvalidRequest(
+                f"`tokens` holds an id that is not below the vocabulary's {self.generation.ready.vocab_size}", param="tokens"
+            )
+        return JSONResponse({"prompt": self.generation.codec.decode(body.tokens)})

@@ -1,0 +1,161 @@
+"""`onehead batch IN OUT`: a file of requests to a file of answers, without a server, in OpenAI's batch format.
+
+Answers are kept in OUT.partial as they come, so a run that was killed goes on where it stopped; OUT appears when the last is there, in
+the order of IN. Invariant: every line of IN has exactly one line in OUT.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from server.api.body import parse
+from server.api.openai import OpenAIRoutes
+from server.api.openai_errors import error_body, error_status
+from server.chat import ChatTemplate
+from server.config import EngineSettings, ServerSection
+from server.errors import MalformedBody, RequestError, UsageError
+from server.serve import running
+
+MAX_OPEN = 100_000
+
+
+class BatchSettings(EngineSettings):
+    """onehead batch: answer a file of requests, in OpenAI's batch format."""
+
+    input: CliPositionalArg[Path] = Field(description="requests, one JSON object a line: custom_id, method, url, body")
+    output: CliPositionalArg[Path] = Field(description="answers, in the same order")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request, and a digest of it by which a half-finished run is recognised."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    digest: str
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The requests of a file. Raises UsageError naming the first line that is none."""
+    try:
+        texts = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    lines: dict[str, Line] = {}
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        line = _line(f"{path}:{number}", text)
+        if line.custom_id in lines:
+            raise UsageError(f"{path}:{number}: custom_id {line.custom_id!r} occurs twice")
+        lines[line.custom_id] = line
+    if not lines:
+        raise UsageError(f"{path}: holds no requests")
+    return list(lines.values())
+
+
+def _line(where: str, text: bytes) -> Line:
+    try:
+        value = parse(text)
+    except MalformedBody as error:
+        raise UsageError(f"{where}: {error.message.replace('the body', 'the line')}") from None
+    unknown = sorted(set(value) - {"custom_id", "method", "url", "body"})
+    if unknown:
+        raise UsageError(f"{where}: {unknown[0]!r} is not a known key")
+    custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise UsageError(f"{where}: custom_id must be a text that is not empty")
+    if value.get("method", "POST") != "POST":
+        raise UsageError(f"{where}: method must be POST")
+    if not isinstance(url, str) or not isinstance(body, dict):
+        raise UsageError(f"{where}: url must be a text and body an object")
+    return Line(custom_id, url, body, hashlib.sha256(text.strip()).hexdigest())
+
+
+class Journal:
+    """The answers so far, in a file that survives a kill: a last line that was cut is forgotten."""
+
+    def __init__(self, path: Path, lines: list[Line]) -> None:
+        self.path = path
+        self.answers: dict[str, dict[str, Any]] = {}
+        wanted = {line.digest for line in lines}
+        whole = 0
+        for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+            try:
+                entry = json.loads(text)
+                digest, answer = entry["digest"], entry["answer"]
+            except (ValueError, KeyError, TypeError):
+                break
+            if not text.endswith(b"\n"):
+                break
+            if digest not in wanted:
+                raise UsageError(f"{path}: holds answers to other requests; remove it to begin anew")
+            whole += len(text)
+            self.answers[digest] = answer
+        self._file = path.open("ab")
+        self._file.truncate(whole)
+
+    def add(self, line: Line, answer: dict[str, Any]) -> None:
+        """Keeps one answer."""
+        self.answers[line.digest] = answer
+        self._file.write(json.dumps({"digest": line.digest, "answer": answer}).encode() + b"\n")
+        self._file.flush()
+
+    def finish(self, output: Path, lines: list[Line]) -> None:
+        """Writes every answer to `output`, in order, and removes the journal."""
+        self._file.close()
+        whole = output.with_name(output.name + ".whole")
+        with whole.open("w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps(self.answers[line.digest]) + "\n")
+        os.replace(whole, output)
+        self.path.unlink()
+
+
+async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any]:
+    """OpenAI's line for one request, whatever came of it."""
+    try:
+        status, body = 200, await routes.whole(line.url, line.body)
+    except RequestError as error:
+        status, body = error_status(error), error_body(error)
+    response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
+
+
+async def batch(settings: BatchSettings) -> int:
+    """Answers every line that has no answer yet; the exit status. Raises UsageError for files that cannot be used."""
+    lines = read_lines(settings.input)
+    if settings.output.is_dir() or not settings.output.parent.is_dir():
+        raise UsageError(f"{settings.output}: is no file that can be written")
+    journal = Journal(settings.output.with_name(settings.output.name + ".partial"), lines)
+    missing = [line for line in lines if line.digest not in journal.answers]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    async with running(settings, MAX_OPEN) as engine:
+        model_id = settings.model.resolve().name
+        routes = OpenAIRoutes(engine.generation, ServerSection(), model_id, ChatTemplate(engine.generation.codec))
+        # Twice as many as run, so that the next are tokenized when a place is free.
+        places = asyncio.Semaphore(2 * settings.engine.max_running)
+        with Progress(*columns) as progress:
+            task = progress.add_task("answering", total=len(lines), completed=len(lines) - len(missing))
+
+            async def one(line: Line) -> None:
+                async with places:
+                    journal.add(line, await answer(routes, line))
+                progress.advance(task)
+
+            async with asyncio.TaskGroup() as group:
+                for line in missing:
+                    group.create_task(one(line))
+        engine.generation.raise_if_over()
+    journal.finish(settings.output, lines)
+    return 0

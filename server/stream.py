@@ -1,0 +1,198 @@
+"""OpenStreams: the sequences of one submitted request, as one iterator over the pieces of their text.
+
+Tokens become text, text meets stop strings, and a deadline ends what is still open. Invariant: every sequence ends in exactly one piece
+with `finish`, or the whole request in one RequestError; `close` cancels what is left, however often it is called. It knows nothing of
+HTTP, fields or events.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from server import protocol
+from server.errors import GenerationFailed
+from server.supervisor import Delivery
+from server.text import Detokenizer, StopStrings
+
+if TYPE_CHECKING:
+    from server.generation import Generation, Request
+
+Top = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token and the text that became certain with it. `finish` is set on a sequence's last: length, eos_token, stop_sequence or
+    timeout; `stop` is then the stop string or the token id that ended it, where there is one.
+
+    A special token is no text: its name is `special_text`, and `text` at most what was held back before it. A piece without a token
+    (the deadline came between two) has `token` None.
+    """
+
+    choice: int
+    token: int | None
+    text: str
+    special_text: str = ""
+    logprob: float | None = None
+    top: Top = ()
+    special: bool = False
+    finish: str | None = None
+    stop: str | int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence of the request: its text so far and its times."""
+
+    index: int
+    request: "Request"
+    id: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    last: float = 0.0
+    num_tokens: int = 0
+    prompt_scores: list[protocol.Score] = field(default_factory=list)
+    """Of the prompt's second token and all after it."""
+    outcome: str | None = None
+
+
+class ChoiceText:
+    """Tokens of one sequence to pieces."""
+
+    def __init__(self, generation: "Generation", choice: Choice) -> None:
+        self._codec = generation.codec
+        self._choice = choice
+        self._request = choice.request
+        self._detokenizer = Detokenizer(generation.codec)
+        self._stops = StopStrings(choice.request.stop_strings, choice.request.keep_stop)
+        self._healed = choice.request.healed
+        """What the prompt's end has still to be generated again; it is no part of the output."""
+
+    def piece(self, token: protocol.Token) -> Piece:
+        """The piece of a token. Its `finish` may come earlier than the engine's."""
+        request, index = self._request, self._choice.index
+        if request.max_new_tokens == 0:  # Only the prompt was wanted; the engine draws one token behind it all the same.
+            return Piece(index, None, "", finish="length")
+        special = token.token in self._codec.special_ids
+        if special and (request.skip_special_tokens or token.finish == "eos_token"):
+            text = ""
+        else:
+            text = self._unhealed(self._detokenizer.push(token.token))
+        if token.finish is not None:
+            text += self._unhealed(self._detokenizer.flush())
+        text, stop = self._stops.push(text, search=token.index + 1 >= request.min_new_tokens)
+        finish = "stop_sequence" if stop is not None else token.finish
+        if finish is not None and stop is None:
+            text += self._stops.flush()
+        reason: str | int | None = stop
+        if finish == "eos_token" and token.token in request.stop_token_ids:
+            reason = token.token
+        if finish == "eos_token" and request.keep_stop_token:
+            text += self._codec.decode([token.token])
+        name = self._codec.decode([token.token]) if special else ""
+        return Piece(index, token.token, text, name, token.logprob, token.top, special, finish, reason)
+
+    def _unhealed(self, text: str) -> str:
+        if self._healed:
+            common = min(len(self._healed), len(text))
+            self._healed, text = self._healed[common:], text[common:]
+        return text
+
+    def cut(self) -> Piece:
+        """The last piece of a sequence whose time is up."""
+        text, _ = self._stops.push(self._unhealed(self._detokenizer.flush()))
+        return Piece(self._choice.index, None, text + self._stops.flush(), finish="timeout")
+
+
+class OpenStreams:
+    """Submitted sequences, as an iterator over their pieces in the order in which they come."""
+
+    def __init__(self, generation: "Generation", requests: Sequence["Request"], submits: Sequence[protocol.Submit]) -> None:
+        self.generation = generation
+        self.choices = [Choice(index, request) for index, request in enumerate(requests)]
+        self._texts = [ChoiceText(generation, choice) for choice in self.choices]
+        self._inbox: asyncio.Queue[tuple[int, Delivery, float]] = asyncio.Queue()
+        timeout = requests[0].timeout_s
+        self._deadline = None if timeout is None else self.choices[0].arrival + timeout
+        self._cut: list[Piece] = []
+        leaders: dict[int, int] = {}
+        for choice, submit in zip(self.choices, submits, strict=True):
+            # Choices of the same prompt share the pages that the first of them has computed.
+            prompt = id(choice.request.prompt)
+            leader = leaders.get(prompt)
+            choice.id = generation.supervisor.submit(submit, self._receiver(choice), leader)
+            leaders.setdefault(prompt, choice.id)
+            generation.unstarted[choice.id] = choice
+
+    def _receiver(self, choice: Choice) -> Callable[[Delivery], None]:
+        def deliver(delivery: Delivery) -> None:
+            """Takes the times as tokens come, not as the client reads them."""
+            now = time.monotonic()
+            if isinstance(delivery, protocol.Scores):
+                choice.prompt_scores.extend(delivery.scores)
+                return
+            if isinstance(delivery, protocol.Token):
+                metrics = self.generation.metrics
+                if choice.num_tokens == 0:
+                    metrics.time_to_first_token.observe(now - choice.arrival)
+                else:
+                    metrics.inter_token_latency.observe(now - choice.last)
+                choice.last = now
+                choice.num_tokens += 1
+            self._inbox.put_nowait((choice.index, delivery, now))
+
+        return deliver
+
+    def __aiter__(self) -> "OpenStreams":
+        return self
+
+    async def __anext__(self) -> Piece:
+        """The next piece. Raises GenerationFailed where the engine could not go on."""
+        while True:
+            if self._cut:
+                return self._cut.pop(0)
+            if all(choice.outcome is not None for choice in self.choices):
+                raise StopAsyncIteration
+            received = await self._receive()
+            if received is None:
+                self._cut = [self._texts[choice.index].cut() for choice in self.choices if choice.outcome is None]
+                for choice in self.choices:
+                    self._end(choice, "timeout")
+                continue
+            index, delivery, came = received
+            choice = self.choices[index]
+            if choice.outcome is not None:
+                continue
+            if isinstance(delivery, protocol.Failed):
+                self._end(choice, "failed")
+                raise GenerationFailed(f"Request failed during generation: {delivery.reason}")
+            assert isinstance(delivery, protocol.Token)
+            piece = self._texts[index].piece(delivery)
+            if piece.finish is not None:
+                self.generation.metrics.e2e_latency.observe(came - choice.arrival)
+                self.generation.endings.append(came)
+                self._end(choice, piece.finish)
+            return piece
+
+    async def _receive(self) -> tuple[int, Delivery, float] | None:
+        """What comes next; None when time is up first."""
+        if self._deadline is None:
+            return await self._inbox.get()
+        try:
+            return await asyncio.wait_for(self._inbox.get(), max(0.0, self._deadline - time.monotonic()))
+        except TimeoutError:
+            return None
+
+    def _end(self, choice: Choice, outcome: str) -> None:
+        if choice.outcome is None:
+            choice.outcome = outcome
+            self.generation.supervisor.cancel(choice.id)
+            self.generation.unstarted.pop(choice.id, None)
+            self.generation.metrics.requests.labels(outcome).inc()
+
+    def close(self) -> None:
+        """Cancels whatever has not ended."""
+        for choice in self.choices:
+            self._end(choice, "cancelled")
