@@ -15,7 +15,8 @@ from torch import Tensor
 
 from model.step import Drawn, NotDrawn, Sample
 
-NOTHING_TO_DRAW = "the logits of this request are not finite, or no token is allowed"
+NOT_FINITE = NotDrawn("the logits of this request are not finite")
+NOTHING_ALLOWED = NotDrawn("what it asks for leaves no token that is allowed", refused=True)
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the likeliest token: dividing by them would overflow."""
 
@@ -35,14 +36,15 @@ def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]
     normaliser_S = logits_SV.logsumexp(dim=-1)
     adjusted_SV = _adjust(logits_SV, samples)
     largest_S, tokens_S = adjusted_SV.max(dim=-1)
+    finite, allowed = normaliser_S.isfinite().tolist(), (largest_S > -torch.inf).tolist()
     drawable = (normaliser_S.isfinite() & largest_S.isfinite()).tolist()
     random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW and drawable[i]]
     if random:
         tokens_S[random] = _draw_random(adjusted_SV[random], [samples[i] for i in random])
     logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - normaliser_S
     tops = _likeliest(logits_SV, normaliser_S, [sample.num_top for sample in samples])
-    rows = zip(drawable, tokens_S.tolist(), logprobs_S.tolist(), tops, strict=True)
-    return [Drawn(token, logprob, top) if fine else NotDrawn(NOTHING_TO_DRAW) for fine, token, logprob, top in rows]
+    rows = list(zip(tokens_S.tolist(), logprobs_S.tolist(), tops, strict=True))
+    return [Drawn(*row) if drawable[i] else NOT_FINITE if not finite[i] or allowed[i] else NOTHING_ALLOWED for i, row in enumerate(rows)]
 
 
 def score(logits_SV: Tensor, targets: Sequence[int], num_tops: Sequence[int]) -> list[Drawn]:

@@ -99,9 +99,13 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class NotDrawn:
-    """A row that should have drawn a token and could not: its own failure, nobody else's."""
+    """A row that should have drawn a token and could not: its own failure, nobody else's.
+
+    `refused`: what its request asks for cannot be had; else the model's numbers failed it.
+    """
 
     reason: str
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from server.api.openai_errors import error_body, error_status
 from server.chat import ChatTemplate
 from server.config import EngineSettings, ServerSection
 from server.errors import MalformedBody, RequestError, UsageError
-from server.serve import running
+from server.serve import running, start_message
+from server.supervisor import State
 
 MAX_OPEN = 100_000
 
@@ -83,23 +84,27 @@ def _line(where: str, text: bytes) -> Line:
 
 
 class Journal:
-    """The answers so far, in a file that survives a kill: a last line that was cut is forgotten."""
+    """The answers so far, in a file that survives a kill: a last line that was cut is forgotten. `maker` is a digest of the model and
+    its settings: answers of two of them are not mixed.
+    """
 
-    def __init__(self, path: Path, lines: list[Line]) -> None:
+    def __init__(self, path: Path, lines: list[Line], maker: str) -> None:
         self.path = path
+        self.maker = maker
         self.answers: dict[str, dict[str, Any]] = {}
         wanted = {line.digest for line in lines}
         whole = 0
         for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             try:
                 entry = json.loads(text)
-                digest, answer = entry["digest"], entry["answer"]
+                digest, answer, made_by = entry["digest"], entry["answer"], entry["maker"]
             except (ValueError, KeyError, TypeError):
                 break
             if not text.endswith(b"\n"):
                 break
-            if digest not in wanted:
-                raise UsageError(f"{path}: holds answers to other requests; remove it to begin anew")
+            if digest not in wanted or made_by != maker:
+                what = "to other requests" if digest not in wanted else "of another model or of other options"
+                raise UsageError(f"{path}: holds answers {what}; remove it to begin anew")
             whole += len(text)
             self.answers[digest] = answer
         self._file = path.open("ab")
@@ -108,7 +113,7 @@ class Journal:
     def add(self, line: Line, answer: dict[str, Any]) -> None:
         """Keeps one answer."""
         self.answers[line.digest] = answer
-        self._file.write(json.dumps({"digest": line.digest, "answer": answer}).encode() + b"\n")
+        self._file.write(json.dumps({"digest": line.digest, "maker": self.maker, "answer": answer}).encode() + b"\n")
         self._file.flush()
 
     def finish(self, output: Path, lines: list[Line]) -> None:
@@ -120,6 +125,13 @@ class Journal:
                 file.write(json.dumps(self.answers[line.digest]) + "\n")
         os.replace(whole, output)
         self.path.unlink()
+
+
+def _maker(settings: BatchSettings) -> str:
+    """A digest of what answers depend on besides their requests."""
+    start = start_message(settings)
+    made_by = (str(settings.model.resolve()), start.device, start.dtype, start.max_context)
+    return hashlib.sha256(repr(made_by).encode()).hexdigest()
 
 
 async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any]:
@@ -137,7 +149,8 @@ async def batch(settings: BatchSettings) -> int:
     lines = read_lines(settings.input)
     if settings.output.is_dir() or not settings.output.parent.is_dir():
         raise UsageError(f"{settings.output}: is no file that can be written")
-    journal = Journal(settings.output.with_name(settings.output.name + ".partial"), lines)
+    path = settings.output.with_name(settings.output.name + ".partial")
+    journal = Journal(path, lines, _maker(settings))
     missing = [line for line in lines if line.digest not in journal.answers]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     async with running(settings, MAX_OPEN) as engine:
@@ -150,8 +163,11 @@ async def batch(settings: BatchSettings) -> int:
 
             async def one(line: Line) -> None:
                 async with places:
-                    journal.add(line, await answer(routes, line))
-                progress.advance(task)
+                    result = await answer(routes, line)
+                # Answers of an engine that is gone for good are none: the next run asks again.
+                if engine.supervisor.state in (State.STARTING, State.READY):
+                    journal.add(line, result)
+                    progress.advance(task)
 
             async with asyncio.TaskGroup() as group:
                 for line in missing:

@@ -5,10 +5,15 @@ token that one of them spells is text too. It knows nothing of requests.
 """
 
 import datetime
+import json
 import secrets
+from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import ConfigurationError, InvalidRequest
@@ -25,7 +30,10 @@ class ChatTemplate:
         self._template = None
         source = codec.files.chat_template
         if source is not None:
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+            environment = ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+            )
+            environment.filters["tojson"] = _tojson
             environment.globals["raise_exception"] = _raise_exception
             environment.globals["strftime_now"] = _strftime_now
             try:
@@ -61,7 +69,7 @@ class ChatTemplate:
             ids += self._codec.encode_bare(text) if special else self._codec.encode_plain(text)
         return ids
 
-    @property
+    @cached_property
     def _special_texts(self) -> list[str]:
         """The texts of special tokens, the longest first, as one may be part of another."""
         return sorted((self._codec.decode([id]) for id in self._codec.special_ids), key=len, reverse=True)
@@ -77,11 +85,21 @@ class ChatTemplate:
             )
         except Refusal as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, MemoryError, OverflowError, RecursionError):
+        except Exception:  # Whatever the checkpoint's code does with these messages, it is no fault of the server's.
             raise InvalidRequest("the model's chat template cannot be applied to these messages", param="messages") from None
         if len(prompt) > MAX_PROMPT_CHARS:
             raise InvalidRequest(f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters", param="messages")
         return prompt
+
+
+class GenerationTag(Extension):
+    """{% generation %} .. {% endgeneration %}: marks what an assistant wrote, for training; here it is only what stands between."""
+
+    tags = {"generation"}  # noqa: RUF012  (as the base class has it)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Refusal(Exception):
@@ -90,6 +108,11 @@ class Refusal(Exception):
 
 def _raise_exception(message: str) -> None:
     raise Refusal(str(message)[:200])
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    """Jinja's own escapes for HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _strftime_now(format: str) -> str:

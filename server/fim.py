@@ -9,6 +9,8 @@ from server.errors import InvalidRequest
 from server.text import TextCodec
 
 # prefix, suffix, middle, what separates files; StarCoder and granite, SantaCoder, CodeGemma.
+WINDOW = 16
+"""Tokens at the end of a prompt that are looked at to find where its last one begins."""
 DIALECTS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<filename>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ""),
@@ -52,7 +54,7 @@ class FillInTheMiddle:
         prefix_ids = self._codec.encode_plain(prefix)
         healed = ""
         if heal:
-            prefix_ids, healed = cut_last_token(self._codec, prefix_ids, prefix)
+            prefix_ids, healed = cut_last_token(self._codec, prefix_ids, prefix, fewest=0)
         context = [id for name, text in extra for id in self._file(name, text)]
         prompt = [*self._codec.opening, *context, begin, *prefix_ids, then, *self._codec.encode_plain(suffix), fill]
         stops = (*self._marks, *(() if self._separator is None else (self._separator,)))
@@ -64,16 +66,20 @@ class FillInTheMiddle:
         return [self._separator, *self._codec.encode_plain(f"{name}\n{text}\n")]
 
 
-def cut_last_token(codec: TextCodec, ids: list[int], text: str) -> tuple[list[int], str]:
-    """Ids without the last token (or the last few, where that one is a part of a character), and the text that they stood for.
+def cut_last_token(codec: TextCodec, ids: list[int], text: str, fewest: int = 1) -> tuple[list[int], str]:
+    """Ids without the last token (or the last few, where that one is a part of a character), and the text that they stood for. At least
+    `fewest` ids stay.
 
     A prompt that ends within what would be one token makes its usual continuation unlikely; generating the last token again, as whatever
     begins with its text, mends that.
     """
-    for count in range(1, min(len(ids), 4) + 1):
-        kept = codec.decode(ids[:-count])
+    window = ids[-WINDOW:]
+    whole = codec.decode(window)
+    for count in range(1, min(len(ids) - fewest, 4) + 1):
         if ids[-count] in codec.special_ids:
             break
-        if text.startswith(kept) and len(kept) < len(text):
-            return ids[:-count], text[len(kept) :]
+        kept = codec.decode(window[:-count])
+        cut = whole[len(kept) :]
+        if cut and whole.startswith(kept) and text.endswith(cut):
+            return ids[:-count], cut
     return ids, ""

@@ -7,8 +7,13 @@ HTTP, fields or events.
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.metadata import version
+from typing import ParamSpec, TypeVar
+
+from msgspec import structs
 
 from server import protocol
 from server.errors import (
@@ -26,6 +31,8 @@ from server.stream import Choice, OpenStreams
 from server.supervisor import State, Supervisor
 from server.text import TextCodec
 
+P = ParamSpec("P")
+Value = TypeVar("Value")
 TOO_LONG = "context_length_exceeded"
 
 RATE_WINDOW = 64
@@ -60,6 +67,11 @@ class Request:
     timeout_s: float | None = None
 
 
+def with_choices(request: Request, count: int) -> list[Request]:
+    """`count` requests that differ in the number that their draws depend on, and share their prompt."""
+    return [replace(request, sampling=structs.replace(request.sampling, choice=choice)) for choice in range(count)]
+
+
 class Generation:
     """The open streams of one supervisor."""
 
@@ -82,6 +94,11 @@ class Generation:
         return self.supervisor.ready
 
     @property
+    def fingerprint(self) -> str:
+        """What an answer depends on besides its request: build, model, numerics."""
+        return f"onehead-{version('onehead')}-{self.ready.model_type}-{self.ready.dtype}-{self.ready.device}"
+
+    @property
     def accepting(self) -> bool:
         """Whether a request would be computed now."""
         return self.supervisor.state is State.READY and not self.draining
@@ -99,10 +116,14 @@ class Generation:
             )
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; long ones without holding up everyone else."""
-        if len(text) < LONG_PROMPT_CHARS:
-            return self.codec.encode(text)
-        return await asyncio.to_thread(self.codec.encode, text)
+        """Token ids of a prompt."""
+        return await self.tokenizing(len(text), self.codec.encode, text)
+
+    async def tokenizing(self, num_chars: int, work: Callable[P, Value], *arguments: P.args, **named: P.kwargs) -> Value:
+        """The result of `work`, which tokenizes about `num_chars` characters: where they are many, without holding up everyone else."""
+        if num_chars < LONG_PROMPT_CHARS:
+            return work(*arguments, **named)
+        return await asyncio.to_thread(work, *arguments, **named)
 
     def start(self, *requests: Request) -> OpenStreams:
         """Checks the sequences of a request against the engine's bounds and submits all of them, or none. Raises InvalidRequest,
@@ -135,15 +156,23 @@ class Generation:
             )
         if request.grammar and (request.min_new_tokens or request.ignore_eos):
             raise InvalidRequest("`min_tokens` and `ignore_eos` cannot be combined with a grammar, which decides where the text ends")
-        self._check_ids(request)
         ends = [*self.ready.end_token_ids, *self.codec.end_token_ids]
+        stop_token_ids = sorted({*request.stop_token_ids, *(() if request.ignore_eos else ends)})
+        allowed = request.sampling.allowed_token_ids
+        if allowed and request.grammar:
+            raise InvalidRequest("`allowed_token_ids` cannot be combined with a grammar", param="allowed_token_ids")
+        if allowed and request.min_new_tokens and set(allowed) <= set(stop_token_ids):
+            raise InvalidRequest(
+                "`allowed_token_ids` holds only tokens that end the text, and `min_tokens` forbids them", param="min_tokens"
+            )
+        self._check_ids(request)
         return protocol.Submit(
             id=0,
             prompt=request.prompt,
             output=[],
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_new_tokens,
-            stop_token_ids=sorted({*request.stop_token_ids, *(() if request.ignore_eos else ends)}),
+            stop_token_ids=stop_token_ids,
             sampling=request.sampling,
             priority=request.priority,
             num_top=request.num_top,
@@ -170,7 +199,7 @@ class Generation:
     @cached_property
     def _compiler(self) -> GrammarCompiler:
         ends = tuple(sorted({*self.ready.end_token_ids, *self.codec.end_token_ids}))
-        return GrammarCompiler(self.codec, self.ready.vocab_size, ends, self.ready.grammar_limits, self.grammar_timeout)
+        return GrammarCompiler(self.codec, self.ready.vocab_size, ends, self.grammar_timeout)
 
     async def grammar(self, source: Source | None) -> str:
         """The grammar of what a request asks for, empty for nothing. Raises InvalidRequest."""

@@ -8,15 +8,17 @@ interpreter's lock, so streams go on meanwhile. It knows nothing of dialects.
 import asyncio
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from server.errors import InvalidRequest
+from server.protocol import GRAMMAR_LIMITS
 from server.text import TextCodec
 
 MAX_SOURCE_CHARS = 2**16
 MAX_NESTING = 64
-TRIED_TOKENS = 4
+TRIED_TOKENS = 8
 CACHED = 256
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \[((?:"[A-Za-z$-]{1,40}"(?:, )?)+)\]')
 
@@ -33,50 +35,53 @@ class Source:
 
 
 class GrammarCompiler:
-    """Sources to grammars for one tokenizer; the same source is compiled once."""
+    """Sources to grammars for one tokenizer; the same source is compiled once, and one at a time: what floods this waits for itself."""
 
-    def __init__(self, codec: TextCodec, vocab_size: int, end_token_ids: tuple[int, ...], limits: dict[str, int], timeout: float) -> None:
+    def __init__(self, codec: TextCodec, vocab_size: int, end_token_ids: tuple[int, ...], timeout: float) -> None:
         self._codec = codec
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
-        self._limits = limits
         self._timeout = timeout
         self._tokenizer: Any = None
-        self._checked: dict[tuple[Kind, str], str | None] = {}
-        # One at a time: what floods this with grammars waits for itself.
-        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1)
+        self._checks: dict[str, asyncio.Future[str | None]] = {}
+        """Grammar -> what is wrong with it; the oldest first."""
 
     async def compile(self, source: Source) -> str:
         """A grammar as protocol.Submit carries it. Raises InvalidRequest that names the field."""
-        text = _source_text(source)
-        key = (source.kind, text)
-        if key not in self._checked:
-            async with self._turn:
-                try:
-                    problem = await asyncio.wait_for(asyncio.to_thread(self._check, _grammar(source, text)), self._timeout)
-                except TimeoutError:
-                    problem = f"takes longer than {self._timeout:g} s to compile"
-            if len(self._checked) >= CACHED:
-                del self._checked[next(iter(self._checked))]
-            self._checked[key] = problem
-        if self._checked[key] is not None:
-            raise InvalidRequest(f"`{source.field}` {self._checked[key]}", param=source.field)
-        return _grammar(source, text)
+        grammar = _grammar(source, _source_text(source))
+        loop = asyncio.get_running_loop()
+        if self._tokenizer is None:
+            await loop.run_in_executor(self._thread, self._read_tokenizer)
+        if grammar not in self._checks:
+            if len(self._checks) >= CACHED:
+                del self._checks[next(iter(self._checks))]
+            self._checks[grammar] = loop.run_in_executor(self._thread, self._check, grammar)
+        try:
+            problem = await asyncio.wait_for(asyncio.shield(self._checks[grammar]), self._timeout)
+        except TimeoutError:
+            problem = f"could not be compiled within {self._timeout:g} s; simplify it, or try again when the server is less busy"
+        if problem is not None:
+            raise InvalidRequest(f"`{source.field}` {problem}", param=source.field)
+        return grammar
 
-    def _check(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, for the client; None where it works."""
-        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    def _read_tokenizer(self) -> None:
+        from llguidance import LLTokenizer
 
         if self._tokenizer is None:
             ends = list(self._end_token_ids) or None
             self._tokenizer = LLTokenizer(self._codec.tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=ends)
-        limits = LLParserLimits(verbose_errors=False, **self._limits)  # type: ignore[arg-type]
+
+    def _check(self, grammar: str) -> str | None:
+        """What is wrong with a grammar, for the client; None where it works."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)  # type: ignore[arg-type]
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             return _in_our_words(matcher.get_error())
         for _ in range(TRIED_TOKENS):
-            mask = matcher.compute_bitmask()
-            allowed = int.from_bytes(mask, "little")
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
             if matcher.is_error() or not allowed:
                 return "is too complex to be followed, or nothing satisfies it"
             longest = allowed.bit_length() - 1
@@ -100,6 +105,8 @@ def _source_text(source: Source) -> str:
             raise InvalidRequest(f"`{source.field}` must be a JSON schema, which is an object", param=source.field)
         if "x-guidance" in value:
             raise InvalidRequest(f"`{source.field}`: the key x-guidance is not supported", param=source.field)
+        if "properties" in value and "type" not in value:
+            value = {"type": "object"} | value  # As TGI's own example leaves it out.
         if _nesting(value) > MAX_NESTING:
             raise InvalidRequest(f"`{source.field}` is nested deeper than {MAX_NESTING}", param=source.field)
     text = value if isinstance(value, str) else json.dumps(value)

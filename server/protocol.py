@@ -7,6 +7,15 @@ import msgspec
 
 VERSION = 2
 MAX_FRAME_BYTES = 64 * 2**20
+# What a grammar may cost, in llguidance's units: checked on one side, kept to on the other. The library's defaults are ten times these.
+GRAMMAR_LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 20_000,
+    "step_max_items": 2_000,
+    "max_items_in_row": 500,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+}
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -95,8 +104,6 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     page_size: int
     num_pages: int
     kv_bytes_per_token: int
-    grammar_limits: dict[str, int] = {}
-    """What a grammar may cost, in llguidance's units."""
 
 
 class Refused(Message, frozen=True, tag=True, array_like=True):
@@ -156,10 +163,11 @@ class Tokens(Message, frozen=True, tag=True, array_like=True):
 
 
 class Failed(Message, frozen=True, tag=True, array_like=True):
-    """Sequence `id` ended without its answer, through no fault of the others."""
+    """Sequence `id` ended without its answer, through no fault of the others. `refused`: what it asks for cannot be had."""
 
     id: int
     reason: str
+    refused: bool = False
 
 
 ToEngine = Start | Submit | Cancel | Shutdown

@@ -178,9 +178,9 @@ async def serve(settings: ServeSettings) -> int:
     """Serves until a signal or the engine's end; the exit code. Raises OneheadError for what prevents it."""
     with bind(settings.host, settings.port) as listener:
         engine = Running(settings, settings.server.max_waiting, settings.server.grammar_timeout)
-        engine.supervisor.start()
         model_id = settings.server.model_name or settings.model.resolve().name
         app = create_app(engine.generation, settings.server, model_id, version("onehead"))
+        engine.supervisor.start()
         config = uvicorn.Config(app, log_level=settings.server.log_level, access_log=False, lifespan="off", timeout_keep_alive=30)
         http = HttpServer(config)
         drain = Drain(http, engine, settings.server.drain_timeout)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from server import protocol
-from server.errors import GenerationFailed
+from server.errors import GenerationFailed, InvalidRequest
 from server.supervisor import Delivery
 from server.text import Detokenizer, StopStrings
 
@@ -27,8 +27,8 @@ class Piece:
     """One token and the text that became certain with it. `finish` is set on a sequence's last: length, eos_token, stop_sequence or
     timeout; `stop` is then the stop string or the token id that ended it, where there is one.
 
-    A special token is no text: its name is `special_text`, and `text` at most what was held back before it. A piece without a token
-    (the deadline came between two) has `token` None.
+    A special token is no text, nor is one that ends it: its name is `special_text`, and `text` at most what was held back before it.
+    A piece without a token (the deadline came between two) has `token` None.
     """
 
     choice: int
@@ -51,6 +51,7 @@ class Choice:
     id: int = 0
     arrival: float = field(default_factory=time.monotonic)
     started: float | None = None
+    first: float = 0.0
     last: float = 0.0
     num_tokens: int = 0
     prompt_scores: list[protocol.Score] = field(default_factory=list)
@@ -75,8 +76,8 @@ class ChoiceText:
         request, index = self._request, self._choice.index
         if request.max_new_tokens == 0:  # Only the prompt was wanted; the engine draws one token behind it all the same.
             return Piece(index, None, "", finish="length")
-        special = token.token in self._codec.special_ids
-        if special and (request.skip_special_tokens or token.finish == "eos_token"):
+        special, ends = token.token in self._codec.special_ids, token.finish == "eos_token"
+        if (special and request.skip_special_tokens) or (ends and not request.keep_stop_token):
             text = ""
         else:
             text = self._unhealed(self._detokenizer.push(token.token))
@@ -89,9 +90,7 @@ class ChoiceText:
         reason: str | int | None = stop
         if finish == "eos_token" and token.token in request.stop_token_ids:
             reason = token.token
-        if finish == "eos_token" and request.keep_stop_token:
-            text += self._codec.decode([token.token])
-        name = self._codec.decode([token.token]) if special else ""
+        name = self._codec.decode([token.token]) if special or ends else ""
         return Piece(index, token.token, text, name, token.logprob, token.top, special, finish, reason)
 
     def _unhealed(self, text: str) -> str:
@@ -136,6 +135,7 @@ class OpenStreams:
             if isinstance(delivery, protocol.Token):
                 metrics = self.generation.metrics
                 if choice.num_tokens == 0:
+                    choice.first = now
                     metrics.time_to_first_token.observe(now - choice.arrival)
                 else:
                     metrics.inter_token_latency.observe(now - choice.last)
@@ -167,6 +167,8 @@ class OpenStreams:
                 continue
             if isinstance(delivery, protocol.Failed):
                 self._end(choice, "failed")
+                if delivery.refused:
+                    raise InvalidRequest(f"the request cannot be satisfied: {delivery.reason}")
                 raise GenerationFailed(f"Request failed during generation: {delivery.reason}")
             assert isinstance(delivery, protocol.Token)
             piece = self._texts[index].piece(delivery)

@@ -155,6 +155,7 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...], keep: bool = True) -> None:
         self._stops = stops
         self._longest = max((len(stop) for stop in stops), default=1) - 1
+        self._first = frozenset(stop[0] for stop in stops)
         self._keep = keep
         self._seen = ""
         """The end of the text so far: as much as can belong to a stop string that is not complete."""
@@ -180,9 +181,9 @@ class StopStrings:
 
     def _possible_beginning(self, text: str) -> int:
         """Length of the longest end of `text` that some stop string begins with."""
-        for length in range(min(self._longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
+        for start in range(max(0, len(text) - self._longest), len(text)):
+            if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
+                return len(text) - start
         return 0
 
     def flush(self) -> str:

@@ -77,12 +77,14 @@ def make_checkpoint(shape: Shape, folder: Path) -> TinyCheckpoint:
     return TinyCheckpoint(folder, shape)
 
 
-def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE of 257 tokens, the smallest vocabulary of SHAPES; id 0 ends a text."""
+def make_tokenizer(marks: tuple[str, ...] = (), vocab_size: int = 257) -> Tokenizer:
+    """A byte-level BPE of 257 tokens, the smallest vocabulary of SHAPES; id 0 ends a text. `marks` are further special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=257, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>", *marks], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(["def f(x):\n    return x\n"] * 4, trainer)
     return tokenizer

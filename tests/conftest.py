@@ -1,6 +1,7 @@
 """Shared fixtures: one torch thread per test process, a clean environment, tiny checkpoints."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import settings
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
+from tests.processes import ServerProcess
 
 # Seconds are the benchmarks' business: on a loaded machine a deadline fails what is right.
 settings.register_profile("onehead", deadline=None)
@@ -39,3 +41,29 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_checkpoint: TinyCheckpoint) -> Path:
     return tiny_checkpoint.folder
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('no role ' ~ message.role) }}{% endif %}"
+    "# {{ message.role }}: {{ message.content }}<|endoftext|>\n{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def embedded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with a chat template, which it has none of its own."""
+    folder = tmp_path_factory.mktemp("embedded") / "embedded"
+    folder.mkdir()
+    for path in (Path(__file__).parent.parent / "model" / "pretrained").iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def embedded_server(embedded_folder: Path) -> Iterator[ServerProcess]:
+    """A running server of it, one for each test process."""
+    server = ServerProcess(embedded_folder, "--cache.pages", "512")
+    yield server
+    assert server.stop() == 0

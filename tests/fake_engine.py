@@ -113,6 +113,9 @@ class Life:
         if isinstance(message, protocol.Submit):
             self.engine.submits.append(message)
             self.open[message.id] = message
+            if message.score_prompt:
+                scores = [protocol.Score(token, -1.0, 1, [(token, -1.0)] * message.num_top) for token in message.prompt[1:]]
+                self.engine.defer(lambda: self._say(protocol.Scores(message.id, 1, scores)))
             self._started.append(message.id)
             self._step_soon()
         elif isinstance(message, protocol.Cancel):
@@ -165,7 +168,7 @@ class Life:
         finish = "eos_token" if token in submit.stop_token_ids else "length" if index + 1 == submit.max_new_tokens else None
         if finish is not None:
             del self.open[id]
-        return protocol.Token(id, index, token, -1.0, finish)
+        return protocol.Token(id, index, token, -1.0, finish, [(token, -1.0)] * submit.num_top)
 
 
 def _seed(submit: protocol.Submit) -> int:

@@ -286,3 +286,60 @@ def test_everyone_running_gets_a_token_before_anyone_gets_more() -> None:
     scheduler.commit(scheduler.plan(), StepResult((Drawn(7, 0.0), Drawn(7, 0.0))))
     counts = [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows]
     assert counts == [(0, 1), (1, 1), (2, 5)]
+
+
+def test_choices_of_one_prompt_compute_its_whole_pages_once() -> None:
+    """However short their outputs and however few run at a time."""
+    for max_new in (1, 5):
+        scheduler = Scheduler(Limits(num_pages=400, page_size=16, max_context=600, max_running=4, step_tokens=64))
+        model = HashModel(16)
+        core = EngineCore(scheduler, model)
+        prompt = list(range(60)) * 6
+        for id in range(20):
+            leader = 0 if id else None
+            scheduler.submit(id, list(prompt), max_new, Sampling(seed=id), leader=leader)
+            if leader is not None:
+                model.leaders[id] = leader
+        while scheduler.has_work:
+            core.step()
+            assert scheduler.integrity() == []
+        whole = (len(prompt) - 1) // 16 * 16
+        assert scheduler.num_shared_tokens == 19 * whole
+        assert scheduler.num_computed_tokens == 20 * (len(prompt) + max_new - 1) - 19 * whole
+        assert scheduler.allocator.num_owned == 0
+
+
+def test_pages_kept_for_followers_make_way_for_whoever_needs_them() -> None:
+    scheduler = Scheduler(Limits(num_pages=6, page_size=4, max_context=24, max_running=2, step_tokens=32))
+    model = HashModel(4)
+    core = EngineCore(scheduler, model)
+    scheduler.submit(0, [1] * 9, 1, Sampling())
+    scheduler.submit(1, [2] * 20, 4, Sampling())  # The whole pool, before the follower.
+    scheduler.submit(2, [1] * 9, 1, Sampling(), leader=0)
+    model.leaders[2] = 0
+    ended = []
+    for _ in range(20):
+        ended += [event.id for event in core.step() if isinstance(event, Advance) and event.finish]
+        assert scheduler.integrity() == []
+    assert ended == [0, 1, 2] and scheduler.allocator.num_owned == 0
+
+
+def test_a_better_priority_is_served_first_and_preempted_last() -> None:
+    scheduler = Scheduler(Limits(num_pages=4, page_size=4, max_context=16, max_running=1, step_tokens=32))
+    core = EngineCore(scheduler, HashModel(4))
+    for id, priority in enumerate((0, 0, -5, 3)):
+        scheduler.submit(id, [1, 2], 2, Sampling(), priority=priority)
+    ended: list[int] = []
+    while scheduler.has_work:
+        ended += [event.id for event in core.step() if isinstance(event, Advance) and event.finish]
+    assert ended == [2, 0, 1, 3]
+
+
+def test_those_who_leave_the_queue_leave_no_trace() -> None:
+    scheduler = Scheduler(Limits(num_pages=4, page_size=4, max_context=16, max_running=1, step_tokens=32))
+    scheduler.submit(0, [1], 10, Sampling())
+    scheduler.plan()
+    for id in range(1, 2000):
+        scheduler.submit(id, [1, 2], 2, Sampling(), priority=9)
+        scheduler.cancel(id)
+    assert len(scheduler._queue) < 200 and not scheduler.waiting

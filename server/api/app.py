@@ -32,7 +32,7 @@ def create_app(generation: Generation, section: ServerSection, model_id: str, ve
     chat_template = ChatTemplate(generation.codec)
     app.include_router(TgiRoutes(generation, section, model_id, version).router())
     app.include_router(OpenAIRoutes(generation, section, model_id, chat_template).router())
-    app.include_router(TokenRoutes(generation, section, chat_template).router())
+    app.include_router(TokenRoutes(generation, section, model_id, chat_template).router())
     app.include_router(OpsRoutes(generation).router())
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from server.api.openai_fields import ChatBody
-from server.api.replies import Answer, Token, with_choices
+from server.api.replies import Answer, Token
 from server.chat import ChatTemplate
-from server.generation import Generation
+from server.generation import Generation, with_choices
 from server.stream import OpenStreams, Piece
 
 
@@ -16,18 +16,19 @@ class ChatReply(Answer):
 
     body: ChatBody
 
-    def __init__(self, generation: Generation, body: ChatBody, model_id: str, streams: OpenStreams) -> None:
+    def __init__(self, body: ChatBody, model_id: str, streams: OpenStreams) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__("chatcmpl", kind, model_id, generation.codec, body, streams)
+        super().__init__("chatcmpl", kind, model_id, body, streams)
 
     @classmethod
     async def open(cls, generation: Generation, template: ChatTemplate, body: ChatBody, model_id: str) -> "ChatReply":
         """Applies the template and starts the sequences. Raises RequestError."""
         messages = [message.plain() for message in body.messages]
-        prompt = template.encode(messages, add_generation_prompt=body.add_generation_prompt is not False)
+        num_chars = sum(len(message["content"]) for message in messages)
+        prompt = await generation.tokenizing(num_chars, template.encode, messages, body.add_generation_prompt is not False)
         grammar = await generation.grammar(body.source())
         request = replace(body.request(generation.codec, prompt), grammar=grammar)
-        return cls(generation, body, model_id, generation.start(*with_choices(request, body.n or 1)))
+        return cls(body, model_id, generation.start(*with_choices(request, body.n or 1)))
 
     def first(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}

@@ -1,12 +1,13 @@
 """/v1/completions: prompts to requests, pieces to text_completion objects."""
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from server.api.openai_fields import CompletionBody
-from server.api.replies import Answer, Output, Token, with_choices
+from server.api.replies import Answer, Output, Token
 from server.fim import FillInTheMiddle, cut_last_token
-from server.generation import Generation, Request
+from server.generation import Generation, Request, with_choices
 from server.stream import OpenStreams, Piece
 
 
@@ -15,10 +16,12 @@ class CompletionReply(Answer):
 
     body: CompletionBody
 
-    def __init__(self, generation: Generation, body: CompletionBody, model_id: str, streams: OpenStreams, prompts: list[str]) -> None:
-        super().__init__("cmpl", "text_completion", model_id, generation.codec, body, streams)
+    def __init__(self, body: CompletionBody, model_id: str, streams: OpenStreams, prompts: list[str]) -> None:
+        super().__init__("cmpl", "text_completion", model_id, body, streams)
         self.prompts = prompts
         """The text of each prompt, where it is to be repeated."""
+        self.offsets = [0] * len(self.outputs)
+        """Where the next token's text begins, in each output that is streamed with log-probabilities."""
         self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
 
     @classmethod
@@ -32,7 +35,7 @@ class CompletionReply(Answer):
         prompts = []
         if body.echo:
             prompts = [prompt if isinstance(prompt, str) else generation.codec.decode(prompt) for prompt in body.prompt]
-        return cls(generation, body, model_id, generation.start(*requests), prompts)
+        return cls(body, model_id, generation.start(*requests), prompts)
 
     def first(self) -> list[dict[str, Any]]:
         return []
@@ -44,14 +47,13 @@ class CompletionReply(Answer):
         text = (self._echo(output) if begins else "") + piece.text
         if not text and piece.finish is None and self.body.logprobs is None and not self.body.return_token_ids:
             return []
-        prompt_ids = begins and bool(self.body.return_token_ids)
         choice = {
             "index": piece.choice,
             "text": text,
             "logprobs": self._logprobs(output, tokens, with_prompt=begins),
             "finish_reason": output.finish,
             "stop_reason": output.stop,
-        } | self.token_ids(output, tokens, prompt_ids)
+        } | self.token_ids(output, tokens, begins)
         return [self.chunk([choice])]
 
     def last(self) -> list[dict[str, Any]]:
@@ -90,22 +92,14 @@ class CompletionReply(Answer):
             rows += [self._row(Token(score.token, score.logprob, score.top), count) for score in choice.prompt_scores]
         rows += [self._row(token, count) for token in tokens]
         # A chunk's offsets go on where the chunks before it ended.
-        offset = 0 if with_prompt else self._offset(output, len(tokens))
-        offsets = []
-        for text, _, _ in rows:
-            offsets.append(offset)
-            offset += len(text)
+        ends = list(accumulate((len(text) for text, _, _ in rows), initial=0 if with_prompt else self.offsets[output.choice.index]))
+        offsets, self.offsets[output.choice.index] = ends[:-1], ends[-1]
         return {
             "text_offset": offsets,
             "token_logprobs": [logprob for _, logprob, _ in rows],
             "tokens": [text for text, _, _ in rows],
             "top_logprobs": [top for _, _, top in rows],
         }
-
-    def _offset(self, output: Output, new: int) -> int:
-        before = [token.id for token in output.tokens[: len(output.tokens) - new]]
-        prompt = output.choice.request.prompt if self.body.echo else []
-        return sum(len(self.token_text(id)) for id in (*prompt, *before))
 
     def _row(self, token: Token, count: int) -> tuple[str, float, dict[str, float]]:
         text = self.token_text(token.id)
@@ -122,12 +116,12 @@ async def _request(generation: Generation, fim: FillInTheMiddle, body: Completio
     stops: tuple[int, ...] = ()
     if body.suffix is not None and isinstance(prompt, str):
         heal = healing if body.token_healing is None else body.token_healing
-        filling = fim.fill(prompt, body.suffix, heal)
+        filling = await generation.tokenizing(len(prompt) + len(body.suffix), fim.fill, prompt, body.suffix, heal)
         ids, healed, stops = filling.prompt, filling.healed, filling.stop_token_ids
     elif isinstance(prompt, list):
         ids = prompt
     else:
-        ids = codec.encode_bare(prompt) if body.add_special_tokens is False else await generation.encode(prompt)
+        ids = await generation.tokenizing(len(prompt), codec.encode_bare if body.add_special_tokens is False else codec.encode, prompt)
         if body.token_healing:
             ids, healed = cut_last_token(codec, ids, prompt)
     request = body.request(codec, ids)

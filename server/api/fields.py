@@ -8,8 +8,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from server.errors import ModelNotFound
 from server.grammar import Source
 
+ANY_MODEL = ("dummy", "tgi")
+"""Names that clients of other servers send where a server has one model."""
 MAX_CHOICES = 128
 MAX_TOP = 20
 Value = TypeVar("Value")
@@ -29,6 +32,7 @@ Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
+Salt = Annotated[str, Field(max_length=1024)]
 Text = Annotated[str, Field(max_length=2**24)]
 LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=128)]
@@ -59,6 +63,12 @@ def check_fewest(fewest: int | None, most: int | None, names: tuple[str, str]) -
         raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {most}. Given: {fewest}")
 
 
+def check_model(name: str | None, served: str) -> None:
+    """Raises ModelNotFound for a model that is another."""
+    if name is not None and name != served and name not in ANY_MODEL:
+        raise ModelNotFound("no such model; GET /v1/models says what is served", param="model", code="model_not_found")
+
+
 class JsonSchema(Body):
     """A schema with its name, as OpenAI and TGI wrap it. `strict` changes nothing: a schema is always kept to."""
 
@@ -77,6 +87,10 @@ class Format(Body):
 
     def source(self, field: str) -> Source | None:
         """The constraint; None for plain text. Raises ValueError for a type that is unknown or lacks its value."""
+        if (self.value is not None and self.json_schema is not None) or (self.type == "text" and self.value is not None):
+            raise ValueError(f"`{field}` has more than its type {self.type[:32]!r} takes")
+        if self.json_schema is not None and self.type != "json_schema":
+            raise ValueError(f"`{field}.json_schema` goes with the type json_schema")
         if self.type == "text":
             return None
         if self.type in ("json", "json_object"):

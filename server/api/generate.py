@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter
-from msgspec import structs
 from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -23,7 +22,7 @@ from server.api.fields import Body, Format, default
 from server.config import ServerSection
 from server.errors import InvalidRequest, RequestError
 from server.fim import cut_last_token
-from server.generation import Generation, Request
+from server.generation import Generation, Request, with_choices
 from server.stream import Choice, OpenStreams, Piece, Top
 
 MAX_TOP_N_TOKENS = 5
@@ -97,6 +96,8 @@ class GenerateBody(Body):
     stream: bool | None = None
     priority: fields.Priority | None = None
     timeout_s: fields.Seconds | None = None
+    # Harmless as long as no prefix is kept in the cache for others.
+    cache_salt: fields.Salt | None = None
 
 
 class TgiRoutes:
@@ -212,11 +213,9 @@ class TgiRoutes:
         prompt, healed = await self.generation.encode(body.inputs), ""
         if parameters.token_healing:
             prompt, healed = cut_last_token(self.generation.codec, prompt, body.inputs)
-        request = replace(
-            to_request(parameters, prompt), grammar=grammar, healed=healed, priority=body.priority or 0, timeout_s=body.timeout_s
-        )
-        sampling = request.sampling
-        return [replace(request, sampling=structs.replace(sampling, choice=choice)) for choice in range(parameters.best_of or 1)]
+        request = to_request(parameters, prompt)
+        request = replace(request, grammar=grammar, healed=healed, priority=body.priority or 0, timeout_s=body.timeout_s)
+        return with_choices(request, parameters.best_of or 1)
 
 
 @contextmanager
@@ -290,9 +289,9 @@ class Sequence:
         self.finish: str | None = None
 
     @property
-    def logprob(self) -> float:
-        """Of the whole output."""
-        return sum(token["logprob"] or 0.0 for token in self.tokens)
+    def mean_logprob(self) -> float:
+        """By which the best of several is found."""
+        return sum(token["logprob"] or 0.0 for token in self.tokens) / max(1, len(self.tokens))
 
 
 class Reply:
@@ -325,7 +324,7 @@ class Reply:
         """The one object that answers a request without streaming: of several sequences the likeliest, with the others in its details."""
         async for piece in self.streams:
             self._take(piece)
-        best, *others = sorted(self.sequences, key=lambda sequence: -sequence.logprob)
+        best, *others = sorted(self.sequences, key=lambda sequence: -sequence.mean_logprob)
         value: dict[str, Any] = {"generated_text": best.text}
         if self.parameters.detailed:
             value["details"] = self._details(best)

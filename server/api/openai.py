@@ -15,18 +15,16 @@ from server.api.body import check, read_model
 from server.api.chat import ChatReply
 from server.api.completions import CompletionReply
 from server.api.disconnect import unless_disconnected
+from server.api.fields import check_model
 from server.api.infill import InfillReply
 from server.api.openai_errors import error_body
 from server.api.openai_fields import ChatBody, CompletionBody, GenerationBody, InfillBody
 from server.chat import ChatTemplate
 from server.config import ServerSection
-from server.errors import InvalidRequest, ModelNotFound, RequestError
+from server.errors import InvalidRequest, RequestError
 from server.fim import FillInTheMiddle
 from server.generation import Generation
 from server.stream import OpenStreams, Piece
-
-ANY_MODEL = ("dummy", "tgi")
-"""Names that clients of other servers send where a server has one model."""
 
 
 class Reply(Protocol):
@@ -85,6 +83,7 @@ class OpenAIRoutes:
     async def infill(self, http: HttpRequest) -> Response:
         """What stands between a prefix and a suffix, in llama.cpp's form."""
         body = await read_model(http, InfillBody, self.section.max_body_bytes)
+        check_model(body.model, self.model_id)
         self._check_stops(body.stop)
         reply = await InfillReply.open(self.generation, self.fim, body, self.model_id)
         return await self._answer(http, reply, bool(body.stream), done=False)
@@ -95,7 +94,7 @@ class OpenAIRoutes:
 
     async def model(self, name: str) -> dict[str, Any]:
         """The model by its name."""
-        self._check_model(name)
+        check_model(name, self.model_id)
         return self._model()
 
     def _model(self) -> dict[str, Any]:
@@ -110,6 +109,8 @@ class OpenAIRoutes:
     async def whole(self, path: str, value: dict[str, Any]) -> dict[str, Any]:
         """The whole answer of a POST to `path` with this body, without HTTP. Raises RequestError."""
         reply: Reply
+        if value.get("stream"):
+            raise InvalidRequest("`stream` is not supported here: there is nobody to stream to", param="stream")
         if path == "/v1/chat/completions":
             reply = await self.open_chat(check(value, ChatBody))
         elif path == "/v1/completions":
@@ -132,12 +133,8 @@ class OpenAIRoutes:
         return await ChatReply.open(self.generation, self.chat_template, body, self.model_id)
 
     def _check(self, body: GenerationBody) -> None:
-        self._check_model(body.model)
+        check_model(body.model, self.model_id)
         self._check_stops(body.stop)
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_id and name not in ANY_MODEL:
-            raise ModelNotFound("no such model; GET /v1/models says what is served", param="model", code="model_not_found")
 
     def _check_stops(self, stops: list[str] | None) -> None:
         most = self.section.max_stop_strings

@@ -90,6 +90,9 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     priority: fields.Priority | None = None
     timeout_s: fields.Seconds | None = None
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
+    # Harmless as long as no prefix is kept in the cache for others.
+    cache_salt: fields.Salt | None = None
     # Harmless: what clients send as a matter of course, and what changes no answer.
     user: str | None = Field(default=None, max_length=1024)
     safety_identifier: str | None = Field(default=None, max_length=1024)
@@ -225,6 +228,10 @@ class CompletionBody(GenerationBody):
             raise ValueError("`best_of` above `n` is not supported when streaming: which are best is known at the end")
         if self.suffix is not None and (self.echo or len(self.prompt) > 1 or not isinstance(self.prompt[0], str)):
             raise ValueError("`suffix` needs a `prompt` that is one string, and no `echo`")
+        if self.suffix is not None and self.add_special_tokens is not None:
+            raise ValueError("`add_special_tokens` cannot be combined with `suffix`")
+        if self.token_healing and not isinstance(self.prompt[0], str):
+            raise ValueError("`token_healing` needs prompts that are texts")
         if self.token_healing and self.source() is not None:
             raise ValueError("`token_healing` cannot be combined with a constraint on the output")
         return self
@@ -327,6 +334,10 @@ class TokenizeBody(Body):
             raise ValueError("`add_special_tokens` and `return_token_strs` go with `prompt`, not with `inputs`")
         if self.inputs is None and self.parameters is not None:
             raise ValueError("`parameters` goes with `inputs`")
+        if self.messages is None and self.add_generation_prompt is not None:
+            raise ValueError("`add_generation_prompt` goes with `messages`")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise ValueError("`add_special_tokens` goes with `prompt`")
         return self
 
 
@@ -342,6 +353,7 @@ class ExtraFile(Body):
 
     filename: str | None = Field(default=None, max_length=4096)
     text: fields.Text
+    time: int | None = None  # Harmless: editors say when a chunk was seen, and sort by it themselves.
 
 
 class InfillBody(Body):
@@ -365,8 +377,12 @@ class InfillBody(Body):
     t_max_predict_ms: int | None = Field(default=None, ge=1, lt=2**31)
     token_healing: bool | None = None
     priority: fields.Priority | None = None
+    n_indent: fields.Count | None = None
+    samplers: list[Literal["top_k", "top_p", "min_p", "temperature", "infill"]] | None = None
+    """Those that take part; the others are off. "infill", which keeps a completion from stopping within a word, is what healing does."""
+    response_fields: list[Annotated[str, Field(max_length=128)]] | None = Field(default=None, max_length=64)
     # Harmless: llama.vim and others send these, and they change no text here.
+    model: str | None = Field(default=None, max_length=1024)
     cache_prompt: bool | None = None
     t_max_prompt_ms: fields.Count | None = None
-    n_indent: Literal[0] | None = None
-    id_slot: Literal[-1] | None = None
+    id_slot: int | None = None

@@ -3,22 +3,13 @@
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import structs
-
 from server.api.openai_fields import GenerationBody
-from server.generation import Request
 from server.stream import Choice, OpenStreams, Piece, Top
-from server.text import TextCodec
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "timeout": "timeout"}
-
-
-def with_choices(request: Request, count: int) -> list[Request]:
-    """`count` requests that differ in the number that their draws depend on, and share their prompt."""
-    return [replace(request, sampling=structs.replace(request.sampling, choice=choice)) for choice in range(count)]
 
 
 @dataclass(slots=True)
@@ -57,9 +48,15 @@ class Output:
 class Answer:
     """The state of one answer: its head, its outputs, its usage."""
 
-    def __init__(self, prefix: str, kind: str, model_id: str, codec: TextCodec, body: GenerationBody, streams: OpenStreams) -> None:
-        self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model_id}
-        self.codec = codec
+    def __init__(self, prefix: str, kind: str, model_id: str, body: GenerationBody, streams: OpenStreams) -> None:
+        self.head = {
+            "id": f"{prefix}-{body.request_id or uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model_id,
+            "system_fingerprint": streams.generation.fingerprint,
+        }
+        self.codec = streams.generation.codec
         self.body = body
         self.streams = streams
         self.outputs = [Output(choice) for choice in streams.choices]

@@ -5,6 +5,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.api.body import check, read_model, read_value
+from server.api.fields import check_model
 from server.api.openai_fields import DetokenizeBody, TokenizeBody
 from server.chat import ChatTemplate
 from server.config import ServerSection
@@ -15,8 +16,9 @@ from server.generation import Generation
 class TokenRoutes:
     """The routes over one Generation."""
 
-    def __init__(self, generation: Generation, section: ServerSection, chat_template: ChatTemplate) -> None:
+    def __init__(self, generation: Generation, section: ServerSection, model_id: str, chat_template: ChatTemplate) -> None:
         self.generation = generation
+        self.model_id = model_id
         self.section = section
         self.chat_template = chat_template
 
@@ -33,25 +35,26 @@ class TokenRoutes:
         value = await read_value(http, self.section.max_body_bytes)
         http.scope["openai"] = "inputs" not in value
         body = check(value, TokenizeBody)
+        check_model(body.model, self.model_id)
         codec = self.generation.codec
         if body.inputs is not None:
             text = body.inputs
-            return JSONResponse(
-                [{"id": id, "text": text[start:end], "start": start, "stop": end} for id, start, end in codec.encode_with_offsets(text)]
-            )
+            tokens = await self.generation.tokenizing(len(text), codec.encode_with_offsets, text)
+            return JSONResponse([{"id": id, "text": text[start:end], "start": start, "stop": end} for id, start, end in tokens])
         if body.messages is not None:
             messages = [message.plain() for message in body.messages]
-            ids = self.chat_template.encode(messages, body.add_generation_prompt is not False)
-        elif body.add_special_tokens is False:
-            ids = codec.encode_bare(body.prompt or "")
+            num_chars = sum(len(message["content"]) for message in messages)
+            ids = await self.generation.tokenizing(num_chars, self.chat_template.encode, messages, body.add_generation_prompt is not False)
         else:
-            ids = await self.generation.encode(body.prompt or "")
+            text = body.prompt or ""
+            ids = await self.generation.tokenizing(len(text), codec.encode_bare if body.add_special_tokens is False else codec.encode, text)
         names = [codec.tokenizer.id_to_token(id) for id in ids] if body.return_token_strs else None
         return JSONResponse({"count": len(ids), "max_model_len": self.generation.max_total_tokens, "tokens": ids, "token_strs": names})
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Token ids to text."""
         body = await read_model(http, DetokenizeBody, self.section.max_body_bytes)
+        check_model(body.model, self.model_id)
         if max(body.tokens) >= self.generation.ready.vocab_size:
             raise InvalidRequest(
                 f"`tokens` holds an id that is not below the vocabulary's {self.generation.ready.vocab_size}", param="tokens"

@@ -10,15 +10,8 @@ from typing import Protocol
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from server.engine.sequence import Constraint, ConstraintFailed
+from server.protocol import GRAMMAR_LIMITS
 
-# A step of a pathological grammar stays below some milliseconds under these; the defaults allow ten times as much.
-LIMITS = {
-    "initial_lexer_fuel": 200_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-}
 CACHED = 32
 """Compiled grammars kept: requests of one kind come in numbers."""
 
@@ -45,6 +38,11 @@ class Grammars:
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._compiled: dict[str, LLMatcher] = {}
 
+    def prepare(self, ends: tuple[int, ...]) -> None:
+        """Reads the tokenizer now: of a large one that takes seconds, which no step should."""
+        if self._path.is_file():
+            self._tokenizer(ends)
+
     def constraint(self, asked: Asked) -> Constraint | None:
         """What a submission asks for, behind the output it comes with; None for most. Raises ConstraintFailed."""
         if not asked.grammar and not asked.healed:
@@ -64,7 +62,7 @@ class Grammars:
     def _matcher(self, tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
         compiled = self._compiled.pop(grammar, None)
         if compiled is None:
-            limits = LLParserLimits(verbose_errors=False, **LIMITS)  # type: ignore[arg-type]
+            limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)  # type: ignore[arg-type]
             compiled = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
             _check(compiled)
         self._compiled[grammar] = compiled  # Behind the others: the first in the dict is the longest unused.

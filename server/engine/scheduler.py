@@ -8,7 +8,7 @@ before whom no more arrive.
 
 from collections import Counter
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from operator import attrgetter
 
@@ -67,6 +67,10 @@ class Scheduler:
         self._queue: list[tuple[tuple[int, int], int, Sequence]] = []
         """Heap of (key, ticket, sequence) of everyone waiting, and of some who are not any more."""
         self._tickets = count()
+        self._kept: dict[int, PageTable] = {}
+        """Leader -> the whole pages of its prompt, as long as one that may share them waits and nobody needs the room."""
+        self._followers: Counter[int] = Counter()
+        """Leader -> how many wait that may share its pages."""
         self._unclean: list[int] = []
         """Free pages that may hold NaN: a masked slot still counts 0 * NaN, so they are cleared before anyone has them."""
         self._started: list[int] = []
@@ -121,6 +125,11 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         self.waiting[sequence.id] = sequence
+        if sequence.leader is not None:
+            self._followers[sequence.leader] += 1
+        if len(self._queue) > 2 * len(self.waiting) + 64:  # Mostly of those who went away while they waited.
+            self._queue = [entry for entry in self._queue if self.waiting.get(entry[2].id) is entry[2]]
+            heapify(self._queue)
         heappush(self._queue, (sequence.key, next(self._tickets), sequence))
 
     def _head(self) -> Sequence | None:
@@ -135,9 +144,24 @@ class Scheduler:
 
     def _remove(self, id: int) -> list[int]:
         """As `cancel`; the pages that are free now."""
-        self.waiting.pop(id, None)
+        if id in self.waiting:
+            self._leave_queue(self.waiting[id])
         sequence = self.running.pop(id, None)
         return [] if sequence is None else sequence.table.release()
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        del self.waiting[sequence.id]
+        if sequence.leader is not None:
+            self._followers[sequence.leader] -= 1
+            if not self._followers[sequence.leader]:
+                del self._followers[sequence.leader]
+                self._release_kept(sequence.leader)
+
+    def _release_kept(self, *leaders: int) -> None:
+        """Gives back the pages that were kept for the followers of these."""
+        for leader in leaders:
+            if leader in self._kept:
+                self._kept.pop(leader).release()
 
     def plan(self) -> StepPlan:
         """The next step: everyone running gets a token of the budget, the first more if pending, then the queue is let in."""
@@ -162,6 +186,9 @@ class Scheduler:
     def _make_room(self, sequence: Sequence) -> bool:
         """Gives `sequence` slots for all its tokens, preempting the last in order as needed; False where that was itself."""
         while sequence.table.missing(sequence.num_tokens) > self.allocator.num_free:
+            if self._kept:
+                self._release_kept(*self._kept)
+                continue
             last = max(self.running.values(), key=_key)
             self._preempt(last)
             if last is sequence:
@@ -188,15 +215,20 @@ class Scheduler:
         # A page to spare for each that runs already, or the newcomer would soon be preempted again.
         needed = pages_for(sequence.num_tokens, self.limits.page_size) - len(shared) + len(self.running)
         if needed > self.allocator.num_free:
+            self._release_kept(*(leader for leader in list(self._kept) if leader != sequence.leader))
+        if needed > self.allocator.num_free and not self.running:
+            self._release_kept(*self._kept)
+            shared, needed = [], pages_for(sequence.num_tokens, self.limits.page_size)
+        if needed > self.allocator.num_free:
             return None
         heappop(self._queue)
-        del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
         if shared:
             sequence.table.share(shared)
             sequence.num_computed = len(shared) * self.limits.page_size
             self.num_shared_tokens += sequence.num_computed
         sequence.table.grow(sequence.num_tokens)
+        self._leave_queue(sequence)
         if not sequence.started:
             sequence.started = True
             self._started.append(sequence.id)
@@ -204,14 +236,24 @@ class Scheduler:
 
     def _shareable(self, sequence: Sequence) -> list[int] | None:
         """Whole pages of the prompt that the leader of a request of several choices has computed; None while it is still at them."""
-        leader = None if sequence.leader is None else self.running.get(sequence.leader)
-        # Whoever scores its prompt has to compute it, and someone must compute the last token, for the draw behind it.
-        num_pages = (len(sequence.prompt) - 1) // self.limits.page_size
-        if leader is None or sequence.num_scored < len(sequence.prompt) or num_pages == 0:
+        # Whoever scores its prompt has to compute it.
+        if sequence.leader is None or sequence.num_scored < len(sequence.prompt):
             return []
-        if leader.num_computed < num_pages * self.limits.page_size:
-            return None
-        return leader.table.pages[:num_pages]
+        if sequence.leader in self._kept:
+            return self._kept[sequence.leader].pages
+        leader = self.running.get(sequence.leader)
+        return None if leader is not None and leader.num_computed < self._sharable_tokens(leader) else []
+
+    def _sharable_tokens(self, sequence: Sequence) -> int:
+        """Tokens of the prompt's whole pages, short of its last token: someone must compute that, for the draw behind it."""
+        return (len(sequence.prompt) - 1) // self.limits.page_size * self.limits.page_size
+
+    def _keep(self, leader: Sequence, num_new: int) -> None:
+        """Where the last `num_new` tokens completed the pages that followers wait for, keeps those for them."""
+        sharable = self._sharable_tokens(leader)
+        if self._followers[leader.id] and leader.id not in self._kept and leader.num_computed - num_new < sharable <= leader.num_computed:
+            self._kept[leader.id] = PageTable(self.allocator, self.limits.page_size)
+            self._kept[leader.id].share(leader.table.pages[: sharable // self.limits.page_size])
 
     def take_started(self) -> list[int]:
         """Sequences that left the queue for the first time since this was last asked."""
@@ -231,6 +273,8 @@ class Scheduler:
             prompt_scores, forced = sequence.take_scored(list(result.scored.get(index, ())))
             if prompt_scores and not isinstance(drawn, NotDrawn):
                 news.append(PromptScored(sequence.id, first, prompt_scores))
+            if not isinstance(drawn, NotDrawn):
+                self._keep(sequence, len(row.tokens))
             outcomes: list[Drawn | NotDrawn] = [] if isinstance(drawn, NotDrawn) else list(forced)
             outcomes += [] if drawn is None else [drawn]
             news.extend(self._advance(sequence, outcomes))
@@ -245,7 +289,7 @@ class Scheduler:
                 try:
                     finish = sequence.append(outcome.token)
                 except ConstraintFailed as error:
-                    outcome = NotDrawn(str(error))
+                    outcome = NotDrawn(str(error), refused=True)
             advances.append(Advance(sequence.id, index, outcome, finish))
             if isinstance(outcome, NotDrawn):
                 self._unclean.extend(self._remove(sequence.id))
@@ -258,9 +302,12 @@ class Scheduler:
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""
         problems = self.allocator.integrity()
-        owners = Counter(page for sequence in self.running.values() for page in sequence.table.pages)
+        tables = [*(sequence.table for sequence in self.running.values()), *self._kept.values()]
+        owners = Counter(page for table in tables for page in table.pages)
         if len(owners) != self.allocator.num_owned or any(self.allocator.owners(page) != number for page, number in owners.items()):
-            problems.append(f"running sequences list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
+            problems.append(f"tables list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
         if any(sequence.table.pages for sequence in self.waiting.values()):
             problems.append("a waiting sequence holds pages")
+        if set(self._kept) - set(self._followers):
+            problems.append("pages are kept for nobody")
         return problems

@@ -19,7 +19,7 @@ from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import Drawn, Sampling
 from server import protocol
 from server.engine.core import EngineCore
-from server.engine.grammar import LIMITS, Grammars
+from server.engine.grammar import Grammars
 from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
 from server.engine.sequence import ConstraintFailed
 
@@ -54,9 +54,10 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         page_size=start.page_size,
         num_pages=runner.pool.num_pages,
         kv_bytes_per_token=spec.kv_bytes_per_token(dtype.itemsize),
-        grammar_limits=LIMITS,
     )
-    return EngineCore(Scheduler(limits), runner), ready, Grammars(folder, spec.vocab_size)
+    grammars = Grammars(folder, spec.vocab_size)
+    grammars.prepare(spec.end_token_ids)
+    return EngineCore(Scheduler(limits), runner), ready, grammars
 
 
 def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
@@ -100,7 +101,7 @@ class Worker:
                 drawn = event.drawn
                 tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, list(drawn.top)))
             else:
-                self._send(protocol.Failed(event.id, event.drawn.reason))
+                self._send(protocol.Failed(event.id, event.drawn.reason, event.drawn.refused))
         return tokens
 
     def _handle(self, message: protocol.ToEngine) -> None:
@@ -123,7 +124,7 @@ class Worker:
                     constraint=self.grammars.constraint(message),
                 )
             except (NeverFits, ConstraintFailed, ValueError) as error:
-                self._send(protocol.Failed(message.id, str(error)))
+                self._send(protocol.Failed(message.id, str(error), refused=isinstance(error, ConstraintFailed)))
 
     def _report(self, tokens: list[protocol.Token], step_seconds: float) -> None:
         scheduler = self.core.scheduler
