@@ -4,10 +4,14 @@ One place, so that the same value is accepted or refused by the same bound where
 """
 
 import re
+import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from server import protocol
 from server.errors import ModelNotFound
 from server.grammar import Source
 
@@ -61,6 +65,42 @@ def check_fewest(fewest: int | None, most: int | None, names: tuple[str, str]) -
     """Raises ValueError where a minimum is above its maximum."""
     if fewest and most is not None and fewest > most:
         raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {most}. Given: {fewest}")
+
+
+class SamplingBody(Body):
+    """What both dialects say of how tokens are drawn. Temperature is not among it: they differ in what it may be and what it means."""
+
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: Share | None = None
+    typical_p: TopP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: TokenIds | None = None
+    seed: Seed | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+
+    def sampling(self, temperature: float, own: Mapping[str, float] = MappingProxyType({})) -> protocol.SamplingParams:
+        """The engine's parameters; `own` has the defaults that differ from none. A seed is drawn here where none was given, so that it
+        can be reported and replayed.
+        """
+        return protocol.SamplingParams(
+            temperature=temperature,
+            top_k=max(0, int(default(self.top_k, int(own.get("top_k", 0))))),
+            top_p=default(self.top_p, own.get("top_p", 1.0)),
+            min_p=default(self.min_p, own.get("min_p", 0.0)),
+            typical_p=default(self.typical_p, own.get("typical_p", 1.0)),
+            repetition_penalty=default(self.repetition_penalty, own.get("repetition_penalty", 1.0)),
+            frequency_penalty=default(self.frequency_penalty, 0.0),
+            presence_penalty=default(self.presence_penalty, 0.0),
+            logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
+            allowed_token_ids=self.allowed_token_ids or [],
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+        )
 
 
 def check_model(name: str | None, served: str) -> None:

@@ -2,7 +2,6 @@
 text-generation-inference's clients know them; vLLM's names inside `parameters` where TGI has none.
 """
 
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -14,11 +13,10 @@ from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from server import protocol
 from server.api import fields, sse
 from server.api.body import read_model
 from server.api.disconnect import unless_disconnected
-from server.api.fields import Body, Format, default
+from server.api.fields import Body, Format, SamplingBody, default
 from server.config import ServerSection
 from server.errors import InvalidRequest, RequestError
 from server.fim import cut_last_token
@@ -29,26 +27,13 @@ MAX_TOP_N_TOKENS = 5
 Nothing = Literal[None]
 
 
-class Parameters(Body):
+class Parameters(SamplingBody):
     """`parameters` of a request. Null is the default everywhere."""
 
     do_sample: bool | None = None
     temperature: float | None = Field(default=None, gt=0, le=2)
-    top_k: fields.TopK | None = None
-    top_p: fields.TopP | None = None
-    min_p: fields.Share | None = None
-    typical_p: fields.TopP | None = None
-    repetition_penalty: fields.RepetitionPenalty | None = None
-    frequency_penalty: fields.Penalty | None = None
-    presence_penalty: fields.Penalty | None = None
-    logit_bias: fields.LogitBias | None = None
-    allowed_token_ids: fields.TokenIds | None = None
-    seed: fields.Seed | None = None
     max_new_tokens: fields.Positive | None = None
-    min_tokens: fields.Count | None = None
     stop: list[fields.StopString] | None = Field(default=None, fail_fast=True)
-    stop_token_ids: fields.StopTokenIds | None = None
-    ignore_eos: bool | None = None
     truncate: fields.Positive | None = None
     return_full_text: bool | None = None
     details: bool | None = None
@@ -248,26 +233,12 @@ def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
 
 
 def to_request(parameters: Parameters, prompt: list[int]) -> Request:
-    """The internal request. A seed is drawn here where none was given, so that it can be reported and replayed."""
+    """The internal request."""
     if parameters.truncate is not None:
         prompt = prompt[-parameters.truncate :]
-    top_k = parameters.top_k or 0
-    sampling = protocol.SamplingParams(
-        temperature=default(parameters.temperature, 1.0) if parameters.samples else 0.0,
-        top_k=max(0, top_k),
-        top_p=default(parameters.top_p, 1.0),
-        min_p=default(parameters.min_p, 0.0),
-        typical_p=default(parameters.typical_p, 1.0),
-        repetition_penalty=default(parameters.repetition_penalty, 1.0),
-        frequency_penalty=default(parameters.frequency_penalty, 0.0),
-        presence_penalty=default(parameters.presence_penalty, 0.0),
-        logit_bias={int(key): value for key, value in (parameters.logit_bias or {}).items()},
-        allowed_token_ids=parameters.allowed_token_ids or [],
-        seed=secrets.randbits(63) if parameters.seed is None else parameters.seed,
-    )
     return Request(
         prompt=prompt,
-        sampling=sampling,
+        sampling=parameters.sampling(default(parameters.temperature, 1.0) if parameters.samples else 0.0),
         max_new_tokens=parameters.max_new_tokens,
         min_new_tokens=parameters.min_tokens or 0,
         stop_strings=tuple(parameters.stop or ()),

@@ -3,14 +3,13 @@
 Every field changes something, stands under "harmless" below at the values that change nothing, or is refused as unknown.
 """
 
-import secrets
 from typing import Annotated, Any, Literal
 
+from msgspec import structs
 from pydantic import BeforeValidator, Field, model_validator
 
-from server import protocol
 from server.api import fields
-from server.api.fields import Body, Format, default
+from server.api.fields import Body, Format, SamplingBody, default
 from server.generation import Request
 from server.grammar import Source
 from server.text import TextCodec
@@ -59,27 +58,14 @@ class StructuredOutputs(Body):
         return given[0]
 
 
-class GenerationBody(Body):
+class GenerationBody(SamplingBody):
     """What completions and chat have in common. Null is the default everywhere."""
 
     model: str | None = Field(default=None, max_length=1024)
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: fields.TopP | None = None
-    top_k: fields.TopK | None = None
-    min_p: fields.Share | None = None
-    typical_p: fields.TopP | None = None
-    repetition_penalty: fields.RepetitionPenalty | None = None
-    frequency_penalty: fields.Penalty | None = None
-    presence_penalty: fields.Penalty | None = None
-    logit_bias: fields.LogitBias | None = None
-    allowed_token_ids: fields.TokenIds | None = None
     bad_words: list[fields.Word] | None = Field(default=None, max_length=128)
-    seed: fields.Seed | None = None
     stop: Annotated[list[fields.StopString] | None, BeforeValidator(_in_list)] = None
-    stop_token_ids: fields.StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: fields.Count | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: fields.Top | None = None
     n: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
@@ -137,19 +123,9 @@ class GenerationBody(Body):
     def request(self, codec: TextCodec, prompt: list[int]) -> Request:
         """The internal request. Sampling defaults are the checkpoint's own, as vLLM's clients expect on these routes."""
         own = codec.files.sampling_defaults
-        sampling = protocol.SamplingParams(
-            temperature=default(self.temperature, own.get("temperature", 1.0)),
-            top_k=max(0, int(default(self.top_k, int(own.get("top_k", 0))))),
-            top_p=default(self.top_p, own.get("top_p", 1.0)),
-            min_p=default(self.min_p, own.get("min_p", 0.0)),
-            typical_p=default(self.typical_p, own.get("typical_p", 1.0)),
-            repetition_penalty=default(self.repetition_penalty, own.get("repetition_penalty", 1.0)),
-            frequency_penalty=default(self.frequency_penalty, 0.0),
-            presence_penalty=default(self.presence_penalty, 0.0),
-            logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
-            allowed_token_ids=self.allowed_token_ids or [],
+        sampling = structs.replace(
+            self.sampling(default(self.temperature, own.get("temperature", 1.0)), own),
             bad_words=[ids for word in self.bad_words or () for ids in bad_word_ids(codec, word)],
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
         )
         return Request(
             prompt=prompt,
