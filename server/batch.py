@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import json
 import os
+import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,5 +174,8 @@ async def batch(settings: BatchSettings) -> int:
                 for line in missing:
                     group.create_task(one(line))
         engine.generation.raise_if_over()
+    refused = sum(journal.answers[line.digest]["response"]["status_code"] != 200 for line in lines)
     journal.finish(settings.output, lines)
+    if refused:
+        print(f"{refused} of {len(lines)} requests were refused or failed; {settings.output} says why", file=sys.stderr)
     return 0

@@ -6,6 +6,7 @@ token that one of them spells is text too. It knows nothing of requests.
 
 import datetime
 import json
+import logging
 import secrets
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import ConfigurationError, InvalidRequest
 from server.text import TextCodec
+
+log = logging.getLogger("onehead.chat")
 
 MAX_PROMPT_CHARS = 2**24
 
@@ -85,7 +88,8 @@ class ChatTemplate:
             )
         except Refusal as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
-        except Exception:  # Whatever the checkpoint's code does with these messages, it is no fault of the server's.
+        except Exception as error:  # The checkpoint's code may do anything; its author is told in the log, and nothing of the messages.
+            log.warning("the chat template failed with %s", type(error).__name__)
             raise InvalidRequest("the model's chat template cannot be applied to these messages", param="messages") from None
         if len(prompt) > MAX_PROMPT_CHARS:
             raise InvalidRequest(f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters", param="messages")
@@ -110,9 +114,11 @@ def _raise_exception(message: str) -> None:
     raise Refusal(str(message)[:200])
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    """Jinja's own escapes for HTML, which a prompt is not."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    """With the arguments that templates give it. Jinja's own escapes for HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(format: str) -> str:

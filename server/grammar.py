@@ -57,8 +57,11 @@ class GrammarCompiler:
             if len(self._checks) >= CACHED:
                 del self._checks[next(iter(self._checks))]
             self._checks[grammar] = loop.run_in_executor(self._thread, self._check, grammar)
+        check = self._checks[grammar]
+        if check.done() and check.exception() is not None:
+            del self._checks[grammar]  # That was no verdict on the grammar.
         try:
-            problem = await asyncio.wait_for(asyncio.shield(self._checks[grammar]), self._timeout)
+            problem = await asyncio.wait_for(asyncio.shield(check), self._timeout)
         except TimeoutError:
             problem = f"could not be compiled within {self._timeout:g} s; simplify it, or try again when the server is less busy"
         if problem is not None:

@@ -11,8 +11,8 @@ MAX_FRAME_BYTES = 64 * 2**20
 GRAMMAR_LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 20_000,
-    "step_max_items": 2_000,
-    "max_items_in_row": 500,
+    "step_max_items": 10_000,
+    "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
 }

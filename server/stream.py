@@ -194,6 +194,10 @@ class OpenStreams:
             self.generation.unstarted.pop(choice.id, None)
             self.generation.metrics.requests.labels(outcome).inc()
 
+    def finish(self, index: int) -> None:
+        """Ends a sequence whose reader has all it wants."""
+        self._end(self.choices[index], "stop_sequence")
+
     def close(self) -> None:
         """Cancels whatever has not ended."""
         for choice in self.choices:

@@ -248,9 +248,10 @@ def test_tgis_own_example_of_a_grammar_gives_an_object(embedded_server: ServerPr
 
 LLAMA_VIM = {
     "id_slot": 0,
+    "model": "",
     "input_prefix": "def add(a, b):\n    total = a + b\n",
     "input_suffix": "\n\nprint(add(1, 2))\n",
-    "input_extra": [{"text": "x = 1\n", "time": 1732190400, "filename": "other.py"}],
+    "input_extra": [{"text": "x = 1\n", "time": [1732190400, 5], "filename": "other.py"}],
     "prompt": "    ret",
     "n_predict": 24,
     "stop": ["<|endoftext|>"],

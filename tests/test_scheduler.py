@@ -343,3 +343,29 @@ def test_those_who_leave_the_queue_leave_no_trace() -> None:
         scheduler.submit(id, [1, 2], 2, Sampling(), priority=9)
         scheduler.cancel(id)
     assert len(scheduler._queue) < 200 and not scheduler.waiting
+
+
+def test_a_follower_that_comes_late_shares_with_a_leader_that_still_runs() -> None:
+    scheduler = Scheduler(Limits(num_pages=40, page_size=4, max_context=100, max_running=4, step_tokens=64))
+    model = HashModel(4)
+    core = EngineCore(scheduler, model)
+    scheduler.submit(0, [1] * 21, 10, Sampling())
+    core.step()
+    scheduler.submit(1, [1] * 21, 10, Sampling(), leader=0)
+    model.leaders[1] = 0
+    core.step()
+    assert scheduler.num_shared_tokens == 20 and scheduler.integrity() == []
+
+
+def test_pages_that_were_kept_of_a_failed_leader_are_cleared_before_anyone_has_them() -> None:
+    scheduler = Scheduler(Limits(num_pages=20, page_size=4, max_context=60, max_running=1, step_tokens=8))
+    scheduler.submit(0, [1] * 17, 10, Sampling())
+    scheduler.submit(1, [1] * 17, 10, Sampling(), leader=0)
+    for _ in range(2):
+        scheduler.commit(scheduler.plan(), StepResult((None,)))
+    written = set(scheduler.running[0].table.pages)
+    scheduler.commit(scheduler.plan(), StepResult((NotDrawn("numbers"),)))
+    scheduler.cancel(1)
+    scheduler.submit(2, [1], 1, Sampling())
+    assert set(scheduler.plan().clear) == written and len(written) == 5
+    assert scheduler.integrity() == []

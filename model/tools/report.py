@@ -13,7 +13,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
 h1, h2 { line-height: 1.2 } table { border-collapse: collapse; margin: 1rem 0 } caption { text-align: left; font-weight: 600 }
 th, td { border-bottom: 1px solid #ddd; padding: .25rem .75rem; text-align: right } th:first-child, td:first-child { text-align: left }
-figure { margin: 1rem 0 } svg { max-width: 100%; height: auto } p.note { color: #555 }
+.wide { overflow-x: auto } figure { margin: 1rem 0 } svg { max-width: 100%; height: auto } p.note { color: #555 }
 """
 
 
@@ -29,7 +29,8 @@ def table(caption: str, head: list[str], rows: list[list[str]]) -> str:
     """An HTML table of text cells."""
     cells = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     heads = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
-    return f"<table><caption>{html.escape(caption)}</caption><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>"
+    inside = f"<caption>{html.escape(caption)}</caption><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody>"
+    return f'<div class="wide"><table>{inside}</table></div>'
 
 
 def picture(draw: Callable[[Any], None], title: str) -> str:
@@ -113,7 +114,6 @@ def decode_part(decode: list[Results]) -> list[str]:
             f"{row['mha_arithmetic']['kv_bytes'] / MIB:.1f}",
             f"{row['mqa_arithmetic']['kv_bytes'] / MIB:.1f}",
             f"{row['mha_arithmetic']['attention_flops'] / 1e6:.1f}",
-            *(f"{row[f'{kind}_arithmetic']['attention_flops_per_byte']:.1f}" for kind in ("mha", "mqa")),
         ]
         for row in decode
     ]
@@ -129,8 +129,6 @@ def decode_part(decode: list[Results]) -> list[str]:
         "KV MiB MHA",
         "MQA",
         "Mflop",
-        "flop/byte MHA",
-        "MQA",
     ]
 
     return [

@@ -61,7 +61,9 @@ async def _request_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = {404: "no such route", 405: "this route does not take that method"}.get(error.status_code, "the request was refused")
+    text = {404: "no such route; GET /docs lists those there are", 405: "this route does not take that method"}.get(
+        error.status_code, "the request was refused"
+    )
     refusal = ModelNotFound(text) if error.status_code == 404 else InvalidRequest(text)
     refusal.status = refusal.openai_status = error.status_code
     return _answer(request, refusal, dict(error.headers or {}))

@@ -24,6 +24,22 @@ _BRACKET = re.compile(r"[\[\]{}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_NAMES = {"None": "null", "False": "false", "True": "true"}
 _JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object", "model": "object"}
+# What other servers call it.
+ELSEWHERE = {
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+    "grammar": "structured_outputs",
+    "json_schema": "response_format",
+    "content": "prompt",
+    "inputs": "prompt",
+    "max_new_tokens": "max_tokens",
+    "max_tokens": "max_new_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -160,7 +176,7 @@ def _describe(detail: Any, schema: type[BaseModel]) -> str:
         "greater_than_equal": ("must be >= {ge}"),
         "less_than": ("must be < {lt}"),
         "less_than_equal": ("must be <= {le}"),
-        "too_long": "supports up to {max_length} items",
+        "too_long": "is not supported" if context.get("max_length") == 0 else "supports up to {max_length} items",
         "too_short": "cannot be empty",
         "string_too_short": "cannot be empty",
         "string_too_long": "must have at most {max_length} characters",
@@ -179,7 +195,7 @@ def _unknown_field(path: list[str], schema: type[BaseModel]) -> str:
         annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
         nested = [t for t in (annotation, *getattr(annotation, "__args__", ())) if isinstance(t, type) and issubclass(t, BaseModel)]
         known = list(nested[0].model_fields) if nested else []
-    close = difflib.get_close_matches(path[-1][:64], known, n=1)
+    close = [ELSEWHERE[path[-1]]] if ELSEWHERE.get(path[-1]) in known else difflib.get_close_matches(path[-1][:64], known, n=1)
     return f"`{'.'.join(_printable(part) for part in path)}` is not a known field" + (f"; did you mean `{close[0]}`?" if close else "")
 
 

@@ -106,7 +106,7 @@ class SamplingBody(Body):
 def check_model(name: str | None, served: str) -> None:
     """Raises ModelNotFound for a model that is another."""
     if name is not None and name != served and name not in ANY_MODEL:
-        raise ModelNotFound("no such model; GET /v1/models says what is served", param="model", code="model_not_found")
+        raise ModelNotFound(f"no such model; this server has {served!r}", param="model", code="model_not_found")
 
 
 class JsonSchema(Body):

@@ -14,7 +14,7 @@ from server.stream import OpenStreams, Piece
 from server.text import TextCodec
 
 ALL_SAMPLERS = ("top_k", "top_p", "min_p", "temperature")
-_LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\n])")
+_LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
 STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "timeout": "limit"}
 
 
@@ -60,8 +60,8 @@ class InfillReply:
         cut = self._outdent()
         if cut is not None:
             self.text, certain = self.text[:cut], cut
-            self.streams.close()
-            piece = Piece(0, piece.token, "", finish="stop_sequence", stop="")
+            self.streams.finish(0)
+            piece = Piece(0, piece.token, "", finish="length")
         content, self.given = self.text[self.given : certain], certain
         tokens = [] if piece.token is None else [piece.token]
         chunk = {"index": 0, "content": content, "tokens": tokens, "stop": False, "id_slot": -1} | self._counts()
@@ -123,7 +123,7 @@ class InfillReply:
         first = choice.first or now
         timings: dict[str, float] = {}
         for name, count, seconds in (
-            ("prompt", len(choice.request.prompt), first - (choice.started or now)),
+            ("prompt", len(choice.request.prompt), first - choice.arrival),
             ("predicted", self.num_tokens, now - first),
         ):
             milliseconds = max(1e-3, seconds * 1e3)

@@ -83,7 +83,6 @@ class OpenAIRoutes:
     async def infill(self, http: HttpRequest) -> Response:
         """What stands between a prefix and a suffix, in llama.cpp's form."""
         body = await read_model(http, InfillBody, self.section.max_body_bytes)
-        check_model(body.model, self.model_id)
         self._check_stops(body.stop)
         reply = await InfillReply.open(self.generation, self.fim, body, self.model_id)
         return await self._answer(http, reply, bool(body.stream), done=False)

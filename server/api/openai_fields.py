@@ -329,7 +329,7 @@ class ExtraFile(Body):
 
     filename: str | None = Field(default=None, max_length=4096)
     text: fields.Text
-    time: int | None = None  # Harmless: editors say when a chunk was seen, and sort by it themselves.
+    time: Any = None  # Harmless: editors say when a chunk was seen, each in its own way, and sort by it themselves.
 
 
 class InfillBody(Body):
@@ -357,7 +357,7 @@ class InfillBody(Body):
     samplers: list[Literal["top_k", "top_p", "min_p", "temperature", "infill"]] | None = None
     """Those that take part; the others are off. "infill", which keeps a completion from stopping within a word, is what healing does."""
     response_fields: list[Annotated[str, Field(max_length=128)]] | None = Field(default=None, max_length=64)
-    # Harmless: llama.vim and others send these, and they change no text here.
+    # Harmless: llama.vim and others send these, and they change no text here. `model` is whatever the editor is set to, "" by default.
     model: str | None = Field(default=None, max_length=1024)
     cache_prompt: bool | None = None
     t_max_prompt_ms: fields.Count | None = None

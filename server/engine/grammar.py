@@ -117,7 +117,7 @@ class HealingConstraint:
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise ConstraintFailed("the grammar became too complex, or no token can go on with it")
+        raise ConstraintFailed("its grammar became too complex to be followed further")
 
 
 def _literal(text: str) -> str:

@@ -161,7 +161,8 @@ class Scheduler:
         """Gives back the pages that were kept for the followers of these."""
         for leader in leaders:
             if leader in self._kept:
-                self._kept.pop(leader).release()
+                # Its leader may have failed since, on pages that were fine.
+                self._unclean.extend(self._kept.pop(leader).release())
 
     def plan(self) -> StepPlan:
         """The next step: everyone running gets a token of the budget, the first more if pending, then the queue is let in."""
@@ -242,7 +243,10 @@ class Scheduler:
         if sequence.leader in self._kept:
             return self._kept[sequence.leader].pages
         leader = self.running.get(sequence.leader)
-        return None if leader is not None and leader.num_computed < self._sharable_tokens(leader) else []
+        if leader is None:
+            return []
+        sharable = self._sharable_tokens(leader)
+        return None if leader.num_computed < sharable else leader.table.pages[: sharable // self.limits.page_size]
 
     def _sharable_tokens(self, sequence: Sequence) -> int:
         """Tokens of the prompt's whole pages, short of its last token: someone must compute that, for the draw behind it."""
