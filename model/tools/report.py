@@ -202,8 +202,8 @@ def quality_part(quality: Results) -> list[str]:
                 label = kind.upper() if run["seed"] == seeds[0] else None
                 axes.plot(steps, losses, color=colour, marker="o", markersize=3, linewidth=1, alpha=0.8, label=label)
                 axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=colour, linewidth=0.4, alpha=0.25)
-        last = [run["held_out"][-1][1] for run in runs]
-        axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(min(last) * 0.95, max(run["losses"][0] for run in runs)))
+        held_out = [loss for run in runs for _, loss in run["held_out"]]
+        axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(min(held_out) * 0.98, max(held_out) * 1.02))
         axes.legend(frameon=False)
 
     note = (

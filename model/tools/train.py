@@ -187,13 +187,16 @@ def take_step(decoder: nn.Module, loss: Tensor, steppers: tuple[torch.optim.Opti
 
 
 class Training:
-    """One run: everything that `options` decide, and how far it is. Raises OptionError for unusable options."""
+    """One run: everything that `options` decide, and how far it is. Raises OptionError for unusable options.
 
-    def __init__(self, options: TrainOptions) -> None:
+    `documents` stand in for those of options.data where they are read already.
+    """
+
+    def __init__(self, options: TrainOptions, documents: list[corpus.Document] | None = None) -> None:
         self.options = options
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
         options.work.mkdir(parents=True, exist_ok=True)
-        documents = corpus.read_documents(options.data)
+        documents = corpus.read_documents(options.data) if documents is None else documents
         self.documents = [d for d in documents if not d.held_out]
         self.held_out = [d for d in documents if d.held_out]
         if not self.documents or not self.held_out:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model.reference.twin import equal_mlp
+from model.tools import corpus
 from model.tools.options import Attention, TrainOptions
 from model.tools.train import Training
 
@@ -37,9 +38,11 @@ class TwinSizes:
     batch_tokens: int
     sequence: int
     num_seeds: int
+    every_nth: int = 1
+    """Which of the corpus's documents are used: tokenizing them all takes longer than a quick training."""
 
 
-QUICK = TwinSizes(hidden_size=128, num_layers=2, num_heads=8, steps=60, batch_tokens=2048, sequence=128, num_seeds=2)
+QUICK = TwinSizes(hidden_size=128, num_layers=2, num_heads=8, steps=60, batch_tokens=2048, sequence=128, num_seeds=2, every_nth=8)
 FULL = TwinSizes(hidden_size=192, num_layers=4, num_heads=6, steps=400, batch_tokens=4096, sequence=256, num_seeds=5)
 
 
@@ -72,7 +75,7 @@ def train_twin(sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path 
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(TOKENIZER, folder / "tokenizer.json")
     options = options_of(sizes, kind, seed, folder, data)
-    training = Training(options)
+    training = Training(options, corpus.read_documents(data)[:: sizes.every_nth])
     result: dict[str, Any] = {
         "kind": kind,
         "seed": seed,
