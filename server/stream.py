@@ -76,7 +76,9 @@ class ChoiceText:
         request, index = self._request, self._choice.index
         if request.max_new_tokens == 0:  # Only the prompt was wanted; the engine draws one token behind it all the same.
             return Piece(index, None, "", finish="length")
-        special, ends = token.token in self._codec.special_ids, token.finish == "eos_token"
+        ends = token.finish == "eos_token"
+        # What ends a text is no part of it, whether the tokenizer calls it special or a request does.
+        special = token.token in self._codec.special_ids or (ends and not request.keep_stop_token)
         if (special and request.skip_special_tokens) or (ends and not request.keep_stop_token):
             text = ""
         else:
@@ -90,7 +92,7 @@ class ChoiceText:
         reason: str | int | None = stop
         if finish == "eos_token" and token.token in request.stop_token_ids:
             reason = token.token
-        name = self._codec.decode([token.token]) if special or ends else ""
+        name = self._codec.decode([token.token]) if special else ""
         return Piece(index, token.token, text, name, token.logprob, token.top, special, finish, reason)
 
     def _unhealed(self, text: str) -> str:

@@ -227,6 +227,7 @@ def test_what_ends_a_text_is_no_part_of_it_unless_it_is_asked_for(embedded_serve
     parameters = {"max_new_tokens": 12, "stop_token_ids": [end], "details": True}
     tgi = embedded_server.post("/generate", {"inputs": "import os\n", "parameters": parameters})[1]
     assert tgi["generated_text"] == before and tgi["details"]["tokens"][-1]["text"] == name
+    assert [token["special"] for token in tgi["details"]["tokens"]][-2:] == [False, True]
 
 
 def test_what_cannot_be_satisfied_is_the_requests_fault(embedded_server: ServerProcess) -> None:
