@@ -93,10 +93,15 @@ class Generation:
             raise Unavailable("the model is still being loaded", retry_after=1)
         return self.supervisor.ready
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """What an answer depends on besides its request: build, model, numerics."""
         return f"onehead-{version('onehead')}-{self.ready.model_type}-{self.ready.dtype}-{self.ready.device}"
+
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """What ends a text: by the checkpoint's configs and by its tokenizer."""
+        return tuple(sorted({*self.ready.end_token_ids, *self.codec.end_token_ids}))
 
     @property
     def accepting(self) -> bool:
@@ -156,8 +161,7 @@ class Generation:
             )
         if request.grammar and (request.min_new_tokens or request.ignore_eos):
             raise InvalidRequest("`min_tokens` and `ignore_eos` cannot be combined with a grammar, which decides where the text ends")
-        ends = [*self.ready.end_token_ids, *self.codec.end_token_ids]
-        stop_token_ids = sorted({*request.stop_token_ids, *(() if request.ignore_eos else ends)})
+        stop_token_ids = sorted({*request.stop_token_ids, *(() if request.ignore_eos else self.end_token_ids)})
         allowed = request.sampling.allowed_token_ids
         if allowed and request.grammar:
             raise InvalidRequest("`allowed_token_ids` cannot be combined with a grammar", param="allowed_token_ids")
@@ -178,7 +182,7 @@ class Generation:
             num_top=request.num_top,
             score_prompt=request.score_prompt,
             grammar=request.grammar,
-            end_token_ids=sorted(set(ends)),
+            end_token_ids=list(self.end_token_ids),
             healed=request.healed,
         )
 
@@ -198,8 +202,7 @@ class Generation:
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
-        ends = tuple(sorted({*self.ready.end_token_ids, *self.codec.end_token_ids}))
-        return GrammarCompiler(self.codec, self.ready.vocab_size, ends, self.grammar_timeout)
+        return GrammarCompiler(self.codec, self.ready.vocab_size, self.end_token_ids, self.grammar_timeout)
 
     async def grammar(self, source: Source | None) -> str:
         """The grammar of what a request asks for, empty for nothing. Raises InvalidRequest."""

@@ -53,13 +53,11 @@ class GrammarCompiler:
         loop = asyncio.get_running_loop()
         if self._tokenizer is None:
             await loop.run_in_executor(self._thread, self._read_tokenizer)
-        if grammar not in self._checks:
+        check = self._checks.get(grammar)
+        if check is None or (check.done() and check.exception() is not None):  # An exception was no verdict on the grammar.
             if len(self._checks) >= CACHED:
                 del self._checks[next(iter(self._checks))]
-            self._checks[grammar] = loop.run_in_executor(self._thread, self._check, grammar)
-        check = self._checks[grammar]
-        if check.done() and check.exception() is not None:
-            del self._checks[grammar]  # That was no verdict on the grammar.
+            check = self._checks[grammar] = loop.run_in_executor(self._thread, self._check, grammar)
         try:
             problem = await asyncio.wait_for(asyncio.shield(check), self._timeout)
         except TimeoutError:

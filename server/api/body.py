@@ -43,6 +43,11 @@ ELSEWHERE = {
 Model = TypeVar("Model", bound=BaseModel)
 
 
+def documented(schema: type[BaseModel]) -> dict[str, Any]:
+    """What OpenAPI says of a route that reads its body here."""
+    return {"requestBody": {"content": {"application/json": {"schema": schema.model_json_schema()}}, "required": True}}
+
+
 async def read_model(request: Request, schema: type[Model], max_bytes: int) -> Model:
     """The body as a `schema`. Raises MalformedBody, UnsupportedMedia, BodyTooLarge or InvalidRequest."""
     return check(await read_value(request, max_bytes), schema)

@@ -38,7 +38,7 @@ class ChatReply(Answer):
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         output = self.outputs[piece.choice]
-        tokens = output.take(piece)
+        tokens = self.take(piece)
         if not piece.text and piece.finish is None and not self.body.logprobs and not self.body.return_token_ids:
             return []
         choice = {

@@ -43,7 +43,7 @@ class CompletionReply(Answer):
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         output = self.outputs[piece.choice]
         begins = not output.text and not output.tokens
-        tokens = output.take(piece)
+        tokens = self.take(piece)
         text = (self._echo(output) if begins else "") + piece.text
         if not text and piece.finish is None and self.body.logprobs is None and not self.body.return_token_ids:
             return []

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.api import fields, sse
-from server.api.body import read_model
+from server.api.body import documented, read_model
 from server.api.disconnect import unless_disconnected
 from server.api.fields import Body, Format, SamplingBody, default
 from server.config import ServerSection
@@ -96,7 +96,7 @@ class TgiRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["text-generation-inference"])
-        schema = {"requestBody": {"content": {"application/json": {"schema": GenerateBody.model_json_schema()}}, "required": True}}
+        schema = documented(GenerateBody)
         errors: dict[int | str, dict[str, Any]] = {
             status: {"description": text}
             for status, text in {

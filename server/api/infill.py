@@ -53,22 +53,25 @@ class InfillReply:
     def first(self) -> list[dict[str, Any]]:
         return []
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+    def take(self, piece: Piece) -> None:
+        """Adds a piece; `end` is the last, which a line that is too far left makes of any."""
         self.text += piece.text
         self.num_tokens += piece.token is not None
-        certain = len(self.text) if piece.finish is not None else self._certain()
         cut = self._outdent()
         if cut is not None:
-            self.text, certain = self.text[:cut], cut
+            self.text = self.text[:cut]
             self.streams.finish(0)
-            piece = Piece(0, piece.token, "", finish="length")
+            self.end = Piece(0, piece.token, "", finish="length")
+        elif piece.finish is not None:
+            self.end = piece
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        self.take(piece)
+        certain = len(self.text) if self.end is not None else self._certain()
         content, self.given = self.text[self.given : certain], certain
         tokens = [] if piece.token is None else [piece.token]
         chunk = {"index": 0, "content": content, "tokens": tokens, "stop": False, "id_slot": -1} | self._counts()
-        if piece.finish is None:
-            return [chunk]
-        self.end = piece
-        return [self._selected(chunk | self._ending())]
+        return [chunk if self.end is None else self._selected(chunk | self._ending())]
 
     def _certain(self) -> int:
         """Length of the text that no later token can take back."""

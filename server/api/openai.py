@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.api import sse
-from server.api.body import check, read_model
+from server.api.body import check, documented, read_model
 from server.api.chat import ChatReply
 from server.api.completions import CompletionReply
 from server.api.disconnect import unless_disconnected
@@ -35,14 +35,17 @@ class Reply(Protocol):
     def first(self) -> list[dict[str, Any]]:
         """Chunks that stand before the first piece."""
 
+    def take(self, piece: Piece) -> object:
+        """Accounts for a piece of an answer that is not streamed."""
+
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Chunks of one piece."""
+        """Accounts for a piece of a stream; its chunks."""
 
     def last(self) -> list[dict[str, Any]]:
         """Chunks behind the last piece."""
 
     def whole(self) -> dict[str, Any]:
-        """The answer that is not streamed, when every piece has been given to `chunks`."""
+        """The answer that is not streamed, when every piece has been taken."""
 
 
 class OpenAIRoutes:
@@ -63,9 +66,7 @@ class OpenAIRoutes:
             ("/v1/chat/completions", self.chat, ChatBody),
             ("/infill", self.infill, InfillBody),
         ):
-            content = {"application/json": {"schema": schema.model_json_schema()}}
-            extra = {"requestBody": {"content": content, "required": True}}
-            router.add_api_route(path, handler, methods=["POST"], openapi_extra=extra, response_class=Response)
+            router.add_api_route(path, handler, methods=["POST"], openapi_extra=documented(schema), response_class=Response)
         router.add_api_route("/v1/models", self.models, methods=["GET"])
         router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
         return router
@@ -154,7 +155,7 @@ class OpenAIRoutes:
 
 async def _whole(reply: Reply) -> dict[str, Any]:
     async for piece in reply.streams:
-        reply.chunks(piece)
+        reply.take(piece)
     return reply.whole()
 
 

@@ -61,6 +61,10 @@ class Answer:
         self.streams = streams
         self.outputs = [Output(choice) for choice in streams.choices]
 
+    def take(self, piece: Piece) -> list[Token]:
+        """Adds a piece to its output; its token, if it has one."""
+        return self.outputs[piece.choice].take(piece)
+
     @property
     def usage(self) -> dict[str, int]:
         """Tokens of each prompt once, and of every output."""

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from server.api.body import check, read_model, read_value
+from server.api.body import check, documented, read_model, read_value
 from server.api.fields import check_model
 from server.api.openai_fields import DetokenizeBody, TokenizeBody
 from server.chat import ChatTemplate
@@ -25,9 +25,7 @@ class TokenRoutes:
     def router(self) -> APIRouter:
         router = APIRouter(tags=["tokens"])
         for path, handler, schema in (("/tokenize", self.tokenize, TokenizeBody), ("/detokenize", self.detokenize, DetokenizeBody)):
-            content = {"application/json": {"schema": schema.model_json_schema()}}
-            extra = {"requestBody": {"content": content, "required": True}}
-            router.add_api_route(path, handler, methods=["POST"], openapi_extra=extra, response_class=Response)
+            router.add_api_route(path, handler, methods=["POST"], openapi_extra=documented(schema), response_class=Response)
         return router
 
     async def tokenize(self, http: HttpRequest) -> Response:

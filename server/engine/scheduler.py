@@ -161,7 +161,7 @@ class Scheduler:
         """Gives back the pages that were kept for the followers of these."""
         for leader in leaders:
             if leader in self._kept:
-                # Its leader may have failed since, on pages that were fine.
+                # Cleared as a failed row's are: their leader may have failed since.
                 self._unclean.extend(self._kept.pop(leader).release())
 
     def plan(self) -> StepPlan:
