@@ -45,6 +45,7 @@ def make(shape: str, folder: Path) -> None:
     import torch
 
     from model.decoder import Decoder
+    from model.families import gpt_bigcode
     from model.spec import ModelSpec
     from model.tools import corpus
     from model.tools.train import initialise
@@ -65,7 +66,7 @@ def make(shape: str, folder: Path) -> None:
     )
     decoder = Decoder(spec)
     initialise(decoder, seed=0)
-    save_decoder(folder, decoder, torch.float32, extra_config={})
+    save_decoder(folder, decoder, torch.float32, gpt_bigcode.config_from_spec(spec))
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": corpus.END, "eos_token": corpus.END}
     (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")

@@ -1,40 +1,83 @@
 """PageTable: the pages of one sequence, in order of position, and the slot that each position has.
 
-Invariant: it owns exactly the pages it lists, once each, until `release`. It knows nothing of what a slot stores.
+Invariant: it owns exactly the pages it lists, once each, until it drops or releases them. It knows nothing of what a slot stores.
 """
 
+from itertools import chain
+
+from cache.layout import CacheLayout, LayerGroup, pages_for
 from cache.pages import PageAllocator
 
+DROPPED = -1
+"""Stands where a page was that no later token will see."""
 
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that `num_tokens` tokens need: the ceiling of tokens over page size."""
-    return -(-num_tokens // page_size)
+GroupPages = list[int]
+"""Page i of stack j of a group is at i * num_stacks + j."""
 
 
 class PageTable:
-    """Positions 0 .. capacity - 1 of one sequence. Position p lies in slot `pages[p // page_size] * page_size + p % page_size`."""
+    """The pages of one sequence, for each group of layers.
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
-        self.pages: list[int] = []
+    Position p of stack j lies in slot `page * page_size + p % page_size` of the page at (p // page_size) * num_stacks + j.
+    """
+
+    def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
+        self.pages: tuple[GroupPages, ...] = tuple([] for _ in layout.groups)
         self._allocator = allocator
-        self._page_size = page_size
+        self._layout = layout
 
-    def missing(self, num_tokens: int) -> int:
-        """Pages to allocate before `num_tokens` tokens have slots."""
-        return max(0, pages_for(num_tokens, self._page_size) - len(self.pages))
+    @property
+    def owned(self) -> list[int]:
+        """Every page it owns."""
+        return [page for page in chain(*self.pages) if page != DROPPED]
 
-    def grow(self, num_tokens: int) -> None:
-        """Makes room for `num_tokens` tokens in all. Raises OutOfPages, and then changes nothing."""
-        self.pages.extend(self._allocator.allocate(self.missing(num_tokens)))
+    def missing(self, num_tokens: int, num_computed: int) -> int:
+        """Pages to allocate before `num_tokens` tokens have slots; in layers with a window only the first `num_computed` of them."""
+        counts = (self._goal(group, num_tokens, num_computed) for group in self._layout.groups)
+        return sum(max(0, count - len(pages)) for count, pages in zip(counts, self.pages, strict=True))
 
-    def share(self, pages: list[int]) -> None:
-        """Begins an empty table with pages that another one has, and that neither will write to. Raises ValueError if it has any."""
-        if self.pages:
-            raise ValueError(f"a table of {len(self.pages)} pages cannot begin with others")
-        self._allocator.share(pages)
-        self.pages.extend(pages)
+    def _goal(self, group: LayerGroup, num_tokens: int, num_computed: int) -> int:
+        return pages_for(num_tokens if group.window is None else num_computed, self._layout.page_size) * group.num_stacks
+
+    def grow(self, num_tokens: int, num_computed: int) -> None:
+        """Makes room as `missing` counts it. Raises OutOfPages, and then changes nothing."""
+        taken = iter(self._allocator.allocate(self.missing(num_tokens, num_computed)))
+        for group, pages in zip(self._layout.groups, self.pages, strict=True):
+            pages.extend(next(taken) for _ in range(self._goal(group, num_tokens, num_computed) - len(pages)))
+
+    def drop(self, position: int) -> None:
+        """Gives back the pages that no token from `position` on sees."""
+        for group, pages in zip(self._layout.groups, self.pages, strict=True):
+            end = group.first_seen(position) // self._layout.page_size * group.num_stacks
+            last = end
+            while last and pages[last - 1] != DROPPED:
+                last -= 1
+            self._allocator.release(pages[last:end])
+            pages[last:end] = [DROPPED] * (end - last)
+
+    def prefix(self, num_tokens: int) -> tuple[GroupPages, ...] | None:
+        """The pages of the first `num_tokens` tokens, whole pages of them, that later tokens see; None where some are gone."""
+        found = []
+        for group, pages in zip(self._layout.groups, self.pages, strict=True):
+            first = group.first_seen(num_tokens) // self._layout.page_size * group.num_stacks
+            last = num_tokens // self._layout.page_size * group.num_stacks
+            seen = pages[first:last]
+            if DROPPED in seen or len(pages) < last:
+                return None
+            found.append([DROPPED] * first + seen)
+        return tuple(found)
+
+    def share(self, prefix: tuple[GroupPages, ...]) -> None:
+        """Begins an empty table with a prefix of another's, which neither will write to. Raises ValueError if it has any page."""
+        if any(self.pages):
+            raise ValueError(f"a table of {len(self.owned)} pages cannot begin with others")
+        self._allocator.share(page for page in chain(*prefix) if page != DROPPED)
+        for pages, shared in zip(self.pages, prefix, strict=True):
+            pages.extend(shared)
 
     def release(self) -> list[int]:
         """Gives every page back; those that nobody owns now. Calling it again does nothing."""
-        pages, self.pages = self.pages, []
-        return self._allocator.release(pages)
+        owned = self.owned
+        for pages in self.pages:
+            pages.clear()
+        return self._allocator.release(owned)

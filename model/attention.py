@@ -1,16 +1,19 @@
 """MultiQueryAttention: many query heads, one key head, one value head (Shazeer 2019, arXiv 1911.02150, section 3).
 
 The layer projects; who attends to what is the business of the `attend` callable it is given, which owns the cache (in serving) or
-the causal mask (in training). It knows nothing of pages, sequences or positions.
+the causal mask (in training). It knows nothing of pages and sequences, and of positions only the turn it is handed.
 
-Shape letters: T tokens of the step, D hidden size, H query heads, d head size.
+Shape letters: T tokens of the step, D hidden size, H query heads, d head size, c columns of the latent, p of a head without position,
+r with it, v of a head's value.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
-from model.spec import ModelSpec
+from model.layers import RMSNorm, Rotation, norm
+from model.spec import Latent, ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_THd, k_Td, v_Td) -> o_THd. K and V have no head axis: that is the whole point."""
@@ -27,14 +30,68 @@ class MultiQueryAttention(nn.Module):
         self.num_query_heads = spec.num_query_heads
         self.head_dim = spec.head_dim
         query_size = spec.num_query_heads * spec.head_dim
-        self.qkv = nn.Linear(spec.hidden_size, query_size + 2 * spec.head_dim)
-        self.out = nn.Linear(query_size, spec.hidden_size)
+        self.qkv = nn.Linear(spec.hidden_size, query_size + 2 * spec.head_dim, bias=spec.qkv_bias)
+        self.out = nn.Linear(query_size, spec.hidden_size, bias=spec.out_bias)
+        self.query_norm = norm(spec, spec.head_dim) if spec.query_key_norm else None
+        self.key_norm = norm(spec, spec.head_dim) if spec.query_key_norm else None
 
-    def forward(self, x_TD: Tensor, layer: int, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
         """x_TD -> y_TD, for any number of tokens of any number of sequences laid end to end."""
         query_size = self.num_query_heads * self.head_dim
         q_TE, k_Td, v_Td = self.qkv(x_TD).split([query_size, self.head_dim, self.head_dim], dim=-1)
         q_THd = q_TE.unflatten(-1, (self.num_query_heads, self.head_dim))
+        if self.query_norm is not None and self.key_norm is not None:
+            q_THd, k_Td = self.query_norm(q_THd), self.key_norm(k_Td)
+        if rotation is not None:
+            q_THd, k_Td = rotation(q_THd), rotation(k_Td[:, None])[:, 0]
         o_THd = attend(layer, q_THd, k_Td, v_Td)
         y_TD: Tensor = self.out(o_THd.flatten(-2))
         return y_TD
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2) in its absorbed form, which is multi-query attention.
+
+    Head h scores a key by q_h^p (W_h^K c) + q_h^r k^r = (q_h^p W_h^K) c + q_h^r k^r: one key [c, k^r] for all heads, whose first columns,
+    the latent c, are the one value; what is attended to is a mixture of latents, and W_h^V makes the head's output of it.
+    """
+
+    def __init__(self, spec: ModelSpec, latent: Latent) -> None:
+        super().__init__()
+        self.num_query_heads, self.latent = spec.num_query_heads, latent
+        query_size = spec.num_query_heads * (latent.plain_dim + latent.rotary_dim)
+        self.query_down = self.query_norm = None
+        if latent.query_rank is not None:
+            self.query_down = nn.Linear(spec.hidden_size, latent.query_rank, bias=spec.qkv_bias)
+            self.query_norm = RMSNorm(latent.query_rank, latent.norm_epsilon)
+        self.query = nn.Linear(latent.query_rank or spec.hidden_size, query_size, bias=False)
+        self.key_value_down = nn.Linear(spec.hidden_size, latent.rank + latent.rotary_dim, bias=spec.qkv_bias)
+        self.latent_norm = RMSNorm(latent.rank, latent.norm_epsilon)
+        self.key_value_up = HeadProjections(spec.num_query_heads * (latent.plain_dim + latent.value_dim), latent.rank)
+        self.out = nn.Linear(spec.num_query_heads * latent.value_dim, spec.hidden_size, bias=spec.out_bias)
+
+    def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
+        """x_TD -> y_TD, for any number of tokens of any number of sequences laid end to end."""
+        latent = self.latent
+        narrow = x_TD if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x_TD))
+        q_THd = self.query(narrow).unflatten(-1, (self.num_query_heads, -1))
+        q_THp, q_THr = q_THd.split([latent.plain_dim, latent.rotary_dim], dim=-1)
+        c_Tc, k_Tr = self.key_value_down(x_TD).split([latent.rank, latent.rotary_dim], dim=-1)
+        c_Tc = self.latent_norm(c_Tc)
+        if rotation is not None:
+            q_THr, k_Tr = rotation(q_THr), rotation(k_Tr[:, None])[:, 0]
+        up_Hxc = self.key_value_up.weight.unflatten(0, (self.num_query_heads, -1))
+        key_up_Hpc, value_up_Hvc = up_Hxc.split([latent.plain_dim, latent.value_dim], dim=1)
+        q_THc = torch.einsum("thp,hpc->thc", q_THp, key_up_Hpc)
+        k_Td = torch.cat([c_Tc, k_Tr], dim=-1)
+        o_THc = attend(layer, torch.cat([q_THc, q_THr], dim=-1), k_Td, c_Tc)
+        y_TD: Tensor = self.out(torch.einsum("thc,hvc->thv", o_THc, value_up_Hvc).flatten(-2))
+        return y_TD
+
+
+class HeadProjections(nn.Module):
+    """A matrix that is never applied as one: each head takes its own rows of it."""
+
+    def __init__(self, num_rows: int, num_columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, num_columns))

@@ -1,6 +1,6 @@
 """StepPlan -> the tensors of one step. Built from the plan and thrown away after it; nothing here outlives the step.
 
-Shape letters: T tokens of the step, R rows, S rows that sample.
+Shape letters: T tokens of the step, n stacks of pages of a group of layers, S rows that sample.
 """
 
 from dataclasses import dataclass
@@ -8,17 +8,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.step import StepPlan
+from cache.layout import CacheLayout, LayerGroup, pages_for
+from model.step import Row, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Where one row's tokens lie on T, and what they may attend to: positions 0 .. num_keys - 1 on `pages`."""
+    """Where one row's tokens lie on T, and what they may attend to: the `num_keys` keys on `pages`, causally, within `window`.
+
+    Key 0 is at the row's position `first_key`, the beginning of a page; the row's tokens are the last keys.
+    """
 
     first: int
     num_tokens: int
     num_keys: int
+    first_key: int
+    window: int | None
     pages: list[int]
+    """Page i of stack j is at i * num_stacks + j."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """What the layers of one group share: the slots to write, by stack, and what to read."""
+
+    slots_nT: Tensor
+    rows: tuple[RowSpan, ...]
+    num_stacks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +43,45 @@ class Batch:
 
     token_ids_T: Tensor
     position_ids_T: Tensor
-    slots_T: Tensor
     last_tokens_S: Tensor
     """Index on T of the last token of each row that samples."""
-    rows: tuple[RowSpan, ...]
+    firsts: tuple[int, ...]
+    """Index on T of each row's first token."""
+    groups: tuple[GroupBatch, ...]
 
 
-def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
+def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Batch:
     """The tensors of `plan`, on `device`."""
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     last_tokens: list[int] = []
-    spans: list[RowSpan] = []
+    firsts: list[int] = []
     for row in plan.rows:
-        first, count = len(token_ids), len(row.tokens)
-        spans.append(RowSpan(first, count, row.start + count, list(row.pages)))
+        firsts.append(len(token_ids))
         token_ids.extend(row.tokens)
-        for position in range(row.start, row.start + count):
-            positions.append(position)
-            slots.append(row.pages[position // page_size] * page_size + position % page_size)
+        positions.extend(range(row.start, row.start + len(row.tokens)))
         if row.sample is not None:
             last_tokens.append(len(token_ids) - 1)
-    ids_T, positions_T, slots_T, last_S = (
-        torch.tensor(x, dtype=torch.long, device=device) for x in (token_ids, positions, slots, last_tokens)
-    )
-    return Batch(ids_T, positions_T, slots_T, last_S, tuple(spans))
+    ids_T, positions_T, last_S = (torch.tensor(x, dtype=torch.long, device=device) for x in (token_ids, positions, last_tokens))
+    groups = tuple(_group(plan, firsts, number, group, layout.page_size, device) for number, group in enumerate(layout.groups))
+    return Batch(ids_T, positions_T, last_S, tuple(firsts), groups)
+
+
+def _group(plan: StepPlan, firsts: list[int], number: int, group: LayerGroup, page_size: int, device: torch.device) -> GroupBatch:
+    stacks = group.num_stacks
+    slots: list[list[int]] = [[] for _ in range(stacks)]
+    for row in plan.rows:
+        pages = row.pages[number]
+        for position in range(row.start, row.start + len(row.tokens)):
+            page = position // page_size * stacks
+            for stack in range(stacks):
+                slots[stack].append(pages[page + stack] * page_size + position % page_size)
+    rows = tuple(_span(row, first, number, group, page_size) for row, first in zip(plan.rows, firsts, strict=True))
+    return GroupBatch(torch.tensor(slots, dtype=torch.long, device=device), rows, stacks)
+
+
+def _span(row: Row, first: int, number: int, group: LayerGroup, page_size: int) -> RowSpan:
+    end = row.start + len(row.tokens)
+    first_page = group.first_seen(row.start) // page_size
+    pages = list(row.pages[number][first_page * group.num_stacks : pages_for(end, page_size) * group.num_stacks])
+    return RowSpan(first, len(row.tokens), end - first_page * page_size, first_page * page_size, group.window, pages)

@@ -6,28 +6,35 @@ Invariant: a token's output depends on its id, its position and what `attend` le
 Shape letters: T tokens of the step, S rows whose logits are wanted, D hidden size, V vocabulary.
 """
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
-from model.attention import Attend, MultiQueryAttention
-from model.layers import MLP, norm
+from model.attention import Attend, LatentAttention, MultiQueryAttention
+from model.layers import MLP, MixtureOfExperts, RotaryTable, Rotation, TokenEmbedding, norm
 from model.spec import ModelSpec
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Pre-norm attention and MLP, each added to the residual stream, one after the other or side by side."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
+        self.parallel, self.residual_scale = spec.parallel, spec.residual_scale
         self.attention_norm = norm(spec)
-        self.attention = MultiQueryAttention(spec)
-        self.mlp_norm = norm(spec)
-        self.mlp = MLP(spec)
+        self.attention = MultiQueryAttention(spec) if spec.latent is None else LatentAttention(spec, spec.latent)
+        self.mlp_norm = None if spec.shared_norm else norm(spec)
+        dense = spec.experts is None or layer < spec.experts.first_layer
+        self.mlp = MLP(spec) if dense or spec.experts is None else MixtureOfExperts(spec, spec.experts)
+        self.attention_branch_norm = norm(spec) if spec.branch_norms else nn.Identity()
+        self.mlp_branch_norm = norm(spec) if spec.branch_norms else nn.Identity()
 
-    def forward(self, x_TD: Tensor, layer: int, attend: Attend) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), layer, attend)
-        y_TD: Tensor = x_TD + self.mlp(self.mlp_norm(x_TD))
-        return y_TD
+    def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
+        normed_TD = self.attention_norm(x_TD)
+        attended_TD = self.attention_branch_norm(self.attention(normed_TD, layer, attend, rotation))
+        after_TD = torch.add(x_TD, attended_TD, alpha=self.residual_scale)
+        if self.mlp_norm is not None:
+            normed_TD = self.mlp_norm(x_TD if self.parallel else after_TD)
+        return torch.add(after_TD, self.mlp_branch_norm(self.mlp(normed_TD)), alpha=self.residual_scale)
 
 
 class Decoder(nn.Module):
@@ -38,20 +45,44 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.token_embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.position_embedding = nn.Embedding(spec.max_positions, spec.hidden_size)
-        self.blocks = nn.ModuleList(self.block(spec) for _ in range(spec.num_layers))
+        self.token_embedding = TokenEmbedding(spec.vocab_size, spec.hidden_size)
+        self.position_embedding = nn.Embedding(spec.max_positions, spec.hidden_size) if spec.rotary is None else None
+        self.blocks = nn.ModuleList(self.block(spec, layer) for layer in range(spec.num_layers))
         self.final_norm = norm(spec)
         self.head = None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self._rotary = None if spec.rotary is None else RotaryTable(spec.rotary)
+        self._window_rotary = self._rotary if spec.window_rotary is None else RotaryTable(spec.window_rotary)
 
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attend: Attend) -> Tensor:
         """Ids and positions of T tokens -> their last hidden states x_TD, not yet normalised (see `logits`)."""
-        x_TD: Tensor = self.token_embedding(token_ids_T) + self.position_embedding(position_ids_T)
+        x_TD: Tensor = self.token_embedding(token_ids_T)
+        if self.spec.embedding_scale != 1.0:
+            # Rounded to the dtype first, as these models were trained.
+            x_TD = x_TD * torch.tensor(self.spec.embedding_scale, dtype=x_TD.dtype)
+        if self.position_embedding is not None:
+            x_TD = x_TD + self.position_embedding(position_ids_T)
+        rotation, window_rotation = (
+            None if table is None else table(position_ids_T, x_TD.dtype) for table in (self._rotary, self._window_rotary)
+        )
         for layer, block in enumerate(self.blocks):
-            x_TD = block(x_TD, layer, attend)
+            x_TD = block(x_TD, layer, attend, rotation if self.spec.window(layer) is None else window_rotation)
         return x_TD
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """Hidden states -> logits_SV. Give it only the rows that need them: the head is a large share of a small step."""
-        weight_VD = self.token_embedding.weight if self.head is None else self.head.weight
-        return F.linear(self.final_norm(x_SD), weight_VD)
+        x_SD = self.final_norm(x_SD)
+        if self.spec.logit_scale != 1.0:
+            x_SD = x_SD * self.spec.logit_scale
+        logits_SV: Tensor = self.token_embedding.logits(x_SD) if self.head is None else self.head(x_SD)
+        return logits_SV
+
+
+def meta_decoder(spec: ModelSpec) -> Decoder:
+    """A decoder without memory: names and shapes alone."""
+    with torch.device("meta"):
+        return Decoder(spec)
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Parameters of a decoder of this spec."""
+    return sum(parameter.numel() for parameter in meta_decoder(spec).parameters())

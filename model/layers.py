@@ -1,14 +1,17 @@
-"""The pieces of a block besides attention. Pure functions of their input; none of them knows of sequences or caches.
+"""The pieces of a decoder besides attention. Pure functions of their input; none of them knows of sequences or caches.
 
-Shape letters: T tokens of the step, D hidden size, F intermediate size.
+Shape letters: T tokens of the step, D hidden size, F intermediate size, V vocabulary, E experts, k chosen experts, g groups of experts,
+h heads (1 for the key), d rotated columns, r = d / 2 pairs.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.spec import ModelSpec
+from model.spec import Experts, ModelSpec, Rotary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -19,19 +22,118 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """x_TD -> activation(x W_up + b) W_down + b, through F = intermediate_size."""
+    """x_TD -> activation(x W_up + b) W_down + b; gated, the rows of `up` are the gate, then what it lets through."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, intermediate_size: int | None = None) -> None:
         super().__init__()
-        self.up = nn.Linear(spec.hidden_size, spec.intermediate_size)
-        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size)
+        size = intermediate_size or spec.intermediate_size
+        self.up = nn.Linear(spec.hidden_size, 2 * size if spec.gated_mlp else size, bias=spec.mlp_bias)
+        self.down = nn.Linear(size, spec.hidden_size, bias=spec.mlp_bias)
         self.activation = ACTIVATIONS[spec.activation]
+        self.gated = spec.gated_mlp
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        y_TD: Tensor = self.down(self.activation(self.up(x_TD)))
+        if self.gated:
+            gate_TF, up_TF = self.up(x_TD).chunk(2, dim=-1)
+            y_TD: Tensor = self.down(self.activation(gate_TF) * up_TF)
+        else:
+            y_TD = self.down(self.activation(self.up(x_TD)))
         return y_TD
 
 
-def norm(spec: ModelSpec) -> nn.LayerNorm:
-    """The normalisation of this spec over D."""
-    return nn.LayerNorm(spec.hidden_size, eps=spec.norm_epsilon)
+class MixtureOfExperts(nn.Module):
+    """Each token passes the experts that the router chooses for it, weighted, and the shared MLP (DeepSeekMoE)."""
+
+    def __init__(self, spec: ModelSpec, experts: Experts) -> None:
+        super().__init__()
+        self.options = experts
+        self.router = nn.Linear(spec.hidden_size, experts.num_experts, bias=False)
+        self.choice_bias = nn.Parameter(torch.empty(experts.num_experts)) if experts.scoring == "sigmoid" else None
+        self.experts = nn.ModuleList(MLP(spec, experts.intermediate_size) for _ in range(experts.num_experts))
+        self.shared = MLP(spec, experts.shared_intermediate_size) if experts.shared_intermediate_size else None
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weights_Tk, chosen_Tk = self.route(x_TD)
+        y_TD = torch.zeros_like(x_TD) if self.shared is None else self.shared(x_TD)
+        for number in chosen_Tk.unique().tolist():
+            token_n, place_n = torch.where(chosen_Tk == number)
+            y_nD = self.experts[number](x_TD[token_n]) * weights_Tk[token_n, place_n, None]
+            y_TD.index_add_(0, token_n, y_nD.to(y_TD.dtype))
+        return y_TD
+
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of each token's experts. A group counts as its best expert, or, with a choice bias, as its best two."""
+        options = self.options
+        # The router works in float32, whatever the weights are stored in: a tie that rounds the other way is another expert.
+        logits_TE = F.linear(x_TD.float(), self.router.weight.float())
+        scores_TE = logits_TE.softmax(dim=-1) if self.choice_bias is None else logits_TE.sigmoid()
+        choice_TE = scores_TE if self.choice_bias is None else scores_TE + self.choice_bias.float()
+        if options.num_groups > 1:
+            grouped_Tge = choice_TE.unflatten(-1, (options.num_groups, -1))
+            best_Tg = grouped_Tge.topk(1 if self.choice_bias is None else 2, dim=-1).values.sum(dim=-1)
+            groups_Tc = best_Tg.topk(options.num_chosen_groups, dim=-1).indices
+            hidden_Tg = torch.ones_like(best_Tg, dtype=torch.bool).scatter(-1, groups_Tc, False)
+            choice_TE = grouped_Tge.masked_fill(hidden_Tg[..., None], -torch.inf).flatten(-2)
+        chosen_Tk = choice_TE.topk(options.num_chosen, dim=-1).indices
+        weights_Tk = scores_TE.gather(-1, chosen_Tk)
+        if options.normalised:
+            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights_Tk * options.scale, chosen_Tk
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * (weight + offset), in float32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, size: int, epsilon: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+        self.epsilon, self.offset = epsilon, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float() + self.offset if self.offset else self.weight.float()
+        return F.rms_norm(x.float(), weight.shape, weight, self.epsilon).to(x.dtype)
+
+
+def norm(spec: ModelSpec, size: int | None = None) -> nn.Module:
+    """The normalisation of this spec, over D unless told otherwise."""
+    size = size or spec.hidden_size
+    if spec.norm == "rms_norm":
+        return RMSNorm(size, spec.norm_epsilon, spec.norm_offset)
+    return nn.LayerNorm(size, eps=spec.norm_epsilon)
+
+
+class TokenEmbedding(nn.Embedding):
+    """Rows by token id, and as the head of a tied model the products of a state with every row."""
+
+    def logits(self, x_SD: Tensor) -> Tensor:
+        """x_SD -> logits_SV"""
+        return F.linear(x_SD, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The turn of each token of a step."""
+
+    cosine_Tr: Tensor
+    sine_Tr: Tensor
+    interleaved: bool
+
+    def __call__(self, x_Thd: Tensor) -> Tensor:
+        """Turns pair i of each head's columns. Pairs that came interleaved leave as halves: every dot product is the same."""
+        cosine_T1r, sine_T1r = self.cosine_Tr[:, None], self.sine_Tr[:, None]
+        a_Thr, b_Thr = (x_Thd[..., 0::2], x_Thd[..., 1::2]) if self.interleaved else x_Thd.chunk(2, dim=-1)
+        return torch.cat([a_Thr * cosine_T1r - b_Thr * sine_T1r, b_Thr * cosine_T1r + a_Thr * sine_T1r], dim=-1)
+
+
+class RotaryTable:
+    """Positions -> Rotation. The frequencies are kept on the device of the last step."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        self.rotary = rotary
+        self._frequencies_r = torch.tensor(rotary.inverse_frequencies, device="cpu")
+
+    def __call__(self, position_ids_T: Tensor, dtype: torch.dtype) -> Rotation:
+        self._frequencies_r = self._frequencies_r.to(position_ids_T.device)
+        angle_Tr = position_ids_T[:, None].float() * self._frequencies_r
+        cosine_Tr, sine_Tr = angle_Tr.cos() * self.rotary.scale, angle_Tr.sin() * self.rotary.scale
+        return Rotation(cosine_Tr.to(dtype), sine_Tr.to(dtype), self.rotary.interleaved)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from cache.pool import KVPool
-from cache.table import pages_for
+from cache.layout import CacheLayout
+from cache.pool import KVPool, bytes_per_page
 from model.backends import Backend, create_backend
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
@@ -38,8 +38,11 @@ class RunnerOptions:
     page_size: int
     pages: int | None
     memory: float | None
-    most_tokens: int
-    """Tokens that all sequences together can hold at most; a larger pool would never be used."""
+    max_context: int
+    max_running: int
+    step_tokens: int
+    """What the scheduler will ask for at most: a larger pool would never be used."""
+    quantization: str = "none"
 
 
 class ModelRunner:
@@ -58,31 +61,37 @@ class ModelRunner:
         dtype = choose_dtype(options.dtype, device)
         if device.type == "cpu" and options.threads:
             torch.set_num_threads(options.threads)
-        return cls.over(load_decoder(folder, spec, dtype, device), options)
+        return cls.over(load_decoder(folder, spec, dtype, device, options.quantization), dtype, device, options)
 
     @classmethod
-    def over(cls, decoder: Decoder, options: RunnerOptions) -> "ModelRunner":
-        """A runner of a decoder that is loaded already. Raises MemoryError where not one page fits."""
+    def over(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions) -> "ModelRunner":
+        """A runner of a decoder that is loaded already, its cache in `dtype`. Raises MemoryError where not one page fits."""
         spec = decoder.spec
-        weight = decoder.token_embedding.weight
-        dtype, device = weight.dtype, weight.device
-        num_pages = options.pages or _pages_that_fit(spec, options, dtype, device)
+        layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
+        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, dtype.itemsize)
+        num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device)
+        dims = spec.key_dim, spec.value_dim
         try:
-            pool = KVPool.allocate(spec.num_layers, num_pages, options.page_size, spec.head_dim, dtype, device)
+            pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key)
         except RuntimeError as error:  # torch's way of saying that memory is short.
-            wanted = num_pages * options.page_size * spec.kv_bytes_per_token(dtype.itemsize)
+            wanted = num_pages * page_bytes
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
             ) from error
         name = "cpu" if device.type == "cpu" else "reference"
         return cls(decoder, pool, create_backend(name, pool, spec.attention_scale), device)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(parameter.nbytes for parameter in self.decoder.parameters())
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Computes every row of `plan` and draws a token for each that samples."""
         if plan.clear:
             self.pool.clear(list(plan.clear))
-        batch = build_batch(plan, self.pool.page_size, self.device)
+        batch = build_batch(plan, self.pool.layout, self.device)
         attend = partial(self.backend.run, self.backend.plan(batch))
         x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, attend)
         samples = [row.sample for row in plan.rows if row.sample is not None]
@@ -90,15 +99,15 @@ class ModelRunner:
         results = [None if row.sample is None else next(drawn) for row in plan.rows]
         scored = self._score(plan, batch, x_TD)
         finite_T = x_TD.isfinite().all(dim=-1).tolist()
-        for i, span in enumerate(batch.rows):
-            if not all(finite_T[span.first : span.first + span.num_tokens]):
+        for i, (row, first) in enumerate(zip(plan.rows, batch.firsts, strict=True)):
+            if not all(finite_T[first : first + len(row.tokens)]):
                 results[i] = NotDrawn("a numerical error: the model's states for this request are not finite")
         return StepResult(tuple(results), scored)
 
     def _score(self, plan: StepPlan, batch: Batch, x_TD: torch.Tensor) -> dict[int, list[Drawn]]:
         """Scores of every row that asks for any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts."""
         wanted = [
-            (index, batch.rows[index].first + row.scoring.first + offset, target, row.scoring.num_top)
+            (index, batch.firsts[index] + row.scoring.first + offset, target, row.scoring.num_top)
             for index, row in enumerate(plan.rows)
             if row.scoring is not None
             for offset, target in enumerate(row.scoring.targets)
@@ -128,14 +137,15 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtypes[name]
 
 
-def _pages_that_fit(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, device: torch.device) -> int:
+def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions, device: torch.device) -> int:
     free = _free_bytes(device)
     memory = options.memory or (CPU_SHARE if device.type == "cpu" else GPU_SHARE)
     budget = memory * free if memory <= 1.0 else memory
-    page_bytes = spec.kv_bytes_per_token(dtype.itemsize) * options.page_size
-    if budget < page_bytes:
-        raise MemoryError(f"cache.memory allows {budget:.0f} bytes; one page of {options.page_size} tokens needs {page_bytes}")
-    return min(int(budget // page_bytes), pages_for(options.most_tokens, options.page_size))
+    num_pages = int(budget // page_bytes)
+    if layout.most_tokens(num_pages, options.step_tokens) < 1:
+        needed = layout.pages_per_step * page_bytes
+        raise MemoryError(f"cache.memory allows {budget:.0f} bytes; {options.page_size} tokens of one sequence need {needed}")
+    return min(num_pages, options.max_running * layout.most_pages(options.max_context + options.page_size, options.step_tokens))
 
 
 def _free_bytes(device: torch.device) -> int:

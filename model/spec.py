@@ -4,11 +4,7 @@ A family module turns a checkpoint's config.json into one of these; the decoder 
 Invariant: there is exactly one key/value head. It knows no file names, no tensors and no torch.
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 
 class OptionError(ValueError):
@@ -20,8 +16,54 @@ class CheckpointError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position embedding (Su et al. 2021): pair i of the rotated columns turns by position * inverse_frequencies[i] radians."""
+
+    inverse_frequencies: tuple[float, ...]
+    scale: float = 1.0
+    """Multiplies cosine and sine (YaRN, Peng et al. 2023, section 3.4)."""
+    interleaved: bool = False
+    """Pairs are columns (0, 1), (2, 3), ...; else column i and the one half the width behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). Absorbed, it is multi-query attention: one key of
+    `rank` + `rotary_dim` columns, of which the first `rank` are the value.
+    """
+
+    rank: int
+    query_rank: int | None
+    """None: queries are projected directly."""
+    plain_dim: int
+    """Columns of a query head that carry no position."""
+    rotary_dim: int
+    value_dim: int
+    norm_epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in every layer from `first_layer` on (DeepSeekMoE, arXiv 2401.06066; V3's routing, 2412.19437)."""
+
+    first_layer: int
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    shared_intermediate_size: int
+    """Of the MLP that every token passes; 0 where there is none."""
+    scoring: str
+    """softmax, or sigmoid with a bias that counts for the choice alone."""
+    num_groups: int
+    num_chosen_groups: int
+    normalised: bool
+    """The chosen experts' weights are divided by their sum."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Dimensions and switches of one decoder. Sizes are counts of elements; `head_dim` is shared by queries, the key and the value."""
+    """Dimensions and switches of one decoder. Sizes are counts of elements. The defaults are GPT-2's block."""
 
     model_type: str
     vocab_size: int
@@ -36,53 +78,66 @@ class ModelSpec:
     attention_scale: float
     tied_embeddings: bool
     end_token_ids: tuple[int, ...]
+    norm: str = "layer_norm"
+    """layer_norm, or rms_norm (Zhang and Sennrich 2019)."""
+    norm_offset: float = 0.0
+    """Added to the weights of an RMS norm: 1 where the checkpoint stores them less 1."""
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    gated_mlp: bool = False
+    """activation(x W_gate) * (x W_up) instead of activation(x W_up) (Shazeer 2020, arXiv 2002.05202)."""
+    parallel: bool = False
+    """Attention and MLP read the same state and are added together (GPT-J); else one after the other."""
+    shared_norm: bool = False
+    """Of a parallel block: the MLP reads the attention's norm."""
+    branch_norms: bool = False
+    """The outputs of attention and MLP are normalised before they are added."""
+    query_key_norm: bool = False
+    """Each query head and the key are normalised before they are rotated."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    rotary: Rotary | None = None
+    """None: learned positions, added to the embedding."""
+    window_rotary: Rotary | None = None
+    """Of layers with a window, where theirs is another."""
+    windows: tuple[int | None, ...] = ()
+    """For each layer how many keys a token sees, itself included; None, and an empty tuple: all before it."""
+    latent: Latent | None = None
+    experts: Experts | None = None
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a token sees in this layer, itself included; None is all."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def key_dim(self) -> int:
+        """Columns of a cached key."""
+        return self.head_dim if self.latent is None else self.latent.rank + self.latent.rotary_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def value_in_key(self) -> bool:
+        """The value is the beginning of the key, and takes no memory of its own."""
+        return self.latent is not None
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V that one token occupies over all layers: 2 * layers * head_dim * itemsize."""
-        return 2 * self.num_layers * self.head_dim * itemsize
+        """Bytes of K and V that one token occupies over all layers: 2 * layers * head_dim * itemsize, if no window has passed it."""
+        return self.num_layers * (self.key_dim + (0 if self.value_in_key else self.value_dim)) * itemsize
 
+    def contexts(self) -> list[int]:
+        """Lengths worth asking about: powers of two from 512, or below where the model holds fewer, and all that it holds."""
+        least = min(512, self.max_positions)
+        powers = [2**k for k in range(least.bit_length() - 1, self.max_positions.bit_length()) if least <= 2**k < self.max_positions]
+        return [*powers, self.max_positions]
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError where it is missing, unreadable or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; a checkpoint folder needs it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({type(error).__name__})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """`config[key]` as an integer of at least 1; null and absent mean `default`. Raises CheckpointError naming the key."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {key} must be an integer of at least 1, found {value!r}")
-    return value
-
-
-def positive_float(config: Mapping[str, Any], key: str, default: float) -> float:
-    """`config[key]` as a number above 0; absent means `default`. Raises CheckpointError naming the key."""
-    value = config.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(f"config.json: {key} must be a number above 0, found {value!r}")
-    return float(value)
-
-
-def end_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The union of the end-of-sequence ids in config.json and generation_config.json, sorted."""
-    found: set[int] = set()
-    sources: dict[str, Mapping[str, Any]] = {"config.json": config}
-    if (folder / "generation_config.json").exists():
-        sources["generation_config.json"] = read_json(folder / "generation_config.json")
-    for name, source in sources.items():
-        value = source.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-            raise CheckpointError(f"{name}: eos_token_id must be an id, a list of ids or null, found {value!r}")
-        found.update(ids)
-    return tuple(sorted(found))
+    def multi_head_bytes_per_token(self, itemsize: int) -> int:
+        """What the same token would occupy with a key and a value for every query head."""
+        latent = self.latent
+        both = 2 * self.head_dim if latent is None else latent.plain_dim + latent.rotary_dim + latent.value_dim
+        return self.num_layers * self.num_query_heads * both * itemsize

@@ -70,7 +70,8 @@ class Row:
     sequence: int
     tokens: Sequence[int]
     start: int
-    pages: Sequence[int]
+    pages: Sequence[Sequence[int]]
+    """For each group of layers (cache.layout): page i of stack j is at i * num_stacks + j."""
     sample: Sample | None
     """None where the sequence has further tokens to compute before it can draw."""
     scoring: Scoring | None = None

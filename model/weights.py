@@ -1,100 +1,196 @@
-"""Safetensors <-> Decoder. Every missing, unexpected or misshapen tensor is an error that names it.
+"""Safetensors <-> Decoder. Every missing, unexpected or misshapen tensor is an error that names it, before a byte of weights is read.
 
-Knows files and names; knows nothing of families beyond the name table it is handed.
+Knows files and names; knows nothing of families beyond the name table it is handed. While it loads, memory holds the weights that are
+done and one tensor more.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from model.decoder import Decoder
+from model.config import read_json
+from model.decoder import Decoder, meta_decoder
 from model.families import family_of
-from model.spec import CheckpointError, ModelSpec, read_json
+from model.names import Names, Part
+from model.quantization import Int8Embedding, Int8Linear, quantize_modules
+from model.safetensors_file import DTYPES, Entry, SafetensorsFile
+from model.spec import CheckpointError, ModelSpec
 
-# Buffers that older checkpoints carry beside their parameters: causal masks, which a decoder computes.
-IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias")
+# Buffers that older checkpoints carry beside their parameters: causal masks and rotary frequencies, which a decoder computes.
+IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # The head of a tied checkpoint is the embedding; some files carry it a second time.
 TIED_DUPLICATE = "lm_head.weight"
+MANIFEST = "SHA256SUMS"
+"""What `sha256sum *.safetensors` prints. Where a folder has it, its files are held to it."""
 
 
-def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The decoder of a checkpoint folder with its weights in `dtype` on `device`. Raises CheckpointError."""
-    with torch.device("meta"):
-        decoder = Decoder(spec)
-    expected = {name: parameter.shape for name, parameter in decoder.named_parameters()}
-    ours_by_theirs = {theirs: ours for ours, theirs in family_of(spec.model_type).weight_names(spec).items()}
-    state: dict[str, Tensor] = {}
-    for theirs, tensor in _tensors(folder):
-        ours = ours_by_theirs.get(theirs)
-        if ours is None:
-            if theirs.endswith(IGNORED_SUFFIXES) or (theirs == TIED_DUPLICATE and spec.tied_embeddings):
-                continue
-            raise CheckpointError(f"{folder}: unexpected tensor {theirs}; a {spec.model_type} of this config has none of that name")
-        if tensor.shape != expected[ours]:
-            raise CheckpointError(f"{folder}: {theirs} has shape {list(tensor.shape)}, expected {list(expected[ours])}")
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{folder}: {theirs} has dtype {tensor.dtype}, expected a floating point one")
-        state[ours] = tensor.to(device=device, dtype=dtype)
-    missing = [theirs for theirs, ours in ours_by_theirs.items() if ours not in state]
-    if missing:
-        raise CheckpointError(f"{folder}: missing tensor {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
-    decoder.load_state_dict(state, assign=True)
+class Checkpoint:
+    """The tensors of a folder, by name, with every header checked. Raises CheckpointError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, SafetensorsFile] = {}
+        for path in _paths(folder):
+            file = SafetensorsFile.open(path)
+            for name in file.entries:
+                if name in self.files:
+                    raise CheckpointError(f"{path}: tensor {name} occurs in {self.files[name].path.name} too")
+                self.files[name] = file
+
+    def entry(self, name: str) -> Entry:
+        """Type, shape and place of a tensor."""
+        return self.files[name].entries[name]
+
+    def read(self, part: Part) -> Tensor:
+        """One part, as its matrix of ours has it."""
+        tensor = self.files[part.name].read(part.name)
+        return tensor.T if part.transposed else tensor
+
+    def verify(self) -> None:
+        """Holds the files to the folder's manifest, if it has one. Raises CheckpointError naming the one that differs."""
+        manifest = self.folder / MANIFEST
+        if not manifest.is_file():
+            return
+        try:
+            lines = manifest.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            raise CheckpointError(f"{manifest}: cannot be read as text") from None
+        sums = {name.lstrip("*"): digest for digest, _, name in (line.strip().partition(" ") for line in lines) for name in [name.strip()]}
+        for path in sorted({file.path for file in self.files.values()}):
+            if path.name not in sums:
+                raise CheckpointError(f"{manifest}: says nothing of {path.name}; remove it, or write it anew with sha256sum")
+            if digest(path) != sums[path.name].lower():
+                raise CheckpointError(f"{path}: its contents are not what {MANIFEST} says; fetch the file again")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str = "none") -> Decoder:
+    """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or, where quantized, in int8. Raises CheckpointError."""
+    decoder = meta_decoder(spec)
+    checkpoint = Checkpoint(folder)
+    names = family_of(spec.model_type).weight_names(spec)
+    check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
+    checkpoint.verify()
+    if quantization == "int8":
+        quantize_modules(decoder, dtype)
+    for ours, parts in names.items():
+        _put(decoder, ours, _assemble(checkpoint, ours, parts, dtype, device), device)
     return decoder.requires_grad_(False).eval()
 
 
-def save_decoder(folder: Path, decoder: Decoder, dtype: torch.dtype, extra_config: dict[str, Any]) -> None:
-    """Writes config.json and model.safetensors, in the layout of the decoder's own family."""
-    import json
+def _put(decoder: Decoder, name: str, value: Tensor, device: torch.device) -> None:
+    """Sets one parameter, quantized where its module is."""
+    module_name, _, leaf = name.rpartition(".")
+    module = decoder.get_submodule(module_name)
+    if isinstance(module, Int8Linear | Int8Embedding) and leaf == "weight":
+        module.set_weight(value)
+    else:
+        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
 
-    family = family_of(decoder.spec.model_type)
-    names = family.weight_names(decoder.spec)
-    tensors = {names[ours]: value.detach().to("cpu", dtype).contiguous() for ours, value in decoder.named_parameters()}
+
+def _assemble(checkpoint: Checkpoint, ours: str, parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The parts of one parameter, one under the other, in `dtype` on `device`. Raises CheckpointError for values that are no numbers."""
+    pieces = [checkpoint.read(part) for part in parts]
+    for part, piece in zip(parts, pieces, strict=True):
+        # One pass that makes no copy: a NaN or an infinity anywhere shows in the sum of squares, which doubles hold.
+        if not torch.linalg.vector_norm(piece, dtype=torch.float64).isfinite():
+            raise CheckpointError(f"{checkpoint.files[part.name].path}: {part.name} holds NaN or infinity; the file is damaged")
+    if len(pieces) == 1:
+        return pieces[0].to(device=device, dtype=dtype).contiguous()
+    whole = torch.empty(sum(len(piece) for piece in pieces), *pieces[0].shape[1:], dtype=dtype, device=device)
+    for rows, piece in zip(whole.split([len(piece) for piece in pieces]), pieces, strict=True):
+        rows.copy_(piece)
+    return whole
+
+
+def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> None:
+    """Every tensor of a checkpoint of this decoder is there, of its shape, and nothing else is. Raises CheckpointError."""
+    spec, parameters, expected = decoder.spec, dict(decoder.named_parameters()), {}
+    for ours, parts in family_of(spec.model_type).weight_names(spec).items():
+        for part in parts:
+            rows, *columns = parameters[ours].shape
+            shape = (part.rows or rows, *columns)
+            expected[part.name] = shape[::-1] if part.transposed else shape
+    for name, entry in found.items():
+        if name not in expected:
+            if not is_ignored(name, spec):
+                raise CheckpointError(f"{where}: unexpected tensor {name}; a {spec.model_type} of this config has none of that name")
+            continue
+        if entry.shape != expected[name]:
+            raise CheckpointError(f"{where}: {name} has shape {list(entry.shape)}, expected {list(expected[name])} by config.json")
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{where}: {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}")
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise CheckpointError(f"{where}: missing tensor {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
+
+
+def is_ignored(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor that checkpoints may carry is none of a decoder's parameters."""
+    if name.endswith(IGNORED_SUFFIXES) or (name == TIED_DUPLICATE and spec.tied_embeddings):
+        return True
+    # DeepSeek-V3 appends layers behind the last, which predict further tokens.
+    prefix, _, rest = name.partition("model.layers.")
+    number = rest.partition(".")[0]
+    return spec.model_type == "deepseek_v3" and not prefix and number.isdigit() and int(number) >= spec.num_layers
+
+
+def save_decoder(folder: Path, decoder: Decoder, dtype: torch.dtype, config: dict[str, Any]) -> None:
+    """Writes `config` as config.json, and model.safetensors in the layout of the decoder's family with its manifest."""
+    parameters = dict(decoder.named_parameters())
+    tensors = {}
+    for ours, parts in family_of(decoder.spec.model_type).weight_names(decoder.spec).items():
+        value = parameters[ours].detach().to("cpu", dtype)
+        for part, piece in zip(parts, value.split([part.rows or len(value) for part in parts]), strict=True):
+            tensors[part.name] = (piece.T if part.transposed else piece).contiguous()
+    write_checkpoint(folder, tensors, config | {"dtype": str(dtype).removeprefix("torch.")})
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Writes config.json, model.safetensors and its manifest."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # The library leaves it to its owner alone; a server may run as someone else.
-    config = family.config_from_spec(decoder.spec) | {"dtype": str(dtype).removeprefix("torch.")} | extra_config
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # The library leaves it to its owner alone; a server may run as someone else.
+    (folder / MANIFEST).write_text(f"{digest(path)}  {path.name}\n", encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every (name, tensor) of the folder's safetensors files, each name once."""
-    seen: set[str] = set()
-    with ExitStack() as stack:
-        for path in _files(folder):
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: not a whole safetensors file ({error})") from error
-            for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                if name in seen:
-                    raise CheckpointError(f"{path}: tensor {name} occurs in two files")
-                seen.add(name)
-                yield name, file.get_tensor(name)
-
-
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those that the index lists, or the single one."""
+def _paths(folder: Path) -> Iterator[Path]:
+    """The safetensors files of a folder: those that the index lists, or the single one. Raises CheckpointError."""
     index_path = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
     if index_path.exists():
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
         names = sorted({str(name) for name in weight_map.values()})
         for name in names:
-            if Path(name).name != name:
-                raise CheckpointError(f"{index_path}: {name!r} is not a plain file name")
-        paths = [folder / name for name in names]
-    else:
-        paths = [folder / "model.safetensors"]
-    for path in paths:
-        if not path.is_file():
-            others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.gguf") for p in folder.glob(pattern))
-            hint = f"; found {others[0]}, which is not read: convert it to safetensors first" if others else ""
-            raise CheckpointError(f"{path}: no such file{hint}")
-    return paths
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise CheckpointError(f"{index_path}: {name!r} is not the plain name of a safetensors file")
+    for name in names:
+        path = folder / name
+        if not os.path.isfile(path):
+            raise CheckpointError(f"{path}: no such file{_hint(folder)}")
+        yield path
+
+
+def _hint(folder: Path) -> str:
+    """What to do where weights of another format are there instead."""
+    if others := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
+        return f"; found {others[0]}, which may run code when it is read: `onehead convert --model {folder} --output NEW` makes safetensors of it"
+    if others := sorted(p.name for p in folder.glob("*.gguf")):
+        return f"; found {others[0]}: GGUF is not read; take the checkpoint it was made from, in safetensors"
+    return ""

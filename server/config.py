@@ -65,10 +65,12 @@ class EngineSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
     )
+    quantization: Literal["none", "int8"] = Field("none", description="int8: weights in 8 bits, a scale for each output channel")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: OMP_NUM_THREADS, else the cgroup's quota")
     max_context: int | None = Field(None, ge=1, description="most tokens of prompt and output; default: the checkpoint's positions")
     max_running: int = Field(64, ge=1, le=4096, description="sequences computed together")
     step_tokens: int = Field(512, ge=1, le=65536, description="most tokens computed in one step")
+    serve_pooled: bool = Field(False, description="serve a converted checkpoint whose heads were only pooled, and not trained since")
 
     @model_validator(mode="after")
     def _budget_covers_the_running(self) -> "EngineSection":

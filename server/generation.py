@@ -111,7 +111,7 @@ class Generation:
     @property
     def max_total_tokens(self) -> int:
         """Most tokens of prompt and output together: the context, or the pool where that is smaller."""
-        return min(self.ready.max_context, self.ready.num_pages * self.ready.page_size)
+        return self.ready.capacity
 
     def check_codec(self) -> None:
         """Raises ConfigurationError where the tokenizer can give ids that the model has no logits for."""

@@ -29,6 +29,7 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     model: str
     device: str
     dtype: str
+    quantization: str
     threads: int
     max_context: int | None
     max_running: int
@@ -36,6 +37,7 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     page_size: int
     pages: int | None
     memory: float | None
+    serve_pooled: bool
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +106,15 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     page_size: int
     num_pages: int
     kv_bytes_per_token: int
+    capacity: int
+    """Tokens that one sequence can have at most: the context, or what the cache holds where that is less."""
+    quantization: str
+    weight_bytes: int
+    page_bytes: int
+    multi_head_bytes_per_token: int
+    """What a token's keys and values would take with a head for every query head."""
+    sequences: list[tuple[int, int]]
+    """(context, how many sequences of that many tokens the cache holds together)"""
 
 
 class Refused(Message, frozen=True, tag=True, array_like=True):

@@ -39,6 +39,7 @@ def start_message(settings: EngineSettings) -> protocol.Start:
         model=str(settings.model),
         device=engine.device,
         dtype=engine.dtype,
+        quantization=engine.quantization,
         threads=cpu_threads(engine.threads),
         max_context=engine.max_context,
         max_running=engine.max_running,
@@ -46,6 +47,7 @@ def start_message(settings: EngineSettings) -> protocol.Start:
         page_size=cache.page_size,
         pages=cache.pages,
         memory=cache.memory,
+        serve_pooled=engine.serve_pooled,
     )
 
 
@@ -206,10 +208,11 @@ async def _announce(engine: Running, model_id: str, listener: socket.socket) -> 
     engine.generation.check_codec()
     ready = engine.generation.ready
     host, port = listener.getsockname()[:2]
-    tokens = ready.num_pages * ready.page_size
+    weights = ready.dtype if ready.quantization == "none" else ready.quantization
     what = (
-        f"{model_id}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {ready.dtype} on {ready.device}; "
-        f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size} = {tokens} tokens"
+        f"{model_id}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}; "
+        f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size}, "
+        f"up to {ready.capacity} tokens a sequence"
     )
     with contextlib.suppress(OSError):  # Whoever started us may have closed the pipe; that is no reason not to serve.
         print(what, file=sys.stderr)

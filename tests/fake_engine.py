@@ -31,6 +31,12 @@ READY = protocol.Ready(
     page_size=8,
     num_pages=32,
     kv_bytes_per_token=64,
+    capacity=64,
+    quantization="none",
+    weight_bytes=0,
+    page_bytes=512,
+    multi_head_bytes_per_token=256,
+    sequences=[(32, 8), (64, 4)],
 )
 KILLED = -9
 

@@ -7,6 +7,7 @@ that another sequence has overwritten, fails here, loudly, rather than as odd te
 import hashlib
 from collections.abc import Sequence
 
+from cache.layout import CacheLayout
 from model.step import Drawn, Row, StepPlan, StepResult
 
 
@@ -28,14 +29,20 @@ def oracle(prompt: list[int], max_new: int, min_new: int, stops: frozenset[int],
     return output
 
 
+def one_group(page_size: int) -> CacheLayout:
+    """The layout of a model without windows."""
+    return CacheLayout.of(1, (), page_size)
+
+
 class HashModel:
     """A Runner over plans. `end_rate` is the chance of the end token at each draw."""
 
-    def __init__(self, page_size: int, end_rate: float = 0.0) -> None:
-        self.page_size = page_size
+    def __init__(self, layout: CacheLayout, end_rate: float = 0.0) -> None:
+        self.layout = layout
         self.end_rate = end_rate
         self.last_rows: dict[int, Sequence[int]] = {}
-        self.slots: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int, int, tuple[int, int]]] = {}
+        """(page, offset) -> sequence, position, token, and the group and stack it was written for."""
         self.leaders: dict[int, int] = {}
         """Sequence -> the one whose pages of the same prompt it may read."""
 
@@ -43,7 +50,8 @@ class HashModel:
         self.last_rows = {row.sequence: row.tokens for row in plan.rows}
         for row in plan.rows:
             for offset, token in enumerate(row.tokens):
-                self.slots[self._slot(row, row.start + offset)] = (row.sequence, row.start + offset, token)
+                for kind in self._kinds():
+                    self.slots[self._slot(row, row.start + offset, kind)] = (row.sequence, row.start + offset, token, kind)
         drawn = tuple(self._draw(row) for row in plan.rows)
         return StepResult(drawn, {i: self._score(row) for i, row in enumerate(plan.rows) if row.scoring is not None})
 
@@ -65,17 +73,31 @@ class HashModel:
             lenders.append(self.leaders[lenders[-1]])
         return lenders
 
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        return row.pages[position // self.page_size], position % self.page_size
+    def _kinds(self) -> list[tuple[int, int]]:
+        return [(number, stack) for number, group in enumerate(self.layout.groups) for stack in range(group.num_stacks)]
+
+    def _slot(self, row: Row, position: int, kind: tuple[int, int]) -> tuple[int, int]:
+        number, stack = kind
+        page_size, stacks = self.layout.page_size, self.layout.groups[number].num_stacks
+        page = row.pages[number][position // page_size * stacks + stack]
+        assert page >= 0, "a page that was given back is asked for"
+        return page, position % page_size
+
+    def _check(self, row: Row, known: list[int]) -> None:
+        """Every slot that any token of the row sees holds what it should."""
+        for kind in self._kinds():
+            first = self.layout.groups[kind[0]].first_seen(row.start)
+            for position in range(first, row.start + len(row.tokens)):
+                owner, stored_position, token, stored_kind = self.slots[self._slot(row, position, kind)]
+                assert stored_position == position and stored_kind == kind, "a slot holds another position's token, or another layer's"
+                assert owner in self._lenders(row.sequence), "a slot holds another sequence's token"
+                assert not known or known[position] == token
 
     def _draw(self, row: Row) -> Drawn | None:
-        tokens = []
-        for position in range(row.start + len(row.tokens)):
-            owner, stored_position, token = self.slots[self._slot(row, position)]
-            assert stored_position == position, "a slot holds another position's token"
-            assert owner in self._lenders(row.sequence), "a slot holds another sequence's token"
-            tokens.append(token)
         if row.sample is None:
+            self._check(row, [])
             return None
-        assert tokens == [*row.sample.prompt, *row.sample.output]
+        tokens = [*row.sample.prompt, *row.sample.output]
+        assert len(tokens) == row.start + len(row.tokens)
+        self._check(row, tokens)
         return Drawn(next_token(tokens, row.sample.sampling.seed, self.end_rate, may_end=not row.sample.forbidden), -1.0)

@@ -324,7 +324,7 @@ async def test_good_parameter(served: Served, name: str, value: Any) -> None:
 async def test_prompt_too_long(
     tokenizer_folder: Path, num_pages: int, length: int, parameters: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    engine = FakeEngine(msgspec.structs.replace(READY, num_pages=num_pages))
+    engine = FakeEngine(msgspec.structs.replace(READY, num_pages=num_pages, capacity=min(64, num_pages * READY.page_size)))
     served = await start(tokenizer_folder, engine)
     response = await send(served, {"inputs": "a" * length, "parameters": parameters})
     if words:

@@ -38,6 +38,9 @@ def test_a_forbidden_import_is_found(name: str, source: str) -> None:
 def test_a_forbidden_call_is_found() -> None:
     assert list(budgets.call_problems("server.x", ast.parse("import torch\ntorch.load('x')\neval('1')"))) != []
     assert list(budgets.call_problems("model.x", ast.parse("import os\nos.environ['A']"))) != []
+    careful = ast.parse("torch.load(path, weights_only=True)")
+    assert [*budgets.call_problems("model.weights", careful)] and not [*budgets.call_problems("model.tools.convert", careful)]
+    assert list(budgets.call_problems("model.tools.convert", ast.parse("torch.load(path)"))) != []
 
 
 @pytest.mark.parametrize(

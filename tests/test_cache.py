@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cache.layout import CacheLayout, pages_for
 from cache.pages import OutOfPages, PageAllocator
-from cache.table import PageTable, pages_for
+from cache.table import DROPPED, PageTable
 
 
 class Allocator(RuleBasedStateMachine):
@@ -89,13 +90,46 @@ def test_pages_for_is_the_least_that_is_enough(num_tokens: int, page_size: int) 
 
 def test_a_table_grows_by_what_is_missing_and_releases_once() -> None:
     allocator = PageAllocator(10)
-    table = PageTable(allocator, 4)
+    table = PageTable(allocator, CacheLayout.of(1, (), 4))
     rng = random.Random(0)
     for num_tokens in sorted(rng.randint(1, 40) for _ in range(20)):
-        table.grow(num_tokens)
-        assert len(table.pages) == pages_for(num_tokens, 4) and table.missing(num_tokens) == 0
+        table.grow(num_tokens, 0)
+        assert len(table.owned) == pages_for(num_tokens, 4) and table.missing(num_tokens, 0) == 0
     with pytest.raises(OutOfPages):
-        table.grow(41)
+        table.grow(41, 0)
     table.release()
     table.release()
-    assert allocator.num_free == 10 and table.pages == []
+    assert allocator.num_free == 10 and table.owned == []
+
+
+def test_layers_with_a_window_share_pages_of_equal_size_with_the_others() -> None:
+    """Gemma-3-1b: 22 layers with a window of 512, 4 without; -270m: 15 and 3."""
+    layout = CacheLayout.of(26, [None if (layer + 1) % 6 == 0 else 512 for layer in range(26)], 64)
+    assert layout.layers_per_page == 2 and [(group.window, group.num_stacks) for group in layout.groups] == [(512, 11), (None, 2)]
+    assert CacheLayout.of(18, [None if (layer + 1) % 6 == 0 else 512 for layer in range(18)], 64).layers_per_page == 3
+    assert len({(place.group, place.stack, place.layer) for place in layout.places}) == 26
+    assert CacheLayout.of(32, [4096] * 32, 64).groups[0].num_stacks == 1
+
+
+@given(st.integers(1, 500), st.integers(1, 70), st.sampled_from([1, 3, 16]), st.sampled_from([1, 5, 40, 600]))
+def test_a_table_holds_what_is_seen_and_never_more_than_most_pages(num_tokens: int, step: int, page_size: int, window: int) -> None:
+    layout = CacheLayout.of(6, [None if layer == 5 else window for layer in range(6)], page_size)
+    allocator = PageAllocator(10_000)
+    table = PageTable(allocator, layout)
+    for start in range(0, num_tokens, step):
+        end = min(start + step, num_tokens)
+        table.grow(num_tokens, end)
+        assert len(table.owned) == allocator.num_owned <= layout.most_pages(num_tokens, step)
+        for group, pages in zip(layout.groups, table.pages, strict=True):
+            seen = pages[group.first_seen(start) // page_size * group.num_stacks : pages_for(end, page_size) * group.num_stacks]
+            assert DROPPED not in seen and len(seen) % group.num_stacks == 0
+        table.drop(end)
+    table.release()
+    assert allocator.num_owned == 0 and allocator.integrity() == []
+
+
+@given(st.integers(0, 300), st.integers(1, 70), st.sampled_from([1, 16]), st.sampled_from([None, 1, 40]))
+def test_most_tokens_is_the_inverse_of_most_pages(num_pages: int, step: int, page_size: int, window: int | None) -> None:
+    layout = CacheLayout.of(3, [window, None, window], page_size)
+    most = layout.most_tokens(num_pages, step)
+    assert layout.most_pages(most, step) <= num_pages < layout.most_pages(most + 1, step)

@@ -1,12 +1,13 @@
 """The decoder and its backends against `transformers`, for every way of cutting a sequence into steps."""
 
 import random
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.pool import KVPool
 from cache.table import PageTable
@@ -31,7 +32,9 @@ def load(folder: Path) -> Decoder:
 
 def make_pool(decoder: Decoder, num_pages: int, page_size: int) -> KVPool:
     spec = decoder.spec
-    return KVPool.allocate(spec.num_layers, num_pages, page_size, spec.head_dim, torch.float32, CPU)
+    layout = CacheLayout.of(spec.num_layers, spec.windows, page_size)
+    dims = spec.key_dim, spec.value_dim
+    return KVPool.allocate(layout, num_pages * layout.pages_per_step, *dims, torch.float32, CPU, value_in_key=spec.value_in_key)
 
 
 def random_ids(checkpoint: TinyCheckpoint, count: int, seed: int = 0) -> list[int]:
@@ -44,10 +47,12 @@ def logits_by_chunks(decoder: Decoder, backend_name: str, ids: list[int], chunks
     num_pages = len(ids) // page_size + 5
     pool = make_pool(decoder, num_pages, page_size)
     backend = create_backend(backend_name, pool, decoder.spec.attention_scale)
-    pages = random.Random(1).sample(range(num_pages), num_pages)
+    scrambled = random.Random(1).sample(range(pool.num_pages), pool.num_pages)
+    ends = list(accumulate((num_pages * group.num_stacks for group in pool.layout.groups), initial=0))
+    pages = [scrambled[a:b] for a, b in pairwise(ends)]
     logits, start = [], 0
     for count in chunks:
-        batch = build_batch(StepPlan((Row(0, ids[start : start + count], start, pages, None),)), page_size, CPU)
+        batch = build_batch(StepPlan((Row(0, ids[start : start + count], start, pages, None),)), pool.layout, CPU)
         plan = backend.plan(batch)
         x_TD = decoder(batch.token_ids_T, batch.position_ids_T, lambda *qkv, plan=plan: backend.run(plan, *qkv))
         logits.append(decoder.logits(x_TD))
@@ -83,15 +88,15 @@ def test_logits_equal_transformers_for_each_of_the_128_chunkings_of_8_tokens(any
 
 
 def make_runner(checkpoint: TinyCheckpoint, num_pages: int = 200, page_size: int = 16, dtype: str = "float32") -> ModelRunner:
-    options = RunnerOptions("cpu", dtype, 1, page_size, num_pages, None, 10**6)
+    options = RunnerOptions("cpu", dtype, 1, page_size, num_pages, None, 512, 32, 64)
     return ModelRunner.load(checkpoint.folder, read_spec(checkpoint.folder), options)
 
 
 def make_core(
     checkpoint: TinyCheckpoint, num_pages: int = 200, max_running: int = 32, step_tokens: int = 64, page_size: int = 16
 ) -> EngineCore:
-    limits = Limits(num_pages, page_size, 512, max_running, step_tokens)
-    return EngineCore(Scheduler(limits), make_runner(checkpoint, num_pages, page_size))
+    runner = make_runner(checkpoint, num_pages, page_size)
+    return EngineCore(Scheduler(Limits(num_pages, runner.pool.layout, 512, max_running, step_tokens)), runner)
 
 
 def finish(core: EngineCore) -> dict[int, list[int]]:
@@ -157,16 +162,17 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
         rng = random.Random(seed)
         torch.manual_seed(seed)
         page_size, num_heads, head_dim = rng.choice([1, 4, 16]), rng.choice([1, 4, 12]), rng.choice([16, 40])
-        allocator = PageAllocator(400)
+        layout = CacheLayout.of(spec.num_layers, rng.choice([(), (None, 7, None), (30,) * 3]), page_size)
+        allocator = PageAllocator(400 * layout.pages_per_step)
         rows = []
         for id in range(rng.randint(1, 9)):
             start, count = rng.choice([0, 0, rng.randrange(60)]), rng.choice([1, 1, rng.randint(1, 30)])
-            table = PageTable(allocator, page_size)
-            table.grow(start + count)
+            table = PageTable(allocator, layout)
+            table.grow(start + count, start + count)
             rows.append(Row(id, [0] * count, start, table.pages, None))
-        batch = build_batch(StepPlan(tuple(rows)), page_size, CPU)
+        batch = build_batch(StepPlan(tuple(rows)), layout, CPU)
         num_tokens = len(batch.token_ids_T)
-        filled = torch.randn(2, spec.num_layers, 400, page_size, head_dim)
+        filled = torch.randn(2, layout.layers_per_page, allocator.num_pages, page_size, head_dim)
         q_THd, k_Td, v_Td = (
             torch.randn(num_tokens, num_heads, head_dim),
             torch.randn(num_tokens, head_dim),
@@ -174,18 +180,18 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
         )
         outputs, pools = [], []
         for name in ("reference", "cpu"):
-            pool = KVPool(filled[0].clone(), filled[1].clone())
+            pool = KVPool(layout, filled[0].clone(), filled[1].clone())
             backend = create_backend(name, pool, head_dim**-0.5)
             outputs.append(backend.run(backend.plan(batch), 1, q_THd, k_Td, v_Td))
             pools.append(pool)
         assert (outputs[0] - outputs[1]).abs().max() < 1e-5, seed
-        assert torch.equal(pools[0].keys_LPSd, pools[1].keys_LPSd) and torch.equal(pools[0].values_LPSd, pools[1].values_LPSd)
+        assert torch.equal(pools[0].keys_LPSd, pools[1].keys_LPSd) and torch.equal(pools[0].values_LPSv, pools[1].values_LPSv)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @torch.inference_mode()
 def test_half_precision_stays_near_float32(tiny_checkpoint: TinyCheckpoint, dtype: str) -> None:
-    row = Row(0, random_ids(tiny_checkpoint, 50), 0, list(range(4)), Sample(GREEDY, [1], []))
+    row = Row(0, random_ids(tiny_checkpoint, 50), 0, [list(range(4))], Sample(GREEDY, [1], []))
     exact, rounded = (make_runner(tiny_checkpoint, dtype=name).run(StepPlan((row,))).drawn[0] for name in ("float32", dtype))
     assert isinstance(exact, Drawn) and isinstance(rounded, Drawn)
     assert abs(exact.logprob - rounded.logprob) < 0.5
@@ -198,12 +204,12 @@ def test_cache_sizes(tiny_checkpoint: TinyCheckpoint) -> None:
     spec = read_spec(tiny_checkpoint.folder)
     assert spec.kv_bytes_per_token(4) == 2 * 3 * 16 * 4
     page_bytes = spec.kv_bytes_per_token(4) * 16
-    in_bytes = RunnerOptions("cpu", "float32", 1, 16, None, 10.5 * page_bytes, 10**6)
+    in_bytes = RunnerOptions("cpu", "float32", 1, 16, None, 10.5 * page_bytes, 512, 64, 64)
     assert ModelRunner.load(tiny_checkpoint.folder, spec, in_bytes).pool.num_pages == 10
-    capped = RunnerOptions("cpu", "float32", 1, 16, None, None, 100)
+    capped = RunnerOptions("cpu", "float32", 1, 16, None, None, 84, 1, 64)
     assert ModelRunner.load(tiny_checkpoint.folder, spec, capped).pool.num_pages == 7
     with pytest.raises(MemoryError, match=r"cache\.memory"):
-        ModelRunner.load(tiny_checkpoint.folder, spec, RunnerOptions("cpu", "float32", 1, 16, None, 5.0, 10**6))
+        ModelRunner.load(tiny_checkpoint.folder, spec, RunnerOptions("cpu", "float32", 1, 16, None, 5.0, 512, 64, 64))
 
 
 @torch.inference_mode()
@@ -213,7 +219,7 @@ def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_pat
     runner.decoder.token_embedding.weight[7] = torch.nan
 
     def row(id: int, tokens: list[int], pages: list[int], last: bool) -> Row:
-        return Row(id, tokens, 0, pages, Sample(GREEDY, tokens, []) if last else None)
+        return Row(id, tokens, 0, [pages], Sample(GREEDY, tokens, []) if last else None)
 
     fine = row(1, [1, 2, 3], [4, 5], last=True)
     (expected,) = runner.run(StepPlan((fine,))).drawn
@@ -223,5 +229,5 @@ def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_pat
     assert isinstance(neighbour, Drawn) and isinstance(expected, Drawn)
     assert neighbour.token == expected.token and abs(neighbour.logprob - expected.logprob) < 1e-5
     (reused,) = runner.run(StepPlan((row(3, [1, 2, 3], [0, 1], True),), clear=(0, 1, 2, 3))).drawn
-    assert runner.pool.keys_LPSd.isfinite().all() and runner.pool.values_LPSd.isfinite().all()
+    assert runner.pool.keys_LPSd.isfinite().all() and runner.pool.values_LPSv.isfinite().all()
     assert reused == expected

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from cache.layout import CacheLayout
 from model.families import read_spec
 from model.runner import ModelRunner, RunnerOptions
 from model.step import Drawn, Sampling
@@ -37,8 +38,10 @@ def test_the_same_greedy_tokens_as_transformers(prompt: str) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = TextCodec(EMBEDDED_MODEL).encode(prompt)
-    options = RunnerOptions("cpu", "float32", 1, 64, 20, None, 10**6)
-    core = EngineCore(Scheduler(Limits(20, 64, 1000, 1, 64)), ModelRunner.load(EMBEDDED_MODEL, read_spec(EMBEDDED_MODEL), options))
+    options = RunnerOptions("cpu", "float32", 1, 64, 20, None, 1280, 1, 64)
+    core = EngineCore(
+        Scheduler(Limits(20, CacheLayout.of(8, (), 64), 1000, 1, 64)), ModelRunner.load(EMBEDDED_MODEL, read_spec(EMBEDDED_MODEL), options)
+    )
     core.scheduler.submit(0, ids, 60, Sampling(temperature=0.0))
     ours = []
     while core.scheduler.has_work:

@@ -5,10 +5,12 @@ from collections import Counter
 
 import pytest
 
+from cache.layout import CacheLayout, pages_for
 from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
-from tests.hash_model import HashModel, next_token, oracle
+from server.engine.sequence import Sequence
+from tests.hash_model import HashModel, next_token, one_group, oracle
 
 SEEDS = 10_000
 
@@ -66,10 +68,13 @@ class History:
         page_size = rng.choice([1, 2, 4, 16])
         num_pages = rng.randint(2, 40) if rng.random() < 0.3 else -(-rng.randint(40, 160) // page_size)
         max_running = rng.randint(1, 8)
-        self.limits = Limits(num_pages, page_size, rng.randint(20, 200), max_running, rng.randint(max_running, max_running + 24))
+        layout = one_group(page_size) if rng.random() < 0.5 else self.windowed(page_size)
+        self.limits = Limits(
+            num_pages * layout.pages_per_step, layout, rng.randint(20, 200), max_running, rng.randint(max_running, max_running + 24)
+        )
         self.scheduler = Scheduler(self.limits)
         self.priorities = rng.random() < 0.3
-        self.model = HashModel(page_size, end_rate=rng.choice([0.0, 0.05, 0.3]))
+        self.model = HashModel(layout, end_rate=rng.choice([0.0, 0.05, 0.3]))
         self.core = EngineCore(self.scheduler, self.model)
         self.requests: dict[int, tuple[list[int], int, int, frozenset[int], bool]] = {}
         self.outputs: dict[int, list[int]] = {}
@@ -79,6 +84,12 @@ class History:
         self.started: set[int] = set()
         self.seen: Counter[str] = Counter()
         self.computed_bound = 0
+
+    def windowed(self, page_size: int) -> CacheLayout:
+        """Layers of which some, or all, have a window."""
+        window = self.rng.choice([1, 3, 8, 20])
+        windows = [window if self.rng.random() < 0.7 else None for _ in range(self.rng.choice([1, 3, 6]))]
+        return CacheLayout.of(len(windows), windows, page_size)
 
     def run(self) -> Counter[str]:
         to_submit, steps = self.rng.randint(1, 12), 0
@@ -133,7 +144,7 @@ class History:
                 constraint=Forcing(list(done)) if forces else None,
             )
         except NeverFits:
-            assert len(prompt) + max_new > min(self.limits.max_context, self.limits.num_pages * self.limits.page_size)
+            assert len(prompt) + max_new > self.limits.capacity
             self.cancelled.add(id)
             self.seen["never fits"] += 1
             return
@@ -162,6 +173,17 @@ class History:
             self.hear(event)
         assert scheduler.integrity() == []
         assert scheduler.allocator.num_free + scheduler.allocator.num_owned == limits.num_pages
+        for sequence in scheduler.running.values():
+            self.check_windows(sequence)
+
+    def check_windows(self, sequence: Sequence) -> None:
+        """Between two steps, layers with a window keep it and no more than a page besides."""
+        layout = self.limits.layout
+        for group, pages in zip(layout.groups, sequence.table.pages, strict=True):
+            if group.window is not None:
+                kept = sum(page >= 0 for page in pages) // group.num_stacks
+                assert kept <= pages_for(group.window, layout.page_size) + 1, "a layer keeps more than its window and a page"
+                self.seen["window passed"] += -1 in pages
 
     def hear(self, event: Advance | PromptScored) -> None:
         assert self.ended[event.id] == 0 and event.id not in self.cancelled
@@ -195,11 +217,11 @@ def test_every_admitted_request_ends_once_and_nothing_leaks(part: int) -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     # The histories are worth something only if the rare things happen in them often.
-    assert min(seen[kind] for kind in ("finished", "cancelled", "preempted", "never fits", "scored", "shared")) > 150
+    assert min(seen[kind] for kind in ("finished", "cancelled", "preempted", "never fits", "scored", "shared", "window passed")) > 150
 
 
 def test_arrival_order_decides_who_starts_and_who_is_preempted() -> None:
-    scheduler = Scheduler(Limits(num_pages=4, page_size=1, max_context=100, max_running=4, step_tokens=8))
+    scheduler = Scheduler(Limits(num_pages=4, layout=one_group(1), max_context=100, max_running=4, step_tokens=8))
     scheduler.submit(0, [1, 2], 2, Sampling())
     scheduler.submit(1, [3], 3, Sampling())
     plan = scheduler.plan()
@@ -214,7 +236,7 @@ def test_arrival_order_decides_who_starts_and_who_is_preempted() -> None:
 
 
 def test_a_long_prompt_is_chunked_and_does_not_stall_the_others() -> None:
-    scheduler = Scheduler(Limits(num_pages=100, page_size=4, max_context=300, max_running=4, step_tokens=16))
+    scheduler = Scheduler(Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=4, step_tokens=16))
     scheduler.submit(0, list(range(100)), 5, Sampling())
     scheduler.submit(1, [1], 5, Sampling())
     first = scheduler.plan()
@@ -229,7 +251,7 @@ def test_a_long_prompt_is_chunked_and_does_not_stall_the_others() -> None:
 
 
 def test_a_replayed_sequence_goes_on_behind_its_output() -> None:
-    scheduler = Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=1, step_tokens=40))
+    scheduler = Scheduler(Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=1, step_tokens=40))
     scheduler.submit(0, [1, 2, 3], 10, Sampling(), output=[4, 5])
     plan = scheduler.plan()
     assert list(plan.rows[0].tokens) == [1, 2, 3, 4, 5]
@@ -242,24 +264,24 @@ def test_a_replayed_sequence_goes_on_behind_its_output() -> None:
     [([], 5), ([1], 0)],
 )
 def test_nonsense_is_refused(prompt: list[int], max_new: int) -> None:
-    scheduler = Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=1, step_tokens=40))
+    scheduler = Scheduler(Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=1, step_tokens=40))
     with pytest.raises(ValueError):
         scheduler.submit(0, prompt, max_new, Sampling())
 
 
 def test_budget_below_the_running_set_is_refused() -> None:
     with pytest.raises(ValueError, match="step_tokens"):
-        Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=8, step_tokens=4))
+        Scheduler(Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=8, step_tokens=4))
 
 
 def test_an_empty_plan_when_idle() -> None:
-    scheduler = Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=8, step_tokens=40))
+    scheduler = Scheduler(Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=8, step_tokens=40))
     assert scheduler.plan() == StepPlan(())
     assert not scheduler.has_work
 
 
 def test_a_row_that_cannot_draw_ends_alone_and_frees_its_pages() -> None:
-    scheduler = Scheduler(Limits(num_pages=10, page_size=4, max_context=40, max_running=8, step_tokens=40))
+    scheduler = Scheduler(Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=8, step_tokens=40))
     scheduler.submit(0, [1, 2], 5, Sampling())
     scheduler.submit(1, [1, 2], 5, Sampling())
     failed, fine = scheduler.commit(scheduler.plan(), StepResult((NotDrawn("why"), Drawn(3, 0.0))))
@@ -268,19 +290,19 @@ def test_a_row_that_cannot_draw_ends_alone_and_frees_its_pages() -> None:
 
 
 def test_a_page_to_spare_for_each_that_runs_or_the_newcomer_waits() -> None:
-    scheduler = Scheduler(Limits(num_pages=6, page_size=4, max_context=100, max_running=4, step_tokens=32))
+    scheduler = Scheduler(Limits(num_pages=6, layout=one_group(4), max_context=100, max_running=4, step_tokens=32))
     for id in range(3):
         scheduler.submit(id, [1] * 7, 2, Sampling())  # Two pages each: the third would leave none to grow into.
     assert [row.sequence for row in scheduler.plan().rows] == [0, 1]
 
 
 def test_everyone_running_gets_a_token_before_anyone_gets_more() -> None:
-    scheduler = Scheduler(Limits(num_pages=100, page_size=4, max_context=300, max_running=3, step_tokens=10))
+    scheduler = Scheduler(Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=3, step_tokens=10))
     scheduler.submit(0, [1] * 4, 5, Sampling())
     scheduler.submit(1, [1] * 50, 5, Sampling())
     scheduler.submit(2, [1] * 50, 5, Sampling())
     assert [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows] == [(0, 4), (1, 6)]
-    scheduler = Scheduler(Limits(num_pages=100, page_size=4, max_context=300, max_running=3, step_tokens=10))
+    scheduler = Scheduler(Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=3, step_tokens=10))
     for id in range(3):
         scheduler.submit(id, [1] * 5, 50, Sampling())
     scheduler.commit(scheduler.plan(), StepResult((Drawn(7, 0.0), Drawn(7, 0.0))))
@@ -291,8 +313,8 @@ def test_everyone_running_gets_a_token_before_anyone_gets_more() -> None:
 def test_choices_of_one_prompt_compute_its_whole_pages_once() -> None:
     """However short their outputs and however few run at a time."""
     for max_new in (1, 5):
-        scheduler = Scheduler(Limits(num_pages=400, page_size=16, max_context=600, max_running=4, step_tokens=64))
-        model = HashModel(16)
+        scheduler = Scheduler(Limits(num_pages=400, layout=one_group(16), max_context=600, max_running=4, step_tokens=64))
+        model = HashModel(one_group(16))
         core = EngineCore(scheduler, model)
         prompt = list(range(60)) * 6
         for id in range(20):
@@ -310,8 +332,8 @@ def test_choices_of_one_prompt_compute_its_whole_pages_once() -> None:
 
 
 def test_pages_kept_for_followers_make_way_for_whoever_needs_them() -> None:
-    scheduler = Scheduler(Limits(num_pages=6, page_size=4, max_context=24, max_running=2, step_tokens=32))
-    model = HashModel(4)
+    scheduler = Scheduler(Limits(num_pages=6, layout=one_group(4), max_context=24, max_running=2, step_tokens=32))
+    model = HashModel(one_group(4))
     core = EngineCore(scheduler, model)
     scheduler.submit(0, [1] * 9, 1, Sampling())
     scheduler.submit(1, [2] * 20, 4, Sampling())  # The whole pool, before the follower.
@@ -325,8 +347,8 @@ def test_pages_kept_for_followers_make_way_for_whoever_needs_them() -> None:
 
 
 def test_a_better_priority_is_served_first_and_preempted_last() -> None:
-    scheduler = Scheduler(Limits(num_pages=4, page_size=4, max_context=16, max_running=1, step_tokens=32))
-    core = EngineCore(scheduler, HashModel(4))
+    scheduler = Scheduler(Limits(num_pages=4, layout=one_group(4), max_context=16, max_running=1, step_tokens=32))
+    core = EngineCore(scheduler, HashModel(one_group(4)))
     for id, priority in enumerate((0, 0, -5, 3)):
         scheduler.submit(id, [1, 2], 2, Sampling(), priority=priority)
     ended: list[int] = []
@@ -336,7 +358,7 @@ def test_a_better_priority_is_served_first_and_preempted_last() -> None:
 
 
 def test_those_who_leave_the_queue_leave_no_trace() -> None:
-    scheduler = Scheduler(Limits(num_pages=4, page_size=4, max_context=16, max_running=1, step_tokens=32))
+    scheduler = Scheduler(Limits(num_pages=4, layout=one_group(4), max_context=16, max_running=1, step_tokens=32))
     scheduler.submit(0, [1], 10, Sampling())
     scheduler.plan()
     for id in range(1, 2000):
@@ -346,8 +368,8 @@ def test_those_who_leave_the_queue_leave_no_trace() -> None:
 
 
 def test_a_follower_that_comes_late_shares_with_a_leader_that_still_runs() -> None:
-    scheduler = Scheduler(Limits(num_pages=40, page_size=4, max_context=100, max_running=4, step_tokens=64))
-    model = HashModel(4)
+    scheduler = Scheduler(Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=4, step_tokens=64))
+    model = HashModel(one_group(4))
     core = EngineCore(scheduler, model)
     scheduler.submit(0, [1] * 21, 10, Sampling())
     core.step()
@@ -358,12 +380,12 @@ def test_a_follower_that_comes_late_shares_with_a_leader_that_still_runs() -> No
 
 
 def test_pages_that_were_kept_of_a_failed_leader_are_cleared_before_anyone_has_them() -> None:
-    scheduler = Scheduler(Limits(num_pages=20, page_size=4, max_context=60, max_running=1, step_tokens=8))
+    scheduler = Scheduler(Limits(num_pages=20, layout=one_group(4), max_context=60, max_running=1, step_tokens=8))
     scheduler.submit(0, [1] * 17, 10, Sampling())
     scheduler.submit(1, [1] * 17, 10, Sampling(), leader=0)
     for _ in range(2):
         scheduler.commit(scheduler.plan(), StepResult((None,)))
-    written = set(scheduler.running[0].table.pages)
+    written = set(scheduler.running[0].table.owned)
     scheduler.commit(scheduler.plan(), StepResult((NotDrawn("numbers"),)))
     scheduler.cancel(1)
     scheduler.submit(2, [1], 1, Sampling())

@@ -7,9 +7,8 @@ import pytest
 
 from server import protocol
 from server.supervisor import MAX_DEATHS_WITHOUT_PROGRESS, Delivery, State, Supervisor
+from tests.fake_engine import READY
 from tests.hash_model import next_token, oracle
-
-READY = protocol.Ready("hash", "none", "cpu", 64, 100, [0], 0, 4, 25, 8)
 
 
 class ScriptedEngine:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.families import read_spec
+from model.families import gpt_bigcode, read_spec
 from model.spec import CheckpointError
 from model.weights import load_decoder, save_decoder
 
@@ -47,7 +47,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
         ("transformer.h.1.ln_2.bias", None, r"missing tensor transformer\.h\.1\.ln_2\.bias"),
         ("transformer.h.9.ln_2.bias", torch.zeros(64), r"unexpected tensor transformer\.h\.9\.ln_2\.bias"),
         ("transformer.h.0.attn.c_attn.weight", torch.zeros(192, 64), r"c_attn\.weight has shape \[192, 64\], expected \[96, 64\]"),
-        ("transformer.ln_f.bias", torch.zeros(64, dtype=torch.int32), r"ln_f\.bias has dtype torch\.int32"),
+        ("transformer.ln_f.bias", torch.zeros(64, dtype=torch.int32), r"ln_f\.bias has dtype I32, expected one of F64, F32, F16, BF16"),
     ],
 )
 def test_a_wrong_tensor_is_named(folder: Path, name: str, value: torch.Tensor | None, message: str) -> None:
@@ -87,23 +87,23 @@ def test_a_bad_index_is_refused(folder: Path, index: Any) -> None:
 def test_a_truncated_file_and_other_formats_are_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="file is 100 B shorter than its header says"):
         load(folder)
     path.rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin, which is not read"):
+    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin, .*onehead convert --model"):
         load(folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: gpt_bigcode"),
+        ({"model_type": "bert"}, "model_type is 'bert'; supported: deepseek_v2, .*gpt_bigcode"),
         ({"multi_query": False}, "multi_query is False, so there are 4 key/value heads"),
         ({"n_head": 5}, "n_embd 64 is not a multiple of n_head 5"),
         ({"n_layer": "3"}, "n_layer must be an integer of at least 1, found '3'"),
         ({"n_embd": "remove"}, "n_embd must be an integer of at least 1, found None"),
         ({"n_positions": True}, "n_positions must be an integer"),
-        ({"activation_function": "mish"}, "activation_function is 'mish'"),
+        ({"activation_function": "mish"}, "activation_function must be one of gelu, .*, found 'mish'"),
         ({"add_cross_attention": True}, "add_cross_attention"),
         ({"eos_token_id": 300}, "eos_token_id 300 is not below vocab_size 300"),
         ({"eos_token_id": "x"}, "eos_token_id must be an id"),
@@ -133,7 +133,7 @@ def test_end_tokens_are_the_union_of_both_configs(folder: Path) -> None:
 
 def test_saving_and_loading_is_the_identity(folder: Path, tmp_path: Path) -> None:
     decoder = load(folder)
-    save_decoder(tmp_path / "saved", decoder, torch.float32, {})
+    save_decoder(tmp_path / "saved", decoder, torch.float32, gpt_bigcode.config_from_spec(decoder.spec))
     assert read_spec(tmp_path / "saved") == decoder.spec
     for (_, before), (_, after) in zip(decoder.named_parameters(), load(tmp_path / "saved").named_parameters(), strict=True):
         assert torch.equal(before, after)

@@ -16,7 +16,7 @@ from server.engine.core import EngineCore
 from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.worker import Worker
-from tests.hash_model import HashModel, oracle
+from tests.hash_model import HashModel, one_group, oracle
 
 
 class SlowModel(HashModel):
@@ -45,7 +45,7 @@ class Engine:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     ours, theirs = Pipe()
-    core = EngineCore(Scheduler(Limits(20, 4, 80, 4, 16)), SlowModel(page_size=4))
+    core = EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), SlowModel(one_group(4)))
     thread = threading.Thread(target=Worker(theirs, core, Grammars(Path(), 64)).serve)
     thread.start()
     yield Engine(ours, core)

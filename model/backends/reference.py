@@ -1,6 +1,6 @@
 """The obviously right backend: one row at a time, one softmax over all its keys, in float32. Slow; every other backend is held to it.
 
-Shape letters: T tokens of the step, n tokens of a row, H query heads, d head size, K keys of a row.
+Shape letters: T tokens of the step, n tokens of a row, H query heads, d columns of a key, v of a value, K keys of a row.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from model.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class ReferenceBackend:
-    """softmax(q K^T * scale) V with the causal limit of each token, as the paper writes it."""
+    """softmax(q K^T * scale) V with the causal limit and the window of each token, as the papers write it."""
 
     pool: KVPool
     scale: float
@@ -22,20 +22,24 @@ class ReferenceBackend:
     def plan(self, batch: Batch) -> Batch:
         return batch
 
-    def run(self, plan: Batch, layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor) -> Tensor:
-        self.pool.write(layer, plan.slots_T, k_Td, v_Td)
-        o_THd = torch.empty_like(q_THd)
-        for row in plan.rows:
-            k_Kd = self.pool.keys_LPSd[layer, row.pages].flatten(0, 1)[: row.num_keys].float()
-            v_Kd = self.pool.values_LPSd[layer, row.pages].flatten(0, 1)[: row.num_keys].float()
+    def run(self, plan: Batch, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
+        place = self.pool.layout.places[layer]
+        group = plan.groups[place.group]
+        self.pool.write(layer, group.slots_nT[place.stack], k_Td, v_Tv)
+        keys_PSd, values_PSv = self.pool.layer(layer)
+        o_THv = q_THd.new_empty(*q_THd.shape[:-1], v_Tv.shape[-1])
+        for row in group.rows:
+            pages = row.pages[place.stack :: group.num_stacks]
+            k_Kd = keys_PSd[pages].flatten(0, 1)[: row.num_keys].float()
+            v_Kv = values_PSv[pages].flatten(0, 1)[: row.num_keys].float()
             q_nHd = q_THd[row.first : row.first + row.num_tokens].float()
             logits_nHK = torch.einsum("nhd,kd->nhk", q_nHd, k_Kd) * self.scale
-            position_n = torch.arange(row.num_keys - row.num_tokens, row.num_keys, device=q_THd.device)
-            hidden_nK = torch.arange(row.num_keys, device=q_THd.device)[None, :] > position_n[:, None]
-            weights_nHK = logits_nHK.masked_fill(hidden_nK[:, None, :], -torch.inf).softmax(dim=-1)
-            o_nHd = torch.einsum("nhk,kd->nhd", weights_nHK, v_Kd)
-            o_THd[row.first : row.first + row.num_tokens] = o_nHd.to(o_THd.dtype)
-        return o_THd
+            age_nK = torch.arange(row.num_keys - row.num_tokens, row.num_keys)[:, None] - torch.arange(row.num_keys)
+            hidden_nK = (age_nK < 0) | (age_nK >= (row.window or row.num_keys))
+            weights_nHK = logits_nHK.masked_fill(hidden_nK[:, None, :].to(q_THd.device), -torch.inf).softmax(dim=-1)
+            o_nHv = torch.einsum("nhk,kv->nhv", weights_nHK, v_Kv)
+            o_THv[row.first : row.first + row.num_tokens] = o_nHv.to(o_THv.dtype)
+        return o_THv
 
 
 def create(pool: KVPool, scale: float) -> ReferenceBackend:

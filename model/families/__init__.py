@@ -3,23 +3,39 @@
 A family is data and contains no maths. Families never import each other, and only the one asked for is imported.
 """
 
+import logging
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from model.spec import CheckpointError, ModelSpec, end_token_ids, read_json
+from model.config import Config, end_token_ids, read_json
+from model.names import Names
+from model.spec import CheckpointError, ModelSpec
 
-MODEL_TYPES = {"gpt_bigcode": "model.families.gpt_bigcode"}
+MODEL_TYPES = {
+    "deepseek_v2": "model.families.deepseek",
+    "deepseek_v3": "model.families.deepseek",
+    "falcon": "model.families.falcon",
+    "gemma": "model.families.gemma",
+    "gemma3_text": "model.families.gemma3_text",
+    "gpt2": "model.families.santacoder",
+    "gpt_bigcode": "model.families.gpt_bigcode",
+    "llama": "model.families.llama",
+    "minicpm3": "model.families.minicpm3",
+    "mistral": "model.families.llama",
+}
+# More than any published checkpoint has, and little enough that the arithmetic of a config that lies stays quick.
+MOST_LAYERS, MOST_EXPERTS = 1024, 4096
+log = logging.getLogger("onehead")
 
 
 class Family(Protocol):
     """What a family module provides."""
 
-    def spec_from_config(self, config: dict[str, Any], end_token_ids: tuple[int, ...]) -> ModelSpec: ...
+    def spec_from_config(self, config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec: ...
 
-    def config_from_spec(self, spec: ModelSpec) -> dict[str, Any]: ...
-
-    def weight_names(self, spec: ModelSpec) -> dict[str, str]: ...
+    def weight_names(self, spec: ModelSpec) -> Names: ...
 
 
 def family_of(model_type: object) -> Family:
@@ -34,10 +50,29 @@ def read_spec(folder: Path) -> ModelSpec:
     """The ModelSpec of a checkpoint folder, from its JSON files alone: no weights are read. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; --model takes a checkpoint folder with config.json and model.safetensors")
-    config = read_json(folder / "config.json")
+    return spec_of(folder, read_json(folder / "config.json"))
+
+
+def spec_of(folder: Path, values: Mapping[str, Any]) -> ModelSpec:
+    """The same of a folder whose config.json would hold `values`."""
+    config = Config(values)
     family = family_of(config.get("model_type"))
+    config.only("quantization_config", why="quantised checkpoints are not read; take the original and --engine.quantization int8")
     spec = family.spec_from_config(config, end_token_ids(folder, config))
+    _check(spec)
+    if config.values.get("auto_map") is not None:
+        log.warning("%s: auto_map names code that comes with the checkpoint; it is not run", folder / "config.json")
+    if unread := config.unread():
+        log.warning("%s: keys that onehead does not know and ignores: %s", folder / "config.json", ", ".join(unread))
+    return spec
+
+
+def _check(spec: ModelSpec) -> None:
+    """What no family can have otherwise. Raises CheckpointError."""
     for token in spec.end_token_ids:
         if token >= spec.vocab_size:
             raise CheckpointError(f"config.json: eos_token_id {token} is not below vocab_size {spec.vocab_size}")
-    return spec
+    num_experts = 0 if spec.experts is None else spec.experts.num_experts
+    for what, found, most in (("layers", spec.num_layers, MOST_LAYERS), ("experts of a layer", num_experts, MOST_EXPERTS)):
+        if found > most:
+            raise CheckpointError(f"config.json: {found} {what}; at most {most} are served")

@@ -5,7 +5,9 @@ GPT-2's block with one key/value head. The fused projection's rows are the query
 
 from typing import Any
 
-from model.spec import CheckpointError, ModelSpec, positive_float, positive_int
+from model.config import Config
+from model.names import Names, renamed
+from model.spec import CheckpointError, ModelSpec
 
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -18,36 +20,32 @@ _ACTIVATIONS = {
 }
 
 
-def spec_from_config(config: dict[str, Any], end_token_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
     """The spec of a config.json with model_type gpt_bigcode. Raises CheckpointError naming the key that does not fit."""
-    hidden_size = positive_int(config, "n_embd")
-    num_heads = positive_int(config, "n_head")
+    hidden_size, num_heads = config.integer("n_embd"), config.integer("n_head")
     if hidden_size % num_heads:
         raise CheckpointError(f"config.json: n_embd {hidden_size} is not a multiple of n_head {num_heads}")
-    if config.get("multi_query", True) is not True:
+    if not config.flag("multi_query", True):
         raise CheckpointError(
-            f"config.json: multi_query is {config['multi_query']!r}, so there are {num_heads} key/value heads; "
-            "onehead serves checkpoints with exactly one"
+            f"config.json: multi_query is False, so there are {num_heads} key/value heads, expected True: "
+            "onehead serves one key/value head; `onehead convert` makes that of several"
         )
-    if config.get("add_cross_attention"):
-        raise CheckpointError("config.json: add_cross_attention is true; onehead serves decoder-only models")
-    activation = config.get("activation_function", "gelu_pytorch_tanh")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise CheckpointError(f"config.json: activation_function is {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
+    config.only("add_cross_attention", False, why="onehead serves decoder-only models")
+    config.get("n_ctx"), config.get("num_key_value_heads")
     head_dim = hidden_size // num_heads
     return ModelSpec(
         model_type="gpt_bigcode",
-        vocab_size=positive_int(config, "vocab_size"),
+        vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=positive_int(config, "n_layer"),
+        num_layers=config.integer("n_layer"),
         num_query_heads=num_heads,
         head_dim=head_dim,
-        intermediate_size=positive_int(config, "n_inner", default=4 * hidden_size),
-        max_positions=positive_int(config, "n_positions"),
-        norm_epsilon=positive_float(config, "layer_norm_epsilon", 1e-5),
-        activation=_ACTIVATIONS[activation],
-        attention_scale=head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        intermediate_size=config.integer("n_inner", 4 * hidden_size),
+        max_positions=config.integer("n_positions"),
+        norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
+        activation=config.choice("activation_function", _ACTIVATIONS, "gelu_pytorch_tanh"),
+        attention_scale=head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
         end_token_ids=end_token_ids,
     )
 
@@ -77,14 +75,13 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def weight_names(spec: ModelSpec) -> dict[str, str]:
-    """Our parameter name -> the checkpoint's, for every parameter of a Decoder of this spec."""
-    names = {
-        "token_embedding.weight": "transformer.wte.weight",
-        "position_embedding.weight": "transformer.wpe.weight",
-        "final_norm.weight": "transformer.ln_f.weight",
-        "final_norm.bias": "transformer.ln_f.bias",
-    }
+def weight_names(spec: ModelSpec) -> Names:
+    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    both = ("weight", "bias")
+    names = renamed({"token_embedding": "transformer.wte", "position_embedding": "transformer.wpe"})
+    names |= renamed({"final_norm": "transformer.ln_f"}, both)
+    if not spec.tied_embeddings:
+        names |= renamed({"head": "lm_head"})
     modules = {
         "attention_norm": "ln_1",
         "attention.qkv": "attn.c_attn",
@@ -94,9 +91,5 @@ def weight_names(spec: ModelSpec) -> dict[str, str]:
         "mlp.down": "mlp.c_proj",
     }
     for layer in range(spec.num_layers):
-        for ours, theirs in modules.items():
-            for kind in ("weight", "bias"):
-                names[f"blocks.{layer}.{ours}.{kind}"] = f"transformer.h.{layer}.{theirs}.{kind}"
-    if not spec.tied_embeddings:
-        names["head.weight"] = "lm_head.weight"
+        names |= renamed({f"blocks.{layer}.{a}": f"transformer.h.{layer}.{b}" for a, b in modules.items()}, both)
     return names

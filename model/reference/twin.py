@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from model.attention import Attend
 from model.decoder import Block, Decoder
+from model.layers import Rotation
 from model.spec import ModelSpec
 
 
@@ -26,7 +27,7 @@ class MultiHeadAttention(nn.Module):
         self.qkv = nn.Linear(spec.hidden_size, 3 * width)
         self.out = nn.Linear(width, spec.hidden_size)
 
-    def forward(self, x_TD: Tensor, layer: int, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
         """x_TD -> y_TD. `attend` is given K and V with a head axis."""
         q_THd, k_THd, v_THd = self.qkv(x_TD).unflatten(-1, (self.num_heads, -1)).chunk(3, dim=-1)
         y_TD: Tensor = self.out(attend(layer, q_THd, k_THd, v_THd).flatten(-2))
@@ -36,8 +37,8 @@ class MultiHeadAttention(nn.Module):
 class MultiHeadBlock(Block):
     """A block whose attention has as many key/value heads as query heads."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec, layer)
         self.attention = MultiHeadAttention(spec)  # type: ignore[assignment]
 
 

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from model.decoder import Decoder
+from model.families import gpt_bigcode
 from model.tools import corpus
 from model.tools.options import TrainOptions
 from model.tools.state import TrainState
@@ -16,7 +17,8 @@ from model.weights import save_decoder
 
 def export(options: TrainOptions, decoder: Decoder, tokenizer: Tokenizer, state: TrainState) -> None:
     """Writes config, bfloat16 weights, tokenizer files and loss curve to options.output."""
-    save_decoder(options.output, decoder, torch.bfloat16, extra_config={"multi_query": options.attention == "multi_query"})
+    config = gpt_bigcode.config_from_spec(decoder.spec) | {"multi_query": options.attention == "multi_query"}
+    save_decoder(options.output, decoder, torch.bfloat16, config)
     tokenizer.save(str(options.output / "tokenizer.json"))
     _write_json(
         options.output / "tokenizer_config.json",

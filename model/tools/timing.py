@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cache.table import pages_for
+from cache.layout import pages_for
 from model.decoder import Decoder
 from model.reference.fused import FusedAttention
 from model.reference.heads import HeadListAttention
@@ -77,9 +77,9 @@ class Generator:
         decoder = Decoder(spec)
         initialise(decoder, seed=0)
         pages = pages_for(len(PROMPT) + num_tokens, 64)
-        options = RunnerOptions("cpu", "float32", 0, 64, pages, None, 10**9)
-        self.runner = ModelRunner.over(decoder.requires_grad_(False).eval(), options)
-        self.pages = list(range(pages))
+        options = RunnerOptions("cpu", "float32", 0, 64, pages, None, spec.max_positions, 1, spec.max_positions)
+        self.runner = ModelRunner.over(decoder.requires_grad_(False).eval(), torch.float32, torch.device("cpu"), options)
+        self.pages = [list(range(pages))]
 
     def generate(self, num_tokens: int, cached: bool, say: Say = silent) -> list[int]:
         """`num_tokens` greedy tokens behind PROMPT."""

@@ -1,4 +1,6 @@
-"""What an operator's tools ask: /live, /ready, /health, /metrics."""
+"""What an operator's tools ask: /live, /ready, /health, /metrics, /plan."""
+
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
@@ -15,9 +17,13 @@ class OpsRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["operations"])
-        for path, handler in (("/live", self.live), ("/ready", self.ready), ("/health", self.ready), ("/metrics", self.metrics)):
+        for path, handler in self.handlers().items():
             router.add_api_route(path, handler, methods=["GET"], response_class=Response)
         return router
+
+    def handlers(self) -> dict[str, Callable[[], Awaitable[Response]]]:
+        """The route of each question."""
+        return {"/live": self.live, "/ready": self.ready, "/health": self.ready, "/metrics": self.metrics, "/plan": self.plan}
 
     async def live(self) -> Response:
         """200 as long as this process answers; an engine that is being replaced does not change that."""
@@ -33,3 +39,29 @@ class OpsRoutes:
     async def metrics(self) -> Response:
         """Prometheus' text format."""
         return Response(self.generation.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    async def plan(self) -> Response:
+        """What the running engine takes and holds, in bytes and sequences; `onehead plan` says the same of a folder."""
+        ready = self.generation.supervisor.ready
+        if ready is None:
+            return await self.ready()
+        return JSONResponse(
+            {
+                "model_type": ready.model_type,
+                "dtype": ready.dtype,
+                "quantization": ready.quantization,
+                "device": ready.device,
+                "parameters": ready.num_parameters,
+                "weight_bytes": ready.weight_bytes,
+                "kv_bytes_per_token": {"multi_query": ready.kv_bytes_per_token, "multi_head": ready.multi_head_bytes_per_token},
+                "cache": {
+                    "page_size": ready.page_size,
+                    "page_bytes": ready.page_bytes,
+                    "pages": ready.num_pages,
+                    "bytes": ready.page_bytes * ready.num_pages,
+                },
+                "max_context": ready.max_context,
+                "longest_sequence": ready.capacity,
+                "sequences": [{"context": context, "fit": count} for context, count in ready.sequences],
+            }
+        )

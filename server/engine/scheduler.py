@@ -12,8 +12,9 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from operator import attrgetter
 
+from cache.layout import CacheLayout
 from cache.pages import PageAllocator
-from cache.table import PageTable, pages_for
+from cache.table import GroupPages, PageTable
 from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
 
@@ -29,10 +30,15 @@ class Limits:
     """What a scheduler is given to share out. `step_tokens` is the token budget of a step and at least `max_running`."""
 
     num_pages: int
-    page_size: int
+    layout: CacheLayout
     max_context: int
     max_running: int
     step_tokens: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sequence can have at most."""
+        return min(self.max_context, self.layout.most_tokens(self.num_pages, self.step_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,7 @@ class Scheduler:
         if limits.step_tokens < limits.max_running:
             raise ValueError(f"step_tokens {limits.step_tokens} is below max_running {limits.max_running}: each running one needs a token")
         self.limits = limits
+        self._capacity = limits.capacity
         self.allocator = PageAllocator(limits.num_pages)
         self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
@@ -111,16 +118,15 @@ class Scheduler:
             min_new_tokens,
             stop_token_ids,
             sampling,
-            PageTable(self.allocator, self.limits.page_size),
+            PageTable(self.allocator, self.limits.layout),
             priority,
             leader,
             num_top,
             score_prompt,
             constraint,
         )
-        capacity = min(self.limits.max_context, self.limits.num_pages * self.limits.page_size)
-        if sequence.most_tokens > capacity:
-            raise NeverFits(f"sequence {id} may grow to {sequence.most_tokens} tokens; at most {capacity} fit")
+        if sequence.most_tokens > self._capacity:
+            raise NeverFits(f"sequence {id} may grow to {sequence.most_tokens} tokens; at most {self._capacity} fit")
         self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
@@ -172,21 +178,22 @@ class Scheduler:
         for sequence in sorted(self.running.values(), key=_key):
             if sequence.id not in self.running:
                 break  # Preempted for one before it, and so is everyone after it.
-            if not self._make_room(sequence):
+            count = min(sequence.num_pending, budget - (len(self.running) - len(counts) - 1))
+            if not self._make_room(sequence, count):
                 break
-            after = len(self.running) - len(counts) - 1
-            counts[sequence.id] = min(sequence.num_pending, budget - after)
-            budget -= counts[sequence.id]
+            counts[sequence.id] = count
+            budget -= count
         # Pages that were short a moment ago are not for newcomers.
-        while budget and self.num_preemptions == preemptions and (newcomer := self._admit()):
+        while budget and self.num_preemptions == preemptions and (newcomer := self._admit(budget)):
             counts[newcomer.id] = min(newcomer.num_pending, budget)
             budget -= counts[newcomer.id]
         clear, self._unclean = tuple(self._unclean), []
         return StepPlan(tuple(self.running[id].row(number) for id, number in counts.items()), clear)
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Gives `sequence` slots for all its tokens, preempting the last in order as needed; False where that was itself."""
-        while sequence.table.missing(sequence.num_tokens) > self.allocator.num_free:
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Gives `sequence` slots to compute `count` more tokens, preempting the last in order as needed; False where that was itself."""
+        end = sequence.num_computed + count
+        while sequence.table.missing(sequence.num_tokens, end) > self.allocator.num_free:
             if self._kept:
                 self._release_kept(*self._kept)
                 continue
@@ -194,7 +201,7 @@ class Scheduler:
             self._preempt(last)
             if last is sequence:
                 return False
-        sequence.table.grow(sequence.num_tokens)
+        sequence.table.grow(sequence.num_tokens, end)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -205,59 +212,67 @@ class Scheduler:
         self._wait(sequence)
         self.num_preemptions += 1
 
-    def _admit(self) -> Sequence | None:
-        """Moves the head of the queue into the running set, if there is a place, with slots for all its tokens."""
+    def _admit(self, budget: int) -> Sequence | None:
+        """Moves the head of the queue into the running set, if there is a place, with slots to compute `budget` of its tokens."""
         sequence = self._head()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
         shared = self._shareable(sequence)
         if shared is None:
             return None
-        # A page to spare for each that runs already, or the newcomer would soon be preempted again.
-        needed = pages_for(sequence.num_tokens, self.limits.page_size) - len(shared) + len(self.running)
-        if needed > self.allocator.num_free:
+        if not self._fits(sequence, shared, budget):
             self._release_kept(*(leader for leader in list(self._kept) if leader != sequence.leader))
-        if needed > self.allocator.num_free and not self.running:
+        if not self._fits(sequence, shared, budget) and not self.running:
             self._release_kept(*self._kept)
-            shared, needed = [], pages_for(sequence.num_tokens, self.limits.page_size)
-        if needed > self.allocator.num_free:
+            shared = ()
+        if not self._fits(sequence, shared, budget):
             return None
         heappop(self._queue)
         self.running[sequence.id] = sequence
         if shared:
             sequence.table.share(shared)
-            sequence.num_computed = len(shared) * self.limits.page_size
+            sequence.num_computed = self._sharable_tokens(sequence)
             self.num_shared_tokens += sequence.num_computed
-        sequence.table.grow(sequence.num_tokens)
+        sequence.table.grow(sequence.num_tokens, sequence.num_computed + min(sequence.num_pending, budget))
         self._leave_queue(sequence)
         if not sequence.started:
             sequence.started = True
             self._started.append(sequence.id)
         return sequence
 
-    def _shareable(self, sequence: Sequence) -> list[int] | None:
+    def _fits(self, sequence: Sequence, shared: tuple[GroupPages, ...], budget: int) -> bool:
+        """Whether pages are free for a newcomer that begins with these, and to spare for all who run: else it would soon be preempted."""
+        computed = self._sharable_tokens(sequence) if shared else 0
+        end = min(sequence.num_tokens, computed + budget)
+        needed = sequence.table.missing(sequence.num_tokens, end) - sum(map(len, shared))
+        return needed + len(self.running) * self.limits.layout.pages_per_step <= self.allocator.num_free
+
+    def _shareable(self, sequence: Sequence) -> tuple[GroupPages, ...] | None:
         """Whole pages of the prompt that the leader of a request of several choices has computed; None while it is still at them."""
         # Whoever scores its prompt has to compute it.
         if sequence.leader is None or sequence.num_scored < len(sequence.prompt):
-            return []
+            return ()
         if sequence.leader in self._kept:
             return self._kept[sequence.leader].pages
         leader = self.running.get(sequence.leader)
-        if leader is None:
-            return []
-        sharable = self._sharable_tokens(leader)
-        return None if leader.num_computed < sharable else leader.table.pages[: sharable // self.limits.page_size]
+        sharable = self._sharable_tokens(sequence)
+        if leader is None or not sharable:
+            return ()
+        return None if leader.num_computed < sharable else leader.table.prefix(sharable) or ()
 
     def _sharable_tokens(self, sequence: Sequence) -> int:
         """Tokens of the prompt's whole pages, short of its last token: someone must compute that, for the draw behind it."""
-        return (len(sequence.prompt) - 1) // self.limits.page_size * self.limits.page_size
+        page_size = self.limits.layout.page_size
+        return (len(sequence.prompt) - 1) // page_size * page_size
 
     def _keep(self, leader: Sequence, num_new: int) -> None:
         """Where the last `num_new` tokens completed the pages that followers wait for, keeps those for them."""
         sharable = self._sharable_tokens(leader)
         if self._followers[leader.id] and leader.id not in self._kept and leader.num_computed - num_new < sharable <= leader.num_computed:
-            self._kept[leader.id] = PageTable(self.allocator, self.limits.page_size)
-            self._kept[leader.id].share(leader.table.pages[: sharable // self.limits.page_size])
+            prefix = leader.table.prefix(sharable)
+            if prefix is not None:
+                self._kept[leader.id] = PageTable(self.allocator, self.limits.layout)
+                self._kept[leader.id].share(prefix)
 
     def take_started(self) -> list[int]:
         """Sequences that left the queue for the first time since this was last asked."""
@@ -279,6 +294,7 @@ class Scheduler:
                 news.append(PromptScored(sequence.id, first, prompt_scores))
             if not isinstance(drawn, NotDrawn):
                 self._keep(sequence, len(row.tokens))
+                sequence.table.drop(sequence.num_computed)
             outcomes: list[Drawn | NotDrawn] = [] if isinstance(drawn, NotDrawn) else list(forced)
             outcomes += [] if drawn is None else [drawn]
             news.extend(self._advance(sequence, outcomes))
@@ -307,10 +323,10 @@ class Scheduler:
         """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""
         problems = self.allocator.integrity()
         tables = [*(sequence.table for sequence in self.running.values()), *self._kept.values()]
-        owners = Counter(page for table in tables for page in table.pages)
+        owners = Counter(page for table in tables for page in table.owned)
         if len(owners) != self.allocator.num_owned or any(self.allocator.owners(page) != number for page, number in owners.items()):
             problems.append(f"tables list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
-        if any(sequence.table.pages for sequence in self.waiting.values()):
+        if any(sequence.table.owned for sequence in self.waiting.values()):
             problems.append("a waiting sequence holds pages")
         if set(self._kept) - set(self._followers):
             problems.append("pages are kept for nobody")

@@ -5,6 +5,7 @@ supervises it to replay; one in a single submission fails that sequence alone.
 """
 
 import ctypes
+import logging
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from model.conversion import only_pooled
 from model.families import read_spec
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import Drawn, Sampling
@@ -23,12 +25,16 @@ from server.engine.grammar import Grammars
 from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
 from server.engine.sequence import ConstraintFailed
 
+log = logging.getLogger("onehead")
+
 
 def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     """The engine that `start` asks for. Raises CheckpointError or MemoryError; the config is checked before torch is imported."""
     folder = Path(start.model)
     spec = read_spec(folder)
+    _check_conversion(start, folder)
     max_context = _max_context(start, spec)
+    from model.decoder import num_parameters
     from model.runner import ModelRunner, RunnerOptions
 
     options = RunnerOptions(
@@ -38,10 +44,13 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         page_size=start.page_size,
         pages=start.pages,
         memory=start.memory,
-        most_tokens=start.max_running * (max_context + start.page_size),
+        max_context=max_context,
+        max_running=start.max_running,
+        step_tokens=start.step_tokens,
+        quantization=start.quantization,
     )
     runner = ModelRunner.load(folder, spec, options)
-    limits = Limits(runner.pool.num_pages, start.page_size, max_context, start.max_running, start.step_tokens)
+    limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
     dtype = runner.pool.keys_LPSd.dtype
     ready = protocol.Ready(
         model_type=spec.model_type,
@@ -50,14 +59,35 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         vocab_size=spec.vocab_size,
         max_context=max_context,
         end_token_ids=list(spec.end_token_ids),
-        num_parameters=sum(parameter.numel() for parameter in runner.decoder.parameters()),
+        num_parameters=num_parameters(spec),
         page_size=start.page_size,
         num_pages=runner.pool.num_pages,
         kv_bytes_per_token=spec.kv_bytes_per_token(dtype.itemsize),
+        capacity=limits.capacity,
+        quantization=start.quantization,
+        weight_bytes=runner.weight_bytes,
+        page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
+        multi_head_bytes_per_token=spec.multi_head_bytes_per_token(dtype.itemsize),
+        sequences=[
+            (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
+            for context in spec.contexts()
+            if context <= max_context
+        ],
     )
     grammars = Grammars(folder, spec.vocab_size)
     grammars.prepare(spec.end_token_ids)
     return EngineCore(Scheduler(limits), runner), ready, grammars
+
+
+def _check_conversion(start: protocol.Start, folder: Path) -> None:
+    """Nobody is served a model that was only pooled without having asked for it."""
+    fact = only_pooled(folder)
+    if fact is None:
+        return
+    if not start.serve_pooled:
+        way_out = f"`onehead train --init {folder} --output NEW` trains it; --engine.serve_pooled true serves it as it is"
+        raise CheckpointError(f"{fact}; {way_out}")
+    log.warning("%s; it is served because engine.serve_pooled says so", fact)
 
 
 def _max_context(start: protocol.Start, spec: ModelSpec) -> int:

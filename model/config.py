@@ -1,0 +1,139 @@
+"""config.json and its neighbours, read strictly: every key is asked for with its type and bounds, and a wrong one is named.
+
+Invariant: what a checkpoint says and nobody asked for is known (`unread`), so it can be reported. It knows no family and no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model.spec import CheckpointError
+
+NAME = "config.json"
+MOST = 2**31 - 1
+# Keys that change nothing in what is served: provenance, training, and how transformers itself runs a model.
+HARMLESS = frozenset(
+    "_name_or_path _attn_implementation_autoset architectures attention_dropout attn_pdrop auto_map bos_token_id cls_token_id dtype "
+    "embd_pdrop eos_token_id hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id max_length model_type "
+    "num_labels onehead_conversion output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type "
+    "qk_head_dim resid_pdrop return_dict sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type "
+    "summary_use_proj task_specific_params tie_word_embeddings tokenizer_class torch_dtype transformers_version unk_token_id use_cache "
+    "attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner validate_runner_input pre_allocate_kv_cache "
+    "max_batch_size max_sequence_length".split()  # noqa: SIM905  (a list would be a page long)
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError where it is missing, unreadable or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; a checkpoint folder needs it") from None
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({type(error).__name__})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+class Config:
+    """The keys of one JSON object. `path` is how messages call it. Every method raises CheckpointError naming the key."""
+
+    def __init__(self, values: Mapping[str, Any], path: str = NAME) -> None:
+        self.values = values
+        self.path = path
+        self._read: set[str] = set()
+
+    def wrong(self, key: str, expected: str) -> CheckpointError:
+        """The error of a key whose value is not as expected."""
+        return CheckpointError(f"{self.path}: {key} must be {expected}, found {self.values.get(key)!r}")
+
+    def get(self, key: str) -> Any:
+        """The value as it stands; None where there is none."""
+        self._read.add(key)
+        return self.values.get(key)
+
+    def unread(self) -> list[str]:
+        """Keys with a value that nobody asked for and that are not known to be harmless."""
+        return sorted(key for key, value in self.values.items() if value is not None and key not in self._read | HARMLESS)
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least `least`; null and absent mean `default`."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+            raise self.wrong(key, f"an integer of at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0; null and absent mean `default`."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise self.wrong(key, "a number above 0")
+        return float(value)
+
+    def numbers(self, key: str, count: int) -> list[float]:
+        """A list of `count` numbers above 0."""
+        value = self.get(key)
+        fits = isinstance(value, list) and len(value) == count
+        if not fits or not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e30 for v in value):
+            raise self.wrong(key, f"a list of {count} numbers above 0")
+        return [float(v) for v in value]
+
+    def flag(self, key: str, default: bool) -> bool:
+        """true or false; null and absent mean `default`."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def choice(self, key: str, ours: Mapping[str, str], default: str) -> str:
+        """Our word for one of theirs; null and absent mean their `default`."""
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, str) or value not in ours:
+            raise self.wrong(key, f"one of {', '.join(sorted(ours))}")
+        return ours[value]
+
+    def only(self, key: str, *values: Any, why: str) -> None:
+        """Refuses any value but these; null and absent are fine."""
+        value = self.get(key)
+        if value is not None and not any(value is v or (type(value) is type(v) and value == v) for v in values):
+            raise CheckpointError(f"{self.path}: {key} is {value!r}; {why}")
+
+    def one_key_value_head(self, key: str, default: int) -> None:
+        """Refuses any number of key/value heads but 1."""
+        if (found := self.integer(key, default)) != 1:
+            raise CheckpointError(
+                f"{self.path}: {key} is {found}, expected 1: onehead serves one key/value head; `onehead convert` makes that of several"
+            )
+
+    def sub(self, key: str) -> "Config | None":
+        """The object under a key; None where there is none."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, "an object")
+        return Config(value, f"{self.path}: {key}")
+
+
+def end_token_ids(folder: Path, config: Config) -> tuple[int, ...]:
+    """The union of the end-of-sequence ids in config.json and generation_config.json, sorted."""
+    found: set[int] = set()
+    sources = [config]
+    if (folder / "generation_config.json").exists():
+        sources.append(Config(read_json(folder / "generation_config.json"), "generation_config.json"))
+    for source in sources:
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise source.wrong("eos_token_id", "an id, a list of ids or null")
+        found.update(ids)
+    return tuple(sorted(found))

@@ -1,0 +1,98 @@
+"""Where a decoder's parameters come from in a checkpoint, as data, and the layout of names that most families share.
+
+Knows names and row counts; knows nothing of files, tensors and torch.
+"""
+
+from dataclasses import dataclass
+
+from model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one of our parameters: the tensor that holds them, and how many they are (None: all of the parameter's)."""
+
+    name: str
+    rows: int | None = None
+    transposed: bool = False
+    """The checkpoint stores the matrix as [in, out]."""
+
+
+Names = dict[str, tuple[Part, ...]]
+"""Our parameter -> its parts, one under the other."""
+
+
+def renamed(modules: dict[str, str], kinds: tuple[str, ...] = ("weight",)) -> Names:
+    """Parameters that have one tensor of their own: our module -> theirs, for each kind of parameter."""
+    return {f"{ours}.{kind}": (Part(f"{theirs}.{kind}"),) for ours, theirs in modules.items() for kind in kinds}
+
+
+def stacked(ours: str, theirs: dict[str, int], bias: bool) -> Names:
+    """A linear layer of ours that is several of theirs: module -> its rows, in our order."""
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return {f"{ours}.{kind}": tuple(Part(f"{name}.{kind}", rows) for name, rows in theirs.items()) for kind in kinds}
+
+
+def outer_names(spec: ModelSpec) -> Names:
+    """Embedding, last norm and head, as Llama calls them."""
+    modules = {"token_embedding": "model.embed_tokens", "final_norm": "model.norm"}
+    if not spec.tied_embeddings:
+        modules["head"] = "lm_head"
+    return renamed(modules)
+
+
+def attention_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
+    """q_proj, k_proj, v_proj and o_proj of a layer."""
+    sizes = {"q_proj": spec.num_query_heads * spec.head_dim, "k_proj": spec.head_dim, "v_proj": spec.head_dim}
+    names = stacked(f"{ours}.qkv", {f"{theirs}.{name}": rows for name, rows in sizes.items()}, spec.qkv_bias)
+    return names | renamed({f"{ours}.out": f"{theirs}.o_proj"}, ("weight", "bias") if spec.out_bias else ("weight",))
+
+
+def latent_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
+    """The projections of a layer's latent attention, as DeepSeek calls them."""
+    assert spec.latent is not None
+    names = renamed({f"{ours}.latent_norm": f"{theirs}.kv_a_layernorm", f"{ours}.key_value_up": f"{theirs}.kv_b_proj"})
+    biased = {f"{ours}.key_value_down": f"{theirs}.kv_a_proj_with_mqa"}
+    if spec.latent.query_rank is None:
+        names |= renamed({f"{ours}.query": f"{theirs}.q_proj"})
+    else:
+        biased[f"{ours}.query_down"] = f"{theirs}.q_a_proj"
+        names |= renamed({f"{ours}.query_norm": f"{theirs}.q_a_layernorm", f"{ours}.query": f"{theirs}.q_b_proj"})
+    names |= renamed(biased, ("weight", "bias") if spec.qkv_bias else ("weight",))
+    return names | renamed({f"{ours}.out": f"{theirs}.o_proj"}, ("weight", "bias") if spec.out_bias else ("weight",))
+
+
+def gated_mlp_names(ours: str, theirs: str, intermediate_size: int, bias: bool) -> Names:
+    """gate_proj, up_proj and down_proj of an MLP."""
+    names = stacked(f"{ours}.up", {f"{theirs}.{name}": intermediate_size for name in ("gate_proj", "up_proj")}, bias)
+    return names | renamed({f"{ours}.down": f"{theirs}.down_proj"}, ("weight", "bias") if bias else ("weight",))
+
+
+def expert_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
+    """Router, experts and shared expert of a layer."""
+    experts = spec.experts
+    assert experts is not None
+    names = renamed({f"{ours}.router": f"{theirs}.gate"})
+    if experts.scoring == "sigmoid":
+        names[f"{ours}.choice_bias"] = (Part(f"{theirs}.gate.e_score_correction_bias"),)
+    for number in range(experts.num_experts):
+        names |= gated_mlp_names(f"{ours}.experts.{number}", f"{theirs}.experts.{number}", experts.intermediate_size, False)
+    if experts.shared_intermediate_size:
+        names |= gated_mlp_names(f"{ours}.shared", f"{theirs}.shared_experts", experts.shared_intermediate_size, False)
+    return names
+
+
+def llama_names(spec: ModelSpec, norms: dict[str, str] | None = None) -> Names:
+    """Every parameter of a decoder whose checkpoint is laid out as Llama's. `norms` are a layer's: ours to theirs."""
+    norms = norms or {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    attention = attention_names if spec.latent is None else latent_names
+    names = outer_names(spec)
+    for layer in range(spec.num_layers):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        names |= renamed({f"{ours}.{norm}": f"{theirs}.{name}" for norm, name in norms.items()})
+        names |= attention(spec, f"{ours}.attention", f"{theirs}.self_attn")
+        if spec.experts is not None and layer >= spec.experts.first_layer:
+            names |= expert_names(spec, f"{ours}.mlp", f"{theirs}.mlp")
+        else:
+            names |= gated_mlp_names(f"{ours}.mlp", f"{theirs}.mlp", spec.intermediate_size, spec.mlp_bias)
+    return names

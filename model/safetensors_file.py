@@ -1,0 +1,147 @@
+"""One safetensors file: its header checked in full before a byte of weights is read, its tensors read straight into place.
+
+The format forbids duplicate names and gaps, and loaders disagree about files that have them; here such a file is refused. Invariant:
+a file that passes `SafetensorsFile.open` holds every byte that its header promises. It knows nothing of what the tensors are for.
+"""
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from model.spec import CheckpointError
+
+MAX_HEADER_BYTES = 100 * 2**20
+MAX_DIMENSIONS = 8
+LENGTH = struct.Struct("<Q")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What weights can be made of."""
+ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2} | {
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor lies in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise CheckpointError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in the header")
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """A file whose header holds. `entries` are its tensors."""
+
+    path: Path
+    entries: dict[str, Entry]
+
+    @classmethod
+    def open(cls, path: Path) -> "SafetensorsFile":
+        """Reads and checks the header. Raises CheckpointError naming the file and what is wrong with it."""
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                return cls(path, _entries(file.read(LENGTH.size), file, size))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+
+    def read(self, name: str, into: Tensor | None = None) -> Tensor:
+        """The tensor of that name in its own dtype, in `into` if that is given: contiguous, on the CPU, of its dtype and size."""
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) if into is None else into
+        buffer = memoryview(cast(Any, tensor.view(-1).view(torch.uint8).numpy()))
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(entry.begin)
+                done = 0
+                while done < entry.num_bytes:
+                    count = file.readinto(buffer[done:])
+                    if not count:
+                        raise CheckpointError(f"{self.path}: ended within {name}: it became shorter while it was read")
+                    done += count
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
+        return tensor
+
+
+def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:
+    if len(prefix) < LENGTH.size:
+        raise CheckpointError(f"{size} bytes long; a safetensors file begins with 8 bytes for the length of its header")
+    (length,) = LENGTH.unpack(prefix)
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"its header says it is {length} bytes long; at most {MAX_HEADER_BYTES} are read. Is this a safetensors file?"
+        )
+    if LENGTH.size + length > size:
+        raise CheckpointError(f"its header is {length} bytes long, the file {size}: truncated, or not a safetensors file")
+    try:
+        header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError):
+        raise CheckpointError("its header is not JSON; the file is damaged, or not a safetensors file") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"its header must be a JSON object, found {type(header).__name__}")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError("__metadata__ in its header must map names to texts")
+    return _placed({name: _entry(name, value) for name, value in header.items()}, LENGTH.size + length, size)
+
+
+def _entry(name: str, value: Any) -> Entry:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"tensor {name}: its entry must have dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"tensor {name}: dtype {dtype!r} is not known")
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
+        raise CheckpointError(f"tensor {name}: shape must be a list of up to {MAX_DIMENSIONS} sizes, found {str(shape)[:80]}")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise CheckpointError(f"tensor {name}: data_offsets must be a begin and an end, found {str(offsets)[:80]}")
+    num_bytes = offsets[1] - offsets[0]
+    if prod(shape) * ITEM_BYTES[dtype] != num_bytes:
+        raise CheckpointError(
+            f"tensor {name}: {dtype} of shape {shape} takes {prod(shape) * ITEM_BYTES[dtype]} bytes, its offsets {num_bytes}"
+        )
+    return Entry(dtype, tuple(shape), offsets[0], num_bytes)
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**62 for v in values)
+
+
+def _placed(entries: dict[str, Entry], data: int, size: int) -> dict[str, Entry]:
+    """Entries with their place in the file, once they are known to fill it without gap or overlap."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
+        if entry.begin != end:
+            how = "overlaps the tensor before it" if entry.begin < end else "leaves a gap before it"
+            raise CheckpointError(f"tensor {name}: begins at byte {entry.begin} of the data, expected {end}: it {how}")
+        end += entry.num_bytes
+    if data + end != size:
+        difference = data + end - size
+        how = f"{difference} B shorter" if difference > 0 else f"{-difference} B longer"
+        raise CheckpointError(f"file is {how} than its header says")
+    return {name: Entry(e.dtype, e.shape, data + e.begin, e.num_bytes) for name, e in entries.items()}

@@ -1,0 +1,96 @@
+"""Every family against `transformers`: logits for every way of cutting a text, greedy tokens, and the same from a running server."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.families import read_spec
+from model.weights import load_decoder
+from server.text import TextCodec
+from tests.families import CONFIGS, FamilyCheckpoint, make_family_checkpoint
+from tests.processes import ServerProcess
+from tests.test_decoder import CPU, GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core
+
+ALL = [(family, number) for family, configs in CONFIGS.items() for number in range(len(configs))]
+PROMPT = "def f(x): "
+
+
+@pytest.fixture(scope="module", params=ALL, ids=lambda param: f"{param[0]}-{param[1]}")
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCheckpoint:
+    return make_family_checkpoint(*request.param, tmp_path_factory.mktemp("family"))
+
+
+def random_ids(checkpoint: FamilyCheckpoint, count: int) -> list[int]:
+    rng = random.Random(checkpoint.number)
+    return [rng.randrange(3, checkpoint.vocab_size) for _ in range(count)]
+
+
+@torch.no_grad()
+def test_logits_whole_chunked_and_decoded(checkpoint: FamilyCheckpoint) -> None:
+    decoder = load(checkpoint.folder)
+    ids = random_ids(checkpoint, 110)
+    expected = checkpoint.oracle(torch.tensor([ids])).logits[0]
+    for backend in ("reference", "cpu"):
+        for chunks, page_size in (([110], 16), ([1] * 110, 16), ([60, *[1] * 20, 30], 7), ([13, 40, 1, 56], 64)):
+            actual = logits_by_chunks(decoder, backend, ids, chunks, page_size)
+            assert (actual - expected).abs().max() < TOLERANCE, (backend, chunks, page_size)
+
+
+def greedy(checkpoint: FamilyCheckpoint, prompt: list[int], count: int) -> list[int]:
+    """What `transformers` goes on with."""
+    generated = checkpoint.oracle.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = generated[0, len(prompt) :].tolist()
+    return tokens
+
+
+def test_200_greedy_tokens(checkpoint: FamilyCheckpoint) -> None:
+    prompt = random_ids(checkpoint, 37)
+    core = make_core(checkpoint, num_pages=700)  # type: ignore[arg-type]
+    core.scheduler.submit(0, prompt, 200, GREEDY)
+    assert finish(core)[0] == greedy(checkpoint, prompt, 200)
+
+
+def served_equals_transformers(checkpoint: FamilyCheckpoint) -> None:
+    server = ServerProcess(checkpoint.folder, "--cache.pages", "400", "--engine.step_tokens", "64")
+    ids = TextCodec(checkpoint.folder).encode(PROMPT)
+    parameters = {"max_new_tokens": 200, "details": True, "ignore_eos": True, "do_sample": False}
+    status, body = server.post("/generate", {"inputs": PROMPT, "parameters": parameters})
+    assert status == 200, body
+    assert [token["id"] for token in body["details"]["tokens"]] == greedy(checkpoint, ids, 200)
+    assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_200_greedy_tokens_through_the_server(checkpoint: FamilyCheckpoint) -> None:
+    served_equals_transformers(checkpoint)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_one_of_each_through_the_server(family: str, tmp_path: Path) -> None:
+    served_equals_transformers(make_family_checkpoint(family, 0, tmp_path))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tokenizers_give_text_back(family: str, tmp_path: Path) -> None:
+    codec = TextCodec(make_family_checkpoint(family, 0, tmp_path).folder)
+    ids = codec.encode("def f(x):\n    return é + 'λ'\n")
+    assert codec.tokenizer.decode(ids) == "def f(x):\n    return é + 'λ'\n"
+    assert (len(codec.opening) == 1) == (family not in ("falcon", "santacoder"))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@torch.inference_mode()
+def test_half_precision_loads_every_tensor(family: str, tmp_path: Path) -> None:
+    folder = make_family_checkpoint(family, 0, tmp_path).folder
+    decoder = load_decoder(folder, read_spec(folder), torch.bfloat16, CPU)
+    assert {parameter.dtype for parameter in decoder.parameters()} == {torch.bfloat16}
