@@ -29,7 +29,7 @@ from torch import Tensor
 from model.decoder import Decoder
 from model.families import read_spec
 from model.tools import corpus
-from model.tools.train import CausalAttention
+from model.tools.held_out import CausalAttention
 from model.weights import load_decoder
 
 LOGIT_ROWS = 512
@@ -56,7 +56,7 @@ def token_nats(decoder: Decoder, ids: list[int], start_id: int, context: int) ->
     targets_N = torch.tensor(ids)
     nats_N = torch.full((len(ids),), math.nan)
     for begin, first, end in windows(len(ids), context):
-        attend = CausalAttention(end - begin, decoder.spec.attention_scale)
+        attend = CausalAttention(end - begin, decoder.spec)
         x_TD = decoder(inputs_N[begin:end], torch.arange(end - begin), attend)
         for row in range(first, end, LOGIT_ROWS):
             rows = slice(row, min(row + LOGIT_ROWS, end))

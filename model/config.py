@@ -13,15 +13,16 @@ from model.spec import CheckpointError
 NAME = "config.json"
 MOST = 2**31 - 1
 # Keys that change nothing in what is served: provenance, training, and how transformers itself runs a model.
-HARMLESS = frozenset(
-    "_name_or_path _attn_implementation_autoset architectures attention_dropout attn_pdrop auto_map bos_token_id cls_token_id dtype "
-    "embd_pdrop eos_token_id hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id max_length model_type "
-    "num_labels onehead_conversion output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type "
-    "qk_head_dim resid_pdrop return_dict sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type "
-    "summary_use_proj task_specific_params tie_word_embeddings tokenizer_class torch_dtype transformers_version unk_token_id use_cache "
-    "attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner validate_runner_input pre_allocate_kv_cache "
-    "max_batch_size max_sequence_length".split()  # noqa: SIM905  (a list would be a page long)
-)
+_HARMLESS = """
+_name_or_path _attn_implementation_autoset architectures attention_dropout attn_pdrop auto_map bos_token_id cls_token_id dtype embd_pdrop
+eos_token_id hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id max_length model_type num_labels
+onehead_conversion output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim
+resid_pdrop return_dict sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+task_specific_params tie_word_embeddings tokenizer_class torch_dtype transformers_version unk_token_id use_cache
+attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner validate_runner_input pre_allocate_kv_cache max_batch_size
+max_sequence_length
+"""
+HARMLESS = frozenset(_HARMLESS.split())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -107,12 +108,11 @@ class Config:
         if value is not None and not any(value is v or (type(value) is type(v) and value == v) for v in values):
             raise CheckpointError(f"{self.path}: {key} is {value!r}; {why}")
 
-    def one_key_value_head(self, key: str, default: int) -> None:
+    def one_key_value_head(self, key: str, default: int, convertible: bool = True) -> None:
         """Refuses any number of key/value heads but 1."""
         if (found := self.integer(key, default)) != 1:
-            raise CheckpointError(
-                f"{self.path}: {key} is {found}, expected 1: onehead serves one key/value head; `onehead convert` makes that of several"
-            )
+            way_out = "; `onehead convert` makes that of several" if convertible else ""
+            raise CheckpointError(f"{self.path}: {key} is {found}, expected 1: onehead serves one key/value head{way_out}")
 
     def sub(self, key: str) -> "Config | None":
         """The object under a key; None where there is none."""

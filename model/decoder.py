@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import Attend, LatentAttention, MultiQueryAttention
-from model.layers import MLP, MixtureOfExperts, RotaryTable, Rotation, TokenEmbedding, norm
+from model.layers import MLP, Embedding, MixtureOfExperts, RotaryTable, Rotation, norm
 from model.spec import ModelSpec
 
 
@@ -45,8 +45,8 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.token_embedding = TokenEmbedding(spec.vocab_size, spec.hidden_size)
-        self.position_embedding = nn.Embedding(spec.max_positions, spec.hidden_size) if spec.rotary is None else None
+        self.token_embedding = Embedding(spec.vocab_size, spec.hidden_size)
+        self.position_embedding = Embedding(spec.max_positions, spec.hidden_size) if spec.rotary is None else None
         self.blocks = nn.ModuleList(self.block(spec, layer) for layer in range(spec.num_layers))
         self.final_norm = norm(spec)
         self.head = None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)

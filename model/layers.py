@@ -102,11 +102,16 @@ def norm(spec: ModelSpec, size: int | None = None) -> nn.Module:
     return nn.LayerNorm(size, eps=spec.norm_epsilon)
 
 
-class TokenEmbedding(nn.Embedding):
-    """Rows by token id, and as the head of a tied model the products of a state with every row."""
+class Embedding(nn.Embedding):
+    """Rows by number."""
+
+    def reset_parameters(self) -> None:
+        # Without memory there is nothing to fill, and torch's try at it imports its compiler: 1.4 s and 150 MB.
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
     def logits(self, x_SD: Tensor) -> Tensor:
-        """x_SD -> logits_SV"""
+        """As the head of a tied model: the products of a state with every row. x_SD -> logits_SV"""
         return F.linear(x_SD, self.weight)
 
 

@@ -1,7 +1,8 @@
 """Int8 weights: one scale for each output channel, activations quantized token by token as they come, exact integer accumulation.
 
-y = (x_q W_q^T) * scale_x * scale_w + b, with x_q, W_q in -127 .. 127. The sums are integers, so a token's result does not depend on which
-others are computed with it. Invariant: a quantized matrix keeps no float copy of itself.
+x = s (x_q - z) for each token and W = t W_q for each output channel, so y = (x_q W_q^T - z * rowsums(W_q)) * s * t + b. The zero point z
+is there because what an MLP's activation gives is hardly ever negative: without it half the range would lie idle. The sums are integers,
+so a token's result does not depend on which others are computed with it. Invariant: a quantized matrix keeps no float copy of itself.
 
 Shape letters: T tokens, I input and O output columns, V rows of a table, D its columns.
 """
@@ -12,23 +13,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.layers import TokenEmbedding
+from model.layers import Embedding
 
 LARGEST = 127
 # What the GPU's integer product asks for: more rows than this, and sizes that are multiples of 8.
 GPU_MIN_ROWS, GPU_MULTIPLE = 17, 8
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x -> (int8 of the same shape, float32 scale for each row), symmetric around 0. A row of zeros has scale 1."""
-    x = x.float()
-    largest = x.abs().amax(dim=-1)
-    scale = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
-    return (x / scale[..., None]).round_().to(torch.int8), scale
+def quantize_weights(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """W -> (W_q in -127 .. 127, t_O): symmetric around 0. A row of zeros has scale 1."""
+    weight_OI = weight_OI.float()
+    largest_O = weight_OI.abs().amax(dim=-1)
+    scale_O = torch.where(largest_O > 0, largest_O / LARGEST, torch.ones_like(largest_O))
+    return (weight_OI / scale_O[:, None]).round_().to(torch.int8), scale_O
+
+
+def quantize_tokens(x_TI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x -> (x_q in -128 .. 127, s_T, z_T): from the least to the greatest value of each token, 0 always among what is represented."""
+    x_TI = x_TI.float()
+    least_T1, greatest_T1 = x_TI.amin(dim=-1, keepdim=True).clamp_(max=0), x_TI.amax(dim=-1, keepdim=True).clamp_(min=0)
+    scale_T1 = ((greatest_T1 - least_T1) / (2 * LARGEST + 1)).clamp_(min=torch.finfo(torch.float32).tiny)
+    zero_T1 = -1 - LARGEST - (least_T1 / scale_T1).round_()
+    x_int8_TI = (x_TI / scale_T1).round_().add_(zero_T1).clamp_(-1 - LARGEST, LARGEST).to(torch.int8)
+    return x_int8_TI, scale_T1[:, 0], zero_T1[:, 0].to(torch.int32)
 
 
 def integer_product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """x W^T of int8 matrices, exactly, as int32."""
+    if x_TI.shape[1] == 1:
+        return x_TI.int() * weight_OI.int().T  # A transposed column looks like a row to torch's product, and is taken for one.
     if x_TI.device.type == "cpu":
         return torch._int_mm(x_TI, weight_OI.T)
     num_rows = x_TI.shape[0]
@@ -44,19 +57,27 @@ class _Rows(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_rows, num_columns, dtype=torch.int8, device="meta"), requires_grad=False)
         self.scale = nn.Parameter(torch.empty(num_rows, device="meta"), requires_grad=False)
+        self.row_sums = nn.Parameter(torch.empty(num_rows, dtype=torch.int32, device="meta"), requires_grad=False)
         self.dtype = dtype
 
-    def set_weight(self, weight: Tensor) -> None:
-        """Takes the float matrix, quantized."""
-        rows, scale = quantize(weight)
-        self.weight, self.scale = (nn.Parameter(value, requires_grad=False) for value in (rows, scale))
+    def allocate(self, device: torch.device) -> None:
+        """Memory for the values, which `set_rows` brings."""
+        for name in ("weight", "scale", "row_sums"):
+            value = torch.empty_like(getattr(self, name), device=device)
+            setattr(self, name, nn.Parameter(value, requires_grad=False))
+
+    def set_rows(self, first: int, rows: Tensor) -> None:
+        """Takes rows of the float matrix from number `first` on, quantized."""
+        quantized, scale = quantize_weights(rows.to(self.weight.device))
+        end = first + len(rows)
+        self.weight[first:end], self.scale[first:end] = quantized, scale
+        self.row_sums[first:end] = quantized.sum(dim=-1, dtype=torch.int32)
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T in x's dtype."""
-        x_TI = x.reshape(-1, x.shape[-1])
-        x_int8_TI, scale_T = quantize(x_TI)
+        x_int8_TI, scale_T, zero_T = quantize_tokens(x.reshape(-1, x.shape[-1]))
         sums_TO = integer_product(x_int8_TI, self.weight)[:, : self.weight.shape[0]]
-        y_TO = sums_TO.float().mul_(scale_T[:, None]).mul_(self.scale)
+        y_TO = sums_TO.addcmul_(zero_T[:, None], self.row_sums, value=-1).float().mul_(scale_T[:, None]).mul_(self.scale)
         return y_TO.to(x.dtype).view(*x.shape[:-1], -1)
 
 
@@ -88,7 +109,7 @@ class Int8Embedding(_Rows):
 
 def quantize_modules(root: nn.Module, dtype: torch.dtype) -> None:
     """Puts int8 stand-ins, still without values, in the place of every linear layer and table but routers, which decide and are small."""
-    kinds: dict[type[nn.Module], Any] = {nn.Linear: Int8Linear, nn.Embedding: Int8Embedding, TokenEmbedding: Int8Embedding}
+    kinds: dict[type[nn.Module], Any] = {nn.Linear: Int8Linear, Embedding: Int8Embedding}
     for name, module in list(root.named_modules()):
         kind = kinds.get(type(module))
         if kind is not None and not name.endswith("router"):

@@ -138,7 +138,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions, device: torch.device) -> int:
-    free = _free_bytes(device)
+    free = free_bytes(device)
     memory = options.memory or (CPU_SHARE if device.type == "cpu" else GPU_SHARE)
     budget = memory * free if memory <= 1.0 else memory
     num_pages = int(budget // page_bytes)
@@ -148,7 +148,7 @@ def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions
     return min(num_pages, options.max_running * layout.most_pages(options.max_context + options.page_size, options.step_tokens))
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Memory that can be taken now: the device's, or the machine's within the limit of this control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

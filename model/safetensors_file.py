@@ -69,23 +69,21 @@ class SafetensorsFile:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
-    def read(self, name: str, into: Tensor | None = None) -> Tensor:
-        """The tensor of that name in its own dtype, in `into` if that is given: contiguous, on the CPU, of its dtype and size."""
+    def read(self, name: str, into: Tensor, first: int = 0) -> None:
+        """Fills `into`, contiguous, on the CPU and of the tensor's dtype, with its elements from `first` on. Raises CheckpointError."""
         entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) if into is None else into
-        buffer = memoryview(cast(Any, tensor.view(-1).view(torch.uint8).numpy()))
+        buffer = memoryview(cast(Any, into.view(-1).view(torch.uint8).numpy()))
         try:
             with self.path.open("rb", buffering=0) as file:
-                file.seek(entry.begin)
+                file.seek(entry.begin + first * into.itemsize)
                 done = 0
-                while done < entry.num_bytes:
+                while done < len(buffer):
                     count = file.readinto(buffer[done:])
                     if not count:
                         raise CheckpointError(f"{self.path}: ended within {name}: it became shorter while it was read")
                     done += count
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
-        return tensor
 
 
 def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:

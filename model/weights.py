@@ -1,13 +1,15 @@
 """Safetensors <-> Decoder. Every missing, unexpected or misshapen tensor is an error that names it, before a byte of weights is read.
 
 Knows files and names; knows nothing of families beyond the name table it is handed. While it loads, memory holds the weights that are
-done and one tensor more.
+done and one block more.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from model.config import read_json
 from model.decoder import Decoder, meta_decoder
 from model.families import family_of
-from model.names import Names, Part
+from model.names import Part
 from model.quantization import Int8Embedding, Int8Linear, quantize_modules
 from model.safetensors_file import DTYPES, Entry, SafetensorsFile
 from model.spec import CheckpointError, ModelSpec
@@ -27,6 +29,7 @@ from model.spec import CheckpointError, ModelSpec
 IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # The head of a tied checkpoint is the embedding; some files carry it a second time.
 TIED_DUPLICATE = "lm_head.weight"
+BLOCK_ELEMENTS = 2**22
 MANIFEST = "SHA256SUMS"
 """What `sha256sum *.safetensors` prints. Where a folder has it, its files are held to it."""
 
@@ -49,9 +52,31 @@ class Checkpoint:
         return self.files[name].entries[name]
 
     def read(self, part: Part) -> Tensor:
-        """One part, as its matrix of ours has it."""
-        tensor = self.files[part.name].read(part.name)
+        """A whole part, as ours has it, in its own dtype. Raises CheckpointError, as for values that are no numbers."""
+        entry = self.entry(part.name)
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.fill(part.name, tensor, 0)
         return tensor.T if part.transposed else tensor
+
+    def blocks(self, part: Part) -> Iterator[Tensor]:
+        """As `read`, block after block of its rows. A block is overwritten by the next."""
+        if part.transposed:  # No block of our rows lies together.
+            yield self.read(part)
+            return
+        entry = self.entry(part.name)
+        num_rows, columns = entry.shape[0], prod(entry.shape[1:])
+        scratch = torch.empty(max(1, min(num_rows, BLOCK_ELEMENTS // max(1, columns))), *entry.shape[1:], dtype=DTYPES[entry.dtype])
+        for first in range(0, num_rows, len(scratch)):
+            block = scratch[: num_rows - first]
+            self.fill(part.name, block, first * columns)
+            yield block
+
+    def fill(self, name: str, into: Tensor, first: int) -> None:
+        """Reads elements from number `first` on straight into a contiguous tensor of the same dtype."""
+        self.files[name].read(name, into, first)
+        # One pass that makes no copy: a NaN anywhere is both least and greatest.
+        if into.numel() and not all(bound.isfinite() for bound in torch.aminmax(into)):
+            raise CheckpointError(f"{self.files[name].path}: {name} holds NaN or infinity; the file is damaged")
 
     def verify(self) -> None:
         """Holds the files to the folder's manifest, if it has one. Raises CheckpointError naming the one that differs."""
@@ -86,33 +111,31 @@ def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torc
     if quantization == "int8":
         quantize_modules(decoder, dtype)
     for ours, parts in names.items():
-        _put(decoder, ours, _assemble(checkpoint, ours, parts, dtype, device), device)
+        _put(decoder, ours, checkpoint, parts, dtype, device)
     return decoder.requires_grad_(False).eval()
 
 
-def _put(decoder: Decoder, name: str, value: Tensor, device: torch.device) -> None:
-    """Sets one parameter, quantized where its module is."""
+def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Gives one parameter its values, quantized where its module is. Memory holds them and one block more."""
     module_name, _, leaf = name.rpartition(".")
     module = decoder.get_submodule(module_name)
     if isinstance(module, Int8Linear | Int8Embedding) and leaf == "weight":
-        module.set_weight(value)
+        module.allocate(device)
+        take = module.set_rows
     else:
+        value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+        if len(parts) == 1 and DTYPES[checkpoint.entry(parts[0].name).dtype] is dtype and device.type == "cpu" and not parts[0].transposed:
+            checkpoint.fill(parts[0].name, value, 0)
+            return
 
+        def take(first: int, rows: Tensor) -> None:
+            value[first : first + len(rows)] = rows
 
-def _assemble(checkpoint: Checkpoint, ours: str, parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The parts of one parameter, one under the other, in `dtype` on `device`. Raises CheckpointError for values that are no numbers."""
-    pieces = [checkpoint.read(part) for part in parts]
-    for part, piece in zip(parts, pieces, strict=True):
-        # One pass that makes no copy: a NaN or an infinity anywhere shows in the sum of squares, which doubles hold.
-        if not torch.linalg.vector_norm(piece, dtype=torch.float64).isfinite():
-            raise CheckpointError(f"{checkpoint.files[part.name].path}: {part.name} holds NaN or infinity; the file is damaged")
-    if len(pieces) == 1:
-        return pieces[0].to(device=device, dtype=dtype).contiguous()
-    whole = torch.empty(sum(len(piece) for piece in pieces), *pieces[0].shape[1:], dtype=dtype, device=device)
-    for rows, piece in zip(whole.split([len(piece) for piece in pieces]), pieces, strict=True):
-        rows.copy_(piece)
-    return whole
+    first = 0
+    for block in chain.from_iterable(map(checkpoint.blocks, parts)):
+        take(first, block)
+        first += len(block)
 
 
 def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> None:
@@ -189,8 +212,11 @@ def _paths(folder: Path) -> Iterator[Path]:
 
 def _hint(folder: Path) -> str:
     """What to do where weights of another format are there instead."""
-    if others := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
-        return f"; found {others[0]}, which may run code when it is read: `onehead convert --model {folder} --output NEW` makes safetensors of it"
+    if others := sorted(p.name for pattern in ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
+        found = f"; found {others[0]}, which may run code when it is read"
+        if others[0].startswith("pytorch_model"):
+            return f"{found}: `onehead convert --model {folder} --output NEW` makes safetensors of it"
+        return f"{found}; take the checkpoint in safetensors"
     if others := sorted(p.name for p in folder.glob("*.gguf")):
         return f"; found {others[0]}: GGUF is not read; take the checkpoint it was made from, in safetensors"
     return ""

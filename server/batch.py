@@ -24,7 +24,8 @@ from server.api.openai_errors import error_body, error_status
 from server.chat import ChatTemplate
 from server.config import EngineSettings, ServerSection
 from server.errors import MalformedBody, RequestError, UsageError
-from server.serve import running, start_message
+from server.hub import model_id
+from server.serve import running
 from server.supervisor import State
 
 MAX_OPEN = 100_000
@@ -130,8 +131,8 @@ class Journal:
 
 def _maker(settings: BatchSettings) -> str:
     """A digest of what answers depend on besides their requests."""
-    start = start_message(settings)
-    made_by = (str(settings.model.resolve()), start.device, start.dtype, start.max_context)
+    engine = settings.engine
+    made_by = (str(settings.model.resolve()), engine.device, engine.dtype, engine.quantization, engine.max_context)
     return hashlib.sha256(repr(made_by).encode()).hexdigest()
 
 
@@ -155,8 +156,8 @@ async def batch(settings: BatchSettings) -> int:
     missing = [line for line in lines if line.digest not in journal.answers]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     async with running(settings, MAX_OPEN) as engine:
-        model_id = settings.model.resolve().name
-        routes = OpenAIRoutes(engine.generation, ServerSection(), model_id, ChatTemplate(engine.generation.codec))
+        template = ChatTemplate(engine.generation.codec)
+        routes = OpenAIRoutes(engine.generation, ServerSection(), model_id(settings.model), template)
         # Twice as many as run, so that the next are tokenized when a place is free.
         places = asyncio.Semaphore(2 * settings.engine.max_running)
         with Progress(*columns) as progress:

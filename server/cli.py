@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from server.errors import ConfigurationError, OneheadError
 
@@ -18,23 +19,26 @@ def _serve(argv: list[str]) -> int:
 
     settings = load(ServeSettings, argv, "onehead serve")
     logging.basicConfig(level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from server.hub import resolved
     from server.serve import serve
 
-    return asyncio.run(serve(settings))
+    return asyncio.run(serve(resolved(settings)))
 
 
 def _generate(argv: list[str]) -> int:
     from server.config import load
+    from server.hub import resolved
     from server.terminal import GenerateSettings, generate
 
-    return asyncio.run(generate(load(GenerateSettings, argv, "onehead generate")))
+    return asyncio.run(generate(resolved(load(GenerateSettings, argv, "onehead generate"))))
 
 
 def _batch(argv: list[str]) -> int:
     from server.batch import BatchSettings, batch
     from server.config import load
+    from server.hub import resolved
 
-    return asyncio.run(batch(load(BatchSettings, argv, "onehead batch")))
+    return asyncio.run(batch(resolved(load(BatchSettings, argv, "onehead batch"))))
 
 
 def _bench(argv: list[str]) -> int:
@@ -70,6 +74,33 @@ def _compare(argv: list[str]) -> int:
     return _tool("compare", work)
 
 
+def _convert(argv: list[str]) -> int:
+    from model.tools.options import ConvertOptions
+    from server.config import load_dataclass
+
+    def work() -> None:
+        options = load_dataclass(ConvertOptions, argv, "onehead convert")
+        from model.tools.convert import convert
+
+        convert(options)
+
+    return _tool("convert", work)
+
+
+def _plan(argv: list[str]) -> int:
+    from model.tools.options import PlanOptions
+    from server.config import load_dataclass
+
+    def work() -> None:
+        options = load_dataclass(PlanOptions, argv, "onehead plan")
+        from model.tools.plan import plan
+        from server.hub import resolve
+
+        plan(replace(options, folder=resolve(options.folder, weights=False)))
+
+    return _tool("plan", work)
+
+
 def _tool(name: str, work: Callable[[], None]) -> int:
     """Runs one of model.tools, whose errors are not of our tree; its exit status."""
     from model.spec import CheckpointError, OptionError
@@ -89,7 +120,9 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "generate": ("stream the continuation of a prompt to the terminal", _generate),
     "batch": ("answer a file of requests, in OpenAI's batch format", _batch),
     "bench": ("put load on a running server and report rates and latencies", _bench),
-    "train": ("train a small checkpoint", _train),
+    "plan": ("what a checkpoint takes, and how many sequences fit", _plan),
+    "convert": ("make a one-head checkpoint of one with several heads", _convert),
+    "train": ("train a small checkpoint, or an existing one further", _train),
     "compare": ("multi-head against multi-query attention, in bytes and seconds", _compare),
 }
 

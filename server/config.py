@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_settings import (
     BaseSettings,
+    CliPositionalArg,
     CliSettingsSource,
     EnvSettingsSource,
     PydanticBaseSettingsSource,
@@ -99,7 +100,9 @@ class EngineSettings(BaseSettings):
         cli_enforce_required=True,
     )
 
-    model: Path = Field(EMBEDDED_MODEL, description="checkpoint folder; default: the embedded model")
+    model: Path = Field(
+        EMBEDDED_MODEL, description="checkpoint folder, or org/name[@revision] of the Hugging Face hub; default: the embedded model"
+    )
     config: Path | None = Field(None, description="TOML file of options")
     engine: EngineSection = Field(EngineSection(), description="the computing side")
     cache: CacheSection = Field(CacheSection(), description="the key/value cache")
@@ -180,7 +183,7 @@ class CommandLineOnly(BaseSettings):
 def load_dataclass(cls: type[Options], argv: list[str], prog: str) -> Options:
     """The options of a tool, which are a plain dataclass, from the command line alone. Raises ConfigurationError."""
     options: dict[str, Any] = {
-        f.name: (f.type, Field(... if f.default is MISSING else f.default, description=f.metadata.get("help")))
+        f.name: (_annotation(f), Field(... if f.default is MISSING else f.default, description=f.metadata.get("help")))
         for f in fields(cls)  # type: ignore[arg-type]
     }
     model: type[BaseSettings] = create_model("Tool", __base__=CommandLineOnly, __doc__=cls.__doc__, **options)
@@ -189,6 +192,13 @@ def load_dataclass(cls: type[Options], argv: list[str], prog: str) -> Options:
     except ValidationError as error:
         raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
     return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})  # type: ignore[arg-type]
+
+
+def _annotation(field: Any) -> Any:
+    """The type of a tool's option: positional, or memory with a unit, where its metadata says so."""
+    if field.metadata.get("positional"):
+        return CliPositionalArg[field.type]  # type: ignore[misc]
+    return Annotated[field.type, BeforeValidator(_parse_memory)] if field.metadata.get("memory") else field.type
 
 
 def _describe(detail: Any) -> str:
@@ -220,6 +230,15 @@ def _refuse_unknown_variables(cls: type[BaseSettings]) -> None:
     unknown = sorted(key for key in os.environ if key.upper().startswith(PREFIX) and key.upper() not in known)
     if unknown:
         raise ConfigurationError(f"environment variable {unknown[0]}: no such option")
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept, by the conventions of the desktop. Raises ConfigurationError where there is no such place."""
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(chosen) if chosen.startswith("/") else Path.home() / ".cache") / "onehead"
+    except RuntimeError:
+        raise ConfigurationError("this user has no home folder to keep a cache in; set XDG_CACHE_HOME to a folder") from None
 
 
 def cpu_threads(configured: int | None) -> int:

@@ -5,7 +5,7 @@ Everything on the pipe is the msgpack bytes of one of these; nothing is pickled.
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 64 * 2**20
 # What a grammar may cost, in llguidance's units: checked on one side, kept to on the other. The library's defaults are ten times these.
 GRAMMAR_LIMITS = {
@@ -27,6 +27,8 @@ class Start(Message, frozen=True, tag=True, array_like=True):
 
     version: int
     model: str
+    tokenizer: str
+    """The tokenizer.json that the API process reads: the folder may have none of its own."""
     device: str
     dtype: str
     quantization: str

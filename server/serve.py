@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -20,6 +21,7 @@ from server.api.app import create_app
 from server.config import EngineSettings, ServeSettings, cpu_threads
 from server.errors import ResourceError
 from server.generation import Generation
+from server.hub import model_id
 from server.metrics import Metrics
 from server.supervisor import State, Supervisor
 from server.text import TextCodec
@@ -31,12 +33,13 @@ ENGINE_EXIT_SECONDS = 5.0
 log = logging.getLogger("onehead")
 
 
-def start_message(settings: EngineSettings) -> protocol.Start:
+def start_message(settings: EngineSettings, tokenizer: Path) -> protocol.Start:
     """What an engine of these settings is told first."""
     engine, cache = settings.engine, settings.cache
     return protocol.Start(
         version=protocol.VERSION,
         model=str(settings.model),
+        tokenizer=str(tokenizer),
         device=engine.device,
         dtype=engine.dtype,
         quantization=engine.quantization,
@@ -55,12 +58,12 @@ class Running:
     """A supervised engine with a Generation over it, inside an event loop."""
 
     def __init__(self, settings: EngineSettings, max_waiting: int, grammar_timeout: float = 2.0) -> None:
-        self._start = start_message(settings)
+        codec = TextCodec(settings.model)
+        self._start = start_message(settings, codec.path)
         self._changed = asyncio.Event()
         self._process: EngineProcess | None = None
         self.metrics = Metrics()
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_step)
-        codec = TextCodec(settings.model)
         max_open = settings.engine.max_running + max_waiting
         self.generation = Generation(self.supervisor, codec, self.metrics, max_open, grammar_timeout)
 
@@ -180,8 +183,8 @@ async def serve(settings: ServeSettings) -> int:
     """Serves until a signal or the engine's end; the exit code. Raises OneheadError for what prevents it."""
     with bind(settings.host, settings.port) as listener:
         engine = Running(settings, settings.server.max_waiting, settings.server.grammar_timeout)
-        model_id = settings.server.model_name or settings.model.resolve().name
-        app = create_app(engine.generation, settings.server, model_id, version("onehead"))
+        name = settings.server.model_name or model_id(settings.model)
+        app = create_app(engine.generation, settings.server, name, version("onehead"))
         engine.supervisor.start()
         config = uvicorn.Config(app, log_level=settings.server.log_level, access_log=False, lifespan="off", timeout_keep_alive=30)
         http = HttpServer(config)
@@ -191,7 +194,7 @@ async def serve(settings: ServeSettings) -> int:
             loop.add_signal_handler(number, drain.on_signal)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
-            await _announce(engine, model_id, listener)
+            await _announce(engine, name, listener)
             await engine.until(State.STOPPED)
             engine.generation.raise_if_over()
         finally:
@@ -201,7 +204,7 @@ async def serve(settings: ServeSettings) -> int:
     return EXIT_STREAMS_CUT if drain.cut else 0
 
 
-async def _announce(engine: Running, model_id: str, listener: socket.socket) -> None:
+async def _announce(engine: Running, name: str, listener: socket.socket) -> None:
     """Waits for the engine and prints the one line that says where it is served, after one on what."""
     if await engine.until(State.READY) is not State.READY:
         return
@@ -210,10 +213,10 @@ async def _announce(engine: Running, model_id: str, listener: socket.socket) -> 
     host, port = listener.getsockname()[:2]
     weights = ready.dtype if ready.quantization == "none" else ready.quantization
     what = (
-        f"{model_id}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}; "
+        f"{name}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}; "
         f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size}, "
         f"up to {ready.capacity} tokens a sequence"
     )
     with contextlib.suppress(OSError):  # Whoever started us may have closed the pipe; that is no reason not to serve.
         print(what, file=sys.stderr)
-        print(f"onehead serves {model_id} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        print(f"onehead serves {name} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

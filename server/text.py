@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from server.checkpoint import CheckpointFiles
 from server.errors import ConfigurationError
+from server.tokenizer_file import tokenizer_path
 
 REPLACEMENT = "\ufffd"
 # The decoder of an incomplete character gives one replacement character, or one for each of its up to three bytes.
@@ -30,16 +31,12 @@ class TextCodec:
     """A checkpoint's tokenizer. Special tokens in a prompt's text are read as such; the post-processor decides about BOS."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads tokenizer.json. Raises ConfigurationError where it is missing or broken."""
-        if not folder.is_dir():
-            raise ConfigurationError(f"{folder}: no such folder; --model takes a checkpoint folder")
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigurationError(f"{path}: no such file; text cannot be served without a tokenizer")
+        """Reads tokenizer.json. Raises ConfigurationError where it is missing and cannot be made, or is broken."""
+        self.path = tokenizer_path(folder)
         try:
-            self.tokenizer = Tokenizer.from_file(str(path))
+            self.tokenizer = Tokenizer.from_file(str(self.path))
         except Exception as error:  # The library raises bare Exception.
-            raise ConfigurationError(f"{path}: not a tokenizer this version can read") from error
+            raise ConfigurationError(f"{self.path}: not a tokenizer this version can read") from error
         # Some files carry the padding and truncation of their training; a prompt must arrive as it is.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()

@@ -31,6 +31,9 @@ FORBIDDEN = {
     "server.api": ("torch",),
     "server.serve": ("torch",),
     "server.generation": ("torch", "server.api", "server.transport", "server.engine"),
+    "server.hub": ("torch", "transformers", "server.api", "server.serve", "server.supervisor"),
+    "server.tokenizer_file": ("torch", "transformers", "server.api", "server.supervisor"),
+    "server.tokenizer_conversion": ("torch", "server.api", "server.config", "server.supervisor"),
     "server.text": ("torch", "server.api", "server.supervisor"),
     "server.transport": ("torch", "server.api", "server.supervisor"),
     "server.protocol": ("server", "torch"),
@@ -41,10 +44,10 @@ FORBIDDEN = {
     "server.engine.sequence": ("time", "random", "asyncio", "server.protocol", "model.runner"),
 }
 # Nothing that serves imports the teaching side or the tools.
-SERVING = (
-    ["attention", "batch", "backends", "config", "conversion", "decoder", "families", "layers", "names", "quantization", "rope", "runner", "safetensors_file", "sampling", "spec", "step", "weights"]
-)
-for serving in SERVING:
+SERVING = """
+attention batch backends config decoder families layers names quantization rope runner safetensors_file sampling spec step weights
+"""
+for serving in SERVING.split():
     FORBIDDEN[f"model.{serving}"] = (*FORBIDDEN.get(f"model.{serving}", ()), "model.reference", "model.tools")
 FORBIDDEN["server.engine"] += ("model.reference", "model.tools")
 # Siblings that never import each other.

@@ -9,7 +9,8 @@ from bench import bits_per_byte
 from bench.bits_per_byte import COUNTS, DISCOUNTS, NGram, count, packed, token_nats, windows
 from model.decoder import Decoder
 from model.spec import ModelSpec
-from model.tools.train import CausalAttention, initialise
+from model.tools.held_out import CausalAttention
+from model.tools.train import initialise
 
 TEXTS = [b"def f(x):\n    return x\n" * 20, b"for x in f(3):\n    print(x)\n" * 20, b"ab", b""]
 
@@ -64,7 +65,7 @@ def test_windows_score_every_token_once(size: int) -> None:
 
 
 def nats_at_once(decoder: Decoder, inputs: list[int], targets: list[int]) -> torch.Tensor:
-    attend = CausalAttention(len(inputs), decoder.spec.attention_scale)
+    attend = CausalAttention(len(inputs), decoder.spec)
     hidden = decoder(torch.tensor(inputs), torch.arange(len(inputs)), attend)
     return F.cross_entropy(decoder.logits(hidden), torch.tensor(targets), reduction="none")
 

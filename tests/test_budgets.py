@@ -44,7 +44,7 @@ def test_a_forbidden_call_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["server.cli", "server.serve", "server.terminal", "server.bench", "model.step", "model.families", "cache.table"]
+    "module", ["server.cli", "server.serve", "server.terminal", "server.bench", "server.hub", "model.step", "model.families", "cache.table"]
 )
 def test_importing_it_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -30,7 +30,7 @@ def compiler() -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(EMBEDDED, 4096)
+    return Grammars(EMBEDDED / "tokenizer.json", 4096)
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:

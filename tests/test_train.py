@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from model.families import read_spec
 from model.spec import CheckpointError
 from model.tools import corpus, train
+from model.tools.held_out import decoder_logits
 from model.tools.options import TrainOptions
 
 
@@ -112,8 +113,7 @@ def test_the_multi_head_twin_is_transformers_and_is_refused_by_name(options: Tra
     decoder = training.decoder.to(torch.bfloat16).float()
     ids_T = torch.randint(0, decoder.spec.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        attend = train.CausalAttention(40, decoder.spec.attention_scale)
-        ours_TV = decoder.logits(decoder(ids_T, torch.arange(40), attend))
+        ours_TV = decoder_logits(decoder)(ids_T)
         theirs_TV = model(ids_T[None]).logits[0]
     assert torch.allclose(ours_TV, theirs_TV, atol=1e-5)
     with pytest.raises(CheckpointError, match=r"multi_query is False, so there are 2 key/value heads"):
@@ -173,7 +173,7 @@ def test_every_position_is_trained_from_the_start(options: TrainOptions, data: P
     documents = corpus.read_documents(data)
     tokenizer = corpus.train_tokenizer((d.text for d in documents), 300)
     first, lengths = [], []
-    for step in train.Data(options, documents, tokenizer).steps(0):
+    for step in train.Data(options, train.build_spec(options, tokenizer), documents, tokenizer).steps(0):
         first += step.first_position_B.tolist()
         lengths.append(step.rows_BU.shape[1] - 1)
         assert (step.first_position_B + lengths[-1] <= 128).all()

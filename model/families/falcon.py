@@ -22,7 +22,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     newer = config.flag("new_decoder_architecture", False)
     multi_query, parallel = config.flag("multi_query", True), config.flag("parallel_attn", True) or newer
     if newer:
-        config.one_key_value_head("num_kv_heads", num_heads)
+        config.one_key_value_head("num_kv_heads", num_heads, convertible=False)
     elif not multi_query:
         raise CheckpointError(f"config.json: multi_query is False, so there are {num_heads} key/value heads; onehead serves exactly one")
     else:

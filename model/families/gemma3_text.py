@@ -43,7 +43,7 @@ def _rotations(config: Config, head_dim: int, most: int) -> tuple[tuple[Rotary, 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
     """The spec of a config.json with model_type gemma3_text. Raises CheckpointError naming the key that does not fit."""
     hidden_size, num_heads, num_layers = (config.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    config.one_key_value_head("num_key_value_heads", 4)
+    config.one_key_value_head("num_key_value_heads", 4, convertible=False)
     config.only("use_bidirectional_attention", False, why="onehead serves causal models")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         config.only(key, why="onehead does not cap logits")

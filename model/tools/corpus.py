@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from model.spec import OptionError
+from model.spec import CheckpointError, OptionError
 
 END = "<|endoftext|>"
 FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = "<fim_prefix>", "<fim_middle>", "<fim_suffix>"
@@ -83,6 +83,14 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return id
 
 
+def fim_rate(asked: float | None, tokenizer: Tokenizer) -> float:
+    """The share of documents to rearrange: as asked, else 0.3 where the tokenizer has the marks. Raises OptionError where it must not."""
+    has_marks = all(tokenizer.token_to_id(mark) is not None for mark in (FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX))
+    if asked and not has_marks:
+        raise OptionError(f"fim_rate {asked} needs the tokens {FIM_PREFIX}, {FIM_MIDDLE} and {FIM_SUFFIX}, which the tokenizer lacks")
+    return (0.3 if has_marks else 0.0) if asked is None else asked
+
+
 def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
     """`text` cut into pieces at line ends, each as prefix-suffix-middle (Bavarian et al. 2022): the middle comes last."""
     start = 0
@@ -94,18 +102,33 @@ def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
         yield f"{FIM_PREFIX}{piece[:a]}{FIM_SUFFIX}{piece[b:]}{FIM_MIDDLE}{piece[a:b]}"
 
 
-def token_stream(documents: list[Document], tokenizer: Tokenizer, fim_rate: float, seed: int) -> np.ndarray:
-    """The documents in an order drawn from `seed`, laid end to end as token ids, each closed by END. dtype uint16."""
+def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a checkpoint folder, whose texts arrive whole. Raises CheckpointError."""
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises bare Exception.
+        raise CheckpointError(f"{path}: expected a tokenizer that this version can read ({error})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if (largest := max(tokenizer.get_vocab(with_added_tokens=True).values())) >= vocab_size:
+        raise CheckpointError(f"{path}: has ids up to {largest}, expected less than the vocab_size {vocab_size} of config.json")
+    return tokenizer
+
+
+def token_stream(documents: list[Document], tokenizer: Tokenizer, end_ids: tuple[int, ...], fim_rate: float, seed: int) -> np.ndarray:
+    """The documents in an order drawn from `seed`, laid end to end as token ids, each opened as the tokenizer opens a text and closed
+    by the first of `end_ids`. dtype int32.
+    """
     rng = random.Random(seed)
     texts: list[str] = []
     for document in rng.sample(documents, len(documents)):
         texts.extend(fim_pieces(document.text, rng) if rng.random() < fim_rate else [document.text])
-    end_id = token_id(tokenizer, END)
     parts: list[int] = []
-    for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+    for encoding in tokenizer.encode_batch(texts):
         parts.extend(encoding.ids)
-        parts.append(end_id)
-    return np.asarray(parts, dtype=np.uint16)
+        parts.extend(end_ids[:1])
+    return np.asarray(parts, dtype=np.int32)
 
 
 def sequences(stream: np.ndarray, length: int, seed: int) -> np.ndarray:

@@ -8,6 +8,8 @@ from model.spec import OptionError
 
 Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["multi_query", "multi_head"]
+OF_A_NEW_MODEL = ("vocab_size", "hidden_size", "num_layers", "num_query_heads", "attention", "intermediate_size", "max_positions")
+"""Options of `onehead train` that a checkpoint answers itself."""
 
 
 def option(default: Any, help: str) -> Any:
@@ -17,9 +19,10 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """onehead train: a small gpt_bigcode model, from source files to a checkpoint folder. Raises OptionError for values out of bounds."""
+    """onehead train: a small gpt_bigcode model from source files, or more training for a checkpoint. Raises OptionError for bad values."""
 
     output: Path = field(metadata={"help": "folder of the finished checkpoint"})
+    init: Path | None = option(None, "checkpoint folder to go on from, whose tokenizer and sizes are kept; default: a new model")
     data: Path | None = option(None, "folder whose *.py files are the corpus; default: this Python's standard library")
     work: Path = option(Path("runs/train"), "folder of the resumable state; a second run of the same options goes on from there")
     vocab_size: int = option(4096, "tokens of the byte-level BPE, the special ones included")
@@ -31,9 +34,11 @@ class TrainOptions:
     max_positions: int = option(4096, "longest context of the finished model")
     steps: int = option(4000, "optimizer steps")
     batch_tokens: int = option(8192, "tokens of one step")
-    sequence: int = option(1024, "training context, up to the last long_share of the steps, which run at max_positions")
-    long_share: float = option(0.1, "share of the steps at max_positions")
-    fim_rate: float = option(0.3, "share of the documents rearranged for fill-in-the-middle")
+    sequence: int = option(1024, "training context, up to the last long_share of the steps")
+    long_share: float = option(0.1, "share of the steps at max_positions; with --init, at most four times sequence")
+    fim_rate: float | None = option(
+        None, "share of the documents rearranged for fill-in-the-middle; default: 0.3, or 0 if the tokenizer of --init has no marks for it"
+    )
     learning_rate: float = option(2e-3, "peak of the schedule")
     weight_decay: float = option(0.1, "of matrices")
     warmup_steps: int = option(100, "steps of linear warm-up")
@@ -48,11 +53,24 @@ class TrainOptions:
             value = getattr(self, f.name)
             if isinstance(value, int | float) and (value < 0 or (value == 0 and f.name not in may_be_zero)):
                 raise OptionError(f"{f.name} must be above 0, got {value}")
+            if self.init is not None and f.name in OF_A_NEW_MODEL and value != f.default:
+                raise OptionError(f"{f.name} {value} is of a new model; --init {self.init} has its own, so leave {f.name} out")
         for name in ("long_share", "fim_rate"):
-            if getattr(self, name) > 1:
+            if (getattr(self, name) or 0) > 1:
                 raise OptionError(f"{name} is a share and at most 1, got {getattr(self, name)}")
-        if self.sequence > self.max_positions:
+        if self.init is None and self.sequence > self.max_positions:
             raise OptionError(f"sequence {self.sequence} is longer than max_positions {self.max_positions}")
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """onehead convert: a checkpoint with one key/value head from one with several, or safetensors of a pytorch_model.bin."""
+
+    model: Path = field(metadata={"help": "checkpoint folder of a gpt2, gpt_bigcode, llama, mistral or gemma; of any family for a .bin"})
+    output: Path = field(metadata={"help": "new folder of the converted checkpoint"})
+    evaluate: bool = option(True, "measure the held-out loss before and after pooling")
+    data: Path | None = option(None, "folder whose held-out *.py files that is measured on; default: this Python's standard library")
+    threads: int = option(0, "CPU threads; 0 leaves torch's own choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +82,21 @@ class CompareOptions:
     data: Path | None = option(None, "folder whose *.py files the twins are trained on; default: this Python's standard library")
     model: Path | None = option(None, "a checkpoint folder to add to the memory table")
     threads: int = option(0, "CPU threads; 0 leaves torch's own choice")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """onehead plan: what a checkpoint takes and how many sequences fit, from its config.json alone."""
+
+    folder: Path = field(metadata={"help": "checkpoint folder; config.json is all that is needed", "positional": True})
+    memory: float = field(default=0, metadata={"help": "of the device, like 80GiB; default: what is free on this machine", "memory": True})
+    device: Literal["cpu", "cuda"] = option("cuda", "the cache takes 0.9 of what the weights leave on a GPU, 0.4 on a CPU")
+    dtype: Literal["float32", "bfloat16"] = option("bfloat16", "weights and cache")
+    quantization: Literal["none", "int8"] = option("none", "int8: weights in 8 bits; where the folder has weights, also the error")
+    page_size: int = option(64, "tokens of a page")
+    step_tokens: int = option(512, "most tokens computed in one step")
+    data: Path | None = option(
+        None, "folder whose *.py files perplexity is measured on, with int8; default: this Python's standard library"
+    )
+    format: Literal["text", "json"] = option("text", "of what is printed")
+    picture: Path | None = option(None, "write the sequences that fit by context to this .svg or .png")

@@ -1,10 +1,10 @@
-"""`onehead train`: trains a small gpt_bigcode decoder, the serving one, and writes an ordinary checkpoint folder.
+"""`onehead train`: trains the serving decoder, a new small gpt_bigcode one or a checkpoint's, and writes an ordinary checkpoint folder.
 
 Hidden matrices are stepped by Muon, everything else by AdamW, both under one warm-up and cosine schedule; bfloat16 autocast where the
 hardware multiplies it natively. Invariant: the parameters after step n depend on the options and the corpus alone, so a run that
 was stopped and resumed is the run that was not.
 
-Shape letters: B sequences, T tokens of a sequence, N = B * T, H query heads, d head size, V vocabulary.
+Shape letters: B sequences, T tokens of a sequence, U = T + 1, N = B * T, V vocabulary.
 """
 
 import math
@@ -23,31 +23,11 @@ from torch import Tensor, nn
 from model.decoder import Decoder
 from model.reference.twin import MultiHeadDecoder
 from model.spec import ModelSpec, OptionError
-from model.tools import corpus
+from model.tools import corpus, uptrain
 from model.tools.export import export, plot_losses
+from model.tools.held_out import CausalAttention, decoder_logits, held_out_rows, losses
 from model.tools.options import TrainOptions
 from model.tools.state import TrainState, load_state, save_state
-
-EVALUATION_SEQUENCES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class CausalAttention:
-    """`attend` for training: N tokens are sequences of `length`, each causal within itself. Keeps no cache."""
-
-    length: int
-    scale: float
-
-    def __call__(self, layer: int, q_NHd: Tensor, k_Nd: Tensor, v_Nd: Tensor) -> Tensor:
-        q_BHTd, k_BhTd, v_BhTd = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_NHd, _headed(k_Nd), _headed(v_Nd)))
-        k_BHTd, v_BHTd = k_BhTd.expand(q_BHTd.shape), v_BhTd.expand(q_BHTd.shape)
-        o_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True, scale=self.scale)
-        return o_BHTd.transpose(1, 2).flatten(0, 1)
-
-
-def _headed(x_Nd: Tensor) -> Tensor:
-    """K or V with a head axis: of length 1, or what a multi-head decoder gave it."""
-    return x_Nd.unsqueeze(1) if x_Nd.ndim == 2 else x_Nd
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +39,23 @@ class Step:
 
 
 class Data:
-    """Step number -> Step, a pure function of the options. Holds the token stream of the epoch in hand."""
+    """Step number -> Step, a pure function of the options and the model's spec. Holds the token stream of the epoch in hand."""
 
-    def __init__(self, options: TrainOptions, documents: list[corpus.Document], tokenizer: Tokenizer) -> None:
+    def __init__(self, options: TrainOptions, spec: ModelSpec, documents: list[corpus.Document], tokenizer: Tokenizer) -> None:
         self.options = options
+        self.spec = spec
         self.documents = documents
         self.tokenizer = tokenizer
-        self.first_long_step = round(options.steps * (1 - options.long_share))
+        self.fim_rate = corpus.fim_rate(options.fim_rate, tokenizer)
+        # A model that comes with far more positions than anyone trains at has learned them already.
+        self.longest = spec.max_positions if options.init is None else min(spec.max_positions, 4 * options.sequence)
+        self.first_long_step = round(options.steps * (1 - options.long_share)) if self.longest > options.sequence else options.steps
 
     def steps(self, first: int) -> Iterator[Step]:
         """The steps from number `first` to the last. Each length of context has its own epochs."""
         for begin, end, length in (
             (0, self.first_long_step, self.options.sequence),
-            (self.first_long_step, self.options.steps, self.options.max_positions),
+            (self.first_long_step, self.options.steps, self.longest),
         ):
             batch = max(1, self.options.batch_tokens // length)
             rows, epoch, used = None, -1, 0
@@ -79,7 +63,7 @@ class Data:
                 while rows is None or used + batch > len(rows):
                     epoch, used = epoch + 1, 0
                     seed = self.options.seed * 1000 + epoch + (500 if length > self.options.sequence else 0)
-                    stream = corpus.token_stream(self.documents, self.tokenizer, self.options.fim_rate, seed)
+                    stream = corpus.token_stream(self.documents, self.tokenizer, self.spec.end_token_ids, self.fim_rate, seed)
                     rows = corpus.sequences(stream, length, seed)
                     if len(rows) < batch:
                         raise OptionError(f"the corpus has {len(stream)} tokens, fewer than one batch of {batch} x {length}")
@@ -90,7 +74,7 @@ class Data:
     def _first_positions(self, number: int, batch: int, length: int) -> np.ndarray:
         """Half the rows start at 0, half anywhere they fit, so that every learned position is trained from the first epoch on."""
         rng = np.random.default_rng((self.options.seed, number))
-        anywhere = rng.integers(0, self.options.max_positions - length + 1, batch)
+        anywhere = rng.integers(0, self.spec.max_positions - length + 1, batch)
         return np.where(rng.random(batch) < 0.5, 0, anywhere)
 
 
@@ -114,6 +98,17 @@ def build_spec(options: TrainOptions, tokenizer: Tokenizer) -> ModelSpec:
         tied_embeddings=True,
         end_token_ids=(corpus.token_id(tokenizer, corpus.END),),
     )
+
+
+def new_model(options: TrainOptions, documents: list[corpus.Document]) -> tuple[Tokenizer, Decoder]:
+    """A tokenizer of these documents, kept in options.work, and a decoder before its first step."""
+    path = options.work / "tokenizer.json"
+    if not path.exists():
+        corpus.train_tokenizer((d.text for d in documents), options.vocab_size).save(str(path))
+    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    decoder = (Decoder if options.attention == "multi_query" else MultiHeadDecoder)(build_spec(options, tokenizer))
+    initialise(decoder, options.seed)
+    return tokenizer, decoder
 
 
 def initialise(decoder: Decoder, seed: int) -> None:
@@ -160,19 +155,16 @@ def loss_of(decoder: Decoder, step: Step, device: str) -> Tensor:
     ids_BT, targets_BT = rows_BU[:, :-1], rows_BU[:, 1:]
     length = ids_BT.shape[1]
     positions_BT = torch.from_numpy(step.first_position_B).to(device)[:, None] + torch.arange(length, device=device)
-    attend = CausalAttention(length, decoder.spec.attention_scale)
+    attend = CausalAttention(length, decoder.spec)
     with torch.autocast(device, torch.bfloat16, enabled=multiplies_bfloat16(device)):
         logits_NV = decoder.logits(decoder(ids_BT.flatten(), positions_BT.flatten(), attend))
     return F.cross_entropy(logits_NV.float(), targets_BT.flatten())
 
 
-@torch.no_grad()
-def held_out_loss(decoder: Decoder, options: TrainOptions, documents: list[corpus.Document], tokenizer: Tokenizer, device: str) -> float:
-    """Nats per token on a fixed sample of held-out sequences, without fill-in-the-middle."""
-    stream = corpus.token_stream(documents, tokenizer, fim_rate=0.0, seed=0)
-    rows = corpus.sequences(stream, options.sequence, seed=0)[:EVALUATION_SEQUENCES].astype(np.int64)
-    batches = np.array_split(rows, max(1, len(rows) // 8))
-    return float(np.mean([loss_of(decoder, Step(b, np.zeros(len(b), np.int64)), device).item() for b in batches]))
+def held_out_loss(decoder: Decoder, rows_BU: np.ndarray, device: str) -> float:
+    """Nats per token of held-out sequences, computed as training computes them."""
+    with torch.autocast(device, torch.bfloat16, enabled=multiplies_bfloat16(device)):
+        return float(np.mean(list(losses(decoder_logits(decoder), rows_BU, device))))
 
 
 def take_step(decoder: nn.Module, loss: Tensor, steppers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
@@ -203,27 +195,22 @@ class Training:
             where = options.data or "the standard library"
             found = f"{len(self.documents)} modules to train on and {len(self.held_out)} held out"
             raise OptionError(f"{where}: {found}; at least one of each is needed")
-        tokenizer_path = options.work / "tokenizer.json"
-        if not tokenizer_path.exists():
-            corpus.train_tokenizer((d.text for d in self.documents), options.vocab_size).save(str(tokenizer_path))
-        self.tokenizer: Tokenizer = Tokenizer.from_file(str(tokenizer_path))
-        kind = Decoder if options.attention == "multi_query" else MultiHeadDecoder
-        self.decoder = kind(build_spec(options, self.tokenizer))
-        initialise(self.decoder, options.seed)
+        self.tokenizer, self.decoder = new_model(options, self.documents) if options.init is None else uptrain.load(options, options.init)
         self.decoder.to(self.device)
+        self.held_out_rows = held_out_rows(self.held_out, self.tokenizer, self.decoder.spec.end_token_ids, options.sequence)
         self.steppers = optimizers(self.decoder, options)
         self.state = load_state(options, self.decoder, self.steppers) or TrainState(step=0, losses=[], held_out=[])
 
     def run(self) -> Iterator[TrainState]:
         """Takes the steps that are left; the state after each. Saves and evaluates on the way."""
         options, state = self.options, self.state
-        for step in Data(options, self.documents, self.tokenizer).steps(state.step):
+        for step in Data(options, self.decoder.spec, self.documents, self.tokenizer).steps(state.step):
             loss = loss_of(self.decoder, step, self.device)
             take_step(self.decoder, loss, self.steppers, learning_rate(state.step, options))
             state.step += 1
             state.losses.append(loss.item())
             if state.step % options.save_every == 0 or state.step == options.steps:
-                state.held_out.append((state.step, held_out_loss(self.decoder, options, self.held_out, self.tokenizer, self.device)))
+                state.held_out.append((state.step, held_out_loss(self.decoder, self.held_out_rows, self.device)))
                 save_state(options, state, self.decoder, self.steppers)
             yield state
 
@@ -233,13 +220,19 @@ def train(options: TrainOptions) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     training = Training(options)
+    rows_BU = None
+    if options.init is not None:
+        rows_BU = uptrain.yardstick(options.init, training.held_out, training.tokenizer, training.decoder.spec)
     with _progress() as progress:
         task = progress.add_task("training", total=options.steps, completed=training.state.step, **_figures(training.state))
         for state in training.run():
             progress.update(task, completed=state.step, **_figures(state))
             if state.held_out and state.held_out[-1][0] == state.step:
                 plot_losses(options.work / "loss.svg", state)
-    export(options, training.decoder, training.tokenizer, training.state)
+    if options.init is None:
+        export(options, training.decoder, training.tokenizer, training.state)
+    else:
+        uptrain.export(options.output, options.init, training.decoder, training.state, rows_BU)
 
 
 def _figures(state: TrainState) -> dict[str, Any]:

@@ -32,8 +32,8 @@ class Asked(Protocol):
 class Grammars:
     """The grammars of one model's tokenizer, which is read when the first is asked for."""
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
-        self._path = folder / "tokenizer.json"
+    def __init__(self, tokenizer: Path, vocab_size: int) -> None:
+        self._path = tokenizer
         self._vocab_size = vocab_size
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._compiled: dict[str, LLMatcher] = {}

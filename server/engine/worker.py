@@ -74,7 +74,7 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
             if context <= max_context
         ],
     )
-    grammars = Grammars(folder, spec.vocab_size)
+    grammars = Grammars(Path(start.tokenizer), spec.vocab_size)
     grammars.prepare(spec.end_token_ids)
     return EngineCore(Scheduler(limits), runner), ready, grammars
 

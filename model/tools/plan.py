@@ -1,0 +1,205 @@
+"""`onehead plan`: what a checkpoint takes and how many sequences fit, from its config.json, before a byte of weights is read.
+
+The arithmetic is the server's own: the decoder's parameters counted on shapes, the cache's layout, the share of memory that the server
+takes. With weights in the folder and int8 asked for, it also reads them and says what rounding costs. It knows no HTTP and no engine.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from cache.layout import CacheLayout
+from cache.pool import bytes_per_page
+from model.decoder import meta_decoder
+from model.families import read_spec
+from model.quantization import quantize_modules
+from model.runner import CPU_SHARE, GPU_SHARE, free_bytes
+from model.spec import ModelSpec
+from model.tools.int8_error import int8_errors
+from model.tools.options import PlanOptions
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+BAR = 32
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What there is to say. Bytes are exact; `fit` is None where the weights alone are more than the memory given."""
+
+    spec: ModelSpec
+    parameters: int
+    weight_bytes: dict[str, int]
+    kv_bytes_per_token: dict[str, dict[str, int]]
+    """dtype -> multi_query and multi_head."""
+    memory: int
+    cache_share: float
+    dtype: str
+    quantization: str
+    fit: list[dict[str, int]] | None
+    """For each context how many sequences fit, and how many would with a key/value head for every query head."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as one JSON object."""
+        spec = self.spec
+        return {
+            "model_type": spec.model_type,
+            "layers": spec.num_layers,
+            "query_heads": spec.num_query_heads,
+            "key_value_heads": 1,
+            "max_context": spec.max_positions,
+            "parameters": self.parameters,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "memory": self.memory,
+            "cache_share": self.cache_share,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "sequences": self.fit,
+        }
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    """The plan of a folder. Raises CheckpointError."""
+    spec = read_spec(options.folder)
+    weights = weight_bytes(spec)
+    layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
+    itemsize = ITEM_BYTES[options.dtype]
+    share = GPU_SHARE if options.device == "cuda" else CPU_SHARE
+    memory = options.memory or free_bytes(torch.device("cpu"))
+    left = int((memory - weights["int8" if options.quantization == "int8" else options.dtype]) * share)
+    fit = None
+    if left > 0:
+        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize)
+        # The same layout, windows and all, with pages as much larger as a key and a value for every query head make them.
+        multi_head_bytes = page_bytes * spec.multi_head_bytes_per_token(itemsize) // spec.kv_bytes_per_token(itemsize)
+        fit = [
+            {
+                "context": context,
+                "multi_query": layout.sequences(left // page_bytes, context, options.step_tokens),
+                "multi_head": layout.sequences(left // multi_head_bytes, context, options.step_tokens),
+            }
+            for context in spec.contexts()
+        ]
+    return Plan(
+        spec,
+        sum(parameter.numel() for parameter in meta_decoder(spec).parameters()),
+        weights,
+        {
+            dtype: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": spec.multi_head_bytes_per_token(size)}
+            for dtype, size in ITEM_BYTES.items()
+        },
+        int(memory),
+        share,
+        options.dtype,
+        options.quantization,
+        fit,
+    )
+
+
+def weight_bytes(spec: ModelSpec) -> dict[str, int]:
+    """Bytes of all parameters in each form that the server can hold them in; int8 beside what stays in the cache's float32."""
+    decoder = meta_decoder(spec)
+    count = sum(parameter.numel() for parameter in decoder.parameters())
+    quantize_modules(decoder, torch.float32)
+    return {dtype: count * size for dtype, size in ITEM_BYTES.items()} | {"int8": sum(p.nbytes for p in decoder.parameters())}
+
+
+def plan(options: PlanOptions) -> None:
+    """Prints the plan of a folder, and writes its picture where one is asked for. Raises CheckpointError."""
+    made = make_plan(options)
+    has_weights = any(options.folder.glob("*.safetensors"))
+    errors = None
+    if options.quantization == "int8" and has_weights:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            errors = int8_errors(options.folder, made.spec, options.data, progress)
+    if options.format == "json":
+        print(json.dumps(made.as_json() | ({"int8_error": errors} if errors else {}), indent=2))
+    else:
+        show(made, Console(soft_wrap=True), errors)
+    if options.picture is not None:
+        draw(made, options.picture)
+
+
+def readable(count: float) -> str:
+    """Bytes in the largest binary unit that gives at least 1."""
+    unit = 0
+    while count >= 1024 and unit < len(UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} B" if unit == 0 else f"{count:.2f} {UNITS[unit]}"
+
+
+def show(made: Plan, console: Console, errors: dict[str, Any] | None) -> None:
+    """The plan as text, with bars."""
+    spec = made.spec
+    windows = [window for window in spec.windows if window is not None]
+    seen = f", {len(windows)} of them with a window of {windows[0]} tokens" if windows else ""
+    console.print(f"[bold]{spec.model_type}[/bold]: {made.parameters:,} parameters, {spec.num_layers} layers{seen}")
+    heads = f"{spec.num_query_heads} query heads, 1 key/value head of {spec.key_dim}"
+    console.print(f"{heads}{' (the value is its beginning)' if spec.value_in_key else ''}; up to {spec.max_positions:,} tokens\n")
+    table = Table("bytes", *made.weight_bytes, box=None, pad_edge=False)
+    table.add_row("weights", *(f"{count:,}" for count in made.weight_bytes.values()))
+    for name, kind in (("K, V of a token", "multi_query"), (f"with {spec.num_query_heads} heads", "multi_head")):
+        table.add_row(name, *(f"{by_kind[kind]:,}" for by_kind in made.kv_bytes_per_token.values()))
+    console.print(table)
+    if errors is not None:
+        _show_errors(errors, console)
+    _show_memory(made, console)
+
+
+def _show_errors(errors: dict[str, Any], console: Console) -> None:
+    worst = errors["worst_matrix"]
+    console.print(
+        f"\nint8 against float32: weights differ by {errors['mean']:.2%} of their norm, at most {worst['error']:.2%} ({worst['name']})"
+    )
+    if "perplexity" in errors:
+        before, after = errors["perplexity"]["float32"], errors["perplexity"]["int8"]
+        console.print(f"perplexity on {errors['tokens']} tokens: {before:.4f} in float32, {after:.4f} in int8 ({after / before - 1:+.3%})")
+
+
+def _show_memory(made: Plan, console: Console) -> None:
+    weights = made.weight_bytes["int8" if made.quantization == "int8" else made.dtype]
+    form = "int8" if made.quantization == "int8" else made.dtype
+    console.print(f"\nof {readable(made.memory)}: weights {readable(weights)} in {form}, {made.cache_share:.0%} of the rest for the cache")
+    if made.fit is None:
+        console.print("[red]the weights alone do not fit[/red]")
+        return
+    filled = max(1, round(BAR * weights / made.memory))
+    cache = round(BAR * made.cache_share * (made.memory - weights) / made.memory)
+    console.print(f"[blue]{'█' * filled}[/blue][green]{'█' * cache}[/green][dim]{'░' * max(0, BAR - filled - cache)}[/dim]\n")
+    table = Table("context", "sequences that fit", "", "with a head each", box=None, pad_edge=False)
+    most = max(row["multi_query"] for row in made.fit) or 1
+    for row in made.fit:
+        ours, theirs = (round(BAR * row[kind] / most) for kind in ("multi_query", "multi_head"))
+        bar = f"[dim]{'█' * min(ours, theirs)}[/dim][green]{'█' * max(0, ours - theirs)}[/green]"
+        table.add_row(f"{row['context']:,}", f"{row['multi_query']:,}", bar, f"{row['multi_head']:,}")
+    console.print(table)
+
+
+def draw(made: Plan, path: Path) -> None:
+    """The sequences that fit by context, with one key/value head and with one for every query head, as an SVG or PNG."""
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    matplotlib.rcParams["svg.hashsalt"] = "onehead"
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    rows = made.fit or []
+    contexts = [row["context"] for row in rows]
+    for kind, label in (("multi_query", "1 key/value head"), ("multi_head", f"{made.spec.num_query_heads}, one for each query head")):
+        axes.plot(contexts, [max(row[kind], 0.5) for row in rows], marker="o", markersize=4, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence", ylabel="sequences that fit")
+    axes.set_title(f"{made.spec.model_type}, {made.parameters / 1e6:,.0f}M parameters in {readable(made.memory)}", fontsize=10)
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)

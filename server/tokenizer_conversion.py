@@ -1,0 +1,95 @@
+"""A tokenizer.json made of older files by `transformers`: `python -m server.tokenizer_conversion FOLDER FILE`, a process for this alone.
+
+Invariant: FILE reads text as FOLDER's own files do, or it is not written and one line of output says why. Nothing is fetched, and no code
+that came with the folder is run. It knows nothing of where the result is kept.
+"""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from server.errors import ConfigurationError
+
+# What transformers 4 took for a folder that names no class; 5 knows of none.
+UNNAMED = {"gpt_bigcode": "GPT2Tokenizer"}
+FEWEST_TOKENS = 256
+ADVICE = 'name the class that does in tokenizer_config.json, as in {"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}'
+PROBE = "def add(x, y): return x + 12"
+
+
+def convert(folder: Path) -> Any:
+    """A `tokenizers.Tokenizer`. Raises ConfigurationError where it would read text otherwise than meant, and what `transformers` raises."""
+    transformers = import_module("transformers")
+    described = _read(folder / "tokenizer_config.json")
+    code = described.get("auto_map") or {}
+    if isinstance(code, list) or "AutoTokenizer" in code:
+        raise ConfigurationError("tokenizer_config.json: auto_map names code that comes with the checkpoint, and that is not run")
+    # For some types of models AutoTokenizer overrules the class that is named, to read tokenizer.json; without one it then reads the
+    # vocabulary of GPT-2 not at all and SentencePiece's otherwise than that does.
+    name = described.get("tokenizer_class") or UNNAMED.get(_read(folder / "config.json").get("model_type", ""))
+    fast = transformers.PreTrainedTokenizerFast
+    named = getattr(transformers, str(name).removesuffix("Fast"), None)
+    reader: Any = transformers.AutoTokenizer
+    if isinstance(named, type) and issubclass(named, fast) and named is not fast:
+        reader = named
+        _check_files(folder, named)
+    tokenizer = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not isinstance(tokenizer, fast):
+        raise ConfigurationError(f"{type(tokenizer).__name__} has no form that can be saved as one")
+    _check(folder, tokenizer)
+    return tokenizer.backend_tokenizer
+
+
+def is_sentencepiece(path: Path) -> bool:
+    """Whether a .model is SentencePiece's, whose first field is that of its pieces; tiktoken's begins with a token in base64."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{path.name}: not a JSON object")
+    return value
+
+
+def _check_files(folder: Path, reader: Any) -> None:
+    """Raises ConfigurationError where a class lacks a file: it would read the others, and be a tokenizer of a few tokens."""
+    files = (file for key, file in reader.vocab_files_names.items() if key != "tokenizer_file")
+    lacking = sorted(file for file in files if not (folder / file).is_file())
+    if lacking:
+        raise ConfigurationError(f"{reader.__name__} reads {' and '.join(lacking)}, which the folder lacks")
+
+
+def _check(folder: Path, tokenizer: Any) -> None:
+    """Raises ConfigurationError where the vocabulary was not found, which the library does not mind, or is not read as meant."""
+    kind = type(tokenizer)
+    if tokenizer.vocab_size < FEWEST_TOKENS:
+        raise ConfigurationError(f"{kind.__name__} finds {tokenizer.vocab_size} tokens in them")
+    for path in folder.glob("*.model"):
+        if is_sentencepiece(path):
+            processor = import_module("sentencepiece").SentencePieceProcessor(model_file=str(path))
+            if tokenizer.encode(PROBE, add_special_tokens=False) != processor.encode(PROBE):
+                raise ConfigurationError(f"{kind.__name__} does not read {path.name} as SentencePiece does; {ADVICE}")
+
+
+def main() -> None:
+    folder, file = Path(sys.argv[1]), Path(sys.argv[2])
+    try:
+        convert(folder).save(str(file))
+    except ConfigurationError as error:
+        sys.exit(_say(str(error)))
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".replace(f"{folder}/", "").split())
+        sys.exit(_say(f"transformers does not read them ({text[:300]}); {ADVICE}"))
+
+
+def _say(reason: str) -> int:
+    print(reason)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""`--model org/name`: downloaded once, served again without the hub; every way in which that fails is one line, soon."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server import hub
+from server.errors import ConfigurationError, ResourceError
+from tests.fake_hub import COMMIT, GATED, REPOSITORY, FakeHub, serving
+from tests.families import make_family_checkpoint
+from tests.processes import ServerProcess
+
+DEAD = "http://127.0.0.1:9"
+RESOLVE = """
+import sys
+from pathlib import Path
+from server import hub
+from server.errors import OneheadError
+hub.PATIENCE = 0.5
+for name in sys.argv[2:]:
+    try:
+        print(hub.resolve(Path(name), weights=sys.argv[1] == "weights"))
+    except OneheadError as error:
+        print(error.exit_code, error)
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is in the repository, some of which nobody here reads."""
+    folder = make_family_checkpoint("llama", 0, tmp_path_factory.mktemp("repository")).folder
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md", "modeling_own.py"):
+        (folder / name).write_bytes(b"not read")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fake(repository: Path) -> Iterator[FakeHub]:
+    with serving(FakeHub(repository)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def filled(fake: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds the repository whole."""
+    home = tmp_path_factory.mktemp("filled")
+    (line,) = resolved(home, fake.endpoint, REPOSITORY)
+    assert Path(line).is_dir(), line
+    return home
+
+
+def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
+    return {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1", **more}
+
+
+def resolved(home: Path, endpoint: str, *names: str, files: str = "weights", **more: str) -> list[str]:
+    """A line for each name: its folder, or exit status and message."""
+    command = [sys.executable, "-c", RESOLVE, files, *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment(home, endpoint, **more), check=True)
+    return done.stdout.splitlines()
+
+
+def test_it_is_downloaded_and_served_and_served_again_without_the_hub(
+    fake: FakeHub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in environment(tmp_path, fake.endpoint).items():
+        monkeypatch.setenv(key, value)
+    texts = []
+    for offline in ("0", "1"):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        asked = len(fake.requests)
+        server = ServerProcess(Path(REPOSITORY))
+        assert [model["id"] for model in json.loads(server.get("/v1/models")[1])["data"]] == ["tiny-one"]
+        texts.append(server.text("def f", max_new_tokens=8, ignore_eos=True))
+        assert server.stop() == 0
+        assert (len(fake.requests) > asked) == (offline == "0")
+    assert texts[0] == texts[1]
+    (snapshot,) = tmp_path.glob("hub/models--*/snapshots/*")
+    assert snapshot.name == COMMIT and hub.model_id(snapshot) == "tiny-one"
+    read = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in snapshot.iterdir()} == read
+    assert re.fullmatch("[0-9a-f]{64}", (snapshot / "model.safetensors").resolve().name)
+
+
+def test_without_the_hub_what_is_cached_serves_and_what_is_not_is_refused(filled: Path, fake: FakeHub) -> None:
+    (folder,) = resolved(filled, DEAD, REPOSITORY)
+    assert Path(folder).parent.name == "snapshots"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        assert resolved(filled, f"http://127.0.0.1:{silent.getsockname()[1]}", REPOSITORY) == [folder]
+        assert time.monotonic() - began < 20
+    fake.status = 503
+    try:
+        cached, other = resolved(filled, fake.endpoint, REPOSITORY, "org/other")
+    finally:
+        fake.status = None
+    assert cached == folder and "the Hugging Face hub answers with status 503; try again later" in other
+    cached, other = resolved(filled, DEAD, REPOSITORY, "org/other", HF_HUB_OFFLINE="1")
+    assert cached == folder
+    assert other == "78 org/other: no such folder, and the hub's cache has no whole copy while HF_HUB_OFFLINE forbids to ask for one"
+
+
+def test_what_the_hub_refuses_is_named_with_what_to_do(filled: Path, fake: FakeHub) -> None:
+    names = ("org/none", GATED, f"{REPOSITORY}@v9", f"{REPOSITORY}@main", REPOSITORY)
+    none, gated, revision, main, whole = resolved(filled, fake.endpoint, *names)
+    assert none.startswith("78 org/none: no such folder, and no such repository on the Hugging Face hub") and "HF_TOKEN" in none
+    assert gated.startswith(f"78 {GATED}: is gated: accept its conditions") and "HF_TOKEN" in gated
+    assert revision == f"78 {REPOSITORY}@v9: the repository has no such revision"
+    assert main == whole and Path(main).is_dir()
+
+
+def test_a_hub_that_cannot_be_reached_is_an_exit_of_78_in_seconds(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "server.cli", "serve", "--model", "org/none", "--port", "0"]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment(tmp_path, DEAD), timeout=60, check=False)
+    assert done.returncode == 78 and time.monotonic() - began < 20 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "org/none: no such folder, and the Hugging Face hub cannot be reached" in last and "HF_ENDPOINT" in last
+
+
+def test_a_description_alone_leaves_out_the_weights_and_is_no_whole_copy(fake: FakeHub, tmp_path: Path) -> None:
+    (folder,) = resolved(tmp_path, fake.endpoint, REPOSITORY, files="none")
+    assert (Path(folder) / "config.json").is_file() and not [*Path(folder).glob("*.safetensors")]
+    (refused,) = resolved(tmp_path, fake.endpoint, REPOSITORY, HF_HUB_OFFLINE="1")
+    assert refused.startswith(f"78 {REPOSITORY}: ") and "no whole copy" in refused
+    assert resolved(tmp_path, DEAD, REPOSITORY, files="none") == [folder]
+
+
+def test_a_repository_without_safetensors_is_refused(repository: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(repository, tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    with serving(FakeHub(bare)) as other:
+        (line,) = resolved(tmp_path / "home", other.endpoint, REPOSITORY)
+    assert line == f"78 {REPOSITORY}: has no weights in safetensors files, and others are not served"
+
+
+def test_a_full_disk_is_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(ResourceError, match="org/name: cannot be kept: No space left on device; HF_HOME"):
+        hub.resolve(Path("org/name"))
+
+
+def test_what_is_there_or_cannot_be_a_repository_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_fetch", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    for name in ("org/name", "/org/name", "name", "a/b/c", "../name", "org/na me", "~/name", "org/name/"):
+        assert hub.resolve(Path(name)) == Path(name)
+    assert hub.model_id(Path("org/name")) == "name" and hub.model_id(tmp_path / "org") == "org"
+
+
+@pytest.mark.parametrize(("name", "revision"), [("org/name", None), ("a-b/c_d.e@v1.0", "v1.0"), ("org/name@refs/pr/3", "refs/pr/3")])
+def test_names_and_revisions(name: str, revision: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def fetch(repository: str, revision: str | None, files: list[str]) -> Path:
+        asked.append((repository, revision))
+        return tmp_path
+
+    monkeypatch.setattr(hub, "_fetch", fetch)
+    with pytest.raises(ConfigurationError, match="safetensors"):
+        hub.resolve(Path(name))
+    assert asked == [(name.partition("@")[0], revision)]
