@@ -1,4 +1,5 @@
-"""What the cache really takes: bytes per token of the allocated pool, slots that hold nothing, and what windowed layers keep.
+"""What the cache really takes: bytes per token of the allocated pool, slots that hold nothing, and what windowed layers keep
+between two steps and hold within one.
 
     python -m bench.kv_memory [--requests 2000] [--output FILE.json]
 
@@ -19,6 +20,7 @@ from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
 from model.step import Drawn, Sampling, StepPlan, StepResult
 from server.engine.scheduler import Limits, Scheduler
+from server.engine.sequence import Sequence
 
 PAGE_SIZE = 64
 
@@ -77,24 +79,34 @@ def history(shape: Shape, num_requests: int, seed: int = 0) -> dict[str, Any]:
     scheduler, model, rng = Scheduler(limits), InventedModel(), random.Random(seed)
     for id in range(num_requests):
         scheduler.submit(id, [1] * rng.randint(100, 1024), rng.randint(100, 1024), Sampling())
-    owned_slots = wasted_slots = most_kept = steps = 0
+    owned_slots = wasted_slots = most_kept = most_in_step = steps = 0
     while scheduler.has_work:
         plan = scheduler.plan()
+        most_in_step = max(most_in_step, *(_held(layout, sequence) for sequence in scheduler.running.values()))
         scheduler.commit(plan, model.run(plan))
         steps += 1
         for sequence in scheduler.running.values():
             for group, pages in zip(layout.groups, sequence.table.pages, strict=True):
-                held = sum(page >= 0 for page in pages) // group.num_stacks
                 if group.window is None:
-                    owned_slots += held * PAGE_SIZE
-                    wasted_slots += held * PAGE_SIZE - sequence.num_tokens
-                else:
-                    most_kept = max(most_kept, held)
+                    held = len(pages) // group.num_stacks * PAGE_SIZE
+                    owned_slots, wasted_slots = owned_slots + held, wasted_slots + held - sequence.num_tokens
+            most_kept = max(most_kept, _held(layout, sequence))
     result = {"steps": steps, "preemptions": scheduler.num_preemptions, "wasted": wasted_slots / owned_slots if owned_slots else 0.0}
     if shape.windows:
         window = max(w for w in shape.windows if w is not None)
-        result |= {"window": window, "most_kept_tokens": most_kept * PAGE_SIZE, "bound": (pages_for(window, PAGE_SIZE) + 1) * PAGE_SIZE}
+        result |= {
+            "window": window,
+            "most_kept_tokens": most_kept,
+            "most_within_a_step": most_in_step,
+            "bound": (pages_for(window, PAGE_SIZE) + 1) * PAGE_SIZE,
+        }
     return result
+
+
+def _held(layout: CacheLayout, sequence: Sequence) -> int:
+    """Slots that a sequence has in its layers with a window."""
+    groups = zip(layout.groups, sequence.table.pages, strict=True)
+    return max((sum(page >= 0 for page in pages) // g.num_stacks * PAGE_SIZE for g, pages in groups if g.window), default=0)
 
 
 def main() -> None:
@@ -108,7 +120,11 @@ def main() -> None:
         measured = allocated_bytes_per_token(shape)
         results[name] = {"formula": shape.bytes_per_token, "measured": measured} | history(shape, options.requests)
         row = results[name]
-        kept = f"{row['most_kept_tokens']} of {row['window']} + a page = {row['bound']}" if "window" in row else ""
+        kept = (
+            f"{row['most_kept_tokens']} of {row['window']} + a page = {row['bound']}; {row['most_within_a_step']} within a step"
+            if "window" in row
+            else ""
+        )
         print(f"{name:18} {shape.bytes_per_token:8,} {measured:9,.0f} {row['wasted']:7.2%}  {kept}")
     if options.output:
         options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

@@ -85,9 +85,9 @@ class CacheLayout:
         one = self.most_pages(num_tokens, step_tokens)
         return 0 if one > num_pages else 1 + (num_pages - one) // self.most_pages(num_tokens)
 
-    def most_tokens(self, num_pages: int, step_tokens: int) -> int:
-        """The longest sequence that `num_pages` pages can always hold; 0 where not one token fits."""
-        low, high = 0, num_pages * self.page_size
+    def most_tokens(self, num_pages: int, step_tokens: int, max_context: int) -> int:
+        """The longest sequence, of at most `max_context` tokens, that `num_pages` pages can always hold; 0 where not one token fits."""
+        low, high = 0, max_context
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.most_pages(middle, step_tokens) <= num_pages else (low, middle - 1)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from model.layers import RMSNorm, Rotation, norm
+from model.layers import Linear, RMSNorm, Rotation, norm
 from model.spec import Latent, ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -30,8 +30,8 @@ class MultiQueryAttention(nn.Module):
         self.num_query_heads = spec.num_query_heads
         self.head_dim = spec.head_dim
         query_size = spec.num_query_heads * spec.head_dim
-        self.qkv = nn.Linear(spec.hidden_size, query_size + 2 * spec.head_dim, bias=spec.qkv_bias)
-        self.out = nn.Linear(query_size, spec.hidden_size, bias=spec.out_bias)
+        self.qkv = Linear(spec.hidden_size, query_size + 2 * spec.head_dim, bias=spec.qkv_bias)
+        self.out = Linear(query_size, spec.hidden_size, bias=spec.out_bias)
         self.query_norm = norm(spec, spec.head_dim) if spec.query_key_norm else None
         self.key_norm = norm(spec, spec.head_dim) if spec.query_key_norm else None
 
@@ -62,13 +62,13 @@ class LatentAttention(nn.Module):
         query_size = spec.num_query_heads * (latent.plain_dim + latent.rotary_dim)
         self.query_down = self.query_norm = None
         if latent.query_rank is not None:
-            self.query_down = nn.Linear(spec.hidden_size, latent.query_rank, bias=spec.qkv_bias)
+            self.query_down = Linear(spec.hidden_size, latent.query_rank, bias=spec.qkv_bias)
             self.query_norm = RMSNorm(latent.query_rank, latent.norm_epsilon)
-        self.query = nn.Linear(latent.query_rank or spec.hidden_size, query_size, bias=False)
-        self.key_value_down = nn.Linear(spec.hidden_size, latent.rank + latent.rotary_dim, bias=spec.qkv_bias)
+        self.query = Linear(latent.query_rank or spec.hidden_size, query_size, bias=False)
+        self.key_value_down = Linear(spec.hidden_size, latent.rank + latent.rotary_dim, bias=spec.qkv_bias)
         self.latent_norm = RMSNorm(latent.rank, latent.norm_epsilon)
         self.key_value_up = HeadProjections(spec.num_query_heads * (latent.plain_dim + latent.value_dim), latent.rank)
-        self.out = nn.Linear(spec.num_query_heads * latent.value_dim, spec.hidden_size, bias=spec.out_bias)
+        self.out = Linear(spec.num_query_heads * latent.value_dim, spec.hidden_size, bias=spec.out_bias)
 
     def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
         """x_TD -> y_TD, for any number of tokens of any number of sequences laid end to end."""

@@ -16,13 +16,12 @@ from model.step import Row, StepPlan
 class RowSpan:
     """Where one row's tokens lie on T, and what they may attend to: the `num_keys` keys on `pages`, causally, within `window`.
 
-    Key 0 is at the row's position `first_key`, the beginning of a page; the row's tokens are the last keys.
+    Key 0 is at the beginning of a page, not always of the row; the row's tokens are the last keys.
     """
 
     first: int
     num_tokens: int
     num_keys: int
-    first_key: int
     window: int | None
     pages: list[int]
     """Page i of stack j is at i * num_stacks + j."""
@@ -71,11 +70,9 @@ def _group(plan: StepPlan, firsts: list[int], number: int, group: LayerGroup, pa
     stacks = group.num_stacks
     slots: list[list[int]] = [[] for _ in range(stacks)]
     for row in plan.rows:
-        pages = row.pages[number]
-        for position in range(row.start, row.start + len(row.tokens)):
-            page = position // page_size * stacks
-            for stack in range(stacks):
-                slots[stack].append(pages[page + stack] * page_size + position % page_size)
+        pages, positions = row.pages[number], range(row.start, row.start + len(row.tokens))
+        for stack in range(stacks):
+            slots[stack] += [pages[p // page_size * stacks + stack] * page_size + p % page_size for p in positions]
     rows = tuple(_span(row, first, number, group, page_size) for row, first in zip(plan.rows, firsts, strict=True))
     return GroupBatch(torch.tensor(slots, dtype=torch.long, device=device), rows, stacks)
 
@@ -84,4 +81,4 @@ def _span(row: Row, first: int, number: int, group: LayerGroup, page_size: int) 
     end = row.start + len(row.tokens)
     first_page = group.first_seen(row.start) // page_size
     pages = list(row.pages[number][first_page * group.num_stacks : pages_for(end, page_size) * group.num_stacks])
-    return RowSpan(first, len(row.tokens), end - first_page * page_size, first_page * page_size, group.window, pages)
+    return RowSpan(first, len(row.tokens), end - first_page * page_size, group.window, pages)

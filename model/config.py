@@ -12,15 +12,18 @@ from model.spec import CheckpointError
 
 NAME = "config.json"
 MOST = 2**31 - 1
+MOST_JSON_BYTES = 2**26
+# More than any published checkpoint has, and little enough that a config that lies costs neither time nor memory.
+MOST_LAYERS, MOST_COLUMNS = 1024, 8192
 # Keys that change nothing in what is served: provenance, training, and how transformers itself runs a model.
 _HARMLESS = """
-_name_or_path _attn_implementation_autoset architectures attention_dropout attn_pdrop auto_map bos_token_id cls_token_id dtype embd_pdrop
-eos_token_id hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id max_length model_type num_labels
-onehead_conversion output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim
-resid_pdrop return_dict sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-task_specific_params tie_word_embeddings tokenizer_class torch_dtype transformers_version unk_token_id use_cache
-attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner validate_runner_input pre_allocate_kv_cache max_batch_size
-max_sequence_length
+_attn_implementation_autoset _name_or_path _sliding_window_pattern apply_residual_connection_post_layernorm architectures
+attention_dropout attention_softmax_in_fp32 attn_pdrop auto_map bos_token_id cache_implementation cls_token_id dtype embd_pdrop
+eos_token_id hidden_dropout id2label inference_runner initializer_range is_decoder is_encoder_decoder label2id max_batch_size max_length
+max_sequence_length model_type num_labels onehead_conversion output_attentions output_hidden_states output_router_logits pad_token_id
+pre_allocate_kv_cache pretraining_tp problem_type qk_head_dim resid_pdrop return_dict scale_attention_softmax_in_fp32 sep_token_id
+summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params tie_word_embeddings
+tokenizer_class torch_dtype transformers_version unk_token_id use_cache validate_runner_input
 """
 HARMLESS = frozenset(_HARMLESS.split())
 
@@ -28,6 +31,9 @@ HARMLESS = frozenset(_HARMLESS.split())
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError where it is missing, unreadable or not an object."""
     try:
+        size = path.stat().st_size
+        if not path.is_file() or size > MOST_JSON_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes, or no file; expected a file of at most {MOST_JSON_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; a checkpoint folder needs it") from None
@@ -36,6 +42,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def short(value: object) -> str:
+    """A value as a message can show it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class Config:
@@ -48,7 +60,7 @@ class Config:
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
         """The error of a key whose value is not as expected."""
-        return CheckpointError(f"{self.path}: {key} must be {expected}, found {self.values.get(key)!r}")
+        return CheckpointError(f"{self.path}: {key} must be {expected}, found {short(self.values.get(key))}")
 
     def get(self, key: str) -> Any:
         """The value as it stands; None where there is none."""
@@ -59,14 +71,22 @@ class Config:
         """Keys with a value that nobody asked for and that are not known to be harmless."""
         return sorted(key for key, value in self.values.items() if value is not None and key not in self._read | HARMLESS)
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`; null and absent mean `default`."""
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """An integer from `least` to `most`; null and absent mean `default`, which has to be one too."""
         value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-            raise self.wrong(key, f"an integer of at least {least}")
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            bounds = f"an integer of at least {least}" if most == MOST else f"an integer from {least} to {most}"
+            raise self.wrong(key, bounds if value is self.values.get(key) else f"{bounds}; by default it would be {value}")
         return value
+
+    def layers(self, key: str) -> int:
+        """A number of layers."""
+        return self.integer(key, most=MOST_LAYERS)
+
+    def columns(self, key: str, default: int | None = None) -> int:
+        """The width of a head."""
+        return self.integer(key, default, most=MOST_COLUMNS)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0; null and absent mean `default`."""
@@ -106,7 +126,7 @@ class Config:
         """Refuses any value but these; null and absent are fine."""
         value = self.get(key)
         if value is not None and not any(value is v or (type(value) is type(v) and value == v) for v in values):
-            raise CheckpointError(f"{self.path}: {key} is {value!r}; {why}")
+            raise CheckpointError(f"{self.path}: {key} is {short(value)}; {why}")
 
     def one_key_value_head(self, key: str, default: int, convertible: bool = True) -> None:
         """Refuses any number of key/value heads but 1."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import Attend, LatentAttention, MultiQueryAttention
-from model.layers import MLP, Embedding, MixtureOfExperts, RotaryTable, Rotation, norm
+from model.layers import MLP, Embedding, Linear, MixtureOfExperts, RotaryTable, Rotation, norm
 from model.spec import ModelSpec
 
 
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         self.position_embedding = Embedding(spec.max_positions, spec.hidden_size) if spec.rotary is None else None
         self.blocks = nn.ModuleList(self.block(spec, layer) for layer in range(spec.num_layers))
         self.final_norm = norm(spec)
-        self.head = None if spec.tied_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.head = None if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self._rotary = None if spec.rotary is None else RotaryTable(spec.rotary)
         self._window_rotary = self._rotary if spec.window_rotary is None else RotaryTable(spec.window_rotary)
 

@@ -21,14 +21,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Linear(nn.Linear):
+    """x W^T + b."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # Without memory there is nothing to fill, and trying takes most of the time to build a decoder.
+            super().reset_parameters()
+
+
 class MLP(nn.Module):
     """x_TD -> activation(x W_up + b) W_down + b; gated, the rows of `up` are the gate, then what it lets through."""
 
     def __init__(self, spec: ModelSpec, intermediate_size: int | None = None) -> None:
         super().__init__()
         size = intermediate_size or spec.intermediate_size
-        self.up = nn.Linear(spec.hidden_size, 2 * size if spec.gated_mlp else size, bias=spec.mlp_bias)
-        self.down = nn.Linear(size, spec.hidden_size, bias=spec.mlp_bias)
+        self.up = Linear(spec.hidden_size, 2 * size if spec.gated_mlp else size, bias=spec.mlp_bias)
+        self.down = Linear(size, spec.hidden_size, bias=spec.mlp_bias)
         self.activation = ACTIVATIONS[spec.activation]
         self.gated = spec.gated_mlp
 
@@ -47,7 +55,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: ModelSpec, experts: Experts) -> None:
         super().__init__()
         self.options = experts
-        self.router = nn.Linear(spec.hidden_size, experts.num_experts, bias=False)
+        self.router = Linear(spec.hidden_size, experts.num_experts, bias=False)
         self.choice_bias = nn.Parameter(torch.empty(experts.num_experts)) if experts.scoring == "sigmoid" else None
         self.experts = nn.ModuleList(MLP(spec, experts.intermediate_size) for _ in range(experts.num_experts))
         self.shared = MLP(spec, experts.shared_intermediate_size) if experts.shared_intermediate_size else None

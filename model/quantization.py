@@ -7,17 +7,19 @@ so a token's result does not depend on which others are computed with it. Invari
 Shape letters: T tokens, I input and O output columns, V rows of a table, D its columns.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.layers import Embedding
+from model.layers import Embedding, Linear
 
 LARGEST = 127
 # What the GPU's integer product asks for: more rows than this, and sizes that are multiples of 8.
 GPU_MIN_ROWS, GPU_MULTIPLE = 17, 8
+EXACT_COLUMNS = 2**24 // (LARGEST * (LARGEST + 1))
 
 
 def quantize_weights(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,11 +45,32 @@ def integer_product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     if x_TI.shape[1] == 1:
         return x_TI.int() * weight_OI.int().T  # A transposed column looks like a row to torch's product, and is taken for one.
     if x_TI.device.type == "cpu":
-        return torch._int_mm(x_TI, weight_OI.T)
-    num_rows = x_TI.shape[0]
-    padded = F.pad(x_TI, (0, -x_TI.shape[1] % GPU_MULTIPLE, 0, max(0, GPU_MIN_ROWS - num_rows)))
-    weight_OI = F.pad(weight_OI, (0, -weight_OI.shape[1] % GPU_MULTIPLE, 0, -weight_OI.shape[0] % GPU_MULTIPLE))
-    return torch._int_mm(padded, weight_OI.T)[:num_rows]
+        return torch._int_mm(x_TI, weight_OI.T) if _product_is_exact() else product_in_floats(x_TI, weight_OI)
+    num_rows, num_columns = x_TI.shape
+    padded_TI = _padded(x_TI, max(GPU_MIN_ROWS, num_rows), -(-num_columns // GPU_MULTIPLE) * GPU_MULTIPLE)
+    padded_OI = _padded(weight_OI, -(-len(weight_OI) // GPU_MULTIPLE) * GPU_MULTIPLE, padded_TI.shape[1])
+    return torch._int_mm(padded_TI, padded_OI.T)[:num_rows, : len(weight_OI)]
+
+
+def _padded(x: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """x with zeros to that size; itself where it has it."""
+    missing = num_columns - x.shape[1], num_rows - x.shape[0]
+    return F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x
+
+
+@cache
+def _product_is_exact() -> bool:
+    """Whether this CPU sums products of bytes in 32 bits. One without VNNI has torch sum pairs of them in 16, which overflow."""
+    extreme = torch.full((1, 64), LARGEST, dtype=torch.int8)
+    return int(torch._int_mm(extreme, extreme.T)) == 64 * LARGEST**2
+
+
+def product_in_floats(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """The same through float32, whose 24 bits hold every sum of EXACT_COLUMNS products."""
+    sums_TO = torch.zeros(len(x_TI), len(weight_OI), dtype=torch.int32)
+    for x, weight in zip(x_TI.split(EXACT_COLUMNS, dim=1), weight_OI.split(EXACT_COLUMNS, dim=1), strict=True):
+        sums_TO += (x.float() @ weight.float().T).int()
+    return sums_TO
 
 
 class _Rows(nn.Module):
@@ -76,7 +99,7 @@ class _Rows(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         """x W^T in x's dtype."""
         x_int8_TI, scale_T, zero_T = quantize_tokens(x.reshape(-1, x.shape[-1]))
-        sums_TO = integer_product(x_int8_TI, self.weight)[:, : self.weight.shape[0]]
+        sums_TO = integer_product(x_int8_TI, self.weight)
         y_TO = sums_TO.addcmul_(zero_T[:, None], self.row_sums, value=-1).float().mul_(scale_T[:, None]).mul_(self.scale)
         return y_TO.to(x.dtype).view(*x.shape[:-1], -1)
 
@@ -108,8 +131,11 @@ class Int8Embedding(_Rows):
 
 
 def quantize_modules(root: nn.Module, dtype: torch.dtype) -> None:
-    """Puts int8 stand-ins, still without values, in the place of every linear layer and table but routers, which decide and are small."""
-    kinds: dict[type[nn.Module], Any] = {nn.Linear: Int8Linear, Embedding: Int8Embedding}
+    """Puts int8 stand-ins, still without values, in the place of every linear layer and table.
+
+    Routers, which decide and are small, stay in float, and so does what heads apply rows of (latent attention's second projection).
+    """
+    kinds: dict[type[nn.Module], Any] = {Linear: Int8Linear, Embedding: Int8Embedding}
     for name, module in list(root.named_modules()):
         kind = kinds.get(type(module))
         if kind is not None and not name.endswith("router"):

@@ -8,16 +8,32 @@ import math
 from model.config import Config
 from model.spec import CheckpointError, Rotary
 
+CONTEXT = "original_max_position_embeddings"
+MOST_RADIANS = 1e6
+"""Of one position: more is a config's mistake, and would leave nothing of a position in a float."""
+
 
 def rotary(config: Config, dim: int, max_positions: int, default_base: float, *, interleaved: bool = False) -> tuple[Rotary, int]:
     """How a config turns `dim` columns, and how many positions that holds for.
 
     Reads transformers 5's `rope_parameters`, and 4's `rope_theta` with `rope_scaling`.
     """
-    new = config.sub("rope_parameters")
     base = config.number("rope_theta", default_base)
-    scaling = config.sub("rope_scaling") if new is None else new
-    return rotary_of(scaling, config.path, dim, max_positions, base, interleaved=interleaved)
+    return rotary_of(scaling_of(config), config.path, dim, max_positions, base, interleaved=interleaved)
+
+
+def scaling_of(config: Config) -> Config | None:
+    """The object that says how rotation is scaled, in either spelling. Raises CheckpointError where both are there and differ."""
+    old, new = config.sub("rope_scaling"), config.sub("rope_parameters")
+    if old is not None and new is not None and old.values != new.values:
+        raise CheckpointError(f"{config.path}: rope_scaling and rope_parameters differ; expected one of them")
+    scaling, context = new or old, config.get(CONTEXT)
+    if scaling is not None and context is not None:
+        # Older configs have it beside the object; readers differ about which of two they believe.
+        if scaling.values.get(CONTEXT, context) != context:
+            raise CheckpointError(f"{config.path}: {CONTEXT} is {context!r} beside and {scaling.values[CONTEXT]!r} in {scaling.path}")
+        scaling = Config({**scaling.values, CONTEXT: context}, scaling.path)
+    return scaling
 
 
 def rotary_of(
@@ -26,17 +42,24 @@ def rotary_of(
     """As `rotary`, of the object that says how rotation is scaled, which may name the base too."""
     if dim % 2:
         raise CheckpointError(f"{path}: {dim} columns of a head are to be rotated, which go in pairs; expected an even number")
-    if scaling is None:
-        return Rotary(_frequencies(base, dim), 1.0, interleaved), max_positions
+    scaling = Config({}, path) if scaling is None else scaling
     base = scaling.number("rope_theta", base)
     scaling.only("partial_rotary_factor", 1, 1.0, why="onehead rotates whole heads")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     scaling.get("type")
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise CheckpointError(f"{scaling.path}: rope_type is {kind!r}; supported: {', '.join(_SCALINGS)}")
-    frequencies, scale, most = _SCALINGS[kind](scaling, _frequencies(base, dim), base, max_positions)
+    try:
+        frequencies, scale, most = _SCALINGS[kind](scaling, _frequencies(base, dim), base, max_positions)
+    except ArithmeticError:
+        frequencies, scale, most = [math.inf], math.inf, max_positions
+    if not all(0 < value < MOST_RADIANS for value in (*frequencies, scale)):
+        raise CheckpointError(
+            f"{scaling.path}: rope_theta {base} and what scales it for rope_type {kind!r} give angles that are no numbers"
+        )
     for key in scaling.unread():
-        raise CheckpointError(f"{scaling.path}: {key} has no meaning for rope_type {kind!r}")
+        if key != CONTEXT:
+            raise CheckpointError(f"{scaling.path}: {key} has no meaning for rope_type {kind!r}")
     return Rotary(tuple(frequencies), scale, interleaved), most
 
 
@@ -59,7 +82,7 @@ def _linear(scaling: Config, frequencies: tuple[float, ...], base: float, most: 
 def _llama3(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
     """Llama 3.1: waves longer than the old context are stretched, short ones kept, those between blended."""
     factor, low, high = (scaling.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    context = scaling.integer("original_max_position_embeddings", most)
+    context = scaling.integer(CONTEXT, most)
     if high <= low:
         raise scaling.wrong("high_freq_factor", f"above low_freq_factor {low}")
     scaled = []
@@ -71,7 +94,7 @@ def _llama3(scaling: Config, frequencies: tuple[float, ...], base: float, most: 
 
 def _yarn(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
     """YaRN (Peng et al. 2023, arXiv 2309.00071, equations 20 to 23): slow pairs are interpolated, fast ones kept, a ramp between."""
-    context = scaling.integer("original_max_position_embeddings", most)
+    context = scaling.integer(CONTEXT, most)
     factor = scaling.number("factor", max(1.0, most / context))
     fast, slow = scaling.number("beta_fast", 32.0), scaling.number("beta_slow", 1.0)
     dim = 2 * len(frequencies)
@@ -86,7 +109,7 @@ def _yarn(scaling: Config, frequencies: tuple[float, ...], base: float, most: in
     last = last + 0.001 if first == last else last
     kept = [1 - min(1.0, max(0.0, (i - first) / (last - first))) for i in range(len(frequencies))]
     scaled = [f * (k + (1 - k) / factor) for f, k in zip(frequencies, kept, strict=True)]
-    given, all_dim = (scaling.number(key, 0.0) for key in ("mscale", "mscale_all_dim"))
+    given, all_dim = (scaling.number(key, 0.0) if scaling.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
     scale = yarn_scale(factor, given) / yarn_scale(factor, all_dim) if given and all_dim else yarn_scale(factor)
     return scaled, scaling.number("attention_factor", scale), most
 
@@ -98,7 +121,7 @@ def yarn_scale(factor: float, weight: float = 1.0) -> float:
 
 def _longrope(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
     """LongRoPE (arXiv 2402.13753) within its original context. Beyond, every cached key would have to be turned anew."""
-    context = scaling.integer("original_max_position_embeddings", most)
+    context = scaling.integer(CONTEXT, most)
     factor = scaling.number("factor", most / context)
     short = scaling.numbers("short_factor", len(frequencies))
     scaling.numbers("long_factor", len(frequencies))

@@ -70,6 +70,10 @@ class ModelRunner:
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
         page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, dtype.itemsize)
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device)
+        if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
+            allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
+            needed = layout.pages_per_step
+            raise MemoryError(f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}, {needed * page_bytes} bytes")
         dims = spec.key_dim, spec.value_dim
         try:
             pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key)
@@ -141,11 +145,8 @@ def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions
     free = free_bytes(device)
     memory = options.memory or (CPU_SHARE if device.type == "cpu" else GPU_SHARE)
     budget = memory * free if memory <= 1.0 else memory
-    num_pages = int(budget // page_bytes)
-    if layout.most_tokens(num_pages, options.step_tokens) < 1:
-        needed = layout.pages_per_step * page_bytes
-        raise MemoryError(f"cache.memory allows {budget:.0f} bytes; {options.page_size} tokens of one sequence need {needed}")
-    return min(num_pages, options.max_running * layout.most_pages(options.max_context + options.page_size, options.step_tokens))
+    useful = options.max_running * layout.most_pages(options.max_context + options.page_size, options.step_tokens)
+    return min(int(budget // page_bytes), useful)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -43,10 +43,11 @@ class Entry:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise CheckpointError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in the header")
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise CheckpointError(f"{name[:80]!r} occurs twice in the header")
+        values[name] = value
     return values
 
 

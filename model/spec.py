@@ -106,6 +106,8 @@ class ModelSpec:
     """For each layer how many keys a token sees, itself included; None, and an empty tuple: all before it."""
     latent: Latent | None = None
     experts: Experts | None = None
+    num_unread_layers: int = 0
+    """Layers behind the last that a checkpoint may hold: those that predict further tokens are not served."""
 
     def window(self, layer: int) -> int | None:
         """How many keys a token sees in this layer, itself included; None is all."""

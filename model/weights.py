@@ -6,7 +6,6 @@ done and one block more.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from math import prod
@@ -30,6 +29,7 @@ IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # The head of a tied checkpoint is the embedding; some files carry it a second time.
 TIED_DUPLICATE = "lm_head.weight"
 BLOCK_ELEMENTS = 2**22
+INDEX = "model.safetensors.index.json"
 MANIFEST = "SHA256SUMS"
 """What `sha256sum *.safetensors` prints. Where a folder has it, its files are held to it."""
 
@@ -40,12 +40,19 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, SafetensorsFile] = {}
-        for path in _paths(folder):
+        weight_map = _weight_map(folder)
+        for file_name in ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values())):
+            path = folder / file_name
+            if not path.is_file():
+                raise CheckpointError(f"{path}: no such file{_hint(folder)}")
             file = SafetensorsFile.open(path)
             for name in file.entries:
                 if name in self.files:
                     raise CheckpointError(f"{path}: tensor {name} occurs in {self.files[name].path.name} too")
                 self.files[name] = file
+        for name, file_name in (weight_map or {}).items():
+            if name not in self.files or self.files[name].path.name != file_name:
+                raise CheckpointError(f"{folder / INDEX}: tensor {name} should be in {file_name}, and is not")
 
     def entry(self, name: str) -> Entry:
         """Type, shape and place of a tensor."""
@@ -103,11 +110,12 @@ def digest(path: Path) -> str:
 
 def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str = "none") -> Decoder:
     """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or, where quantized, in int8. Raises CheckpointError."""
-    decoder = meta_decoder(spec)
     checkpoint = Checkpoint(folder)
+    decoder = meta_decoder(spec)
     names = family_of(spec.model_type).weight_names(spec)
     check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
     checkpoint.verify()
+    check_tied(checkpoint, spec, names["token_embedding.weight"][0])
     if quantization == "int8":
         quantize_modules(decoder, dtype)
     for ours, parts in names.items():
@@ -131,6 +139,9 @@ def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part,
 
         def take(first: int, rows: Tensor) -> None:
             value[first : first + len(rows)] = rows
+            narrower = torch.finfo(dtype).max < torch.finfo(rows.dtype).max
+            if narrower and not value[first : first + len(rows)].isfinite().all():
+                raise CheckpointError(f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take another engine.dtype")
 
     first = 0
     for block in chain.from_iterable(map(checkpoint.blocks, parts)):
@@ -164,10 +175,24 @@ def is_ignored(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor that checkpoints may carry is none of a decoder's parameters."""
     if name.endswith(IGNORED_SUFFIXES) or (name == TIED_DUPLICATE and spec.tied_embeddings):
         return True
-    # DeepSeek-V3 appends layers behind the last, which predict further tokens.
     prefix, _, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
-    return spec.model_type == "deepseek_v3" and not prefix and number.isdigit() and int(number) >= spec.num_layers
+    unread = range(spec.num_layers, spec.num_layers + spec.num_unread_layers)
+    return not prefix and number.isdecimal() and len(number) < 6 and int(number) in unread
+
+
+def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None:
+    """Where a head is stored beside the embedding that it is tied to, they must be the same. Raises CheckpointError."""
+    if not spec.tied_embeddings or TIED_DUPLICATE not in checkpoint.files:
+        return
+    head = Part(TIED_DUPLICATE)
+    same = all(getattr(checkpoint.entry(head.name), key) == getattr(checkpoint.entry(embedding.name), key) for key in ("dtype", "shape"))
+    blocks = zip(checkpoint.blocks(head), checkpoint.blocks(embedding), strict=True) if same else ()
+    if not same or not all(torch.equal(a, b) for a, b in blocks):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which config.json ties it; "
+            "expected the same values, or tie_word_embeddings false"
+        )
 
 
 def save_decoder(folder: Path, decoder: Decoder, dtype: torch.dtype, config: dict[str, Any]) -> None:
@@ -191,23 +216,20 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str,
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _paths(folder: Path) -> Iterator[Path]:
-    """The safetensors files of a folder: those that the index lists, or the single one. Raises CheckpointError."""
-    index_path = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index_path.exists():
-        weight_map = read_json(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
-        names = sorted({str(name) for name in weight_map.values()})
-        for name in names:
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                raise CheckpointError(f"{index_path}: {name!r} is not the plain name of a safetensors file")
-    for name in names:
-        path = folder / name
-        if not os.path.isfile(path):
-            raise CheckpointError(f"{path}: no such file{_hint(folder)}")
-        yield path
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """The index of a folder: tensor -> file. None where there is none. Raises CheckpointError."""
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: {str(name)[:80]!r} is not the plain name of a safetensors file")
+    if (folder / "model.safetensors").exists() and set(weight_map.values()) != {"model.safetensors"}:
+        raise CheckpointError(f"{path}: there is a model.safetensors too, and readers differ about which is meant; remove one of them")
+    return weight_map
 
 
 def _hint(folder: Path) -> str:

@@ -55,7 +55,8 @@ class CheckpointFiles:
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
             template = named.get("default")
         if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS):
-            raise ConfigurationError(f"{self._folder}: its chat template is not a text of up to {MAX_TEMPLATE_CHARS} characters")
+            where = f"{path} or tokenizer_config.json beside it"
+            raise ConfigurationError(f"{where}: the chat template is not a text of up to {MAX_TEMPLATE_CHARS} characters")
         return template
 
     @cached_property

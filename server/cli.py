@@ -6,12 +6,25 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from server.errors import ConfigurationError, OneheadError
 
 EXIT_USAGE = 2
+MOST_LETTERS = 2000
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+
+def _check(folder: Path) -> None:
+    """Raises ConfigurationError for a repository that would be refused once its weights were here."""
+    from model.families import read_spec
+    from model.spec import CheckpointError
+
+    try:
+        read_spec(folder)
+    except CheckpointError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def _serve(argv: list[str]) -> int:
@@ -22,7 +35,7 @@ def _serve(argv: list[str]) -> int:
     from server.hub import resolved
     from server.serve import serve
 
-    return asyncio.run(serve(resolved(settings)))
+    return asyncio.run(serve(resolved(settings, _check)))
 
 
 def _generate(argv: list[str]) -> int:
@@ -30,7 +43,7 @@ def _generate(argv: list[str]) -> int:
     from server.hub import resolved
     from server.terminal import GenerateSettings, generate
 
-    return asyncio.run(generate(resolved(load(GenerateSettings, argv, "onehead generate"))))
+    return asyncio.run(generate(resolved(load(GenerateSettings, argv, "onehead generate"), _check)))
 
 
 def _batch(argv: list[str]) -> int:
@@ -38,7 +51,7 @@ def _batch(argv: list[str]) -> int:
     from server.config import load
     from server.hub import resolved
 
-    return asyncio.run(batch(resolved(load(BatchSettings, argv, "onehead batch"))))
+    return asyncio.run(batch(resolved(load(BatchSettings, argv, "onehead batch"), _check)))
 
 
 def _bench(argv: list[str]) -> int:
@@ -55,8 +68,9 @@ def _train(argv: list[str]) -> int:
     def work() -> None:
         options = load_dataclass(TrainOptions, argv, "onehead train")
         from model.tools.train import train
+        from server.hub import resolve
 
-        train(options)
+        train(options if options.init is None else replace(options, init=resolve(options.init, check=_check)))
 
     return _tool("train", work)
 
@@ -80,9 +94,10 @@ def _convert(argv: list[str]) -> int:
 
     def work() -> None:
         options = load_dataclass(ConvertOptions, argv, "onehead convert")
-        from model.tools.convert import convert
+        from model.tools.convert import convert, make_plan
+        from server.hub import resolve
 
-        convert(options)
+        convert(replace(options, model=resolve(options.model, pickles=True, check=make_plan)))
 
     return _tool("convert", work)
 
@@ -113,6 +128,12 @@ def _tool(name: str, work: Callable[[], None]) -> int:
     except CheckpointError as error:
         raise ConfigurationError(str(error)) from None
     return 0
+
+
+def _line(error: Exception) -> str:
+    """A message as one line: what it quotes from a file may hold anything, and be of any length."""
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(error))
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
 
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
@@ -154,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return COMMANDS[argv[0]][1](argv[1:])
     except OneheadError as error:
-        print(f"onehead {argv[0]}: {error}", file=sys.stderr)
+        print(f"onehead {argv[0]}: {_line(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -113,13 +113,6 @@ class Generation:
         """Most tokens of prompt and output together: the context, or the pool where that is smaller."""
         return self.ready.capacity
 
-    def check_codec(self) -> None:
-        """Raises ConfigurationError where the tokenizer can give ids that the model has no logits for."""
-        if self.codec.largest_id >= self.ready.vocab_size:
-            raise ConfigurationError(
-                f"tokenizer.json has ids up to {self.codec.largest_id}; config.json says vocab_size {self.ready.vocab_size}"
-            )
-
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt."""
         return await self.tokenizing(len(text), self.codec.encode, text)

@@ -29,6 +29,10 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     model: str
     tokenizer: str
     """The tokenizer.json that the API process reads: the folder may have none of its own."""
+    largest_token_id: int
+    """That it can give."""
+    end_token_ids: list[int]
+    """What ends a text by what it says."""
     device: str
     dtype: str
     quantization: str

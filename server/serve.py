@@ -1,6 +1,6 @@
 """`onehead serve`: one process with the HTTP side, one engine process behind it, from start to drained exit.
 
-Invariant: the port is bound before anything is loaded, and the engine is gone when this returns.
+Invariant: the port is bound before the model is loaded, and the engine is gone when this returns.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
-from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -33,13 +32,15 @@ ENGINE_EXIT_SECONDS = 5.0
 log = logging.getLogger("onehead")
 
 
-def start_message(settings: EngineSettings, tokenizer: Path) -> protocol.Start:
+def start_message(settings: EngineSettings, codec: TextCodec) -> protocol.Start:
     """What an engine of these settings is told first."""
     engine, cache = settings.engine, settings.cache
     return protocol.Start(
         version=protocol.VERSION,
         model=str(settings.model),
-        tokenizer=str(tokenizer),
+        tokenizer=str(codec.path),
+        largest_token_id=codec.largest_id,
+        end_token_ids=list(codec.end_token_ids),
         device=engine.device,
         dtype=engine.dtype,
         quantization=engine.quantization,
@@ -59,7 +60,7 @@ class Running:
 
     def __init__(self, settings: EngineSettings, max_waiting: int, grammar_timeout: float = 2.0) -> None:
         codec = TextCodec(settings.model)
-        self._start = start_message(settings, codec.path)
+        self._start = start_message(settings, codec)
         self._changed = asyncio.Event()
         self._process: EngineProcess | None = None
         self.metrics = Metrics()
@@ -109,7 +110,6 @@ async def running(settings: EngineSettings, max_waiting: int = 0) -> AsyncIterat
     try:
         await engine.until(State.READY)
         engine.generation.raise_if_over()
-        engine.generation.check_codec()
         yield engine
     finally:
         await engine.close()
@@ -208,7 +208,6 @@ async def _announce(engine: Running, name: str, listener: socket.socket) -> None
     """Waits for the engine and prints the one line that says where it is served, after one on what."""
     if await engine.until(State.READY) is not State.READY:
         return
-    engine.generation.check_codec()
     ready = engine.generation.ready
     host, port = listener.getsockname()[:2]
     weights = ready.dtype if ready.quantization == "none" else ready.quantization

@@ -35,7 +35,9 @@ class TextCodec:
         self.path = tokenizer_path(folder)
         try:
             self.tokenizer = Tokenizer.from_file(str(self.path))
-        except Exception as error:  # The library raises bare Exception.
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # The library raises bare Exception, and panics with less.
             raise ConfigurationError(f"{self.path}: not a tokenizer this version can read") from error
         # Some files carry the padding and truncation of their training; a prompt must arrive as it is.
         self.tokenizer.no_truncation()

@@ -10,13 +10,34 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from server.child import die_with_parent
 from server.errors import ConfigurationError
 
 # What transformers 4 took for a folder that names no class; 5 knows of none.
 UNNAMED = {"gpt_bigcode": "GPT2Tokenizer"}
 FEWEST_TOKENS = 256
 ADVICE = 'name the class that does in tokenizer_config.json, as in {"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}'
-PROBE = "def add(x, y): return x + 12"
+PROBES = (
+    "def add(x, y): return x + 12",
+    "def f():\n    return 1\n",
+    "a  b   c",
+    "\tx",
+    "\ufb01ne \uff12 \u2460",  # Other characters in NFKC.
+    "é λ 中 😀",
+)
+"""Text that SentencePiece's own reading is compared on. None begins with a space: there the library is known to have its own way."""
+NOT_WRITTEN = 71
+"""Exit status where FILE could not be written, for no fault of the folder's."""
+CONFIG = ("model_type", "model_name", "tokenizer_class", "transformers_version")
+TOKENIZER_CONFIG = (
+    *("auto_map", "tokenizer_class"),  # Of which the first is refused below.
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "split_special_tokens", "model_max_length"),
+    *("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "extra_ids"),
+    *("do_lower_case", "do_basic_tokenize", "strip_accents", "tokenize_chinese_chars", "keep_accents", "remove_space", "trim_offsets"),
+    *("clean_up_tokenization_spaces", "spaces_between_special_tokens", "use_default_system_prompt", "errors"),
+)
+ALLOWED = {"config.json": CONFIG, "tokenizer_config.json": TOKENIZER_CONFIG, "special_tokens_map.json": TOKENIZER_CONFIG}
+"""The keys of each file that `transformers` may see. It takes others for arguments, and some of those for paths of files to read."""
 
 
 def convert(folder: Path) -> Any:
@@ -48,8 +69,18 @@ def is_sentencepiece(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
+def description(path: Path) -> dict[str, Any] | None:
+    """What `transformers` may see of a file that describes; None: all of it. Raises ConfigurationError where it is not a JSON object."""
+    if path.name not in ALLOWED:
+        return None
+    return {key: value for key, value in _read(path).items() if key in ALLOWED[path.name] or key.endswith("_token")}
+
+
 def _read(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, RecursionError):
+        value = None
     if not isinstance(value, dict):
         raise ConfigurationError(f"{path.name}: not a JSON object")
     return value
@@ -71,14 +102,31 @@ def _check(folder: Path, tokenizer: Any) -> None:
     for path in folder.glob("*.model"):
         if is_sentencepiece(path):
             processor = import_module("sentencepiece").SentencePieceProcessor(model_file=str(path))
-            if tokenizer.encode(PROBE, add_special_tokens=False) != processor.encode(PROBE):
-                raise ConfigurationError(f"{kind.__name__} does not read {path.name} as SentencePiece does; {ADVICE}")
+            for probe in PROBES:
+                if tokenizer.encode(probe, add_special_tokens=False) != processor.encode(probe):
+                    text = json.dumps(probe, ensure_ascii=False)
+                    raise ConfigurationError(
+                        f"{kind.__name__} does not read {path.name} as SentencePiece does, for one {text}; "
+                        f"{ADVICE}; or put a tokenizer.json that does into the folder"
+                    )
 
 
 def main() -> None:
+    die_with_parent()
     folder, file = Path(sys.argv[1]), Path(sys.argv[2])
+    made = _made(folder)
     try:
-        convert(folder).save(str(file))
+        file.write_text(made, encoding="utf-8")
+    except OSError as error:
+        _say(f"{error.strerror}")
+        sys.exit(NOT_WRITTEN)
+
+
+def _made(folder: Path) -> str:
+    """The text of the file. Exits where there can be none."""
+    try:
+        text: str = convert(folder).to_str(pretty=True)
+        return text
     except ConfigurationError as error:
         sys.exit(_say(str(error)))
     except Exception as error:

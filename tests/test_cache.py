@@ -131,5 +131,12 @@ def test_a_table_holds_what_is_seen_and_never_more_than_most_pages(num_tokens: i
 @given(st.integers(0, 300), st.integers(1, 70), st.sampled_from([1, 16]), st.sampled_from([None, 1, 40]))
 def test_most_tokens_is_the_inverse_of_most_pages(num_pages: int, step: int, page_size: int, window: int | None) -> None:
     layout = CacheLayout.of(3, [window, None, window], page_size)
-    most = layout.most_tokens(num_pages, step)
+    most = layout.most_tokens(num_pages, step, 10**6)
     assert layout.most_pages(most, step) <= num_pages < layout.most_pages(most + 1, step)
+    assert layout.most_tokens(num_pages, step, 7) == min(7, most)
+
+
+def test_where_every_layer_has_a_window_a_few_pages_hold_any_length() -> None:
+    layout = CacheLayout.of(3, [40] * 3, 16)
+    assert layout.most_pages(10**6, 64) == 8
+    assert layout.most_tokens(8, 64, 10**6) == 10**6 and layout.most_tokens(7, 64, 10**6) < 200

@@ -5,6 +5,8 @@ Then what follows from it: losses on the same sequences, refusal to serve what w
 
 import json
 import logging
+import math
+import shutil
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.conversion import only_pooled
-from model.families import read_spec
+from model.families import gpt_bigcode, read_spec
 from model.spec import CheckpointError, OptionError
+from model.tools import convert as convert_tool
 from model.tools import train
 from model.tools.convert import convert
 from model.tools.held_out import decoder_logits
@@ -28,6 +31,7 @@ from server import cli
 from server.config import EngineSettings, load
 from server.engine import worker
 from server.serve import start_message
+from server.text import TextCodec
 from tests.checkpoints import make_tokenizer
 from tests.families import CONFIGS, make_family_checkpoint
 
@@ -179,7 +183,7 @@ def test_a_pickle_with_code_in_it_is_refused_unread(tmp_path: Path) -> None:
     tensors: dict[str, Any] = tensors_of(source)
     (source / "model.safetensors").unlink()
     torch.save(tensors | {"more": Command(tmp_path / "ran")}, source / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: expected weights and nothing else"):
+    with pytest.raises(CheckpointError, match=r"^[^\n]*/pytorch_model\.bin: expected weights and nothing else, [^\n]*\(UnpicklingError\)$"):
         convert(unmeasured(source, tmp_path / "output"))
     torch.save({"state_dict": tensors}, source / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="expected tensors by name"):
@@ -196,6 +200,88 @@ def change_tensor(folder: Path, name: str, value: Tensor | None) -> None:
     save_file({key: tensor for key, tensor in tensors.items() if value is not None or key != name}, folder / "model.safetensors")
 
 
+def pickled(folder: Path, **more: Tensor) -> Path:
+    """The same folder with pytorch_model.bin; `more` by names with _ for the dots."""
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    named = {name.replace(".", "_"): name for name in (*tensors, "lm_head.weight")}
+    torch.save(tensors | {named[key]: value for key, value in more.items()}, folder / "pytorch_model.bin")
+    return folder
+
+
+def test_text_ids_and_dtype_of_gpt2_are_the_sources(tmp_path: Path) -> None:
+    source = write("gpt2", tmp_path / "source")
+    ids = {"eos_token_id": [5, 3], "bos_token_id": 7, "pad_token_id": 9, "dtype": "float32"}
+    change_config(source, **ids)
+    convert(unmeasured(source, tmp_path / "output"))
+    assert config_of(tmp_path / "output").items() >= ids.items() and set(read_spec(tmp_path / "output").end_token_ids) >= {3, 5}
+    config = config_of(source)
+    (source / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in ids}))
+    convert(unmeasured(source, tmp_path / "without"))
+    assert not config_of(tmp_path / "without").keys() & ids.keys()
+
+
+def test_several_end_tokens_of_a_spec_are_written(tmp_path: Path) -> None:
+    spec = replace(read_spec(make_family_checkpoint("santacoder", 0, tmp_path).folder), end_token_ids=(3, 5))
+    config = gpt_bigcode.config_from_spec(spec)
+    assert config["eos_token_id"] == [3, 5] and config["bos_token_id"] == 3
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("as_pickle", [False, True])
+def test_a_tied_head_of_other_values_is_refused(as_pickle: bool, inner: bool, tmp_path: Path) -> None:
+    source = write("gpt2", tmp_path / "source")
+    tensors = {name.removeprefix("transformer.") if inner else name: value for name, value in tensors_of(source).items()}
+    embedding = "wte.weight" if inner else "transformer.wte.weight"
+    for change, refused in ((0.0, False), (1.0, True)):
+        head = tensors[embedding].clone()
+        head[3, 3] += change
+        save_file(tensors | {"lm_head.weight": head}, source / "model.safetensors")
+        if as_pickle:
+            pickled(source)
+        if refused:
+            with pytest.raises(CheckpointError, match=f"lm_head.weight differs from {embedding}, to which config.json ties it"):
+                convert(unmeasured(source, tmp_path / "refused"))
+        else:
+            convert(unmeasured(source, tmp_path / "output"))
+    assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.tensor([math.nan] * 48), r"pytorch_model\.bin: transformer\.ln_f\.bias holds NaN or infinity"),
+        (torch.tensor([math.inf] * 48), r"pytorch_model\.bin: transformer\.ln_f\.bias holds NaN or infinity"),
+        (torch.ones(48).to_sparse(), r"ln_f\.bias has dtype torch\.float32 and layout torch\.sparse_coo, expected dense F64"),
+        (torch.ones(48, device="meta"), r"ln_f\.bias has dtype torch\.float32 and layout torch\.strided on meta, expected dense F64"),
+    ],
+)
+def test_a_pickles_values_are_numbers(value: Tensor, message: str, tmp_path: Path) -> None:
+    source = pickled(write("gpt2", tmp_path / "source"), transformer_ln_f_bias=value)
+    with pytest.raises(CheckpointError, match=message):
+        convert(unmeasured(source, tmp_path / "output"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_fails_half_written_leaves_nothing_in_the_way(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = write("gpt2", tmp_path / "source"), tmp_path / "output"
+
+    def fail(_: Path, made: Path) -> None:
+        assert (made / "model.safetensors").exists() and not output.exists()
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_tool, "copy_companions", fail)
+        with pytest.raises(OptionError if isinstance(error, OSError) else KeyboardInterrupt):
+            convert(unmeasured(source, output))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    output.mkdir()
+    convert(unmeasured(source, output))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["output", "source"]
+    assert output.stat().st_mode == source.stat().st_mode
+
+
 MARKS = tuple(f"<{i}>" for i in range(46))
 FALCON = CONFIGS["falcon"][0] | {"multi_query": False}
 REFUSALS: dict[str, tuple[str, Any, str]] = {
@@ -204,6 +290,11 @@ REFUSALS: dict[str, tuple[str, Any, str]] = {
         "llama",
         lambda f: (f / "config.json").write_text(json.dumps(FALCON)),
         r"71 key/value heads.*model_type 'falcon'; heads are",
+    ),
+    "own": (
+        "llama",
+        lambda f: change_config(f, num_key_value_heads=1, rope_parameters={"rope_type": "what"}),
+        r"^[^\n]*what((?!pooled).)*$",
     ),
     "heads": ("llama", lambda f: change_config(f, num_key_value_heads=3), r"a divisor of num_attention_heads 4, found 3"),
     "scale": ("gpt2", lambda f: change_config(f, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
@@ -244,6 +335,25 @@ def test_the_command_refuses_with_its_exit_codes(tmp_path: Path, capsys: pytest.
     assert cli.main(command) == 2 and f"output {output} exists, expected a new or empty folder" in capsys.readouterr().err
     assert cli.main(["convert", "--model", str(output), "--output", str(tmp_path / "x")]) == 78
     assert cli.main(["convert", "--model", str(tmp_path / "nowhere"), "--output", str(tmp_path / "x")]) == 78
+    (tmp_path / "file").write_text("")
+    for more, message in (
+        (["--threads", "-3"], "threads must be from 0 to 1024, got -3"),
+        (["--threads", "5000"], "threads must be from 0 to 1024, got 5000"),
+        (["--data", str(tmp_path)], f"data {tmp_path} is what losses are measured on"),
+        (["--output", "/proc/x"], "output /proc/x cannot be made: "),
+        (["--output", str(tmp_path / "file" / "x")], "x cannot be made: "),
+    ):
+        given = ["--model", str(source), "--output", str(tmp_path / "x"), "--no-evaluate", *more]
+        arguments = given if "--output" not in more else [*given[:2], *given[4:]]
+        assert cli.main(["convert", *arguments]) == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["convert", "train"])
+def test_the_help_is_for_users(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert f"onehead {command}: " in shown and "Raises" not in shown and "OptionError" not in shown
 
 
 # --- losses, serving, training
@@ -315,7 +425,7 @@ def test_without_a_tokenizer_there_are_no_losses_and_that_is_said(tmp_path: Path
 
 def load_worker(folder: Path, *arguments: str) -> Any:
     settings = load(EngineSettings, ["--model", str(folder), "--cache.pages", "4", "--engine.threads", "1", *arguments], "onehead")
-    return worker.load(start_message(settings, folder / "tokenizer.json"))
+    return worker.load(start_message(settings, TextCodec(folder)))
 
 
 def test_only_pooled_is_served_when_asked_for(pooled: Pooled, caplog: pytest.LogCaptureFixture) -> None:
@@ -348,8 +458,26 @@ def test_training_goes_on_from_it(pooled: Pooled, tmp_path: Path, capsys: pytest
     assert load_worker(options.output)
     train.train(replace(options, init=options.output, output=tmp_path / "again", work=tmp_path / "work2", steps=1))
     assert config_of(tmp_path / "again")["onehead_conversion"]["uptrained_steps"] == 3
-    with pytest.raises(OptionError, match=r"other options \(init .*pooled then, .*trained now\)"):
+    with pytest.raises(OptionError, match=r"other options \(init .*pooled then, .*trained now, sha256 of"):
         train.train(replace(options, init=options.output, output=tmp_path / "other"))
+
+
+def test_a_state_of_other_weights_in_the_same_folder_is_not_resumed(pooled: Pooled, tmp_path: Path) -> None:
+    init = Path(shutil.copytree(pooled.folder, tmp_path / "init"))
+    options = replace(pooled.training(tmp_path), init=init)
+    train.train(options)
+    written = tensors_of(options.output)
+    train.train(replace(options, output=tmp_path / "again"))  # The state is done; the same weights come out.
+    assert all(torch.equal(value, written[name]) for name, value in tensors_of(tmp_path / "again").items())
+    (init / "SHA256SUMS").unlink()  # Says nothing that the weights do not.
+    train.train(replace(options, output=tmp_path / "third"))
+    change_tensor(init, "transformer.ln_f.bias", torch.ones(48))
+    with pytest.raises(OptionError, match=r"other options \(sha256 of the files of init [0-9a-f]{64} then, [0-9a-f]{64} now\)"):
+        train.train(replace(options, output=tmp_path / "other"))
+    shutil.copyfile(pooled.folder / "model.safetensors", init / "model.safetensors")
+    change_config(init, layer_norm_epsilon=1e-3)
+    with pytest.raises(OptionError, match="sha256 of the files of init"):
+        train.train(replace(options, output=tmp_path / "other"))
 
 
 def test_losses_of_other_sequences_are_not_compared(pooled: Pooled, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Every family against `transformers`: logits for every way of cutting a text, greedy tokens, and the same from a running server."""
 
+import json
 import random
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import pytest
 import torch
 
 from model.families import read_spec
+from model.runner import ModelRunner, RunnerOptions
+from model.spec import CheckpointError
+from model.tools.held_out import decoder_logits
 from model.weights import load_decoder
 from server.text import TextCodec
 from tests.families import CONFIGS, FamilyCheckpoint, make_family_checkpoint
@@ -89,8 +93,30 @@ def test_tokenizers_give_text_back(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("dtype", "quantization"), [(torch.bfloat16, "none"), (torch.float32, "int8"), (torch.bfloat16, "int8")])
 @torch.inference_mode()
-def test_half_precision_loads_every_tensor(family: str, tmp_path: Path) -> None:
-    folder = make_family_checkpoint(family, 0, tmp_path).folder
-    decoder = load_decoder(folder, read_spec(folder), torch.bfloat16, CPU)
-    assert {parameter.dtype for parameter in decoder.parameters()} == {torch.bfloat16}
+def test_rounded_weights_say_much_the_same(family: str, dtype: torch.dtype, quantization: str, tmp_path: Path) -> None:
+    checkpoint = make_family_checkpoint(family, 1, tmp_path)
+    exact = load(checkpoint.folder)
+    rounded = load_decoder(checkpoint.folder, exact.spec, dtype, CPU, quantization)
+    ids = torch.tensor(random_ids(checkpoint, 60))
+    logits = [decoder_logits(decoder)(ids).float() for decoder in (exact, rounded)]
+    assert (logits[0] - logits[1]).norm() < 0.15 * logits[0].norm()
+
+
+def test_layers_behind_the_last_are_read_over_only_where_the_config_counts_them(tmp_path: Path) -> None:
+    folder = make_family_checkpoint("deepseek_v3", 0, tmp_path).folder
+    config = json.loads((folder / "config.json").read_text())
+    for appended in (1, 0):
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "num_nextn_predict_layers": appended}))
+        if appended:
+            load(folder)
+        else:
+            with pytest.raises(CheckpointError, match=r"unexpected tensor model\.layers\.2\."):
+                load(folder)
+
+
+def test_too_few_pages_for_anyone_are_refused(tmp_path: Path) -> None:
+    folder = make_family_checkpoint("gemma3_text", 0, tmp_path).folder
+    with pytest.raises(MemoryError, match=r"cache\.pages is 3 pages; 64 tokens of one sequence need 6"):
+        ModelRunner.load(folder, read_spec(folder), RunnerOptions("cpu", "float32", 1, 64, 3, None, 512, 4, 64))

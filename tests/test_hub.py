@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from server import hub
+from server.config import EngineSettings, load
 from server.errors import ConfigurationError, ResourceError
 from tests.fake_hub import COMMIT, GATED, REPOSITORY, FakeHub, serving
 from tests.families import make_family_checkpoint
@@ -24,12 +26,13 @@ DEAD = "http://127.0.0.1:9"
 RESOLVE = """
 import sys
 from pathlib import Path
-from server import hub
+from server import cli, hub
 from server.errors import OneheadError
 hub.PATIENCE = 0.5
+checks = {"weights": cli._check}
 for name in sys.argv[2:]:
     try:
-        print(hub.resolve(Path(name), weights=sys.argv[1] == "weights"))
+        print(hub.resolve(Path(name), weights=sys.argv[1] != "none", pickles=sys.argv[1] == "any", check=checks.get(sys.argv[1])))
     except OneheadError as error:
         print(error.exit_code, error)
 """
@@ -141,7 +144,78 @@ def test_a_repository_without_safetensors_is_refused(repository: Path, tmp_path:
     (bare / "model.safetensors").unlink()
     with serving(FakeHub(bare)) as other:
         (line,) = resolved(tmp_path / "home", other.endpoint, REPOSITORY)
-    assert line == f"78 {REPOSITORY}: has no weights in safetensors files, and others are not served"
+    assert line.startswith(
+        f"78 {REPOSITORY}: has no weights in safetensors files, and others are not served; if it has a pytorch_model.bin"
+    )
+    assert f"`onehead convert --model {REPOSITORY} --output NEW`" in line
+
+
+def test_weights_of_what_is_not_served_are_not_fetched(repository: Path, tmp_path: Path) -> None:
+    several = shutil.copytree(repository, tmp_path / "several")
+    config = json.loads((several / "config.json").read_text())
+    (several / "config.json").write_text(json.dumps(config | {"num_key_value_heads": config["num_attention_heads"]}))
+    with serving(FakeHub(several)) as other:
+        (line,) = resolved(tmp_path / "home", other.endpoint, REPOSITORY)
+        assert line.startswith(f"78 {REPOSITORY}: config.json: num_key_value_heads is ") and "`onehead convert" in line
+        assert not [request for request in other.requests if "model.safetensors" in request]
+        (folder,) = resolved(tmp_path / "home", other.endpoint, REPOSITORY, files="any")
+    assert (Path(folder) / "model.safetensors").is_file() and not (Path(folder) / "pytorch_model.bin").exists()
+
+
+def test_a_pickle_is_fetched_where_there_is_nothing_else_and_converted(repository: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    bare = shutil.copytree(repository, tmp_path / "bare")
+    tensors = load_file(bare / "model.safetensors")
+    (bare / "model.safetensors").unlink()
+    torch.save(tensors, bare / "pytorch_model.bin")
+    output = tmp_path / "made"
+    with serving(FakeHub(bare)) as other:
+        command = [sys.executable, "-m", "server.cli", "convert", "--model", REPOSITORY, "--output", str(output), "--no-evaluate"]
+        more = environment(tmp_path / "home", other.endpoint)
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | more, check=False)
+        assert done.returncode == 0, done.stderr
+        (bare / "pytorch_model.bin").unlink()
+    with serving(FakeHub(bare)) as neither:
+        (line,) = resolved(tmp_path / "empty", neither.endpoint, REPOSITORY, files="any")
+    assert line == f"78 {REPOSITORY}: has neither safetensors files nor a pytorch_model.bin"
+    made = load_file(output / "model.safetensors")
+    assert made.keys() == tensors.keys() and all(torch.equal(made[name], tensors[name]) for name in tensors)
+
+
+def test_training_goes_on_from_a_repository(fake: FakeHub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from model.tools import convert, train
+    from server import cli
+
+    asked: list[tuple[Path, bool, Any]] = []
+
+    def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Any = None) -> Path:
+        asked.append((model, pickles, check))
+        return repository
+
+    given: list[Any] = []
+    monkeypatch.setattr(hub, "resolve", resolve)
+    monkeypatch.setattr(train, "train", given.append)
+    monkeypatch.setattr(convert, "convert", given.append)
+    assert cli.main(["train", "--init", "org/name", "--output", str(tmp_path / "a")]) == 0
+    assert cli.main(["convert", "--model", "org/name", "--output", str(tmp_path / "b")]) == 0
+    assert cli.main(["train", "--output", str(tmp_path / "c")]) == 0
+    assert asked == [(Path("org/name"), False, cli._check), (Path("org/name"), True, convert.make_plan)]
+    assert (given[0].init, given[1].model, given[2].init) == (repository, repository, None)
+
+
+def test_the_tokenizer_is_made_before_there_is_an_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(hub, "tokenizer_path", asked.append)
+    assert hub.resolved(load(EngineSettings, ["--model", str(tmp_path)], "x"), asked.append).model == tmp_path
+    assert asked == [tmp_path]
+    asked.clear()
+    monkeypatch.setattr(hub.Repository, "fetch", lambda _, files: [asked.append(files), tmp_path][1])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="no weights in safetensors files"):
+        hub.resolved(load(EngineSettings, ["--model", "org/name"], "x"), asked.append)
+    assert asked == [hub.SMALL, tmp_path, tmp_path, hub.SMALL + hub.WEIGHTS]
 
 
 def test_a_full_disk_is_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +231,7 @@ def test_a_full_disk_is_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_there_or_cannot_be_a_repository_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_fetch", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(hub.Repository, "fetch", lambda *_: pytest.fail("the hub was asked"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     for name in ("org/name", "/org/name", "name", "a/b/c", "../name", "org/na me", "~/name", "org/name/"):
@@ -169,11 +243,10 @@ def test_what_is_there_or_cannot_be_a_repository_is_left_as_it_is(tmp_path: Path
 def test_names_and_revisions(name: str, revision: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def fetch(repository: str, revision: str | None, files: list[str]) -> Path:
-        asked.append((repository, revision))
+    def fetch(repository: hub.Repository, files: list[str]) -> Path:
+        asked.append((repository.name, repository.revision))
         return tmp_path
 
-    monkeypatch.setattr(hub, "_fetch", fetch)
-    with pytest.raises(ConfigurationError, match="safetensors"):
-        hub.resolve(Path(name))
+    monkeypatch.setattr(hub.Repository, "fetch", fetch)
+    assert hub.resolve(Path(name), weights=False) == tmp_path
     assert asked == [(name.partition("@")[0], revision)]

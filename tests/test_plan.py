@@ -82,6 +82,11 @@ def test_refusals(tmp_path: Path) -> None:
     assert run(str(tmp_path), "--memory", "80 gigs").returncode == 78
     assert run(str(tmp_path), "--dtype", "float8").returncode == 78
     assert run().returncode == 2
+    for options in (["--memory", "0.5"], ["--page_size", "0"], ["--step_tokens", "-1"], ["--picture", "x.txt"], ["--data", "."]):
+        done = run(str(config_folder(tmp_path, PUBLISHED["Gemma-2B"][0])), *options)
+        assert done.returncode == 2 and options[0][2:] in done.stderr and "Traceback" not in done.stderr
+    done = run(str(tmp_path), "--memory", "1MB", "--picture", str(tmp_path / "x.svg"))
+    assert done.returncode == 2 and "nothing to draw" in done.stderr
 
 
 def test_what_the_plan_says_is_what_the_runner_takes(tiny_folder: Path) -> None:
@@ -90,8 +95,9 @@ def test_what_the_plan_says_is_what_the_runner_takes(tiny_folder: Path) -> None:
     plan = make_plan(PlanOptions(tiny_folder, memory=10**9, dtype="float32"))
     assert plan.weight_bytes["float32"] == runner.weight_bytes
     assert plan.kv_bytes_per_token["float32"]["multi_query"] * 64 * 10 == runner.pool.num_bytes
-    small = ModelRunner.load(tiny_folder, spec, RunnerOptions("cpu", "float32", 1, 64, 10, None, 512, 4, 64, "int8"))
-    assert plan.weight_bytes["int8"] == small.weight_bytes
+    for dtype in ("float32", "bfloat16"):
+        small = ModelRunner.load(tiny_folder, spec, RunnerOptions("cpu", dtype, 1, 64, 10, None, 512, 4, 64, "int8"))
+        assert make_plan(PlanOptions(tiny_folder, memory=10**9, dtype=dtype)).weight_bytes["int8"] == small.weight_bytes
 
 
 @given(st.integers(0, 400), st.integers(1, 300), st.integers(1, 80), st.sampled_from([(), (None, 20, 20), (9, 9, 9), (None, 40, 40)]))

@@ -1,17 +1,22 @@
 """Int8 weights: exact sums, a token's result independent of its company, small error, a quarter of the memory."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.progress import Progress
 from torch import nn
 
 from model.families import read_spec
-from model.quantization import Int8Linear, integer_product, quantize_tokens, quantize_weights
+from model.quantization import Int8Linear, integer_product, product_in_floats, quantize_tokens, quantize_weights
 from model.runner import ModelRunner, RunnerOptions
 from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan
+from model.tools.int8_error import int8_errors
 from model.weights import load_decoder
 from tests.checkpoints import SHAPES, make_checkpoint
 
@@ -23,7 +28,23 @@ PRETRAINED = Path(__file__).parent.parent / "model" / "pretrained"
 def test_products_are_exact(num_tokens: int, num_inputs: int, num_outputs: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x_TI, weight_OI = (torch.randint(-128, 128, (n, num_inputs), dtype=torch.int8, generator=generator) for n in (num_tokens, num_outputs))
-    assert torch.equal(integer_product(x_TI, weight_OI).long(), x_TI.long() @ weight_OI.long().T)
+    expected = x_TI.long() @ weight_OI.long().T
+    assert torch.equal(integer_product(x_TI, weight_OI).long(), expected)
+    assert torch.equal(product_in_floats(x_TI, weight_OI).long(), expected)
+
+
+def test_products_are_exact_at_the_extremes_and_on_processors_that_saturate() -> None:
+    """torch adds pairs of products in 16 bits where there is no VNNI."""
+    program = """
+import torch
+from model.quantization import integer_product
+for size in (64, 2000):
+    x, w = torch.full((3, size), -128, dtype=torch.int8), torch.full((5, size), 127, dtype=torch.int8)
+    assert (integer_product(x, w) == -128 * 127 * size).all()
+"""
+    for level in ("ALL", "AVX2"):
+        environment = os.environ | {"ONEDNN_MAX_CPU_ISA": level}
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
 
 
 @given(st.integers(0, 2**31), st.sampled_from([1e-6, 1.0, 1e4]), st.booleans())
@@ -81,6 +102,14 @@ def test_the_embedded_model_in_int8_takes_a_quarter_and_says_much_the_same() -> 
     (before,), (after,) = whole.run(plan).drawn, small.run(plan).drawn
     assert isinstance(before, Drawn) and isinstance(after, Drawn)
     assert before.token == after.token and abs(before.logprob - after.logprob) < 0.1
+
+
+def test_perplexity_in_int8_is_within_half_a_percent() -> None:
+    with Progress(disable=True) as progress:
+        errors = int8_errors(PRETRAINED, read_spec(PRETRAINED), None, progress)
+    perplexity = errors["perplexity"]
+    assert abs(perplexity["int8"] / perplexity["float32"] - 1) < 0.005
+    assert errors["mean"] < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

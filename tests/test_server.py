@@ -278,6 +278,20 @@ def serve(*arguments: str) -> tuple[int, str, float]:
     return done.returncode, done.stderr, time.monotonic() - began
 
 
+def test_the_plan_of_a_running_server_is_that_of_the_command(tiny_folder: Path, server: ServerProcess) -> None:
+    status, body = server.get("/plan")
+    running = json.loads(body)
+    command = [sys.executable, "-m", "server.cli", "plan", str(tiny_folder), "--device", "cpu", "--memory", "2GB", "--format", "json"]
+    planned = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    assert status == 200 and running["parameters"] == planned["parameters"]
+    assert running["weight_bytes"] == planned["weight_bytes"]["float32"]
+    assert running["kv_bytes_per_token"] == planned["kv_bytes_per_token"]["float32"]
+    assert [row["context"] for row in running["sequences"]] == [row["context"] for row in planned["sequences"]]
+    pages, page_size = running["cache"]["pages"], running["cache"]["page_size"]
+    assert running["sequences"][-1]["fit"] == pages // -(-running["sequences"][-1]["context"] // page_size)
+    assert running["cache"]["bytes"] == pages * page_size * running["kv_bytes_per_token"]["multi_query"]
+
+
 def test_a_port_in_use_is_71_and_a_bad_checkpoint_78(tiny_folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

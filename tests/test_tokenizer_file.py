@@ -3,9 +3,12 @@
 import base64
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,7 +76,7 @@ def test_it_is_made_once_in_another_process_and_shared(tmp_path: Path, cache: Pa
     copy = shutil.copytree(folder, tmp_path / "b")
     (copy / "weights.safetensors").write_bytes(b"these count for nothing")
     assert tokenizer_path(copy) == made
-    assert start_message(load(EngineSettings, ["--model", str(copy)], "x"), TextCodec(copy).path).tokenizer == str(made)
+    assert start_message(load(EngineSettings, ["--model", str(copy)], "x"), TextCodec(copy)).tokenizer == str(made)
     make_tokenizer().save(str(copy / "tokenizer.json"))
     assert tokenizer_path(copy) == copy / "tokenizer.json"
 
@@ -87,6 +90,10 @@ def test_other_files_make_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert tokenizer_path(folder) != first and len(made) == 2
     (folder / "special_tokens_map.json").unlink()
     assert tokenizer_path(folder) == first and len(made) == 2 and not any(Path(seen).exists() for seen in made)
+    for name, value in (("CONVERSION", "of another kind"), ("_version", lambda package: "6.0")):
+        monkeypatch.setattr(tokenizer_file, name, value)
+        assert tokenizer_path(folder) != first
+    assert len(made) == 4
 
 
 @pytest.mark.parametrize("described", [GPT2, {}, None, GPT2 | {"tokenizer_class": "GPT2TokenizerFast"}])
@@ -116,7 +123,7 @@ def test_both_processes_read_it(served: ServerProcess) -> None:
     assert len(text) == 4 and set(text) <= set("abcdef")
 
 
-def sentencepiece_model(folder: Path, kind: str) -> None:
+def sentencepiece_model(folder: Path, kind: str, **more: Any) -> None:
     import sentencepiece
 
     folder.mkdir()
@@ -127,10 +134,8 @@ def sentencepiece_model(folder: Path, kind: str) -> None:
             model_writer=file,
             model_type=kind,
             vocab_size=500,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
             minloglevel=2,
+            **{"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False} | more,
         )
 
 
@@ -155,8 +160,53 @@ def test_a_sentencepiece_model_is_read_as_sentencepiece_does(tmp_path: Path, mod
 @pytest.mark.parametrize(("kind", "described"), [("bpe", None), ("bpe", {"tokenizer_class": "LLaMATokenizer"}), ("unigram", LLAMA)])
 def test_one_that_the_library_reads_otherwise_is_refused(tmp_path: Path, kind: str, described: dict[str, Any] | None) -> None:
     sentencepiece_model(tmp_path / "a", kind)
-    with pytest.raises(ConfigurationError, match=r"does not read tokenizer\.model as SentencePiece does; name the class"):
+    with pytest.raises(ConfigurationError, match=r"does not read tokenizer\.model as SentencePiece does, for one .*; name the class"):
         convert(describe(tmp_path / "a", "llama", described))
+
+
+@needs_sentencepiece
+@pytest.mark.parametrize(
+    ("more", "probe"),
+    [
+        ({"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}, r'"def f\(\):\\n    return 1\\n"'),
+        ({"remove_extra_whitespaces": True}, r'"def f\(\):\\n    return 1\\n"'),
+        ({"normalization_rule_name": "nfkc"}, '"\ufb01ne \uff12 \u2460"'),
+        ({"byte_fallback": False, "character_coverage": 0.98}, '".*"'),
+    ],
+)
+def test_a_normaliser_that_the_library_drops_is_refused_with_the_text_it_shows_on(tmp_path: Path, more: Any, probe: str) -> None:
+    sentencepiece_model(tmp_path / "a", "bpe", **more)
+    with pytest.raises(ConfigurationError, match=f"as SentencePiece does, for one {probe}; name the class .* or put a tokenizer.json"):
+        convert(describe(tmp_path / "a", "llama", LLAMA))
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_no_file_outside_the_folder_is_read(tmp_path: Path, file: str) -> None:
+    folder = byte_level(tmp_path / "a", "gpt2", GPT2)
+    expected = tokenizer_path(folder).read_bytes()
+    make_tokenizer(vocab_size=270).model.save(str(tmp_path))
+    vocabulary, merges = (str(tmp_path / name) for name in ("vocab.json", "merges.txt"))
+    named = {"vocab": vocabulary, "merges": merges, "vocab_file": vocabulary, "merges_file": merges}
+    (folder / file).write_text(json.dumps((GPT2 if file == "tokenizer_config.json" else {}) | named))
+    assert tokenizer_path(folder).read_bytes() == expected
+
+
+def test_the_child_sees_only_the_keys_that_say_how_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = byte_level(tmp_path / "a", "gpt2", GPT2 | {"vocab": "/x", "image_token": "<i>", "add_bos_token": True, "chat_template": "x"})
+    seen: dict[str, Any] = {}
+
+    def run(place: str, made: str) -> str:
+        seen.update({path.name: json.loads(path.read_text()) for path in Path(place).glob("*config.json") if not path.is_symlink()})
+        return "enough"
+
+    monkeypatch.setattr(tokenizer_file, "_run", run)
+    with pytest.raises(ConfigurationError, match="enough"):
+        tokenizer_path(folder)
+    assert seen == {"config.json": {"model_type": "gpt2"}, "tokenizer_config.json": GPT2 | {"image_token": "<i>", "add_bos_token": True}}
+    for text in ("[]", "{", "[" * 100_000):
+        (folder / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=r"tokenizer_config\.json: not a JSON object"):
+            tokenizer_path(folder)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +261,7 @@ def test_a_conversion_that_hangs_or_dies_is_an_error_of_configuration(tmp_path: 
 
 @pytest.mark.parametrize("data", [b"\n\x0e\n\x05<unk>", base64.b64encode(b"a") + b" 0\n"], ids=["sentencepiece", "tiktoken"])
 def test_packages_that_are_not_installed_are_named(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_file, "_installed", lambda package: package == "transformers")
+    monkeypatch.setattr(tokenizer_file, "_version", lambda package: "5" if package == "transformers" else "")
     (tmp_path / "tokenizer.model").write_bytes(data)
     packages = "sentencepiece protobuf" if data.startswith(b"\n") else "tiktoken"
     with pytest.raises(ConfigurationError, match=f"make one of tokenizer.model takes {packages}: .* -m pip install {packages}$"):
@@ -226,3 +276,67 @@ def test_without_any_source_and_without_a_place(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "vocab.json"))
     with pytest.raises(ResourceError, match=r"Not a directory; .* XDG_CACHE_HOME"):
         tokenizer_path(folder)
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder = byte_level(tmp_path / "a", "falcon", GPT2)
+    (folder / "vocab.json").unlink()
+    (folder / "vocab.json").symlink_to("/proc/self/mem")  # A file that opens and cannot be read, by root neither.
+    with pytest.raises(ConfigurationError, match=r"a/vocab\.json: Input/output error$"):
+        tokenizer_path(folder)
+
+
+def test_a_child_that_cannot_write_is_a_lack_of_resources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = byte_level(tmp_path / "a", "falcon", GPT2)
+    monkeypatch.setattr(tokenizer_conversion, "die_with_parent", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["x", str(folder), "/dev/full"])
+    with pytest.raises(SystemExit) as exit:
+        tokenizer_conversion.main()
+    said = capsys.readouterr().out
+    assert exit.value.code == tokenizer_conversion.NOT_WRITTEN and said == "No space left on device\n"
+    done = subprocess.CompletedProcess([], tokenizer_conversion.NOT_WRITTEN, stdout=said)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(ResourceError, match=r"tokenizers/\w+: No space left on device; .* XDG_CACHE_HOME"):
+        tokenizer_path(folder)
+
+
+def test_an_interrupt_of_the_child_is_one_of_ours(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = byte_level(tmp_path / "a", "falcon", GPT2)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -signal.SIGINT, stdout=""))
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer_path(folder)
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def eventually(happened: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_signal_while_it_is_made_ends_the_server_and_the_child(tmp_path: Path, cache: Path, number: int, status: int) -> None:
+    folder = byte_level(tmp_path / "a", "falcon", GPT2)
+    slow = tmp_path / "slow" / "transformers"
+    slow.mkdir(parents=True)
+    (slow / "__init__.py").write_text(f"import time; open({str(tmp_path / 'began')!r}, 'w').close(); time.sleep(100)")
+    command = [sys.executable, "-m", "server.cli", "serve", "--model", str(folder), "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(slow.parent), "XDG_CACHE_HOME": str(cache)}
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    eventually((tmp_path / "began").exists)
+    (child,) = children(server.pid)
+    server.send_signal(number)
+    said = server.communicate(timeout=20)[1]
+    assert server.returncode == status and "Traceback" not in said
+    eventually(lambda: not Path(f"/proc/{child}").exists())
+    if number != signal.SIGKILL:
+        assert not [path for path in cache.rglob("*") if path.is_file() or path.is_symlink()]

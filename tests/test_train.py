@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from model.families import read_spec
-from model.spec import CheckpointError
+from model.spec import CheckpointError, OptionError
 from model.tools import corpus, train
 from model.tools.held_out import decoder_logits
 from model.tools.options import TrainOptions
@@ -125,6 +125,22 @@ def test_unusable_options_are_refused(options: TrainOptions) -> None:
         train.train(replace(options, num_query_heads=3))
     with pytest.raises(ValueError, match="fewer than one batch"):
         train.train(replace(options, batch_tokens=10**7))
+
+
+def test_an_output_that_cannot_be_made_is_known_before_the_first_step(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "take_step", None)
+    (options.output.parent / "file").write_text("")
+    for output in (Path("/proc/x"), options.output.parent / "file", options.output.parent / "file" / "x"):
+        with pytest.raises(OptionError, match=f"{output} cannot be made: "):
+            train.train(replace(options, output=output))
+
+
+def test_the_learning_rate_of_a_trained_model_is_lower(tmp_path: Path) -> None:
+    assert TrainOptions(tmp_path).learning_rate == TrainOptions(tmp_path, learning_rate=2e-3).learning_rate == 2e-3
+    assert TrainOptions(tmp_path, init=tmp_path).learning_rate == 5e-4
+    assert TrainOptions(tmp_path, init=tmp_path, learning_rate=1e-3).learning_rate == 1e-3
+    with pytest.raises(OptionError, match="learning_rate must be above 0"):
+        TrainOptions(tmp_path, learning_rate=-1.0)
 
 
 def test_the_split_is_by_name_alone(data: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from model.families import gpt_bigcode, read_spec
 from model.spec import CheckpointError
-from model.weights import load_decoder, save_decoder
+from model.weights import digest, load_decoder, save_decoder
 
 CPU = torch.device("cpu")
 
@@ -57,8 +58,82 @@ def test_a_wrong_tensor_is_named(folder: Path, name: str, value: torch.Tensor | 
 
 
 def test_old_mask_buffers_and_a_second_copy_of_the_tied_head_are_fine(folder: Path) -> None:
-    edit_weights(folder, **{"transformer.h.0.attn.bias": torch.ones(8, 8), "lm_head.weight": torch.zeros(300, 64)})
+    embedding = load_file(folder / "model.safetensors")["transformer.wte.weight"]
+    edit_weights(folder, **{"transformer.h.0.attn.bias": torch.ones(8, 8), "lm_head.weight": embedding.clone()})
     load(folder)
+
+
+def test_a_tied_head_that_differs_is_refused(folder: Path) -> None:
+    embedding = load_file(folder / "model.safetensors")["transformer.wte.weight"]
+    embedding[17, 3] += 1e-3
+    edit_weights(folder, **{"lm_head.weight": embedding})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from transformer\.wte\.weight.*tie_word_embeddings false"):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_is_refused(folder: Path, value: float) -> None:
+    weight = load_file(folder / "model.safetensors")["transformer.h.1.mlp.c_fc.weight"]
+    weight[-1, -1] = value
+    edit_weights(folder, **{"transformer.h.1.mlp.c_fc.weight": weight})
+    with pytest.raises(CheckpointError, match=r"h\.1\.mlp\.c_fc\.weight holds NaN or infinity"):
+        load(folder)
+
+
+def test_values_beyond_the_range_of_the_dtype_are_refused(folder: Path) -> None:
+    edit_weights(folder, **{"transformer.ln_f.bias": torch.full((64,), 1e5)})
+    load(folder)
+    with pytest.raises(CheckpointError, match=r"ln_f\.bias is beyond the range of torch\.float16"):
+        load_decoder(folder, read_spec(folder), torch.float16, CPU)
+
+
+def test_a_manifest_is_held_to(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    (folder / "SHA256SUMS").write_text(f"{digest(path)} *model.safetensors\n")
+    load(folder)
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="its contents are not what SHA256SUMS says"):
+        load(folder)
+    (folder / "SHA256SUMS").write_text("")
+    with pytest.raises(CheckpointError, match=r"says nothing of model\.safetensors"):
+        load(folder)
+
+
+def rewrite_header(path: Path, change: Any) -> None:
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    text = change(data[8 : 8 + length].decode()).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def test_headers_that_loaders_disagree_about_are_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    entry = '"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    for change, message in (
+        (lambda text: text.rstrip()[:-1] + f", {entry}, {entry}" + "}", "'x' occurs twice in the header"),
+        (lambda text: text.rstrip()[:-1] + f", {entry}" + "}", "overlaps the tensor before it|it leaves a gap"),
+        (lambda text: "[" * 10**6, "its header is not JSON"),
+        (lambda text: text.replace('"F32"', '"Q4"', 1), "dtype 'Q4' is not known"),
+    ):
+        rewrite_header(path, change)
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
+        path.write_bytes(whole)
+    for length in (0, 2**63, len(whole)):
+        path.write_bytes(struct.pack("<Q", length) + whole[8:])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: "):
+            load(folder)
+
+
+def test_many_names_with_one_twice_are_refused_at_once(folder: Path) -> None:
+    entry = '{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
+    names = ", ".join(f'"n{number}": {entry}' for number in range(20_000))
+    rewrite_header(folder / "model.safetensors", lambda text: "{" + names + f', "n19999": {entry}' + "}")
+    with pytest.raises(CheckpointError, match="'n19999' occurs twice"):
+        load(folder)
 
 
 def test_shards_equal_the_single_file(folder: Path, tiny_folder: Path) -> None:
@@ -69,9 +144,15 @@ def test_shards_equal_the_single_file(folder: Path, tiny_folder: Path) -> None:
         save_file({name: tensors[name] for name in members}, folder / file)
     index = {"weight_map": {name: file for file, members in shards.items() for name in members}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"there is a model\.safetensors too"):
+        load(folder)
     (folder / "model.safetensors").unlink()
     for (_, ours), (_, single) in zip(load(folder).named_parameters(), load(tiny_folder).named_parameters(), strict=True):
         assert torch.equal(ours, single)
+    index["weight_map"][names[0]] = "b.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"should be in b\.safetensors, and is not"):
+        load(folder)
     (folder / "b.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"b\.safetensors: no such file"):
         load(folder)
@@ -100,12 +181,12 @@ def test_a_truncated_file_and_other_formats_are_refused(folder: Path) -> None:
         ({"model_type": "bert"}, "model_type is 'bert'; supported: deepseek_v2, .*gpt_bigcode"),
         ({"multi_query": False}, "multi_query is False, so there are 4 key/value heads"),
         ({"n_head": 5}, "n_embd 64 is not a multiple of n_head 5"),
-        ({"n_layer": "3"}, "n_layer must be an integer of at least 1, found '3'"),
+        ({"n_layer": "3"}, "n_layer must be an integer from 1 to 1024, found '3'"),
         ({"n_embd": "remove"}, "n_embd must be an integer of at least 1, found None"),
         ({"n_positions": True}, "n_positions must be an integer"),
         ({"activation_function": "mish"}, "activation_function must be one of gelu, .*, found 'mish'"),
         ({"add_cross_attention": True}, "add_cross_attention"),
-        ({"eos_token_id": 300}, "eos_token_id 300 is not below vocab_size 300"),
+        ({"eos_token_id": 300}, "vocab_size is 300, and eos_token_id 300"),
         ({"eos_token_id": "x"}, "eos_token_id must be an id"),
     ],
 )

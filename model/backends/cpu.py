@@ -77,9 +77,10 @@ class CpuBackend:
         o_THv = q_THd.new_empty(*q_THd.shape[:-1], v_Tv.shape[-1])
         for bundle in group.bundles:
             k_G1Kd = _gather(keys_PSd, bundle.pages_sGp[place.stack], bundle.num_keys)
-            # A value that is the beginning of the key is gathered with it.
+            # A value that is the beginning of the key is gathered with it, and attended to whole: torch's fused attention wants equal
+            # widths, and what it does otherwise writes out every head's keys and logits.
             in_key = self.pool.value_in_key
-            v_G1Kv = k_G1Kd[..., : v_Tv.shape[-1]] if in_key else _gather(values_PSv, bundle.pages_sGp[place.stack], bundle.num_keys)
+            v_G1Kv = k_G1Kd if in_key else _gather(values_PSv, bundle.pages_sGp[place.stack], bundle.num_keys)
             q_GnHd = q_THd[bundle.tokens_Gn]
             if q_GnHd.shape[1] == 1:
                 o_GnHv = self._attend(q_GnHd, k_G1Kd, v_G1Kv, bundle.mask_G1nK)
@@ -87,7 +88,7 @@ class CpuBackend:
                 q_GHnd = q_GnHd.transpose(1, 2)
                 heads = (-1, q_GHnd.shape[1], -1, -1)
                 o_GnHv = self._attend(q_GHnd, k_G1Kd.expand(heads), v_G1Kv.expand(heads), bundle.mask_G1nK).transpose(1, 2)
-            o_THv[bundle.tokens_Gn] = o_GnHv
+            o_THv[bundle.tokens_Gn] = o_GnHv[..., : v_Tv.shape[-1]]
         return o_THv
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

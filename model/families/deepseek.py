@@ -5,8 +5,11 @@ Layers for predicting several tokens, which published V3 checkpoints append, are
 
 from model.config import Config
 from model.names import Names, llama_names
-from model.rope import rotary, yarn_scale
+from model.rope import rotary, scaling_of, yarn_scale
 from model.spec import CheckpointError, Experts, Latent, ModelSpec
+
+# Of all layers together.
+MOST_EXPERTS = 2**16
 
 
 def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
@@ -18,11 +21,11 @@ def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
     if method not in (None, "noaux_tc") if is_v3 else method not in (None, "greedy", "group_limited_greedy"):
         raise config.wrong("topk_method", "noaux_tc" if is_v3 else "greedy or group_limited_greedy")
     grouped = is_v3 or method == "group_limited_greedy"
-    normalised = config.flag("norm_topk_prob", is_v3)
+    normalised = config.flag("norm_topk_prob", is_v3 and "norm_topk_prob" not in config.values)  # Null is no.
     if normalised and not is_v3:
         # DeepSeek's own code divides by the sum and then leaves out the scale; transformers' does neither. None is published.
         raise CheckpointError("config.json: norm_topk_prob is True; onehead does not serve that of a deepseek_v2")
-    num_experts = config.integer("n_routed_experts", 256 if is_v3 else 64)
+    num_experts = config.integer("n_routed_experts", 256 if is_v3 else 64, most=MOST_EXPERTS // num_layers)
     groups, chosen_groups = (config.integer(key, default) for key, default in (("n_group", 8), ("topk_group", 4)))
     groups, chosen_groups = (groups, chosen_groups) if grouped else (1, 1)
     chosen = config.integer("num_experts_per_tok", 8 if is_v3 else None)
@@ -46,22 +49,23 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     """The spec of a config.json with model_type deepseek_v2 or deepseek_v3. Raises CheckpointError naming the key that does not fit."""
     model_type = config.get("model_type")
     is_v3 = model_type == "deepseek_v3"
-    hidden_size, num_heads, num_layers = (config.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    for key in ("num_key_value_heads", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "head_dim"):
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_layers = config.layers("num_hidden_layers")
+    for key in ("num_key_value_heads", "ep_size", "aux_loss_alpha", "seq_aux", "head_dim"):
         config.get(key)  # Of training, or without meaning once the latent is the key.
     latent = Latent(
-        rank=config.integer("kv_lora_rank", 512),
+        rank=config.columns("kv_lora_rank", 512),
         query_rank=None if "q_lora_rank" in config.values and config.get("q_lora_rank") is None else config.integer("q_lora_rank", 1536),
-        plain_dim=config.integer("qk_nope_head_dim", 128),
-        rotary_dim=config.integer("qk_rope_head_dim", 64),
-        value_dim=config.integer("v_head_dim", 128),
+        plain_dim=config.columns("qk_nope_head_dim", 128),
+        rotary_dim=config.columns("qk_rope_head_dim", 64),
+        value_dim=config.columns("v_head_dim", 128),
         norm_epsilon=1e-6,
     )
     most = config.integer("max_position_embeddings", 4096 if is_v3 else 2048)
-    interleaved = config.flag("rope_interleave", True) if is_v3 else True
+    interleaved = not is_v3 or config.flag("rope_interleave", "rope_interleave" not in config.values)
     rotation, max_positions = rotary(config, latent.rotary_dim, most, 10000.0, interleaved=interleaved)
     scale = (latent.plain_dim + latent.rotary_dim) ** -0.5
-    scaling = config.sub("rope_parameters") or config.sub("rope_scaling")
+    scaling = scaling_of(config)
     if scaling is not None and scaling.get("mscale_all_dim"):
         scale *= yarn_scale(scaling.number("factor"), scaling.number("mscale_all_dim")) ** 2
     bias = config.flag("attention_bias", False)
@@ -88,6 +92,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         rotary=rotation,
         latent=latent,
         experts=_experts(config, is_v3, num_layers),
+        num_unread_layers=config.integer("num_nextn_predict_layers", config.integer("num_mtp_layers", int(is_v3), least=0), least=0),
     )
 
 

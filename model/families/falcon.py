@@ -39,7 +39,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         model_type="falcon",
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=config.layers("num_hidden_layers"),
         num_query_heads=num_heads,
         head_dim=hidden_size // num_heads,
         intermediate_size=config.integer("ffn_hidden_size", 4 * hidden_size),

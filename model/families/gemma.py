@@ -14,7 +14,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     config.one_key_value_head("num_key_value_heads", 16)
     config.only("use_bidirectional_attention", False, why="onehead serves causal models")
-    head_dim = config.integer("head_dim", 256)
+    head_dim = config.columns("head_dim", 256)
     rotation, max_positions = rotary(config, head_dim, config.integer("max_position_embeddings", 8192), 10000.0)
     # hidden_activation is where transformers put the true one when hidden_act was found to be wrong.
     key = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
@@ -24,7 +24,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         model_type="gemma",
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=config.layers("num_hidden_layers"),
         num_query_heads=num_heads,
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),

@@ -31,8 +31,9 @@ def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
 def _rotations(config: Config, head_dim: int, most: int) -> tuple[tuple[Rotary, int], tuple[Rotary, int]]:
     """(of layers that see everything, of layers with a window)."""
     base, local_base = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
-    scaling, new = config.sub("rope_scaling"), config.sub("rope_parameters")
-    local = None
+    scaling, new, local = config.sub("rope_scaling"), config.sub("rope_parameters"), None
+    if scaling is not None and new is not None:
+        raise CheckpointError("config.json: rope_scaling and rope_parameters are both there; expected one of them")
     if new is not None:
         scaling, local = new.sub("full_attention"), new.sub("sliding_attention")
         for key in new.unread():
@@ -42,12 +43,13 @@ def _rotations(config: Config, head_dim: int, most: int) -> tuple[tuple[Rotary, 
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
     """The spec of a config.json with model_type gemma3_text. Raises CheckpointError naming the key that does not fit."""
-    hidden_size, num_heads, num_layers = (config.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_layers = config.layers("num_hidden_layers")
     config.one_key_value_head("num_key_value_heads", 4, convertible=False)
     config.only("use_bidirectional_attention", False, why="onehead serves causal models")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         config.only(key, why="onehead does not cap logits")
-    head_dim = config.integer("head_dim", 256)
+    head_dim = config.columns("head_dim", 256)
     most = config.integer("max_position_embeddings", 131_072)
     (rotation, reach), (window_rotation, window_reach) = _rotations(config, head_dim, most)
     bias = config.flag("attention_bias", False)

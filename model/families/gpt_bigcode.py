@@ -1,12 +1,14 @@
-"""gpt_bigcode: StarCoder, StarCoderBase, tiny_starcoder, SantaCoder (in this layout), granite-code-20b and the embedded model.
+"""gpt_bigcode: StarCoder, StarCoderBase, tiny_starcoder, SantaCoder, granite-code-20b and the embedded model; and gpt2 with multi-query
+attention, the layout in which bigcode/santacoder was first published, with code of its own that is neither needed nor run.
 
-GPT-2's block with one key/value head. The fused projection's rows are the query heads, then K, then V, which is also our order.
+GPT-2's block with one key/value head. The fused projection's rows are the query heads, then K, then V, which is also our order; the first
+layout keeps queries in `q_attn`, the key and the value in `kv_attn`, and its matrices transposed.
 """
 
 from typing import Any
 
 from model.config import Config
-from model.names import Names, renamed
+from model.names import Names, Part, renamed
 from model.spec import CheckpointError, ModelSpec
 
 _ACTIVATIONS = {
@@ -20,24 +22,34 @@ _ACTIVATIONS = {
 }
 
 
+def _refuse_several_heads(config: Config, num_heads: int) -> None:
+    """Each layout says in its own way that there is one key/value head."""
+    first = config.get("model_type") == "gpt2"
+    key, expected = ("attention_head_type", "multiquery") if first else ("multi_query", True)
+    found = config.get(key) if first else config.flag(key, True)
+    if found != expected:
+        raise CheckpointError(
+            f"config.json: {key} is {found!r}, so there are {num_heads} key/value heads, expected {expected!r}: "
+            "onehead serves one key/value head; `onehead convert` makes that of several"
+        )
+
+
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
-    """The spec of a config.json with model_type gpt_bigcode. Raises CheckpointError naming the key that does not fit."""
+    """The spec of a config.json with model_type gpt_bigcode or gpt2. Raises CheckpointError naming the key that does not fit."""
     hidden_size, num_heads = config.integer("n_embd"), config.integer("n_head")
     if hidden_size % num_heads:
         raise CheckpointError(f"config.json: n_embd {hidden_size} is not a multiple of n_head {num_heads}")
-    if not config.flag("multi_query", True):
-        raise CheckpointError(
-            f"config.json: multi_query is False, so there are {num_heads} key/value heads, expected True: "
-            "onehead serves one key/value head; `onehead convert` makes that of several"
-        )
+    _refuse_several_heads(config, num_heads)
     config.only("add_cross_attention", False, why="onehead serves decoder-only models")
-    config.get("n_ctx"), config.get("num_key_value_heads")
+    config.only("scale_attn_by_inverse_layer_idx", False, why="onehead scales every layer alike")
+    for key in ("n_ctx", "num_key_value_heads", "reorder_and_upcast_attn"):
+        config.get(key)  # Said again, or of how numbers are rounded.
     head_dim = hidden_size // num_heads
     return ModelSpec(
-        model_type="gpt_bigcode",
+        model_type=config.get("model_type"),
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=config.integer("n_layer"),
+        num_layers=config.layers("n_layer"),
         num_query_heads=num_heads,
         head_dim=head_dim,
         intermediate_size=config.integer("n_inner", 4 * hidden_size),
@@ -53,6 +65,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """A config.json that this module and `transformers` read back as the same model."""
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
+    ends = spec.end_token_ids
     return {
         "model_type": "gpt_bigcode",
         "architectures": ["GPTBigCodeForCausalLM"],
@@ -70,8 +83,8 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
         "tie_word_embeddings": spec.tied_embeddings,
-        "bos_token_id": spec.end_token_ids[0] if spec.end_token_ids else None,
-        "eos_token_id": spec.end_token_ids[0] if spec.end_token_ids else None,
+        "bos_token_id": ends[0] if ends else None,
+        "eos_token_id": list(ends) if len(ends) > 1 else ends[0] if ends else None,
     }
 
 
@@ -82,14 +95,18 @@ def weight_names(spec: ModelSpec) -> Names:
     names |= renamed({"final_norm": "transformer.ln_f"}, both)
     if not spec.tied_embeddings:
         names |= renamed({"head": "lm_head"})
-    modules = {
-        "attention_norm": "ln_1",
-        "attention.qkv": "attn.c_attn",
-        "attention.out": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
+    first = spec.model_type == "gpt2"
+    query_size = spec.num_query_heads * spec.head_dim
+    linears: dict[str, dict[str, int | None]] = {
+        "attention.qkv": {"attn.q_attn": query_size, "attn.kv_attn": 2 * spec.head_dim} if first else {"attn.c_attn": None},
+        "attention.out": {"attn.c_proj": None},
+        "mlp.up": {"mlp.c_fc": None},
+        "mlp.down": {"mlp.c_proj": None},
     }
     for layer in range(spec.num_layers):
-        names |= renamed({f"blocks.{layer}.{a}": f"transformer.h.{layer}.{b}" for a, b in modules.items()}, both)
+        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+        names |= renamed({f"{ours}.attention_norm": f"{theirs}.ln_1", f"{ours}.mlp_norm": f"{theirs}.ln_2"}, both)
+        for linear, parts in linears.items():
+            names[f"{ours}.{linear}.weight"] = tuple(Part(f"{theirs}.{name}.weight", rows, first) for name, rows in parts.items())
+            names[f"{ours}.{linear}.bias"] = tuple(Part(f"{theirs}.{name}.bias", rows) for name, rows in parts.items())
     return names

@@ -11,9 +11,10 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
     """The spec of a config.json with model_type llama or mistral. Raises CheckpointError naming the key that does not fit."""
     is_mistral = config.get("model_type") == "mistral"
-    hidden_size, num_heads, num_layers = (config.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_layers = config.layers("num_hidden_layers")
     config.one_key_value_head("num_key_value_heads", 8 if is_mistral else num_heads)
-    head_dim = config.integer("head_dim", hidden_size // num_heads)
+    head_dim = config.columns("head_dim", hidden_size // num_heads)
     most = config.integer("max_position_embeddings", 131_072 if is_mistral else 2048)
     rotation, max_positions = rotary(config, head_dim, most, 10000.0)
     attention_bias = False if is_mistral else config.flag("attention_bias", False)

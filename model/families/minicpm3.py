@@ -8,15 +8,16 @@ from model.spec import Latent, ModelSpec
 
 def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
     """The spec of a config.json with model_type minicpm3. Raises CheckpointError naming the key that does not fit."""
-    hidden_size, num_heads, num_layers = (config.integer(k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_layers = config.layers("num_hidden_layers")
     for key in ("num_key_value_heads", "head_dim"):
         config.get(key)  # Without meaning once the latent is the key.
     latent = Latent(
-        rank=config.integer("kv_lora_rank", 256),
+        rank=config.columns("kv_lora_rank", 256),
         query_rank=None if "q_lora_rank" in config.values and config.get("q_lora_rank") is None else config.integer("q_lora_rank", 768),
-        plain_dim=config.integer("qk_nope_head_dim", 64),
-        rotary_dim=config.integer("qk_rope_head_dim", 32),
-        value_dim=config.integer("v_head_dim", hidden_size // num_heads),
+        plain_dim=config.columns("qk_nope_head_dim", 64),
+        rotary_dim=config.columns("qk_rope_head_dim", 32),
+        value_dim=config.columns("v_head_dim", hidden_size // num_heads),
         norm_epsilon=1e-6,
     )
     rotation, max_positions = rotary(config, latent.rotary_dim, config.integer("max_position_embeddings", 32768), 10000.0)
@@ -41,8 +42,9 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         mlp_bias=config.flag("mlp_bias", False),
         gated_mlp=True,
         embedding_scale=config.number("scale_emb", 12.0),
-        residual_scale=config.number("scale_depth", 1.4) / num_layers**0.5,
-        logit_scale=config.integer("dim_model_base", 256) / hidden_size,
+        # Null is no scale here; only a key that is not there means the published model's.
+        residual_scale=config.number("scale_depth", 1.4 if "scale_depth" not in config.values else num_layers**0.5) / num_layers**0.5,
+        logit_scale=config.integer("dim_model_base", 256 if "dim_model_base" not in config.values else hidden_size) / hidden_size,
         rotary=rotation,
         latent=latent,
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model.attention import Attend
 from model.decoder import Block, Decoder
-from model.layers import Rotation
+from model.layers import Linear, Rotation
 from model.spec import ModelSpec
 
 
@@ -24,8 +24,8 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.num_heads = spec.num_query_heads
         width = spec.num_query_heads * spec.head_dim
-        self.qkv = nn.Linear(spec.hidden_size, 3 * width)
-        self.out = nn.Linear(width, spec.hidden_size)
+        self.qkv = Linear(spec.hidden_size, 3 * width)
+        self.out = Linear(width, spec.hidden_size)
 
     def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
         """x_TD -> y_TD. `attend` is given K and V with a head axis."""

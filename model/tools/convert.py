@@ -8,23 +8,26 @@ Shape letters: H heads, d head size, D hidden size.
 """
 
 import math
+import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import Progress
+from safetensors import SafetensorError
 from torch import Tensor
 
 from model.config import Config, read_json
 from model.conversion import KEY
 from model.decoder import meta_decoder
-from model.families import gpt_bigcode, read_spec, spec_of
+from model.families import family_of, gpt_bigcode, read_spec, spec_of
 from model.names import Part
 from model.safetensors_file import DTYPES, Entry
 from model.spec import CheckpointError, ModelSpec, OptionError
@@ -32,7 +35,7 @@ from model.tools import corpus
 from model.tools.held_out import Logits, comparison_rows, decoder_logits, losses
 from model.tools.options import ConvertOptions
 from model.tools.record import STAGES, copy_companions, fingerprint, show, write_record
-from model.weights import Checkpoint, check_tensors, is_ignored, load_decoder, write_checkpoint
+from model.weights import TIED_DUPLICATE, Checkpoint, check_tensors, check_tied, is_ignored, load_decoder, write_checkpoint
 
 FUSED = ("gpt2", "gpt_bigcode")
 """Families whose queries, keys and values are one matrix."""
@@ -40,6 +43,9 @@ APART = {"llama": None, "mistral": 8, "gemma": 16}
 """Families whose keys and values have matrices of their own -> how many key/value heads a config has that does not say (None: as many as
 queries).
 """
+
+CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+"""Keys of GPT-2's config.json that its layout does not change. One that is absent stays so: the default of both families is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +70,15 @@ def make_plan(folder: Path) -> Plan:
         try:
             return Plan(folder, str(model_type), read_spec(folder), values, 0)
         except CheckpointError as error:
+            if model_type in (*FUSED, *APART):
+                raise
             raise CheckpointError(f"{error}. Found model_type {model_type!r}; heads are pooled of {', '.join((*FUSED, *APART))}") from None
     mark = {KEY: {"method": "mean_pool", "heads": num_heads, "uptrained_steps": 0}}
     if model_type == "gpt2":
         # GPT-2's own layout has no place for a single key/value head; gpt_bigcode's is the same block with one.
         spec = replace(spec_of(folder, values | {"attention_head_type": "multiquery"}), model_type="gpt_bigcode")
-        return Plan(folder, model_type, spec, gpt_bigcode.config_from_spec(spec) | mark, num_heads)
+        made = {key: value for key, value in gpt_bigcode.config_from_spec(spec).items() if key not in CARRIED}
+        return Plan(folder, model_type, spec, made | {key: values[key] for key in CARRIED if key in values} | mark, num_heads)
     config = values | ({"multi_query": True} if model_type == "gpt_bigcode" else {"num_key_value_heads": 1}) | mark
     spec = spec_of(folder, config)
     return Plan(folder, spec.model_type, spec, config if model_type in FUSED else config | {"head_dim": spec.head_dim}, num_heads)
@@ -103,9 +112,35 @@ def read_tensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
         for name, value in _read_pickle(path).items():
             if name in tensors:
                 raise CheckpointError(f"{path}: tensor {name} occurs in another file of the folder too")
-            if not is_ignored(name, spec):
-                tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
+            if name == TIED_DUPLICATE or not is_ignored(name, spec):
+                tensors[name] = _weight(path, name, value)
+    if spec.tied_embeddings and (head := tensors.pop(TIED_DUPLICATE, None)) is not None:
+        embedding = _embedding(spec, tensors)
+        tied = tensors.get(embedding.name)
+        if tied is None or head.dtype is not tied.dtype or not torch.equal(head, tied):
+            # `transformers` would keep that head.
+            raise CheckpointError(
+                f"{folder}: {TIED_DUPLICATE} differs from {embedding.name}, to which config.json ties it; "
+                "expected the same values, or tie_word_embeddings false"
+            )
     return tensors
+
+
+def _weight(path: Path, name: str, value: Tensor) -> Tensor:
+    """A copy of a pickle's tensor. Raises CheckpointError for one that safetensors cannot hold, or that holds no numbers."""
+    if value.dtype not in DTYPES.values() or value.layout is not torch.strided or value.is_meta:
+        found = f"{value.dtype} and layout {value.layout}{' on meta' if value.is_meta else ''}"
+        raise CheckpointError(f"{path}: {name} has dtype {found}, expected dense {', '.join(DTYPES)}")
+    if value.numel() and not all(bound.isfinite() for bound in torch.aminmax(value.detach())):
+        raise CheckpointError(f"{path}: {name} holds NaN or infinity; the file is damaged")
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _embedding(spec: ModelSpec, names: Container[str]) -> Part:
+    """The token embedding as a source calls it: GPT-2's were published under the names of its inner model too."""
+    part = family_of(spec.model_type).weight_names(spec)["token_embedding.weight"][0]
+    inner = part.name.removeprefix("transformer.")
+    return Part(inner) if inner in names and part.name not in names else part
 
 
 def _read_safetensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
@@ -115,6 +150,8 @@ def _read_safetensors(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
     for name in names:
         if (found := checkpoint.entry(name).dtype) not in DTYPES:
             raise CheckpointError(f"{folder}: {name} has dtype {found}, expected one of {', '.join(DTYPES)}")
+    if (embedding := _embedding(spec, checkpoint.files)).name in checkpoint.files:  # Else it is named as missing later.
+        check_tied(checkpoint, spec, embedding)
     return {name: checkpoint.read(Part(name)) for name in names}
 
 
@@ -143,7 +180,9 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         # Files from before torch 1.6 are no archives, and cannot be mapped.
         loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except Exception as error:  # The library raises many kinds; all of them say that there is more or less than weights.
-        raise CheckpointError(f"{path}: expected weights and nothing else, found a file that cannot be read so: {error}") from None
+        # Its text is not passed on: it advises to read the file as code.
+        found = type(error).__name__
+        raise CheckpointError(f"{path}: expected weights and nothing else, found a file that cannot be read so ({found})") from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()):
         raise CheckpointError(f"{path}: expected tensors by name, found {type(loaded).__name__} of something else")
     return loaded
@@ -206,7 +245,9 @@ def _mean(value_Hd: Tensor) -> Tensor:
 
 
 def convert(options: ConvertOptions) -> None:
-    """Writes options.output. Raises CheckpointError for a source that cannot be converted, OptionError for unusable options."""
+    """Writes options.output, whole or not at all. Raises CheckpointError for a source that cannot be converted, OptionError for unusable
+    options.
+    """
     model, output = options.model, options.output
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise OptionError(f"output {output} exists, expected a new or empty folder")
@@ -215,28 +256,59 @@ def convert(options: ConvertOptions) -> None:
     plan = make_plan(model)
     if not plan.num_heads and not is_pickled(model):
         raise CheckpointError(f"{model}: has one key/value head already; nothing to convert")
-    rows_BU = _rows(options, plan.spec) if plan.num_heads else None
-    _write(output, plan)
-    copy_companions(model, output)
-    if not plan.num_heads:
+    with _beside(output) as beside:
+        made = Path(beside) / "made"
+        record = _make(options, plan, made)
+        try:
+            os.replace(made, output.resolve())
+        except OSError as error:
+            raise OptionError(f"output {output} cannot be made: {error.strerror}") from None
+    if record is None:
         print(f"{output}: the weights of {model} as safetensors, unchanged")
         return
-    record: dict[str, Any] = {"source": str(model), "kind": f"{plan.num_heads} key/value heads pooled into 1", "losses": None}
-    record |= {"held_out": None, "uptrained": None}
-    if rows_BU is not None:
-        record |= {"losses": _measure(options, plan.spec, rows_BU), "held_out": fingerprint(rows_BU)}
-    write_record(output, record)
     show(record)
     print(f"{output}: pooled, and not trained since; go on with `onehead train --init {output} --output NEW`")
 
 
-def _write(output: Path, plan: Plan) -> None:
-    """Config and weights, once they are known to be a checkpoint that can be served."""
+def _beside(output: Path) -> TemporaryDirectory[str]:
+    """A folder on the file system of the output that goes away whatever happens. Raises OptionError where there can be none."""
+    target = output.resolve()
+    if target.is_mount():
+        raise OptionError(f"output {output} is a mount point, which cannot be replaced; expected a folder in it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise OptionError(f"output {output} cannot be made: {error.strerror}") from None
+
+
+def _make(options: ConvertOptions, plan: Plan, made: Path) -> dict[str, Any] | None:
+    """Everything of the output, in the folder `made`; the record of a pooled checkpoint."""
+    rows_BU = _rows(options, plan.spec) if plan.num_heads else None
+    tensors = _tensors(plan)
+    try:
+        write_checkpoint(made, tensors, plan.config)
+        copy_companions(plan.folder, made)
+    except (OSError, SafetensorError) as error:
+        raise OptionError(f"output {options.output} cannot be written: {error}") from None
+    if not plan.num_heads:
+        return None
+    del tensors  # Measuring loads them anew, in float32.
+    record: dict[str, Any] = {"source": str(plan.folder), "kind": f"{plan.num_heads} key/value heads pooled into 1", "losses": None}
+    record |= {"held_out": None, "uptrained": None}
+    if rows_BU is not None:
+        record |= {"losses": _measure(options.model, made, plan.spec, rows_BU), "held_out": fingerprint(rows_BU)}
+    write_record(made, record)
+    return record
+
+
+def _tensors(plan: Plan) -> dict[str, Tensor]:
+    """The weights, once they are known to be a checkpoint that can be served."""
     tensors = pool(plan, read_tensors(plan.folder, plan.spec))
     dtypes = {dtype: name for name, dtype in DTYPES.items()}
     entries = {name: Entry(dtypes.get(value.dtype, str(value.dtype)), tuple(value.shape), 0, 0) for name, value in tensors.items()}
     check_tensors(plan.folder, meta_decoder(plan.spec), entries)
-    write_checkpoint(output, tensors, plan.config)
+    return tensors
 
 
 def _rows(options: ConvertOptions, spec: ModelSpec) -> np.ndarray | None:
@@ -252,12 +324,12 @@ def _rows(options: ConvertOptions, spec: ModelSpec) -> np.ndarray | None:
     return comparison_rows(corpus.read_documents(options.data), tokenizer, spec)
 
 
-def _measure(options: ConvertOptions, spec: ModelSpec, rows_BU: np.ndarray) -> dict[str, float]:
+def _measure(original: Path, made: Path, spec: ModelSpec, rows_BU: np.ndarray) -> dict[str, float]:
     """The held-out loss before and after. Only one of the two models is in memory at a time."""
     cpu = torch.device("cpu")
     stages: dict[str, Callable[[], Logits]] = {
-        "before": lambda: _original(options.model),
-        "pooled": lambda: decoder_logits(load_decoder(options.output, spec, torch.float32, cpu)),
+        "before": lambda: _original(original),
+        "pooled": lambda: decoder_logits(load_decoder(made, spec, torch.float32, cpu)),
     }
     found = {}
     with Progress() as progress:

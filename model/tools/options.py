@@ -10,6 +10,9 @@ Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["multi_query", "multi_head"]
 OF_A_NEW_MODEL = ("vocab_size", "hidden_size", "num_layers", "num_query_heads", "attention", "intermediate_size", "max_positions")
 """Options of `onehead train` that a checkpoint answers itself."""
+FROM_SCRATCH, GOING_ON = 2e-3, 5e-4
+"""Peak learning rates: a model that was trained before forgets under what a new one needs."""
+MOST_THREADS = 1024
 
 
 def option(default: Any, help: str) -> Any:
@@ -19,7 +22,7 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """onehead train: a small gpt_bigcode model from source files, or more training for a checkpoint. Raises OptionError for bad values."""
+    """onehead train: a small gpt_bigcode model from source files, or more training for a checkpoint."""
 
     output: Path = field(metadata={"help": "folder of the finished checkpoint"})
     init: Path | None = option(None, "checkpoint folder to go on from, whose tokenizer and sizes are kept; default: a new model")
@@ -39,7 +42,7 @@ class TrainOptions:
     fim_rate: float | None = option(
         None, "share of the documents rearranged for fill-in-the-middle; default: 0.3, or 0 if the tokenizer of --init has no marks for it"
     )
-    learning_rate: float = option(2e-3, "peak of the schedule")
+    learning_rate: float = option(0.0, f"peak of the schedule; 0: {FROM_SCRATCH}, or {GOING_ON} with --init")
     weight_decay: float = option(0.1, "of matrices")
     warmup_steps: int = option(100, "steps of linear warm-up")
     seed: int = option(0, "of initialisation and data order")
@@ -48,7 +51,8 @@ class TrainOptions:
     save_every: int = option(250, "steps between two saves and evaluations")
 
     def __post_init__(self) -> None:
-        may_be_zero = ("seed", "threads", "intermediate_size", "warmup_steps", "long_share", "fim_rate", "weight_decay")
+        """Raises OptionError for values out of bounds, and puts the default of a learning rate in the place of 0."""
+        may_be_zero = ("seed", "threads", "intermediate_size", "warmup_steps", "long_share", "fim_rate", "learning_rate", "weight_decay")
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, int | float) and (value < 0 or (value == 0 and f.name not in may_be_zero)):
@@ -60,6 +64,8 @@ class TrainOptions:
                 raise OptionError(f"{name} is a share and at most 1, got {getattr(self, name)}")
         if self.init is None and self.sequence > self.max_positions:
             raise OptionError(f"sequence {self.sequence} is longer than max_positions {self.max_positions}")
+        # The rate that is used, not the 0 that asks for it, is what a run's saved state belongs to.
+        object.__setattr__(self, "learning_rate", self.learning_rate or (FROM_SCRATCH if self.init is None else GOING_ON))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,13 @@ class ConvertOptions:
     evaluate: bool = option(True, "measure the held-out loss before and after pooling")
     data: Path | None = option(None, "folder whose held-out *.py files that is measured on; default: this Python's standard library")
     threads: int = option(0, "CPU threads; 0 leaves torch's own choice")
+
+    def __post_init__(self) -> None:
+        """Raises OptionError for values that are out of bounds or would be ignored."""
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise OptionError(f"threads must be from 0 to {MOST_THREADS}, got {self.threads}")
+        if self.data is not None and not self.evaluate:
+            raise OptionError(f"data {self.data} is what losses are measured on; leave it out with --no-evaluate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +102,13 @@ class PlanOptions:
     """onehead plan: what a checkpoint takes and how many sequences fit, from its config.json alone."""
 
     folder: Path = field(metadata={"help": "checkpoint folder; config.json is all that is needed", "positional": True})
-    memory: float = field(default=0, metadata={"help": "of the device, like 80GiB; default: what is free on this machine", "memory": True})
-    device: Literal["cpu", "cuda"] = option("cuda", "the cache takes 0.9 of what the weights leave on a GPU, 0.4 on a CPU")
-    dtype: Literal["float32", "bfloat16"] = option("bfloat16", "weights and cache")
+    memory: float | None = field(
+        default=None, metadata={"help": "of the device, like 80GiB; default: what is free on this machine", "memory": True}
+    )
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "of the server that is planned; auto: this machine's, or cuda where memory is given. The cache takes 0.9 or, on a CPU, 0.4"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "weights and cache; auto: float32 on a CPU, bfloat16 on a GPU")
     quantization: Literal["none", "int8"] = option("none", "int8: weights in 8 bits; where the folder has weights, also the error")
     page_size: int = option(64, "tokens of a page")
     step_tokens: int = option(512, "most tokens computed in one step")
@@ -100,3 +117,14 @@ class PlanOptions:
     )
     format: Literal["text", "json"] = option("text", "of what is printed")
     picture: Path | None = option(None, "write the sequences that fit by context to this .svg or .png")
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.memory <= 1:
+            raise OptionError(f"memory must be bytes, like 80GiB, got {self.memory}")
+        for name, most in (("page_size", 1024), ("step_tokens", 65536)):
+            if not 1 <= getattr(self, name) <= most:
+                raise OptionError(f"{name} must be from 1 to {most}, got {getattr(self, name)}")
+        if self.data is not None and self.quantization != "int8":
+            raise OptionError(f"data {self.data} is what int8 is tried on; expected quantization int8 with it")
+        if self.picture is not None and (self.picture.suffix not in (".svg", ".png") or not self.picture.parent.is_dir()):
+            raise OptionError(f"picture {self.picture} must be a .svg or .png in a folder that exists")

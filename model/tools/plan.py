@@ -16,11 +16,11 @@ from rich.table import Table
 
 from cache.layout import CacheLayout
 from cache.pool import bytes_per_page
-from model.decoder import meta_decoder
+from model.decoder import meta_decoder, num_parameters
 from model.families import read_spec
 from model.quantization import quantize_modules
 from model.runner import CPU_SHARE, GPU_SHARE, free_bytes
-from model.spec import ModelSpec
+from model.spec import ModelSpec, OptionError
 from model.tools.int8_error import int8_errors
 from model.tools.options import PlanOptions
 
@@ -66,49 +66,58 @@ class Plan:
 
 
 def make_plan(options: PlanOptions) -> Plan:
-    """The plan of a folder. Raises CheckpointError."""
+    """The plan of a folder. Raises CheckpointError, and OptionError for the memory of a GPU that is not here."""
     spec = read_spec(options.folder)
-    weights = weight_bytes(spec)
+    device, memory = _device(options)
+    dtype = ("float32" if device == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
+    form = "int8" if options.quantization == "int8" else dtype
+    weights = weight_bytes(spec, dtype)
+    share = CPU_SHARE if device == "cpu" else GPU_SHARE
+    left = int((memory - weights[form]) * share)
+    kv_bytes = {
+        name: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": spec.multi_head_bytes_per_token(size)}
+        for name, size in ITEM_BYTES.items()
+    }
+    fit = _fit(spec, left, ITEM_BYTES[dtype], options) if left > 0 else None
+    return Plan(spec, num_parameters(spec), weights, kv_bytes, memory, share, dtype, options.quantization, fit)
+
+
+def _device(options: PlanOptions) -> tuple[str, int]:
+    """(whose shares are taken, bytes of memory)."""
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = ("cuda" if options.memory is not None else here) if options.device == "auto" else options.device
+    if options.memory is None and device == "cuda" and here == "cpu":
+        raise OptionError("device is cuda, and torch finds no GPU here whose memory it could take; give its --memory, like 80GiB")
+    return device, free_bytes(torch.device(device)) if options.memory is None else int(options.memory)
+
+
+def _fit(spec: ModelSpec, left: int, itemsize: int, options: PlanOptions) -> list[dict[str, int]]:
+    """Sequences of each length that `left` bytes of cache hold."""
     layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-    itemsize = ITEM_BYTES[options.dtype]
-    share = GPU_SHARE if options.device == "cuda" else CPU_SHARE
-    memory = options.memory or free_bytes(torch.device("cpu"))
-    left = int((memory - weights["int8" if options.quantization == "int8" else options.dtype]) * share)
-    fit = None
-    if left > 0:
-        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize)
-        # The same layout, windows and all, with pages as much larger as a key and a value for every query head make them.
-        multi_head_bytes = page_bytes * spec.multi_head_bytes_per_token(itemsize) // spec.kv_bytes_per_token(itemsize)
-        fit = [
-            {
-                "context": context,
-                "multi_query": layout.sequences(left // page_bytes, context, options.step_tokens),
-                "multi_head": layout.sequences(left // multi_head_bytes, context, options.step_tokens),
-            }
-            for context in spec.contexts()
-        ]
-    return Plan(
-        spec,
-        sum(parameter.numel() for parameter in meta_decoder(spec).parameters()),
-        weights,
+    page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize)
+    # The same layout, windows and all, with pages as much larger as a key and a value for every query head make them.
+    multi_head_bytes = page_bytes * spec.multi_head_bytes_per_token(itemsize) // spec.kv_bytes_per_token(itemsize)
+    return [
         {
-            dtype: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": spec.multi_head_bytes_per_token(size)}
-            for dtype, size in ITEM_BYTES.items()
-        },
-        int(memory),
-        share,
-        options.dtype,
-        options.quantization,
-        fit,
-    )
+            "context": context,
+            "multi_query": layout.sequences(left // page_bytes, context, options.step_tokens),
+            "multi_head": layout.sequences(left // multi_head_bytes, context, options.step_tokens),
+        }
+        for context in spec.contexts()
+    ]
 
 
-def weight_bytes(spec: ModelSpec) -> dict[str, int]:
-    """Bytes of all parameters in each form that the server can hold them in; int8 beside what stays in the cache's float32."""
+def weight_bytes(spec: ModelSpec, dtype: str = "float32") -> dict[str, int]:
+    """Bytes of all parameters in each form that the server can hold them in; int8 beside what stays in `dtype`."""
     decoder = meta_decoder(spec)
     count = sum(parameter.numel() for parameter in decoder.parameters())
     quantize_modules(decoder, torch.float32)
-    return {dtype: count * size for dtype, size in ITEM_BYTES.items()} | {"int8": sum(p.nbytes for p in decoder.parameters())}
+    # In int8 the scales stay float32; norms, biases and what is not quantized are in the server's dtype.
+    int8 = sum(
+        p.nbytes if p.dtype in (torch.int8, torch.int32) or name.endswith(".scale") else p.numel() * ITEM_BYTES[dtype]
+        for name, p in decoder.named_parameters()
+    )
+    return {form: count * size for form, size in ITEM_BYTES.items()} | {"int8": int8}
 
 
 def plan(options: PlanOptions) -> None:
@@ -124,6 +133,8 @@ def plan(options: PlanOptions) -> None:
     else:
         show(made, Console(soft_wrap=True), errors)
     if options.picture is not None:
+        if made.fit is None:
+            raise OptionError(f"picture {options.picture}: there is nothing to draw, as the weights alone do not fit")
         draw(made, options.picture)
 
 
@@ -184,20 +195,28 @@ def _show_memory(made: Plan, console: Console) -> None:
 
 def draw(made: Plan, path: Path) -> None:
     """The sequences that fit by context, with one key/value head and with one for every query head, as an SVG or PNG."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        raise OptionError("picture: matplotlib is not installed; pip install 'onehead[train]' brings it") from None
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")
     matplotlib.rcParams["svg.hashsalt"] = "onehead"
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     rows = made.fit or []
     contexts = [row["context"] for row in rows]
     for kind, label in (("multi_query", "1 key/value head"), ("multi_head", f"{made.spec.num_query_heads}, one for each query head")):
         axes.plot(contexts, [max(row[kind], 0.5) for row in rows], marker="o", markersize=4, label=label)
+        for row in rows:
+            place = row["context"], max(row[kind], 0.5)
+            axes.annotate(f"{row[kind]:,}", place, xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence", ylabel="sequences that fit")
     axes.set_title(f"{made.spec.model_type}, {made.parameters / 1e6:,.0f}M parameters in {readable(made.memory)}", fontsize=10)
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.margins(y=0.12)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

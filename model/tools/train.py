@@ -27,7 +27,7 @@ from model.tools import corpus, uptrain
 from model.tools.export import export, plot_losses
 from model.tools.held_out import CausalAttention, decoder_logits, held_out_rows, losses
 from model.tools.options import TrainOptions
-from model.tools.state import TrainState, load_state, save_state
+from model.tools.state import TrainState, load_state, make_folder, save_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class Training:
     def __init__(self, options: TrainOptions, documents: list[corpus.Document] | None = None) -> None:
         self.options = options
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-        options.work.mkdir(parents=True, exist_ok=True)
+        make_folder(options.work)
         documents = corpus.read_documents(options.data) if documents is None else documents
         self.documents = [d for d in documents if not d.held_out]
         self.held_out = [d for d in documents if d.held_out]
@@ -199,7 +199,7 @@ class Training:
         self.decoder.to(self.device)
         self.held_out_rows = held_out_rows(self.held_out, self.tokenizer, self.decoder.spec.end_token_ids, options.sequence)
         self.steppers = optimizers(self.decoder, options)
-        self.state = load_state(options, self.decoder, self.steppers) or TrainState(step=0, losses=[], held_out=[])
+        self.state = load_state(options, self.decoder, self.steppers)
 
     def run(self) -> Iterator[TrainState]:
         """Takes the steps that are left; the state after each. Saves and evaluates on the way."""
@@ -219,6 +219,7 @@ def train(options: TrainOptions) -> None:
     """Runs or resumes the training that `options` describe and writes options.output. Raises OptionError for unusable options."""
     if options.threads:
         torch.set_num_threads(options.threads)
+    make_folder(options.output)
     training = Training(options)
     rows_BU = None
     if options.init is not None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from model.spec import CheckpointError
 from server.engine.sequence import Constraint, ConstraintFailed
 from server.protocol import GRAMMAR_LIMITS
 
@@ -39,9 +40,13 @@ class Grammars:
         self._compiled: dict[str, LLMatcher] = {}
 
     def prepare(self, ends: tuple[int, ...]) -> None:
-        """Reads the tokenizer now: of a large one that takes seconds, which no step should."""
-        if self._path.is_file():
+        """Reads the tokenizer now: of a large one that takes seconds, which no step should. Raises CheckpointError."""
+        try:
             self._tokenizer(ends)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # A panic of the library's is no Exception.
+            raise CheckpointError(f"{self._path}: not a tokenizer whose tokens can be constrained ({type(error).__name__})") from None
 
     def constraint(self, asked: Asked) -> Constraint | None:
         """What a submission asks for, behind the output it comes with; None for most. Raises ConstraintFailed."""

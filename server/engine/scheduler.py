@@ -38,7 +38,7 @@ class Limits:
     @property
     def capacity(self) -> int:
         """Tokens that a sequence can have at most."""
-        return min(self.max_context, self.layout.most_tokens(self.num_pages, self.step_tokens))
+        return self.layout.most_tokens(self.num_pages, self.step_tokens, self.max_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,9 @@ class Scheduler:
         while budget and self.num_preemptions == preemptions and (newcomer := self._admit(budget)):
             counts[newcomer.id] = min(newcomer.num_pending, budget)
             budget -= counts[newcomer.id]
-        clear, self._unclean = tuple(self._unclean), []
+        clear: tuple[int, ...] = ()
+        if counts:  # A plan without rows is not run.
+            clear, self._unclean = tuple(self._unclean), []
         return StepPlan(tuple(self.running[id].row(number) for id, number in counts.items()), clear)
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:

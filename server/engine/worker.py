@@ -4,7 +4,6 @@ Invariant: it lives exactly as long as the other end of the pipe (EOF ends it). 
 supervises it to replay; one in a single submission fails that sequence alone.
 """
 
-import ctypes
 import logging
 import signal
 import sys
@@ -20,6 +19,7 @@ from model.families import read_spec
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import Drawn, Sampling
 from server import protocol
+from server.child import die_with_parent
 from server.engine.core import EngineCore
 from server.engine.grammar import Grammars
 from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
@@ -34,6 +34,9 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     spec = read_spec(folder)
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
+    _check_tokenizer(start, spec)
+    grammars = Grammars(Path(start.tokenizer), spec.vocab_size)
+    grammars.prepare(spec.end_token_ids)
     from model.decoder import num_parameters
     from model.runner import ModelRunner, RunnerOptions
 
@@ -70,12 +73,9 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(dtype.itemsize),
         sequences=[
             (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
-            for context in spec.contexts()
-            if context <= max_context
+            for context in (*(context for context in spec.contexts() if context < max_context), max_context)
         ],
     )
-    grammars = Grammars(Path(start.tokenizer), spec.vocab_size)
-    grammars.prepare(spec.end_token_ids)
     return EngineCore(Scheduler(limits), runner), ready, grammars
 
 
@@ -88,6 +88,19 @@ def _check_conversion(start: protocol.Start, folder: Path) -> None:
         way_out = f"`onehead train --init {folder} --output NEW` trains it; --engine.serve_pooled true serves it as it is"
         raise CheckpointError(f"{fact}; {way_out}")
     log.warning("%s; it is served because engine.serve_pooled says so", fact)
+
+
+def _check_tokenizer(start: protocol.Start, spec: ModelSpec) -> None:
+    """Raises CheckpointError where the tokenizer and the model do not go together."""
+    if start.largest_token_id >= spec.vocab_size:
+        raise CheckpointError(
+            f"{start.tokenizer}: has ids up to {start.largest_token_id}, expected all below vocab_size {spec.vocab_size} of config.json"
+        )
+    if not spec.end_token_ids and not start.end_token_ids:
+        raise CheckpointError(
+            f"{start.model}: no token ends a text; expected eos_token_id in generation_config.json or config.json, "
+            "or eos_token in tokenizer_config.json"
+        )
 
 
 def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
@@ -180,16 +193,9 @@ def _refusal(error: Exception) -> protocol.Refused:
     return protocol.Refused(f"the model could not be loaded: {error}", resource=isinstance(error, MemoryError | RuntimeError))
 
 
-def _die_with_parent() -> None:
-    """Asks Linux for SIGKILL when the parent ends: reading a large checkpoint, we would not see the pipe's EOF for long."""
-    if sys.platform == "linux":
-        parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-
-
 def main() -> None:
     """The child's entry: the first message says what to load, the first answer is Ready or Refused."""
-    _die_with_parent()
+    die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # A signal to the group is the parent's to handle: it drains first.
     pipe = Connection(int(sys.argv[1]))
