@@ -20,10 +20,10 @@ _HARMLESS = """
 _attn_implementation_autoset _name_or_path _sliding_window_pattern apply_residual_connection_post_layernorm architectures
 attention_dropout attention_softmax_in_fp32 attn_pdrop auto_map bos_token_id cache_implementation cls_token_id dtype embd_pdrop
 eos_token_id hidden_dropout id2label inference_runner initializer_range is_decoder is_encoder_decoder label2id max_batch_size max_length
-max_sequence_length model_type num_labels onehead_conversion output_attentions output_hidden_states output_router_logits pad_token_id
-pre_allocate_kv_cache pretraining_tp problem_type qk_head_dim resid_pdrop return_dict scale_attention_softmax_in_fp32 sep_token_id
-summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params tie_word_embeddings
-tokenizer_class torch_dtype transformers_version unk_token_id use_cache validate_runner_input
+max_sequence_length model_type num_labels onehead_conversion output_attentions output_hidden_states output_router_logits pad_key_length
+pad_token_id pre_allocate_kv_cache pretraining_tp problem_type qk_head_dim resid_pdrop return_dict scale_attention_softmax_in_fp32
+sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
+tie_word_embeddings tokenizer_class torch_dtype transformers_version unk_token_id use_cache validate_runner_input
 """
 HARMLESS = frozenset(_HARMLESS.split())
 
@@ -60,7 +60,8 @@ class Config:
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
         """The error of a key whose value is not as expected."""
-        return CheckpointError(f"{self.path}: {key} must be {expected}, found {short(self.values.get(key))}")
+        found = f"found {short(self.values[key])}" if key in self.values else "and is missing"
+        return CheckpointError(f"{self.path}: {key} must be {expected}, {found}")
 
     def get(self, key: str) -> Any:
         """The value as it stands; None where there is none."""

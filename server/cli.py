@@ -17,14 +17,18 @@ EXIT_BROKEN_PIPE = 141
 
 
 def _check(folder: Path) -> None:
-    """Raises ConfigurationError for a repository that would be refused once its weights were here."""
+    """Raises ConfigurationError for a folder that would be refused by its config.json, weights or not."""
     from model.families import read_spec
     from model.spec import CheckpointError
 
+    log = logging.getLogger("onehead")
+    log.setLevel(logging.ERROR)  # The engine reads the same again, and warns then.
     try:
         read_spec(folder)
     except CheckpointError as error:
         raise ConfigurationError(str(error)) from None
+    finally:
+        log.setLevel(logging.NOTSET)
 
 
 def _serve(argv: list[str]) -> int:

@@ -96,7 +96,8 @@ class Generation:
     @cached_property
     def fingerprint(self) -> str:
         """What an answer depends on besides its request: build, model, numerics."""
-        return f"onehead-{version('onehead')}-{self.ready.model_type}-{self.ready.dtype}-{self.ready.device}"
+        weights = self.ready.dtype if self.ready.quantization == "none" else f"{self.ready.quantization}-{self.ready.dtype}"
+        return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}-{self.ready.device}"
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:

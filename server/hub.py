@@ -40,6 +40,8 @@ def resolved(settings: Settings, check: Check) -> Settings:
         tokenizer_path(folder)
 
     folder = resolve(settings.model, check=check_all)
+    if folder.is_dir():
+        check(folder)  # Before anyone looks for a tokenizer for a model that cannot be served.
     tokenizer_path(folder)
     return settings.model_copy(update={"model": folder})
 

@@ -63,7 +63,7 @@ def _files(folder: Path) -> tuple[Path | None, list[Path], list[Path]]:
         return path, [], []
     vocabularies = _present(folder, VOCABULARIES)
     if not vocabularies:
-        raise ConfigurationError(f"{path}: no such file; text cannot be served without a tokenizer")
+        raise ConfigurationError(f"{path}: no such file, nor a tokenizer.model, or a vocab.json with its merges.txt, to make it of")
     return None, vocabularies, _present(folder, DESCRIPTIONS)
 
 

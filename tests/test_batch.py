@@ -67,18 +67,20 @@ def test_it_goes_on_after_a_kill_and_answers_in_order(tiny_folder: Path, tmp_pat
         ([completion("") | {"custom_id": ""}], "custom_id must be a text"),
     ],
 )
-def test_a_file_that_is_none_is_refused_before_anything_is_loaded(tmp_path: Path, lines: list[Any], words: str) -> None:
+def test_a_file_that_is_none_is_refused_before_anything_is_loaded(tiny_folder: Path, tmp_path: Path, lines: list[Any], words: str) -> None:
     source = write(tmp_path / "in.jsonl", lines)
-    (tmp_path / "tokenizer.json").touch()  # All that there is of a model.
-    done = subprocess.run(command(tmp_path, source, tmp_path / "out.jsonl"), check=False, capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run(
+        command(tiny_folder, source, tmp_path / "out.jsonl"), check=False, capture_output=True, text=True, timeout=DEADLINE
+    )
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
 
 
-def test_answers_to_other_requests_are_not_taken_for_these(tmp_path: Path) -> None:
+def test_answers_to_other_requests_are_not_taken_for_these(tiny_folder: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [completion("a")])
-    (tmp_path / "tokenizer.json").touch()
     (tmp_path / "out.jsonl.partial").write_text(json.dumps({"digest": "0" * 64, "maker": "", "answer": {}}) + "\n")
-    done = subprocess.run(command(tmp_path, source, tmp_path / "out.jsonl"), check=False, capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run(
+        command(tiny_folder, source, tmp_path / "out.jsonl"), check=False, capture_output=True, text=True, timeout=DEADLINE
+    )
     assert done.returncode == 2 and "holds answers to other requests" in done.stderr
 
 

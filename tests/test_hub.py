@@ -156,7 +156,7 @@ def test_weights_of_what_is_not_served_are_not_fetched(repository: Path, tmp_pat
     (several / "config.json").write_text(json.dumps(config | {"num_key_value_heads": config["num_attention_heads"]}))
     with serving(FakeHub(several)) as other:
         (line,) = resolved(tmp_path / "home", other.endpoint, REPOSITORY)
-        assert line.startswith(f"78 {REPOSITORY}: config.json: num_key_value_heads is ") and "`onehead convert" in line
+        assert line.startswith(f"78 {REPOSITORY}: ") and "config.json: num_key_value_heads is " in line and "`onehead convert" in line
         assert not [request for request in other.requests if "model.safetensors" in request]
         (folder,) = resolved(tmp_path / "home", other.endpoint, REPOSITORY, files="any")
     assert (Path(folder) / "model.safetensors").is_file() and not (Path(folder) / "pytorch_model.bin").exists()
@@ -209,7 +209,7 @@ def test_the_tokenizer_is_made_before_there_is_an_event_loop(tmp_path: Path, mon
     asked: list[object] = []
     monkeypatch.setattr(hub, "tokenizer_path", asked.append)
     assert hub.resolved(load(EngineSettings, ["--model", str(tmp_path)], "x"), asked.append).model == tmp_path
-    assert asked == [tmp_path]
+    assert asked == [tmp_path, tmp_path]  # The check, then the tokenizer.
     asked.clear()
     monkeypatch.setattr(hub.Repository, "fetch", lambda _, files: [asked.append(files), tmp_path][1])
     (tmp_path / "config.json").write_text("{}")

@@ -298,7 +298,7 @@ def test_a_port_in_use_is_71_and_a_bad_checkpoint_78(tiny_folder: Path, tmp_path
         status, error, _ = serve("--model", str(tiny_folder), "--port", port)
     assert status == 71 and port in error and "--port" in error
     status, error, _ = serve("--model", str(tmp_path), "--port", "0")
-    assert status == 78 and "tokenizer.json: no such file" in error
+    assert status == 78 and "config.json: no such file" in error
     broken = shutil.copytree(tiny_folder, tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"multi_query": False}))

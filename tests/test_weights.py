@@ -182,7 +182,7 @@ def test_a_truncated_file_and_other_formats_are_refused(folder: Path) -> None:
         ({"multi_query": False}, "multi_query is False, so there are 4 key/value heads"),
         ({"n_head": 5}, "n_embd 64 is not a multiple of n_head 5"),
         ({"n_layer": "3"}, "n_layer must be an integer from 1 to 1024, found '3'"),
-        ({"n_embd": "remove"}, "n_embd must be an integer of at least 1, found None"),
+        ({"n_embd": "remove"}, "n_embd must be an integer of at least 1, and is missing"),
         ({"n_positions": True}, "n_positions must be an integer"),
         ({"activation_function": "mish"}, "activation_function must be one of gelu, .*, found 'mish'"),
         ({"add_cross_attention": True}, "add_cross_attention"),

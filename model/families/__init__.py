@@ -54,10 +54,14 @@ def read_spec(folder: Path) -> ModelSpec:
 def spec_of(folder: Path, values: Mapping[str, Any]) -> ModelSpec:
     """The same of a folder whose config.json would hold `values`."""
     config = Config(values)
-    family = family_of(config.get("model_type"))
-    config.only("quantization_config", why="quantised checkpoints are not read; take the original and --engine.quantization int8")
-    spec = family.spec_from_config(config, end_token_ids(folder, config))
-    _check(spec)
+    try:
+        family = family_of(config.get("model_type"))
+        config.only("quantization_config", why="quantised checkpoints are not read; take the original and --engine.quantization int8")
+        spec = family.spec_from_config(config, end_token_ids(folder, config))
+        _check(spec)
+    except CheckpointError as error:
+        bare = str(error).startswith(("config.json", "generation_config.json"))
+        raise CheckpointError(f"{folder}/{error}" if bare else str(error)) from None
     if config.values.get("auto_map") is not None:
         log.warning("%s: auto_map names code that comes with the checkpoint; it is not run", folder / "config.json")
     if unread := config.unread():

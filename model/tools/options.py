@@ -101,7 +101,7 @@ class CompareOptions:
 class PlanOptions:
     """onehead plan: what a checkpoint takes and how many sequences fit, from its config.json alone."""
 
-    folder: Path = field(metadata={"help": "checkpoint folder; config.json is all that is needed", "positional": True})
+    folder: Path = field(metadata={"help": "checkpoint folder or org/name of the hub, of which config.json is enough", "positional": True})
     memory: float | None = field(
         default=None, metadata={"help": "of the device, like 80GiB; default: what is free on this machine", "memory": True}
     )

@@ -191,6 +191,7 @@ def _show_memory(made: Plan, console: Console) -> None:
         bar = f"[dim]{'█' * min(ours, theirs)}[/dim][green]{'█' * max(0, ours - theirs)}[/green]"
         table.add_row(f"{row['context']:,}", f"{row['multi_query']:,}", bar, f"{row['multi_head']:,}")
     console.print(table)
+    console.print("(a server computes engine.max_running of them together, 64 if not told otherwise, and takes no more than those need)")
 
 
 def draw(made: Plan, path: Path) -> None:

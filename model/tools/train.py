@@ -219,8 +219,8 @@ def train(options: TrainOptions) -> None:
     """Runs or resumes the training that `options` describe and writes options.output. Raises OptionError for unusable options."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    make_folder(options.output)
     training = Training(options)
+    make_folder(options.output)
     rows_BU = None
     if options.init is not None:
         rows_BU = uptrain.yardstick(options.init, training.held_out, training.tokenizer, training.decoder.spec)

@@ -31,7 +31,10 @@ def load(options: TrainOptions, folder: Path) -> tuple[Tokenizer, Decoder]:
     spec = read_spec(folder)
     only_pooled(folder)  # What it says of itself is written again at the end; better that it is found broken now.
     if options.sequence > spec.max_positions:
-        raise OptionError(f"sequence {options.sequence} is longer than the {spec.max_positions} positions of {folder}")
+        raise OptionError(
+            f"sequence {options.sequence} is longer than the positions of {folder}, of which there are {spec.max_positions}; "
+            f"give --sequence {spec.max_positions}"
+        )
     tokenizer = corpus.read_tokenizer(folder, spec.vocab_size)
     return tokenizer, load_decoder(folder, spec, torch.float32, torch.device("cpu")).requires_grad_(True)
 
@@ -44,7 +47,9 @@ def yardstick(folder: Path, documents: list[corpus.Document], tokenizer: Tokeniz
     rows_BU = comparison_rows(documents, tokenizer, spec)
     if fingerprint(rows_BU) == record["held_out"]:
         return rows_BU
-    print(f"{folder / RECORD}: its losses are of other sequences than this corpus gives; the trained model's is not compared with them")
+    print(
+        f"{folder / RECORD}: its losses are of other sequences than this --data gives, so none is measured after training; convert again with the same"
+    )
     return None
 
 

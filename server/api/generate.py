@@ -153,6 +153,7 @@ class TgiRoutes:
             "sha": None,
             "docker_label": None,
             "num_parameters": ready.num_parameters,
+            "quantization": ready.quantization,
             "kv_bytes_per_token": ready.kv_bytes_per_token,
             "kv_pages": ready.num_pages,
             "kv_page_size": ready.page_size,
