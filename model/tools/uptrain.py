@@ -47,9 +47,8 @@ def yardstick(folder: Path, documents: list[corpus.Document], tokenizer: Tokeniz
     rows_BU = comparison_rows(documents, tokenizer, spec)
     if fingerprint(rows_BU) == record["held_out"]:
         return rows_BU
-    print(
-        f"{folder / RECORD}: its losses are of other sequences than this --data gives, so none is measured after training; convert again with the same"
-    )
+    others = "its losses are of other sequences than this --data gives; convert again with it to compare"
+    print(f"{folder / RECORD}: {others}")
     return None
 
 
