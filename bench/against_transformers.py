@@ -32,7 +32,10 @@ from server.bench import Ask, Load, circumstances, figures, run
 from server.client import Endpoint, Outcome, fetch_info
 
 VOCAB_SIZE = 49152
-SHAPES = {"164m": {"hidden_size": 768, "num_layers": 20, "num_query_heads": 12, "intermediate_size": 3072, "max_positions": 8192}}
+SHAPES = {
+    "164m": {"hidden_size": 768, "num_layers": 20, "num_query_heads": 12, "intermediate_size": 3072, "max_positions": 8192},
+    "1b": {"hidden_size": 2048, "num_layers": 24, "num_query_heads": 16, "intermediate_size": 8192, "max_positions": 8192},
+}
 WARMUP_TOKENS = 4
 VERSIONS = ("onehead", "torch", "transformers", "tokenizers")
 

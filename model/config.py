@@ -81,6 +81,10 @@ class Config:
             raise self.wrong(key, bounds if value is self.values.get(key) else f"{bounds}; by default it would be {value}")
         return value
 
+    def optional(self, key: str, default: int) -> int | None:
+        """An integer of at least 1; absent means `default`, and null None: there is no such thing."""
+        return None if key in self.values and self.get(key) is None else self.integer(key, default)
+
     def layers(self, key: str) -> int:
         """A number of layers."""
         return self.integer(key, most=MOST_LAYERS)

@@ -52,6 +52,8 @@ class Decoder(nn.Module):
         self.head = None if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self._rotary = None if spec.rotary is None else RotaryTable(spec.rotary)
         self._window_rotary = self._rotary if spec.window_rotary is None else RotaryTable(spec.window_rotary)
+        # Counted before anything stands for a layer of it: quantized ones have scales besides.
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attend: Attend) -> Tensor:
         """Ids and positions of T tokens -> their last hidden states x_TD, not yet normalised (see `logits`)."""
@@ -81,8 +83,3 @@ def meta_decoder(spec: ModelSpec) -> Decoder:
     """A decoder without memory: names and shapes alone."""
     with torch.device("meta"):
         return Decoder(spec)
-
-
-def num_parameters(spec: ModelSpec) -> int:
-    """Parameters of a decoder of this spec."""
-    return sum(parameter.numel() for parameter in meta_decoder(spec).parameters())

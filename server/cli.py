@@ -21,14 +21,10 @@ def _check(folder: Path) -> None:
     from model.families import read_spec
     from model.spec import CheckpointError
 
-    log = logging.getLogger("onehead")
-    log.setLevel(logging.ERROR)  # The engine reads the same again, and warns then.
     try:
-        read_spec(folder)
+        read_spec(folder, warn=False)  # The engine reads the same again, and warns then.
     except CheckpointError as error:
         raise ConfigurationError(str(error)) from None
-    finally:
-        log.setLevel(logging.NOTSET)
 
 
 def _serve(argv: list[str]) -> int:

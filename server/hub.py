@@ -36,13 +36,12 @@ def resolved(settings: Settings, check: Check) -> Settings:
     """
 
     def check_all(folder: Path) -> None:
-        check(folder)
+        if folder.is_dir():
+            check(folder)  # Before anyone looks for a tokenizer for a model that cannot be served.
         tokenizer_path(folder)
 
     folder = resolve(settings.model, check=check_all)
-    if folder.is_dir():
-        check(folder)  # Before anyone looks for a tokenizer for a model that cannot be served.
-    tokenizer_path(folder)
+    check_all(folder)
     return settings.model_copy(update={"model": folder})
 
 

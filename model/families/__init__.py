@@ -44,14 +44,16 @@ def family_of(model_type: object) -> Family:
     return cast(Family, import_module(MODEL_TYPES[model_type]))
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """The ModelSpec of a checkpoint folder, from its JSON files alone: no weights are read. Raises CheckpointError."""
+def read_spec(folder: Path, warn: bool = True) -> ModelSpec:
+    """The ModelSpec of a checkpoint folder, from its JSON files alone: no weights are read. What they say beyond that is warned of, unless
+    somebody else will. Raises CheckpointError.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; expected a checkpoint folder with config.json and model.safetensors")
-    return spec_of(folder, read_json(folder / "config.json"))
+    return spec_of(folder, read_json(folder / "config.json"), warn)
 
 
-def spec_of(folder: Path, values: Mapping[str, Any]) -> ModelSpec:
+def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> ModelSpec:
     """The same of a folder whose config.json would hold `values`."""
     config = Config(values)
     try:
@@ -62,11 +64,17 @@ def spec_of(folder: Path, values: Mapping[str, Any]) -> ModelSpec:
     except CheckpointError as error:
         bare = str(error).startswith(("config.json", "generation_config.json"))
         raise CheckpointError(f"{folder}/{error}" if bare else str(error)) from None
+    if warn:
+        _warn(folder, config)
+    return spec
+
+
+def _warn(folder: Path, config: Config) -> None:
+    """Says what a config holds that has no bearing on what is served."""
     if config.values.get("auto_map") is not None:
         log.warning("%s: auto_map names code that comes with the checkpoint; it is not run", folder / "config.json")
     if unread := config.unread():
         log.warning("%s: keys that onehead does not know and ignores: %s", folder / "config.json", ", ".join(map(short, unread[:20])))
-    return spec
 
 
 def _check(spec: ModelSpec) -> None:

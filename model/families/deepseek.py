@@ -55,7 +55,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         config.get(key)  # Of training, or without meaning once the latent is the key.
     latent = Latent(
         rank=config.columns("kv_lora_rank", 512),
-        query_rank=None if "q_lora_rank" in config.values and config.get("q_lora_rank") is None else config.integer("q_lora_rank", 1536),
+        query_rank=config.optional("q_lora_rank", 1536),
         plain_dim=config.columns("qk_nope_head_dim", 128),
         rotary_dim=config.columns("qk_rope_head_dim", 64),
         value_dim=config.columns("v_head_dim", 128),

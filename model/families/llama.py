@@ -19,7 +19,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     rotation, max_positions = rotary(config, head_dim, most, 10000.0)
     attention_bias = False if is_mistral else config.flag("attention_bias", False)
     # transformers' Mistral has a window unless the config says null; configs that leave the key out mean its default.
-    has_window = is_mistral and ("sliding_window" not in config.values or config.get("sliding_window") is not None)
+    window = config.optional("sliding_window", 4096) if is_mistral else None
     return ModelSpec(
         model_type="mistral" if is_mistral else "llama",
         vocab_size=config.integer("vocab_size"),
@@ -40,7 +40,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         mlp_bias=False if is_mistral else config.flag("mlp_bias", False),
         gated_mlp=True,
         rotary=rotation,
-        windows=(config.integer("sliding_window", 4096),) * num_layers if has_window else (),
+        windows=() if window is None else (window,) * num_layers,
     )
 
 

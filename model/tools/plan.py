@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cache.layout import CacheLayout
 from cache.pool import bytes_per_page
-from model.decoder import meta_decoder, num_parameters
+from model.decoder import Decoder, meta_decoder
 from model.families import read_spec
 from model.quantization import quantize_modules
 from model.runner import CPU_SHARE, GPU_SHARE, free_bytes
@@ -71,7 +71,8 @@ def make_plan(options: PlanOptions) -> Plan:
     device, memory = _device(options)
     dtype = ("float32" if device == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
     form = "int8" if options.quantization == "int8" else dtype
-    weights = weight_bytes(spec, dtype)
+    decoder = meta_decoder(spec)
+    weights = weight_bytes(decoder, dtype)
     share = CPU_SHARE if device == "cpu" else GPU_SHARE
     left = int((memory - weights[form]) * share)
     kv_bytes = {
@@ -79,7 +80,7 @@ def make_plan(options: PlanOptions) -> Plan:
         for name, size in ITEM_BYTES.items()
     }
     fit = _fit(spec, left, ITEM_BYTES[dtype], options) if left > 0 else None
-    return Plan(spec, num_parameters(spec), weights, kv_bytes, memory, share, dtype, options.quantization, fit)
+    return Plan(spec, decoder.num_parameters, weights, kv_bytes, memory, share, dtype, options.quantization, fit)
 
 
 def _device(options: PlanOptions) -> tuple[str, int]:
@@ -107,17 +108,17 @@ def _fit(spec: ModelSpec, left: int, itemsize: int, options: PlanOptions) -> lis
     ]
 
 
-def weight_bytes(spec: ModelSpec, dtype: str = "float32") -> dict[str, int]:
-    """Bytes of all parameters in each form that the server can hold them in; int8 beside what stays in `dtype`."""
-    decoder = meta_decoder(spec)
-    count = sum(parameter.numel() for parameter in decoder.parameters())
+def weight_bytes(decoder: Decoder, dtype: str = "float32") -> dict[str, int]:
+    """Bytes of all parameters of a decoder without memory, which is quantized on the way, in each form that the server can hold them in;
+    int8 beside what stays in `dtype`.
+    """
     quantize_modules(decoder, torch.float32)
     # In int8 the scales stay float32; norms, biases and what is not quantized are in the server's dtype.
     int8 = sum(
         p.nbytes if p.dtype in (torch.int8, torch.int32) or name.endswith(".scale") else p.numel() * ITEM_BYTES[dtype]
         for name, p in decoder.named_parameters()
     )
-    return {form: count * size for form, size in ITEM_BYTES.items()} | {"int8": int8}
+    return {form: decoder.num_parameters * size for form, size in ITEM_BYTES.items()} | {"int8": int8}
 
 
 def plan(options: PlanOptions) -> None:

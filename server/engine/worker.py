@@ -37,7 +37,6 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     _check_tokenizer(start, spec)
     grammars = Grammars(Path(start.tokenizer), spec.vocab_size)
     grammars.prepare(spec.end_token_ids)
-    from model.decoder import num_parameters
     from model.runner import ModelRunner, RunnerOptions
 
     options = RunnerOptions(
@@ -62,7 +61,7 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         vocab_size=spec.vocab_size,
         max_context=max_context,
         end_token_ids=list(spec.end_token_ids),
-        num_parameters=num_parameters(spec),
+        num_parameters=runner.decoder.num_parameters,
         page_size=start.page_size,
         num_pages=runner.pool.num_pages,
         kv_bytes_per_token=spec.kv_bytes_per_token(dtype.itemsize),
