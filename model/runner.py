@@ -24,6 +24,7 @@ from model.step import Drawn, NotDrawn, StepPlan, StepResult
 from model.weights import load_decoder
 
 SCORED_AT_ONCE = 128
+NOT_FINITE_STATES = NotDrawn("a numerical error: the model's states for this request are not finite", code="numerical_error")
 CPU_SHARE, GPU_SHARE = 0.4, 0.9
 """Default share of free memory that the cache may take: a CPU's memory is also everybody else's."""
 
@@ -90,9 +91,25 @@ class ModelRunner:
         """Bytes of all parameters."""
         return sum(parameter.nbytes for parameter in self.decoder.parameters())
 
-    @torch.inference_mode()
+    @property
+    def progress(self) -> int:
+        """A number that grows with every layer computed: whoever watches sees a step that takes long from one that hangs."""
+        return self.decoder.num_layers_run
+
     def run(self, plan: StepPlan) -> StepResult:
-        """Computes every row of `plan` and draws a token for each that samples."""
+        """Computes every row of `plan` and draws a token for each that samples. Raises MemoryError; a part of the plan may still fit."""
+        try:
+            return self._run(plan)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise MemoryError(reason)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepResult:
         if plan.clear:
             self.pool.clear(list(plan.clear))
         batch = build_batch(plan, self.pool.layout, self.device)
@@ -105,7 +122,7 @@ class ModelRunner:
         finite_T = x_TD.isfinite().all(dim=-1).tolist()
         for i, (row, first) in enumerate(zip(plan.rows, batch.firsts, strict=True)):
             if not all(finite_T[first : first + len(row.tokens)]):
-                results[i] = NotDrawn("a numerical error: the model's states for this request are not finite")
+                results[i] = NOT_FINITE_STATES
         return StepResult(tuple(results), scored)
 
     def _score(self, plan: StepPlan, batch: Batch, x_TD: torch.Tensor) -> dict[int, list[Drawn]]:
@@ -122,6 +139,11 @@ class ModelRunner:
             for row, drawn in zip(rows, score(self.decoder.logits(x_TD[list(states)]), targets, num_tops), strict=True):
                 scored.setdefault(row, []).append(drawn)
         return scored
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """A GPU's lack of memory has a type of its own; a CPU's only a text."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def choose_device(name: str) -> torch.device:

@@ -6,6 +6,7 @@ Shape letters: S rows that sample, F rows that need sorting, V vocabulary.
 """
 
 import hashlib
+import logging
 import struct
 from collections.abc import Sequence
 
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from model.step import Drawn, NotDrawn, Sample
 
-NOT_FINITE = NotDrawn("the logits of this request are not finite")
+log = logging.getLogger("onehead.engine")
+
+NOT_FINITE = NotDrawn("the logits of this request are not finite", code="numerical_error")
+NOT_SAMPLED = NotDrawn("an internal error in drawing this request's token", code="sampling_error")
 NOTHING_ALLOWED = NotDrawn("what it asks for leaves no token that is allowed", refused=True)
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the likeliest token: dividing by them would overflow."""
@@ -30,8 +34,22 @@ def uniform(seed: int, choice: int, index: int) -> float:
 def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]:
     """One token for each row. Log-probabilities are the model's own, before penalties, temperature and filters.
 
-    A row whose logits hold no finite maximum (NaN, infinity, every token forbidden) draws nothing: what it drew would be noise.
+    A row whose logits hold no finite maximum (NaN, infinity, every token forbidden) draws nothing: what it drew would be noise. Nor does
+    one whose sampling fails for a reason that nobody foresaw; the others draw what they would have drawn. Raises MemoryError, and what
+    a broken device raises.
     """
+    try:
+        return _draw(logits_SV, samples)
+    except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+        raise
+    except Exception:
+        if len(samples) == 1:
+            log.exception("a row could not be sampled")
+            return [NOT_SAMPLED]
+        return [drawn for i, sample in enumerate(samples) for drawn in draw(logits_SV[i : i + 1], [sample])]
+
+
+def _draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]:
     logits_SV = logits_SV.float()
     normaliser_S = logits_SV.logsumexp(dim=-1)
     adjusted_SV = _adjust(logits_SV, samples)

@@ -102,11 +102,12 @@ class Drawn:
 class NotDrawn:
     """A row that should have drawn a token and could not: its own failure, nobody else's.
 
-    `refused`: what its request asks for cannot be had; else the model's numbers failed it.
+    `refused`: what its request asks for cannot be had; else the engine failed it. `code`: a word for programs to read.
     """
 
     reason: str
     refused: bool = False
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

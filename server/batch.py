@@ -21,11 +21,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from server.api.body import parse
 from server.api.openai import OpenAIRoutes
 from server.api.openai_errors import error_body, error_status
+from server.api.streams import Publications
 from server.chat import ChatTemplate
 from server.config import EngineSettings, ServerSection
 from server.errors import MalformedBody, RequestError, UsageError
 from server.hub import model_id
 from server.serve import running
+from server.stream_buffer import Retention, StreamStore
 from server.supervisor import State
 
 MAX_OPEN = 100_000
@@ -155,9 +157,11 @@ async def batch(settings: BatchSettings) -> int:
     journal = Journal(path, lines, _maker(settings))
     missing = [line for line in lines if line.digest not in journal.answers]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    async with running(settings, MAX_OPEN) as engine:
+    section = ServerSection(max_waiting=MAX_OPEN, log_level="warning")
+    async with running(settings, section) as engine:
         template = ChatTemplate(engine.generation.codec)
-        routes = OpenAIRoutes(engine.generation, ServerSection(), model_id(settings.model), template)
+        nowhere = Publications(StreamStore(Retention()), keep_alive=0.0)
+        routes = OpenAIRoutes(engine.generation, section, model_id(settings.model), template, nowhere)
         # Twice as many as run, so that the next are tokenized when a place is free.
         places = asyncio.Semaphore(2 * settings.engine.max_running)
         with Progress(*columns) as progress:

@@ -1,7 +1,6 @@
 """The `onehead` command. Finds the subcommand and imports what that one needs; `--help` imports no torch and nothing heavy."""
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -31,11 +30,13 @@ def _serve(argv: list[str]) -> int:
     from server.config import ServeSettings, load
 
     settings = load(ServeSettings, argv, "onehead serve")
-    logging.basicConfig(level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from server import logs
+
+    sink = logs.configure(settings.server.log_level, settings.server.log_format)
     from server.hub import resolved
     from server.serve import serve
 
-    return asyncio.run(serve(resolved(settings, _check)))
+    return asyncio.run(serve(resolved(settings, _check), sink))
 
 
 def _generate(argv: list[str]) -> int:

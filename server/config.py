@@ -12,12 +12,13 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
     CliSettingsSource,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -43,6 +44,23 @@ def _parse_memory(value: object) -> object:
     return float(match[1]) * _UNITS[match[2].upper()]
 
 
+def _parse_words(value: object) -> object:
+    """'a,b' to ('a', 'b'); lists pass through."""
+    return tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else value
+
+
+def _check_digest(value: str) -> str:
+    """The message does not repeat the value: it may be the key itself."""
+    if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
+        raise ValueError("must be SHA-256 digests, 64 hex digits each; `printf %s KEY | sha256sum` makes one of a key")
+    return value.lower()
+
+
+Digest = Annotated[str, AfterValidator(_check_digest)]
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_words)]
+Digests = Annotated[tuple[Digest, ...], NoDecode, BeforeValidator(_parse_words)]
+
+
 class Section(BaseModel):
     """Base of the sections: frozen, and strict about its keys."""
 
@@ -52,13 +70,34 @@ class Section(BaseModel):
 class ServerSection(Section):
     model_name: str | None = Field(None, description="model id in replies; default: the folder's base name")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log lines shown")
+    log_format: Literal["text", "json"] = Field("text", description="log lines for people, or one JSON object each")
+    log_prompts: bool = Field(False, description="log the text of prompts")
+    api_keys: Digests = Field((), description="SHA-256 digests, in hex, of the keys that clients must send one of; default: none is needed")
+    metrics_key: Digest | None = Field(None, description="SHA-256 digest of the key to /metrics; default: none is needed")
+    cors_origins: Words = Field((), description="origins whose pages may call from a browser; default: none")
     max_waiting: int = Field(1024, ge=0, le=100_000, description="requests that may wait beyond engine.max_running; more get 429")
+    max_waiting_tokens: int = Field(1_000_000, ge=1, description="prompt tokens that may wait; more get 429")
+    max_connections: int = Field(4096, ge=1, le=1_000_000, description="open connections; more get 503")
+    max_header_bytes: int = Field(32 * 2**10, ge=1024, le=2**20, description="longest head of a request; longer ones get 431")
     max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")
     max_stop_strings: int = Field(16, ge=0, le=256, description="most stop strings of a request")
     return_full_text: bool = Field(True, description="POST / repeats the prompt where the request does not say, as TGI does")
     grammar_timeout: float = Field(2.0, gt=0, le=60, description="seconds that a request's grammar may take to compile")
+    tokenize_timeout: float = Field(5.0, gt=0, le=600, description="seconds that a prompt may take to tokenize")
+    header_timeout: float = Field(10.0, gt=0, le=3600, description="seconds that the head of a request may take to arrive")
+    body_timeout: float = Field(30.0, gt=0, le=3600, description="seconds that its body may take")
+    write_timeout: float = Field(30.0, gt=0, le=3600, description="seconds after which a client that takes nothing is dropped")
     keep_alive: float = Field(15.0, gt=0, le=3600, description="seconds of silence in a stream before a comment is sent")
+    stall_after: float = Field(10.0, gt=0, le=3600, description="seconds without progress after which an engine is replaced")
+    start_timeout: float = Field(600.0, gt=0, le=86400, description="seconds that an engine may take to load")
+    recovery_timeout: float = Field(60.0, gt=0, le=3600, description="seconds that open requests wait for an engine that is replaced")
     drain_timeout: float = Field(60.0, ge=0, le=3600, description="seconds that running streams get to finish at shutdown")
+    lb_grace: float = Field(5.0, ge=0, le=3600, description="seconds after SIGTERM in which late requests still get a 503")
+    resume_retention: float = Field(60.0, ge=0, le=86400, description="seconds that a resumable stream is kept after its end")
+    resume_memory: int = Field(64 * 2**20, ge=2**16, description="bytes of all resumable streams")
+    resume_stream_bytes: int = Field(2**20, ge=2**10, description="bytes of one resumable stream")
+    detach_grace: float = Field(30.0, ge=0, le=86400, description="seconds that a resumable stream goes on without a reader")
+    max_detached: int = Field(64, ge=0, description="resumable streams without a reader; beyond, the longest without is ended")
 
 
 class EngineSection(Section):

@@ -6,11 +6,14 @@
     |-- ResourceError          exit 71   port or memory that cannot be had
     |-- EngineGaveUp           exit 70   the engine cannot be kept alive
     `-- RequestError           an answer other than 200, in the dialect of its route
+        |-- Unauthorized       401   no key, or a wrong one
+        |-- StreamExpired      410   a resumable stream that is not kept any more
+        |-- Conflict           409   a second request under the Idempotency-Key of one that runs
         |-- MalformedBody      400   not UTF-8, not JSON, not an object, a key twice
         |-- UnsupportedMedia   415   not application/json, or encoded
         |-- BodyTooLarge       413
         |-- InvalidRequest     422   a field that is unknown, of the wrong type or out of bounds (400 in OpenAI's dialect)
-        |-- ModelNotFound      404   a model that is not served here
+        |-- NotFound           404   a model that is not served here, a stream that there is not
         |-- Overloaded         429   with Retry-After
         |-- GenerationFailed   424   the engine could not finish this request (500 in OpenAI's dialect)
         `-- Unavailable        503   starting, restarting or shutting down
@@ -76,8 +79,20 @@ class InvalidRequest(RequestError):
     status, openai_status, tgi_type, openai_type = 422, 400, "validation", "BadRequestError"
 
 
-class ModelNotFound(RequestError):
+class NotFound(RequestError):
     status, tgi_type, openai_type = 404, "validation", "NotFoundError"
+
+
+class Unauthorized(RequestError):
+    status, tgi_type, openai_type = 401, "authentication", "AuthenticationError"
+
+
+class Conflict(RequestError):
+    status, tgi_type, openai_type = 409, "validation", "ConflictError"
+
+
+class StreamExpired(RequestError):
+    status, tgi_type, openai_type = 410, "validation", "NotFoundError"
 
 
 class Overloaded(RequestError):

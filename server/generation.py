@@ -5,6 +5,10 @@ HTTP, fields or events.
 """
 
 import asyncio
+import contextlib
+import logging
+import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,9 +31,11 @@ from server.errors import (
 )
 from server.grammar import GrammarCompiler, Source
 from server.metrics import Metrics
-from server.stream import Choice, OpenStreams
-from server.supervisor import State, Supervisor
+from server.stream import RETRY_SECONDS, Choice, OpenStreams
+from server.supervisor import LIVE, State, Supervisor
 from server.text import TextCodec
+
+log = logging.getLogger("onehead.api")
 
 P = ParamSpec("P")
 Value = TypeVar("Value")
@@ -37,6 +43,10 @@ TOO_LONG = "context_length_exceeded"
 
 RATE_WINDOW = 64
 """Finished requests over which the drain rate is measured."""
+NUMERICAL_ERRORS, SICK_SECONDS = 10, 60.0
+"""So many requests that fail of their numbers within so many seconds make the server not ready."""
+MAX_TOKENIZING = 4
+"""Long texts that are tokenized at once."""
 LONG_PROMPT_CHARS = 4096
 """Prompts from this length on are tokenized off the event loop."""
 
@@ -72,18 +82,54 @@ def with_choices(request: Request, count: int) -> list[Request]:
     return [replace(request, sampling=structs.replace(request.sampling, choice=choice)) for choice in range(count)]
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much is taken at once, and how long preparing a request may take, in seconds."""
+
+    max_open: int
+    max_waiting_tokens: int = 1_000_000
+    grammar_seconds: float = 2.0
+    tokenize_seconds: float = 5.0
+
+
+async def in_thread(work: Callable[P, Value], *arguments: P.args, **named: P.kwargs) -> Value:
+    """The result of `work` in a thread that nobody has to wait for: one that never returns keeps neither its place nor the process."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Value] = loop.create_future()
+
+    def settle(value: Value | None, error: Exception | None) -> None:
+        if not result.done():
+            result.set_exception(error) if error is not None else result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work(*arguments, **named)
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # The loop has closed.
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, daemon=True, name="tokenizer").start()
+    return await result
+
+
 class Generation:
     """The open streams of one supervisor."""
 
-    def __init__(self, supervisor: Supervisor, codec: TextCodec, metrics: Metrics, max_open: int, grammar_timeout: float = 2.0) -> None:
+    def __init__(self, supervisor: Supervisor, codec: TextCodec, metrics: Metrics, bounds: Bounds, log_prompts: bool = False) -> None:
         self.supervisor = supervisor
         self.codec = codec
         self.metrics = metrics
-        self.max_open = max_open
-        self.grammar_timeout = grammar_timeout
+        self.bounds = bounds
+        self.log_prompts = log_prompts
         self.draining = False
+        self._tokenizing = asyncio.Semaphore(MAX_TOKENIZING)
+        self._numerical_errors: deque[float] = deque(maxlen=NUMERICAL_ERRORS)
         self.unstarted: dict[int, Choice] = {}
         """The sequences that no engine has begun."""
+        self.waiting_tokens = 0
+        """Prompt tokens of these."""
         self.endings: deque[float] = deque(maxlen=RATE_WINDOW)
 
     @property
@@ -107,7 +153,14 @@ class Generation:
     @property
     def accepting(self) -> bool:
         """Whether a request would be computed now."""
-        return self.supervisor.state is State.READY and not self.draining
+        errors = self._numerical_errors
+        sick = len(errors) == NUMERICAL_ERRORS and time.monotonic() - errors[0] < SICK_SECONDS
+        return self.supervisor.state is State.READY and not self.draining and not sick
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended."""
+        return len(self.supervisor.open)
 
     @property
     def max_total_tokens(self) -> int:
@@ -122,7 +175,14 @@ class Generation:
         """The result of `work`, which tokenizes about `num_chars` characters: where they are many, without holding up everyone else."""
         if num_chars < LONG_PROMPT_CHARS:
             return work(*arguments, **named)
-        return await asyncio.to_thread(work, *arguments, **named)
+        async with self._tokenizing:
+            try:
+                return await asyncio.wait_for(in_thread(work, *arguments, **named), self.bounds.tokenize_seconds)
+            except TimeoutError:
+                raise InvalidRequest(
+                    f"this text is not tokenized after {self.bounds.tokenize_seconds:g} s (server.tokenize_timeout); send less of it",
+                    code="tokenization_timeout",
+                ) from None
 
     def start(self, *requests: Request) -> OpenStreams:
         """Checks the sequences of a request against the engine's bounds and submits all of them, or none. Raises InvalidRequest,
@@ -131,21 +191,41 @@ class Generation:
         Whoever starts streams closes them.
         """
         try:
-            if self.draining or self.supervisor.state not in (State.STARTING, State.READY):
-                raise Unavailable("the server is shutting down", retry_after=5)
             submits = [self._submission(request) for request in requests]
-            if len(requests) > self.max_open:
-                raise InvalidRequest(f"{len(requests)} sequences are asked for at once; {self.max_open} is the most", param="n")
-            num_open = len(self.supervisor.open)
-            if num_open + len(requests) > self.max_open:
-                text = f"{num_open} requests are open and {self.max_open} is the most; try again later"
-                raise Overloaded(text, self._retry_after())
+            if len(requests) > self.bounds.max_open:
+                raise InvalidRequest(f"{len(requests)} sequences are asked for at once; {self.bounds.max_open} is the most", param="n")
         except RequestError:
             self.metrics.requests.labels("refused").inc()
             raise
+        self.check_room(len(requests), sum(len(request.prompt) for request in requests))
         for prompt in {id(request.prompt): request.prompt for request in requests}.values():
             self.metrics.prompt_tokens.inc(len(prompt))
+            if self.log_prompts:
+                log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})
         return OpenStreams(self, requests, submits)
+
+    def check_room(self, num_sequences: int = 1, num_tokens: int = 1) -> None:
+        """Raises Unavailable or Overloaded where so much more cannot be taken now."""
+        try:
+            self._check_room(num_sequences, num_tokens)
+        except RequestError:
+            self.metrics.requests.labels("refused").inc()
+            raise
+
+    def _check_room(self, num_sequences: int, num_tokens: int) -> None:
+        if self.draining or self.supervisor.state not in LIVE:
+            raise Unavailable("the server is shutting down", retry_after=RETRY_SECONDS, code="server_shutting_down")
+        if self.supervisor.lost:
+            raise Unavailable("the engine is not back yet; try again later", retry_after=RETRY_SECONDS, code="engine_unavailable")
+        most, most_tokens, num_open = self.bounds.max_open, self.bounds.max_waiting_tokens, self.num_open
+        if num_open + num_sequences > most:
+            raise Overloaded(
+                f"{num_open} requests are open and {most} is the most; try again later", self._retry_after(), code="too_many_requests"
+            )
+        # A request by itself may be as long as it likes: it is one too many only behind others.
+        if self.waiting_tokens and self.waiting_tokens + num_tokens > most_tokens:
+            text = f"{self.waiting_tokens} prompt tokens wait and {most_tokens} is the most; try again later"
+            raise Overloaded(text, self._retry_after(), code="too_many_waiting_tokens")
 
     def _submission(self, request: Request) -> protocol.Submit:
         max_new_tokens = self._max_new_tokens(request)
@@ -196,7 +276,7 @@ class Generation:
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self.codec, self.ready.vocab_size, self.end_token_ids, self.grammar_timeout)
+        return GrammarCompiler(self.codec, self.ready.vocab_size, self.end_token_ids, self.bounds.grammar_seconds)
 
     async def grammar(self, source: Source | None) -> str:
         """The grammar of what a request asks for, empty for nothing. Raises InvalidRequest."""
@@ -225,20 +305,41 @@ class Generation:
         return request.max_new_tokens
 
     def _retry_after(self) -> int:
-        """Seconds until about one request will have finished, by the rate at which the last ones did."""
+        """Seconds until those who wait will have started, by the rate at which the last requests finished; and up to a quarter more, so
+        that those who are sent away do not come back together.
+        """
         if len(self.endings) < 2:
             return 1
-        return max(1, min(60, round((self.endings[-1] - self.endings[0]) / (len(self.endings) - 1))))
+        seconds_each = (time.monotonic() - self.endings[0]) / len(self.endings)
+        return max(1, min(60, round(seconds_each * max(1, len(self.unstarted)) * random.uniform(1.0, 1.25))))
 
-    def heard(self, step: protocol.Tokens) -> None:
-        """Metrics of an engine's step."""
-        self.metrics.step(step.gauges, len(step.tokens))
+    def numerical_error(self) -> None:
+        """A request failed of numbers that are not finite. Of many in a row something is wrong here, and no more should be sent."""
+        self._numerical_errors.append(time.monotonic())
+
+    def heard(self, news: protocol.Tokens | protocol.Started) -> None:
+        """Metrics of what an engine says."""
+        if isinstance(news, protocol.Tokens):
+            self.metrics.step(news.gauges, len(news.tokens))
+            return
         now = time.monotonic()
-        for id in step.started:
-            choice = self.unstarted.pop(id, None)
+        for id in news.ids:
+            choice = self.begun(id)
             if choice is not None:
                 choice.started = now
                 self.metrics.queue_time.observe(now - choice.arrival)
+
+    def wait(self, choice: Choice) -> None:
+        """A sequence is submitted."""
+        self.unstarted[choice.id] = choice
+        self.waiting_tokens += len(choice.request.prompt)
+
+    def begun(self, id: int) -> Choice | None:
+        """A sequence waits no longer, if it still did."""
+        choice = self.unstarted.pop(id, None)
+        if choice is not None:
+            self.waiting_tokens -= len(choice.request.prompt)
+        return choice
 
     def raise_if_over(self) -> None:
         """Raises what ended the engine for good, if something has."""

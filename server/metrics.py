@@ -30,7 +30,13 @@ class Metrics:
         self.e2e_latency = self._histogram("e2e_latency_seconds", "From arrival to the last token.")
         self.queue_time = self._histogram("queue_time_seconds", "From arrival to the first step that computed some of the prompt.")
         self.step_time = self._histogram("step_time_seconds", "Duration of one engine step.")
+        self.engine_recovery = self._histogram("engine_recovery_seconds", "From an engine's end until its successor is ready.")
+        self.requests_quarantined = self._counter("requests_quarantined", "Requests given up because engines died of them.")
+        self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
+        self.streams_detached = self._gauge("streams_detached", "Resumable streams that go on without a reader.")
+        self.resume_bytes = self._gauge("resume_bytes", "Bytes kept for readers of resumable streams.")
         self._preemptions_seen = 0
+        self._reached: dict[Counter, int] = {}
         self._num_pages = 0
 
     def loaded(self, ready: Ready) -> None:
@@ -56,6 +62,11 @@ class Metrics:
         self.generation_tokens.inc(num_tokens)
         if gauges.step_seconds:
             self.step_time.observe(gauges.step_seconds)
+
+    def reach(self, counter: Counter, total: int) -> None:
+        """Brings a counter to what somebody else has counted."""
+        counter.inc(total - self._reached.get(counter, 0))
+        self._reached[counter] = total
 
     def exposition(self) -> bytes:
         """The text that a scraper reads."""

@@ -5,7 +5,7 @@ Everything on the pipe is the msgpack bytes of one of these; nothing is pickled.
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 64 * 2**20
 # What a grammar may cost, in llguidance's units: checked on one side, kept to on the other. The library's defaults are ten times these.
 GRAMMAR_LIMITS = {
@@ -44,6 +44,10 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     pages: int | None
     memory: float | None
     serve_pooled: bool
+    beat_seconds: float
+    """Between two Beats."""
+    log_level: str
+    log_format: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -174,21 +178,36 @@ class Tokens(Message, frozen=True, tag=True, array_like=True):
     """What one step brought."""
 
     tokens: list[Token]
-    started: list[int]
-    """Sequences that left the queue for the first time in this step."""
     gauges: Gauges
 
 
+class Started(Message, frozen=True, tag=True, array_like=True):
+    """Sequences that leave the queue for the first time in the step that is computed next: said before it, so that whoever survives it
+    knows who was in it.
+    """
+
+    ids: list[int]
+
+
+class Beat(Message, frozen=True, tag=True, array_like=True):
+    """The engine's process runs. `progress` grows with every layer that it computes."""
+
+    progress: int
+
+
 class Failed(Message, frozen=True, tag=True, array_like=True):
-    """Sequence `id` ended without its answer, through no fault of the others. `refused`: what it asks for cannot be had."""
+    """Sequence `id` ended without its answer, through no fault of the others. `refused`: what it asks for cannot be had. `code`: a word
+    for programs to read.
+    """
 
     id: int
     reason: str
     refused: bool = False
+    code: str = ""
 
 
 ToEngine = Start | Submit | Cancel | Shutdown
-FromEngine = Ready | Refused | Tokens | Scores | Failed
+FromEngine = Ready | Refused | Started | Tokens | Scores | Failed | Beat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -6,33 +6,39 @@ Invariant: the port is bound before the model is loaded, and the engine is gone 
 import asyncio
 import contextlib
 import logging
-import signal
+import resource
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
 
 import msgspec
 import uvicorn
 
-from server import protocol
+from server import logs, protocol
 from server.api.app import create_app
-from server.config import EngineSettings, ServeSettings, cpu_threads
+from server.config import EngineSettings, ServerSection, ServeSettings, cpu_threads
+from server.connection import connection_class
+from server.drain import FLUSH_SECONDS, SIGNALS, Drain, HttpServer
 from server.errors import ResourceError
-from server.generation import Generation
+from server.generation import Bounds, Generation
 from server.hub import model_id
 from server.metrics import Metrics
-from server.supervisor import State, Supervisor
+from server.stream_buffer import Retention, StreamStore
+from server.supervisor import Patience, State, Supervisor
 from server.text import TextCodec
 from server.transport import EngineProcess
 
 EXIT_STREAMS_CUT = 75
-FLUSH_SECONDS = 1.0
 ENGINE_EXIT_SECONDS = 5.0
+TICK_SECONDS = 0.25
+OTHER_FILES = 64
+"""Files that the process has open besides its connections."""
 log = logging.getLogger("onehead")
 
 
-def start_message(settings: EngineSettings, codec: TextCodec) -> protocol.Start:
+def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSection) -> protocol.Start:
     """What an engine of these settings is told first."""
     engine, cache = settings.engine, settings.cache
     return protocol.Start(
@@ -52,26 +58,57 @@ def start_message(settings: EngineSettings, codec: TextCodec) -> protocol.Start:
         pages=cache.pages,
         memory=cache.memory,
         serve_pooled=engine.serve_pooled,
+        beat_seconds=section.stall_after / 4,
+        log_level=section.log_level,
+        log_format=section.log_format,
     )
 
 
 class Running:
     """A supervised engine with a Generation over it, inside an event loop."""
 
-    def __init__(self, settings: EngineSettings, max_waiting: int, grammar_timeout: float = 2.0) -> None:
+    def __init__(self, settings: EngineSettings, section: ServerSection) -> None:
         codec = TextCodec(settings.model)
-        self._start = start_message(settings, codec)
+        self._start = start_message(settings, codec, section)
         self._changed = asyncio.Event()
         self._process: EngineProcess | None = None
+        self._spawned = 0
+        self._died: float | None = None
+        self._tick = min(TICK_SECONDS, section.stall_after / 10)
+        self._watch: asyncio.Task[None] | None = None
         self.metrics = Metrics()
-        self.supervisor = Supervisor(self._spawn, self._on_state, self._on_step)
-        max_open = settings.engine.max_running + max_waiting
-        self.generation = Generation(self.supervisor, codec, self.metrics, max_open, grammar_timeout)
+        patience = Patience(section.stall_after, section.start_timeout, section.recovery_timeout)
+        self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, patience)
+        max_open = settings.engine.max_running + section.max_waiting
+        bounds = Bounds(max_open, section.max_waiting_tokens, section.grammar_timeout, section.tokenize_timeout)
+        self.generation = Generation(self.supervisor, codec, self.metrics, bounds, section.log_prompts)
+
+    def start(self, *every_tick: Callable[[], None]) -> None:
+        """Spawns the engine and begins to watch it; `every_tick` is called at intervals with it. Raises ResourceError."""
+        try:
+            self.supervisor.start()
+        except OSError as error:
+            raise ResourceError(f"no engine can be started: {error.strerror}") from None
+        self._watch = asyncio.create_task(self._pass_time(every_tick))
+
+    async def _pass_time(self, every_tick: tuple[Callable[[], None], ...]) -> None:
+        """Tells the supervisor how time passes. What this process slept through itself is not counted as anybody's silence."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(self._tick)
+            now = time.monotonic()
+            self.supervisor.tick(min(now - last, 2 * self._tick))
+            last = now
+            for call in every_tick:
+                call()
 
     def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
         ready = self.supervisor.ready
         # A replacement gets the pool that requests were admitted to, however much memory is free now.
         start = self._start if ready is None else msgspec.structs.replace(self._start, pages=ready.num_pages)
+        if self._spawned:
+            self.metrics.engine_restarts.inc()
+        self._spawned += 1
         self._process = EngineProcess(start, on_message, on_exit)
         return self._process
 
@@ -79,13 +116,25 @@ class Running:
         log.info("engine: %s %s", state.value, self.supervisor.reason)
         if state is State.READY and self.supervisor.ready is not None:
             self.metrics.loaded(self.supervisor.ready)
+            if self._died is not None:
+                seconds = time.monotonic() - self._died
+                self.metrics.engine_recovery.observe(seconds)
+                log.info("the engine was replaced in %.2f s", seconds)
+            self._died = None
         if state is State.STARTING:
-            self.metrics.engine_restarts.inc()
+            self._died = time.monotonic()
             self.metrics.idle()
         self._changed.set()
 
-    def _on_step(self, step: protocol.Tokens) -> None:
-        self.generation.heard(step)
+    def _on_news(self, news: protocol.Tokens | protocol.Started) -> None:
+        self.generation.heard(news)
+
+    def count(self, sink: logs.Sink, store: StreamStore) -> None:
+        """Metrics of what happens in no request."""
+        self.metrics.streams_detached.set(store.num_detached)
+        self.metrics.resume_bytes.set(store.num_bytes)
+        self.metrics.reach(self.metrics.log_lines_dropped, sink.num_dropped)
+        self.metrics.reach(self.metrics.requests_quarantined, self.supervisor.num_quarantined)
 
     async def until(self, *states: State) -> State:
         """Waits for one of these states, or a final one."""
@@ -98,40 +147,23 @@ class Running:
     async def close(self) -> None:
         """Ends the engine, politely first."""
         self.supervisor.stop()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._process is not None:
             await self._process.ended(ENGINE_EXIT_SECONDS)
 
 
 @contextlib.asynccontextmanager
-async def running(settings: EngineSettings, max_waiting: int = 0) -> AsyncIterator[Running]:
+async def running(settings: EngineSettings, section: ServerSection) -> AsyncIterator[Running]:
     """A loaded engine. Raises ConfigurationError or EngineGaveUp where it cannot be had."""
-    engine = Running(settings, max_waiting)
-    engine.supervisor.start()
+    engine = Running(settings, section)
+    engine.start()
     try:
         await engine.until(State.READY)
         engine.generation.raise_if_over()
         yield engine
     finally:
         await engine.close()
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def end(self, patience: float) -> None:
-        """Stops listening, and aborts whatever connection is still there in `patience` seconds: one that never sends the rest of its
-        request, or never reads its answer, must not keep the process.
-        """
-        self.should_exit = True
-        asyncio.get_running_loop().call_later(patience, self._abort)
-
-    def _abort(self) -> None:
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -148,50 +180,53 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Drain:
-    """Signals to a clean end: the first lets running streams finish, a second ends them with an error event."""
-
-    def __init__(self, http: HttpServer, engine: Running, timeout: float) -> None:
-        self.http = http
-        self.engine = engine
-        self.timeout = timeout
-        self.cut = False
-        self._task: asyncio.Task[None] | None = None
-
-    def on_signal(self) -> None:
-        if self._task is None:
-            self.engine.generation.draining = True
-            self._task = asyncio.create_task(self._drain())
-        else:
-            self._finish(FLUSH_SECONDS)
-
-    async def _drain(self) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.timeout
-        while self.engine.supervisor.open and loop.time() < deadline:
-            await asyncio.sleep(0.05)
-        self._finish(max(FLUSH_SECONDS, deadline - loop.time()))
-
-    def _finish(self, patience: float) -> None:
-        """Ends what is open, and gives connections `patience` seconds to take what was written to them."""
-        self.cut = self.cut or bool(self.engine.supervisor.open)
-        self.engine.supervisor.stop()
-        self.http.end(patience)
+def allow_files(max_connections: int) -> int:
+    """Raises this process's limit of open files to what so many connections need; how many it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + OTHER_FILES
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < wanted:
+        log.warning("this process may have %d files open, so that server.max_connections is %d", soft, soft - OTHER_FILES)
+    return max(1, min(max_connections, soft - OTHER_FILES))
 
 
-async def serve(settings: ServeSettings) -> int:
+def http_server(engine: Running, settings: ServeSettings, name: str, store: StreamStore) -> HttpServer:
+    """uvicorn over the application."""
+    section = settings.server
+    app = create_app(engine.generation, section, name, version("onehead"), store)
+    config = uvicorn.Config(
+        app,
+        http=connection_class(section, allow_files(section.max_connections)),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=30,
+    )
+    return HttpServer(config)
+
+
+async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     """Serves until a signal or the engine's end; the exit code. Raises OneheadError for what prevents it."""
+    section = settings.server
     with bind(settings.host, settings.port) as listener:
-        engine = Running(settings, settings.server.max_waiting, settings.server.grammar_timeout)
-        name = settings.server.model_name or model_id(settings.model)
-        app = create_app(engine.generation, settings.server, name, version("onehead"))
-        engine.supervisor.start()
-        config = uvicorn.Config(app, log_level=settings.server.log_level, access_log=False, lifespan="off", timeout_keep_alive=30)
-        http = HttpServer(config)
-        drain = Drain(http, engine, settings.server.drain_timeout)
+        engine = Running(settings, section)
+        name = section.model_name or model_id(settings.model)
+        retention = Retention(
+            section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
+        )
+        store = StreamStore(retention)
+        http = http_server(engine, settings, name, store)
+        engine.start(lambda: store.sweep(time.monotonic()), lambda: engine.count(sink, store))
+        drain = Drain(http, engine.generation, section.drain_timeout, section.lb_grace)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, drain.on_signal)
+        for number in SIGNALS:
+            loop.add_signal_handler(number, drain.on_signal, number)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
             await _announce(engine, name, listener)

@@ -6,18 +6,24 @@ HTTP, fields or events.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from server import protocol
-from server.errors import GenerationFailed, InvalidRequest
+from server.errors import GenerationFailed, InvalidRequest, RequestError, Unavailable
 from server.supervisor import Delivery
 from server.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from server.generation import Generation, Request
+
+log = logging.getLogger("onehead.api")
+
+RETRY_SECONDS = 5
+"""After which a client of a server that is going, or whose engine is not back, may try again."""
 
 Top = Sequence[tuple[int, float]]
 
@@ -107,6 +113,15 @@ class ChoiceText:
         return Piece(self._choice.index, None, text + self._stops.flush(), finish="timeout")
 
 
+def _error(failed: protocol.Failed) -> RequestError:
+    """What a client is told of a sequence that failed."""
+    if failed.refused:
+        return InvalidRequest(f"the request cannot be satisfied: {failed.reason}")
+    if failed.code in ("engine_unavailable", "server_shutting_down"):
+        return Unavailable(failed.reason, retry_after=RETRY_SECONDS, code=failed.code)
+    return GenerationFailed(f"Request failed during generation: {failed.reason}", code=failed.code or None)
+
+
 class OpenStreams:
     """Submitted sequences, as an iterator over their pieces in the order in which they come."""
 
@@ -125,7 +140,7 @@ class OpenStreams:
             leader = leaders.get(prompt)
             choice.id = generation.supervisor.submit(submit, self._receiver(choice), leader)
             leaders.setdefault(prompt, choice.id)
-            generation.unstarted[choice.id] = choice
+            generation.wait(choice)
 
     def _receiver(self, choice: Choice) -> Callable[[Delivery], None]:
         def deliver(delivery: Delivery) -> None:
@@ -169,23 +184,38 @@ class OpenStreams:
                 continue
             if isinstance(delivery, protocol.Failed):
                 self._end(choice, "failed")
-                if delivery.refused:
-                    raise InvalidRequest(f"the request cannot be satisfied: {delivery.reason}")
-                raise GenerationFailed(f"Request failed during generation: {delivery.reason}")
+                if delivery.code == "numerical_error":
+                    self.generation.numerical_error()
+                raise _error(delivery)
             assert isinstance(delivery, protocol.Token)
-            piece = self._texts[index].piece(delivery)
+            piece = self._piece(choice, delivery)
             if piece.finish is not None:
                 self.generation.metrics.e2e_latency.observe(came - choice.arrival)
                 self.generation.endings.append(came)
                 self._end(choice, piece.finish)
             return piece
 
+    def _piece(self, choice: Choice, token: protocol.Token) -> Piece:
+        try:
+            return self._texts[choice.index].piece(token)
+        except Exception:
+            log.exception("a token could not be made text")
+            self._end(choice, "failed")
+            raise GenerationFailed("Request failed during generation: an internal error", code="text_error") from None
+
     async def _receive(self) -> tuple[int, Delivery, float] | None:
         """What comes next; None when time is up first."""
-        if self._deadline is None:
-            return await self._inbox.get()
         try:
-            return await asyncio.wait_for(self._inbox.get(), max(0.0, self._deadline - time.monotonic()))
+            async with asyncio.timeout(None if self._deadline is None else max(0.0, self._deadline - time.monotonic())):
+                return await self._inbox.get()
+        except TimeoutError:
+            return None
+
+    async def begin(self, patience: float) -> Piece | None:
+        """The first piece, so that a failure before it can still have a status of its own; None where it takes longer than that."""
+        try:
+            async with asyncio.timeout(patience):
+                return await anext(self)
         except TimeoutError:
             return None
 
@@ -193,7 +223,7 @@ class OpenStreams:
         if choice.outcome is None:
             choice.outcome = outcome
             self.generation.supervisor.cancel(choice.id)
-            self.generation.unstarted.pop(choice.id, None)
+            self.generation.begun(choice.id)
             self.generation.metrics.requests.labels(outcome).inc()
 
     def finish(self, index: int) -> None:

@@ -1,9 +1,10 @@
 """Supervisor: holds the truth about every open sequence; keeps an engine running behind them.
 
-It journals each token before anyone sees it. When an engine dies it spawns the next one and submits every open sequence again with
-the tokens it has: streams go on at the next token. Synchronous, without I/O or clock: the engine is whatever `spawn` returns, and
-all methods are called from one thread. Invariant: every submitted sequence that is not cancelled gets exactly one last delivery, a
-Token with `finish` or a Failed.
+It journals each token before anyone sees it. When an engine dies, falls silent or leaves the protocol, it spawns the next one and
+submits every open sequence again with the tokens it has: streams go on at the next token. A sequence that engines keep dying of is run
+alone to be sure, and given up for the sake of the others. Synchronous, without I/O or clock: the engine is whatever `spawn` returns,
+time is what `tick` is told, and all methods are called from one thread. Invariant: every submitted sequence that is not cancelled gets
+exactly one last delivery, a Token with `finish` or a Failed.
 """
 
 import logging
@@ -18,9 +19,21 @@ from server import protocol
 
 log = logging.getLogger("onehead.supervisor")
 
-MAX_DEATHS_WITHOUT_PROGRESS = 3
+MAX_DEATHS = 3
+"""In a row, without a new token and with nobody to blame."""
+MAX_QUARANTINES = 3
+"""In a row, without a new token: then it is not the requests."""
+SUSPECT_DEATHS = 2
+"""Deaths in which a sequence ran, since its last token, that make it a suspect."""
+DEATHS_ALONE = 2
+"""Deaths in which a sequence ran alone, since its last token, that end it."""
+STABLE_SECONDS = 60.0
+"""An engine that was ready for so long owes nothing to those before it."""
+BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 8.0
 
 Delivery = protocol.Token | protocol.Scores | protocol.Failed
+News = protocol.Tokens | protocol.Started
 
 
 class Engine(Protocol):
@@ -28,9 +41,12 @@ class Engine(Protocol):
 
     def send(self, message: protocol.ToEngine) -> None: ...
 
+    def kill(self) -> None:
+        """Ends it whatever it is doing; `on_exit` follows."""
+
 
 Spawn = Callable[[Callable[[protocol.FromEngine], None], Callable[[int], None]], Engine]
-"""(on_message, on_exit) -> a new engine that has been sent its Start."""
+"""(on_message, on_exit) -> a new engine that has been sent its Start. Raises OSError."""
 
 
 class State(Enum):
@@ -43,7 +59,19 @@ class State(Enum):
     GAVE_UP = "gave up"
 
 
-@dataclass(slots=True)
+LIVE = (State.STARTING, State.READY)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait, in seconds: for a sign of life, for an engine to load, and for open sequences to have an engine again."""
+
+    stall: float = 10.0
+    start: float = 600.0
+    recovery: float = 60.0
+
+
+@dataclass(slots=True, eq=False)
 class OpenSequence:
     """What is needed to finish a sequence on another engine: its submission and every token so far."""
 
@@ -52,6 +80,14 @@ class OpenSequence:
     output: list[int] = field(default_factory=list)
     num_scored: int = 1
     """Prompt tokens whose scores have been delivered, and the first, which has none."""
+    sent: bool = False
+    """Whether the engine of the moment has it."""
+    started: bool = False
+    """Whether that engine has it in its running set."""
+    deaths: int = 0
+    """Engines that died while they ran it, since its last token."""
+    deaths_alone: int = 0
+    """Those among them that ran nothing else."""
 
     def resubmission(self) -> protocol.Submit:
         scored = self.num_scored >= len(self.submit.prompt)
@@ -61,24 +97,51 @@ class OpenSequence:
 class Supervisor:
     """One engine at a time, replaced when it dies, and the sequences it works on."""
 
-    def __init__(self, spawn: Spawn, on_state: Callable[[State], None], on_step: Callable[[protocol.Tokens], None]) -> None:
+    def __init__(
+        self,
+        spawn: Spawn,
+        on_state: Callable[[State], None],
+        on_news: Callable[[News], None],
+        patience: Patience | None = None,
+    ) -> None:
         self._spawn = spawn
         self._on_state = on_state
-        self._on_step = on_step
+        self._on_news = on_news
+        self._patience = patience or Patience()
         self._engine: Engine | None = None
         self._epoch = 0
-        self._deaths_without_progress = 0
+        self._condemned = ""
+        """Why the engine has been killed, until its exit is known; what it still says counts for nothing."""
+        self._progress = -1
+        self._silence = 0.0
+        self._lived = 0.0
+        self._loading = 0.0
+        self._without = 0.0
+        """Seconds for which there has been no engine that works."""
+        self._backoff = 0.0
+        self._deaths = 0
+        self._quarantines = 0
         self._next_id = 0
+        self._trial: OpenSequence | None = None
+        """The suspect that is run alone."""
+        self.num_quarantined = 0
         self.state = State.STARTING
         self.reason = ""
         self.ready: protocol.Ready | None = None
         self.lacks_resource = False
         self.open: dict[int, OpenSequence] = {}
 
+    @property
+    def lost(self) -> bool:
+        """Whether the engine has been away for longer than a request should wait for it."""
+        return self.ready is not None and self._without >= self._patience.recovery
+
     def start(self) -> None:
-        """Spawns an engine under a new epoch: whatever an older one still says is ignored."""
+        """Spawns an engine under a new epoch: whatever an older one still says is ignored. Raises OSError."""
         self._epoch += 1
         epoch = self._epoch
+        self._condemned, self._progress = "", -1
+        self._silence = self._lived = self._loading = 0.0
         self._engine = self._spawn(
             lambda message: self._hear(epoch, message),
             lambda status: self._bury(epoch, status),
@@ -87,59 +150,115 @@ class Supervisor:
     def submit(self, submit: protocol.Submit, deliver: Callable[[Delivery], None], leader: int | None = None) -> int:
         """Journals a sequence and hands it to the engine, or to the next one; its id, which replaces the one in `submit`."""
         self._next_id += 1
-        if self.state not in (State.STARTING, State.READY):
-            deliver(protocol.Failed(self._next_id, self.reason))
+        if self.state not in LIVE:
+            deliver(protocol.Failed(self._next_id, self.reason, code="engine_unavailable"))
             return self._next_id
         sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id, leader=leader), deliver)
         self.open[self._next_id] = sequence
-        self._send(sequence.submit)
+        if self.state is State.READY and self._trial is None:
+            self._send(sequence)
         return self._next_id
 
     def cancel(self, id: int) -> None:
         """Forgets a sequence; nothing more is delivered for it. One that has ended is fine."""
-        if self.open.pop(id, None) is not None:
-            self._send(protocol.Cancel(id))
+        sequence = self.open.pop(id, None)
+        if sequence is not None:
+            self._recall(sequence)
+            self._end_trial(sequence)
 
     def stop(self) -> None:
         """Ends the engine; sequences still open fail."""
-        if self.state in (State.STARTING, State.READY):
-            self._end(State.STOPPED, "the server is shutting down")
+        if self.state in LIVE:
+            self._end(State.STOPPED, "the server is shutting down", "server_shutting_down")
             if self._engine is not None:
                 self._engine.send(protocol.Shutdown())
 
+    def tick(self, elapsed: float) -> None:
+        """`elapsed` seconds have passed for this process; what it slept through itself is nobody's silence."""
+        if self.state is State.READY:
+            self._silence += elapsed
+            self._lived += elapsed
+            if self._lived >= STABLE_SECONDS:
+                self._deaths = self._quarantines = 0
+            if self._silence >= self._patience.stall:
+                self._condemn(f"showed no progress for {self._patience.stall:g} s")
+        elif self.state is State.STARTING:
+            self._tick_without_engine(elapsed)
+
+    def _tick_without_engine(self, elapsed: float) -> None:
+        was_lost = self.lost
+        self._without += elapsed
+        if self.lost and not was_lost:
+            self._fail_all("the engine is not back yet; try again later", "engine_unavailable")
+        if self._engine is None:
+            self._backoff -= elapsed
+            if self._backoff <= 0.0:
+                self._respawn()
+        elif not self._condemned:
+            self._loading += elapsed
+            if self._loading >= self._patience.start:
+                self._condemn(f"was not loaded after {self._patience.start:g} s (server.start_timeout)")
+
     def _hear(self, epoch: int, message: protocol.FromEngine) -> None:
-        if epoch != self._epoch or self.state not in (State.STARTING, State.READY):
+        if epoch != self._epoch or self._condemned or self.state not in LIVE:
             return
         if isinstance(message, protocol.Tokens):
-            for token in message.tokens:
-                self._take(token)
-            self._on_step(message)
+            self._take_tokens(message)
+        elif isinstance(message, protocol.Beat):
+            self._take_beat(message)
+        elif isinstance(message, protocol.Started):
+            self._take_started(message)
         elif isinstance(message, protocol.Scores):
             self._take_scores(message)
         elif isinstance(message, protocol.Failed):
-            sequence = self.open.pop(message.id, None)
-            if sequence is not None:
-                sequence.deliver(message)
+            self._fail(message)
         elif isinstance(message, protocol.Ready):
-            self.ready = message
-            self._enter(State.READY)
-            for sequence in self.open.values():
-                self._send(sequence.resubmission())
+            self._take_over(message)
         elif self.ready is None:
             self.lacks_resource = message.resource
-            self._end(State.REFUSED, message.reason)
+            self._end(State.REFUSED, message.reason, "engine_unavailable")
         # An engine that could load once and now cannot is a death like any other; its exit is on the way.
+
+    def _take_over(self, ready: protocol.Ready) -> None:
+        self.ready = ready
+        self._without = 0.0
+        self._enter(State.READY)
+        self._dispatch()
+
+    def _take_tokens(self, message: protocol.Tokens) -> None:
+        epoch = self._epoch
+        for token in message.tokens:
+            self._take(token)
+            if self._condemned or epoch != self._epoch:
+                return
+        self._on_news(message)
+
+    def _take_started(self, message: protocol.Started) -> None:
+        for id in message.ids:
+            if id in self.open:
+                self.open[id].started = True
+        self._on_news(message)
+
+    def _take_beat(self, beat: protocol.Beat) -> None:
+        """A sign of life counts where there is nothing to do; where there is, only progress does."""
+        if beat.progress != self._progress or not any(sequence.sent for sequence in self.open.values()):
+            self._silence = 0.0
+        self._progress = beat.progress
 
     def _take(self, token: protocol.Token) -> None:
         """Journals and delivers a token, if it is the next one of an open sequence."""
         sequence = self.open.get(token.id)
-        if sequence is None or token.index != len(sequence.output):
+        if sequence is None or token.index < len(sequence.output):
             return
-        self._deaths_without_progress = 0
+        if token.index > len(sequence.output):
+            self._condemn(f"left out a token: sequence {token.id} has {len(sequence.output)}, and {token.index} came")
+            return
+        self._deaths = self._quarantines = sequence.deaths = sequence.deaths_alone = 0
         sequence.output.append(token.token)
         if token.finish is not None:
             del self.open[token.id]
         sequence.deliver(token)
+        self._end_trial(sequence)
 
     def _take_scores(self, message: protocol.Scores) -> None:
         """Delivers those scores that are new: an engine that took over begins with the first again."""
@@ -152,32 +271,103 @@ class Supervisor:
             sequence.num_scored += len(new)
             sequence.deliver(protocol.Scores(message.id, first, new))
 
-    def _bury(self, epoch: int, status: int) -> None:
-        if epoch != self._epoch or self.state not in (State.STARTING, State.READY):
-            return
-        self._deaths_without_progress += 1
-        log.error("the engine ended with status %d; %d sequences are open", status, len(self.open))
-        if self._deaths_without_progress >= MAX_DEATHS_WITHOUT_PROGRESS:
-            self._end(State.GAVE_UP, f"the engine died {self._deaths_without_progress} times in a row without a new token")
-            return
+    def _fail(self, failed: protocol.Failed) -> None:
+        sequence = self.open.pop(failed.id, None)
+        if sequence is not None:
+            sequence.deliver(failed)
+            self._end_trial(sequence)
+
+    def _condemn(self, reason: str) -> None:
+        """Kills the engine. It is dead to us from now on; the next one is spawned when its exit is known, so that never two live."""
+        self._condemned = reason
         self._enter(State.STARTING)
+        assert self._engine is not None
+        self._engine.kill()
+
+    def _bury(self, epoch: int, status: int) -> None:
+        if epoch != self._epoch or self.state not in LIVE:
+            return
+        log.error("the engine %s; %d sequences are open", self._condemned or f"ended with status {status}", len(self.open))
+        self._engine, self._condemned, self._trial = None, "", None
+        if not self._blame():
+            self._deaths += 1
+        for sequence in self.open.values():
+            sequence.sent = sequence.started = False
+        if self._deaths >= MAX_DEATHS:
+            self._end(State.GAVE_UP, f"the engine died {self._deaths} times in a row without a new token", "engine_unavailable")
+        elif self._quarantines >= MAX_QUARANTINES:
+            reason = f"the engine died of each of the last {self._quarantines} requests that it ran"
+            self._end(State.GAVE_UP, reason, "engine_unavailable")
+        else:
+            self._enter(State.STARTING)
+            self._backoff = 0.0 if self._deaths < 2 else min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (self._deaths - 2))
+            if self._backoff == 0.0:
+                self._respawn()
+
+    def _blame(self) -> bool:
+        """Notes a death with everyone who was being run. True where that was one alone: it is its death, and the second ends it."""
+        running = [sequence for sequence in self.open.values() if sequence.started]
+        for sequence in running:
+            sequence.deaths += 1
+        if len(running) != 1:
+            return False
+        (lone,) = running
+        lone.deaths_alone += 1
+        if lone.deaths_alone >= DEATHS_ALONE:
+            self._quarantines += 1
+            self.num_quarantined += 1
+            log.error("request %d is given up: the engine died of it %d times", lone.submit.id, lone.deaths)
+            reason = "the engine died of this request more than once; it will not be tried again"
+            self._fail(protocol.Failed(lone.submit.id, reason, code="request_quarantined"))
+        return True
+
+    def _respawn(self) -> None:
         try:
             self.start()
         except OSError as error:
-            self._end(State.GAVE_UP, f"no further engine can be started: {error.strerror}")
+            log.error("no engine can be started: %s", error.strerror)
+            self._deaths += 1
+            self._backoff = MAX_BACKOFF_SECONDS
+            if self._deaths >= MAX_DEATHS:
+                self._end(State.GAVE_UP, f"no further engine can be started: {error.strerror}", "engine_unavailable")
 
-    def _end(self, state: State, reason: str) -> None:
-        self.reason = reason
+    def _dispatch(self) -> None:
+        """Gives the engine what it should have: a suspect alone, or else everything."""
+        suspects = [sequence for sequence in self.open.values() if sequence.deaths >= SUSPECT_DEATHS]
+        self._trial = suspects[0] if suspects else None
+        wanted = suspects[:1] or self.open.values()
+        for sequence in list(wanted):
+            if not sequence.sent:
+                self._send(sequence)
+
+    def _end_trial(self, sequence: OpenSequence) -> None:
+        """Where this is the suspect that runs alone, it has shown itself innocent, or gone: the next one's turn, or everybody's."""
+        if sequence is self._trial and self.state is State.READY:
+            self._recall(sequence)
+            self._dispatch()
+
+    def _send(self, sequence: OpenSequence) -> None:
+        sequence.sent = True
+        assert self._engine is not None
+        self._engine.send(sequence.resubmission())
+
+    def _recall(self, sequence: OpenSequence) -> None:
+        """Takes a sequence from the engine, if it has it."""
+        if sequence.sent and self.state is State.READY and self._engine is not None:
+            self._engine.send(protocol.Cancel(sequence.submit.id))
+        sequence.sent = sequence.started = False
+
+    def _fail_all(self, reason: str, code: str) -> None:
         sequences, self.open = self.open, {}
         for id, sequence in sequences.items():
-            sequence.deliver(protocol.Failed(id, reason))
+            sequence.deliver(protocol.Failed(id, reason, code=code))
+
+    def _end(self, state: State, reason: str, code: str) -> None:
+        self.reason = reason
+        self._fail_all(reason, code)
         self._enter(state)
 
     def _enter(self, state: State) -> None:
-        self.state = state
-        self._on_state(state)
-
-    def _send(self, message: protocol.ToEngine) -> None:
-        """To the engine, once it is loaded: before that there is nothing it would know of, and Ready brings it everything."""
-        if self.state is State.READY and self._engine is not None:
-            self._engine.send(message)
+        if state is not self.state or state is State.READY:
+            self.state = state
+            self._on_state(state)

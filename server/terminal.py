@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from server import protocol
-from server.config import EngineSettings
+from server.config import EngineSettings, ServerSection
 from server.errors import InvalidRequest, RequestError
 from server.generation import Request
 from server.serve import running
@@ -29,7 +29,7 @@ class GenerateSettings(EngineSettings):
 
 async def generate(settings: GenerateSettings) -> int:
     """Prints prompt and continuation as it comes; the exit status."""
-    async with running(settings) as engine:
+    async with running(settings, ServerSection(log_level="warning")) as engine:
         sampling = protocol.SamplingParams(
             temperature=settings.temperature,
             top_k=settings.top_k,

@@ -18,6 +18,7 @@ from server import protocol
 
 Value = TypeVar("Value")
 EXIT_SECONDS = 1.0
+ENGINE_MODULE = "server.engine.worker"
 
 
 class EngineProcess:
@@ -35,9 +36,7 @@ class EngineProcess:
         self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
         self._pipe, theirs = Pipe(duplex=True)
         fd = theirs.fileno()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "server.engine.worker", str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL
-        )
+        self.process = subprocess.Popen([sys.executable, "-P", "-m", ENGINE_MODULE, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL)
         theirs.close()  # The child has the only copy now, so its death is an EOF here.
         for target in (self._read, self._write):
             threading.Thread(target=target, daemon=True).start()

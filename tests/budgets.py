@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("server", "model", "cache")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-MAX_TOTAL_LINES = 12500
+MAX_TOTAL_LINES = 14200
 
 # Who may not import whom: every rule whose prefix fits a module binds it, and speaks of imports inside functions too.
 FORBIDDEN = {
@@ -38,6 +38,10 @@ FORBIDDEN = {
     "server.transport": ("torch", "server.api", "server.supervisor"),
     "server.protocol": ("server", "torch"),
     "server.errors": ("server", "torch"),
+    "server.stream_buffer": ("torch", "time", "random", "asyncio", "server"),
+    "server.logs": ("torch", "server"),
+    "server.connection": ("torch", "server.api", "server.generation", "server.supervisor"),
+    "server.drain": ("torch", "server.api", "server.connection"),
     "server.supervisor": ("torch", "time", "random", "asyncio", "server.api", "server.transport"),
     "server.engine": ("fastapi", "uvicorn", "pydantic", "server.api", "server.supervisor", "server.text", "server.config", "torch"),
     "server.engine.scheduler": ("time", "random", "asyncio", "server.protocol", "model.runner"),

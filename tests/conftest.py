@@ -10,7 +10,7 @@ from hypothesis import settings
 # Before any fixture starts a process: two test processes share two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
+from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint, make_tokenizer
 from tests.processes import ServerProcess
 
 # Seconds are the benchmarks' business: on a loaded machine a deadline fails what is right.
@@ -41,6 +41,14 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_checkpoint: TinyCheckpoint) -> Path:
     return tiny_checkpoint.folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer each of whose tokens is one byte, and no model."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
 
 
 CHAT_TEMPLATE = (

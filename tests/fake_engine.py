@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from server import protocol
 from server.api.app import create_app
 from server.config import ServerSection
-from server.generation import Generation
+from server.generation import Bounds, Generation
 from server.metrics import Metrics
+from server.stream_buffer import Retention, StreamStore
 from server.supervisor import State, Supervisor
 from server.text import TextCodec
 from tests.hash_model import next_token, oracle
@@ -158,9 +159,11 @@ class Life:
             tokens.append(self._next(id, submit))
             self._num_said += 1
         started, self._started = self._started, []
+        if started:
+            self._say(protocol.Started(started))
         if tokens:
             gauges = protocol.Gauges(len(self.open), 0, len(self.open), 0, 1e-3)
-            self._say(protocol.Tokens(tokens, started, gauges))
+            self._say(protocol.Tokens(tokens, gauges))
         if self._num_said == self.lifetime:
             self.kill()
         else:
@@ -189,7 +192,7 @@ class Served:
     engine: FakeEngine
     supervisor: Supervisor
     generation: Generation
-    app: FastAPI
+    app: ASGIApp
 
 
 def serve(tokenizer_folder: Path, engine: FakeEngine | None = None, section: ServerSection | None = None, max_open: int = 64) -> Served:
@@ -204,7 +207,7 @@ def serve(tokenizer_folder: Path, engine: FakeEngine | None = None, section: Ser
             metrics.engine_restarts.inc()
 
     supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.heard(step))
-    generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, max_open)
-    app = create_app(generation, section, "tiny", "0")
+    generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, Bounds(max_open))
+    app = create_app(generation, section, "tiny", "0", StreamStore(Retention()))
     supervisor.start()
     return Served(engine, supervisor, generation, app)

@@ -41,6 +41,7 @@ class HashModel:
         self.layout = layout
         self.end_rate = end_rate
         self.last_rows: dict[int, Sequence[int]] = {}
+        self.progress = 0
         self.slots: dict[tuple[int, int], tuple[int, int, int, tuple[int, int]]] = {}
         """(page, offset) -> sequence, position, token, and the group and stack it was written for."""
         self.leaders: dict[int, int] = {}
@@ -48,6 +49,7 @@ class HashModel:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.last_rows = {row.sequence: row.tokens for row in plan.rows}
+        self.progress += 1
         for row in plan.rows:
             for offset, token in enumerate(row.tokens):
                 for kind in self._kinds():

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.config import ServerSection
-from tests.checkpoints import make_tokenizer
 from tests.fake_engine import READY, FakeEngine, Served, serve
 
 JSON = {"content-type": "application/json"}
@@ -27,13 +26,6 @@ SECRET = "xyzzy-plugh"
 """Stands in every prompt and stop string below, and in no answer to a bad request."""
 PREFIX = "Input validation error: "
 CANARY = {"inputs": "def f(", "parameters": {"max_new_tokens": 8, "seed": 3, "do_sample": True}}
-
-
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
 
 
 async def start(tokenizer_folder: Path, engine: FakeEngine | None = None, section: ServerSection | None = None) -> Served:

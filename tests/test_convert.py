@@ -28,7 +28,7 @@ from model.tools.held_out import decoder_logits
 from model.tools.options import ConvertOptions, TrainOptions
 from model.weights import load_decoder
 from server import cli
-from server.config import EngineSettings, load
+from server.config import EngineSettings, ServerSection, load
 from server.engine import worker
 from server.serve import start_message
 from server.text import TextCodec
@@ -425,7 +425,7 @@ def test_without_a_tokenizer_there_are_no_losses_and_that_is_said(tmp_path: Path
 
 def load_worker(folder: Path, *arguments: str) -> Any:
     settings = load(EngineSettings, ["--model", str(folder), "--cache.pages", "4", "--engine.threads", "1", *arguments], "onehead")
-    return worker.load(start_message(settings, TextCodec(folder)))
+    return worker.load(start_message(settings, TextCodec(folder), ServerSection()))
 
 
 def test_only_pooled_is_served_when_asked_for(pooled: Pooled, caplog: pytest.LogCaptureFixture) -> None:

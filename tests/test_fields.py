@@ -192,10 +192,11 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
 ELSEWHERE = {
     TokenizeBody: {"parameters"},
     Parameters: {"best_of"},  # It takes no seed, so nothing can be compared: tests/test_clients.py.
-    CompletionBody: {"timeout_s"},
-    ChatBody: {"timeout_s"},
-    GenerateBody: {"timeout_s"},
-    InfillBody: {"t_max_predict_ms", "n_indent"},
+    # `resumable`: tests/test_resume.py.
+    CompletionBody: {"timeout_s", "resumable"},
+    ChatBody: {"timeout_s", "resumable"},
+    GenerateBody: {"timeout_s", "resumable"},
+    InfillBody: {"t_max_predict_ms", "n_indent", "resumable"},
 }
 NOT_HARMLESS = [
     ("/v1/chat/completions", {"tools": [{"type": "function"}]}),

@@ -6,9 +6,23 @@ from collections.abc import Callable
 import pytest
 
 from server import protocol
-from server.supervisor import MAX_DEATHS_WITHOUT_PROGRESS, Delivery, State, Supervisor
+from server.supervisor import (
+    BACKOFF_SECONDS,
+    DEATHS_ALONE,
+    MAX_BACKOFF_SECONDS,
+    MAX_DEATHS,
+    MAX_QUARANTINES,
+    STABLE_SECONDS,
+    SUSPECT_DEATHS,
+    Delivery,
+    Patience,
+    State,
+    Supervisor,
+)
 from tests.fake_engine import READY
 from tests.hash_model import next_token, oracle
+
+PATIENCE = Patience(stall=10.0, start=600.0, recovery=60.0)
 
 
 class ScriptedEngine:
@@ -35,13 +49,14 @@ class ScriptedEngine:
         """One token for every open sequence."""
         tokens = []
         for submit in list(self.open.values()):
-            token = next_token(submit.prompt + submit.output, submit.sampling.seed, 0.1, may_end=True)
+            ends = 0 in submit.stop_token_ids
+            token = next_token(submit.prompt + submit.output, submit.sampling.seed, 0.1 if ends else 0.0, may_end=ends)
             submit.output.append(token)
             finish = "eos_token" if token == 0 else "length" if len(submit.output) >= submit.max_new_tokens else None
             tokens.append(protocol.Token(submit.id, len(submit.output) - 1, token, -1.0, finish))
             if finish:
                 del self.open[submit.id]
-        self.on_message(protocol.Tokens(tokens, [], protocol.Gauges(len(self.open), 0, 0, 0, 0.0)))
+        self.on_message(protocol.Tokens(tokens, protocol.Gauges(len(self.open), 0, 0, 0, 0.0)))
 
 
 class Bench:
@@ -51,10 +66,14 @@ class Bench:
         self.engines: list[ScriptedEngine] = []
         self.states: list[State] = []
         self.delivered: dict[int, list[Delivery]] = {}
-        self.supervisor = Supervisor(self._spawn, self.states.append, lambda step: None)
+        self.fail_spawns = 0
+        self.supervisor = Supervisor(self._spawn, self.states.append, lambda step: None, PATIENCE)
         self.supervisor.start()
 
     def _spawn(self, *callbacks: Callable[..., None]) -> ScriptedEngine:
+        if self.fail_spawns:
+            self.fail_spawns -= 1
+            raise OSError(11, "no more processes")
         self.engines.append(ScriptedEngine(*callbacks))
         return self.engines[-1]
 
@@ -62,9 +81,10 @@ class Bench:
     def engine(self) -> ScriptedEngine:
         return self.engines[-1]
 
-    def submit(self, seed: int = 0, max_new: int = 10) -> int:
+    def submit(self, seed: int = 0, max_new: int = 10, ends: bool = True) -> int:
         inbox: list[Delivery] = []
-        submit = protocol.Submit(0, [1, 2, seed], [], max_new, 0, [0], protocol.SamplingParams(seed=seed))
+        stops = [0] if ends else []
+        submit = protocol.Submit(0, [1, 2, seed], [], max_new, 0, stops, protocol.SamplingParams(seed=seed))
         id = self.supervisor.submit(submit, inbox.append)
         self.delivered[id] = inbox
         return id
@@ -133,7 +153,9 @@ def test_an_engine_that_loaded_once_and_then_cannot_is_a_death_like_any_other() 
     bench.engine.kill()
     bench.engine.on_message(protocol.Refused("no memory just now"))
     bench.engine.on_exit(0)
-    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 3
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 2
+    bench.supervisor.tick(BACKOFF_SECONDS)
+    assert len(bench.engines) == 3, "the second in a row waits a little"
 
 
 @pytest.mark.parametrize("ending", ["stop", "refuse"])
@@ -163,36 +185,164 @@ def test_cancelled_before_the_engine_is_ready_is_never_sent() -> None:
     assert bench.engine.sent == []
 
 
-def test_a_gap_or_repeat_of_tokens_is_not_delivered() -> None:
+def test_a_repeated_token_is_dropped_and_one_left_out_costs_the_engine_its_life() -> None:
     bench = Bench()
     bench.engine.on_message(READY)
     id = bench.submit()
     gauges = protocol.Gauges(1, 0, 0, 0, 0.0)
-    for index in (0, 0, 2, 1):
-        bench.engine.on_message(protocol.Tokens([protocol.Token(id, index, 10 + index, -1.0)], [], gauges))
-    assert bench.tokens(id) == [10, 11]
+    old = bench.engine
+    for index in (0, 0, 1, 3, 2):
+        old.on_message(protocol.Tokens([protocol.Token(id, index, 10 + index, -1.0)], gauges))
+    assert bench.tokens(id) == [10, 11] and bench.engine is not old
+    bench.engine.on_message(READY)
+    assert bench.engine.open[id].output == [10, 11]
 
 
 def test_it_gives_up_after_deaths_without_a_token_and_tells_everyone() -> None:
     bench = Bench()
     id = bench.submit(max_new=100)
-    for _ in range(MAX_DEATHS_WITHOUT_PROGRESS):
+    for _ in range(MAX_DEATHS):
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
         bench.engine.kill()
-    assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_DEATHS_WITHOUT_PROGRESS
+    assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_DEATHS
     (failed,) = bench.delivered[id]
-    assert isinstance(failed, protocol.Failed)
+    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable"
+
+
+def test_an_engine_that_lived_long_owes_nothing_to_those_before_it() -> None:
+    bench = Bench()
+    for _ in range(3 * MAX_DEATHS):
+        bench.engine.on_message(READY)
+        for _ in range(int(STABLE_SECONDS)):
+            bench.supervisor.tick(1.0)
+            bench.engine.on_message(protocol.Beat(0))
+        bench.engine.kill()
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_DEATHS
+
+
+def test_silence_is_death_and_so_is_work_without_progress() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    for _ in range(100):
+        bench.supervisor.tick(PATIENCE.stall / 2)
+        bench.engine.on_message(protocol.Beat(7))
+    assert len(bench.engines) == 1, "idle, and beating"
+    bench.supervisor.tick(PATIENCE.stall)
+    assert len(bench.engines) == 2, "idle, and silent"
+    bench.engine.on_message(READY)
+    bench.submit()
+    for progress in range(100):
+        bench.supervisor.tick(PATIENCE.stall / 2)
+        bench.engine.on_message(protocol.Beat(progress))
+    assert len(bench.engines) == 2, "at a long step"
+    bench.supervisor.tick(PATIENCE.stall / 2)
+    bench.engine.on_message(protocol.Beat(99))
+    bench.supervisor.tick(PATIENCE.stall / 2)
+    assert len(bench.engines) == 3, "beating, and stuck"
+
+
+def test_an_engine_that_never_loads_is_replaced_and_the_waiting_are_told_in_time() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    id = bench.submit()
+    bench.engine.kill()
+    bench.supervisor.tick(PATIENCE.recovery - 1)
+    assert bench.delivered[id] == [] and not bench.supervisor.lost
+    bench.supervisor.tick(1)
+    (failed,) = bench.delivered[id]
+    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable" and bench.supervisor.lost
+    assert len(bench.engines) == 2
+    bench.supervisor.tick(PATIENCE.start)
+    bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+    assert len(bench.engines) == 3
+    bench.engine.on_message(READY)
+    assert not bench.supervisor.lost and bench.supervisor.state is State.READY
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("at", [0, 4])
+def test_the_request_that_kills_engines_is_found_and_the_others_finish(place: int, at: int) -> None:
+    """Seven sequences, one of which kills whatever engine computes its token number `at`."""
+    bench = Bench()
+    ids = [bench.submit(seed=i, max_new=30, ends=False) for i in range(7)]
+    poison = ids[place]
+    bench.engine.on_message(READY)
+    deaths = 0
+    while bench.supervisor.open and deaths < 10:
+        submit = bench.engine.open.get(poison)
+        if submit is not None and len(submit.output) == at:
+            bench.engine.on_message(protocol.Started(list(bench.engine.open)))
+            bench.engine.kill()
+            deaths += 1
+            bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+            bench.engine.on_message(READY)
+        else:
+            bench.engine.step()
+    assert deaths == SUSPECT_DEATHS + DEATHS_ALONE and bench.supervisor.num_quarantined == 1
+    *_, failed = bench.delivered[poison]
+    assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined"
+    for i, id in enumerate(ids):
+        expected = oracle([1, 2, i], 30, 0, frozenset(), i, 0.0)
+        assert bench.tokens(id) == (expected if id != poison else expected[:at])
+
+
+def test_an_engine_that_dies_of_every_request_is_given_up() -> None:
+    bench = Bench()
+    for _ in range(100):
+        if bench.supervisor.state is State.GAVE_UP:
+            break
+        if not bench.supervisor.open:
+            bench.submit()
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.engine.on_message(READY)
+        bench.engine.on_message(protocol.Started(list(bench.engine.open)))
+        bench.engine.kill()
+    assert bench.supervisor.state is State.GAVE_UP and bench.supervisor.num_quarantined == MAX_QUARANTINES
+
+
+def test_a_suspect_that_its_client_cancels_frees_the_others() -> None:
+    bench = Bench()
+    first, second = bench.submit(), bench.submit()
+    for _ in range(SUSPECT_DEATHS):
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.engine.on_message(READY)
+        bench.engine.on_message(protocol.Started([first, second]))
+        bench.engine.kill()
+    bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+    bench.engine.on_message(READY)
+    assert list(bench.engine.open) == [first]
+    bench.supervisor.cancel(first)
+    assert list(bench.engine.open) == [second]
+    bench.engine.step()
+    assert bench.tokens(second) and third_runs(bench)
+
+
+def third_runs(bench: Bench) -> bool:
+    """Whether a newcomer is sent at once: nobody is on trial."""
+    return bench.submit() in bench.engine.open
+
+
+def test_an_engine_that_cannot_be_spawned_is_tried_again() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    bench.fail_spawns = 1
+    bench.engine.kill()
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1
+    bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+    bench.engine.on_message(READY)
+    assert bench.supervisor.state is State.READY and len(bench.engines) == 2
 
 
 def test_progress_resets_the_count_of_deaths() -> None:
     bench = Bench()
     bench.submit(seed=3, max_new=1000)
-    for _ in range(3 * MAX_DEATHS_WITHOUT_PROGRESS):
+    for _ in range(3 * MAX_DEATHS):
         bench.engine.on_message(READY)
         bench.submit(seed=3, max_new=1000)
         bench.engine.step()
         bench.engine.kill()
-    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_DEATHS_WITHOUT_PROGRESS
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_DEATHS
 
 
 def test_a_refusal_is_final() -> None:

@@ -33,13 +33,19 @@ class Engine:
     def __init__(self, pipe: Connection, core: EngineCore) -> None:
         self.pipe = pipe
         self.core = core
+        self.started: list[int] = []
 
     def send(self, message: protocol.ToEngine) -> None:
         self.pipe.send_bytes(protocol.encode(message))
 
     def receive(self) -> Any:
-        assert self.pipe.poll(10), "the worker says nothing"
-        return protocol.decode_from_engine(self.pipe.recv_bytes())
+        """What it says next, but for who has started."""
+        while True:
+            assert self.pipe.poll(10), "the worker says nothing"
+            message = protocol.decode_from_engine(self.pipe.recv_bytes())
+            if not isinstance(message, protocol.Started):
+                return message
+            self.started += message.ids
 
 
 @pytest.fixture
@@ -67,7 +73,7 @@ def test_tokens_come_in_order_with_gauges(engine: Engine) -> None:
     assert [token.token for token in tokens] == oracle([3, 4, 5], 6, 0, frozenset(), seed=1, end_rate=0.0)
     assert [token.index for token in tokens] == list(range(6))
     assert [token.finish for token in tokens] == [None] * 5 + ["length"]
-    assert [report.started for report in reports] == [[1]] + [[]] * 5
+    assert engine.started == [1]
     assert reports[0].gauges.pages_used == 1 and reports[-1].gauges.pages_used == 0
 
 
@@ -91,6 +97,24 @@ def test_cancelling_while_another_runs_frees_at_once(engine: Engine) -> None:
     while any(token.id == 1 for token in report.tokens):
         report = engine.receive()
     assert report.gauges.running == 1 and [token.id for token in report.tokens] == [2]
+
+
+def test_who_starts_is_said_before_the_step(engine: Engine) -> None:
+    engine.send(submit(1, [3, 4, 5], 2))
+    assert isinstance(protocol.decode_from_engine(engine.pipe.recv_bytes()), protocol.Started)
+    assert len(engine.receive().tokens) == 1
+
+
+def test_it_beats_whatever_it_does() -> None:
+    ours, theirs = Pipe()
+    model = SlowModel(one_group(4))
+    Worker(theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), Grammars(Path(), 64)).beat(0.001)
+    assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(0)
+    model.progress = 5
+    while protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(0):
+        pass
+    assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(5)
+    ours.close()
 
 
 def test_what_never_fits_fails_alone(engine: Engine) -> None:

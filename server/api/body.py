@@ -77,11 +77,15 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         raise UnsupportedMedia("the body must be UTF-8")
     if any(encoding.lower() != "identity" for encoding in request.headers.getlist("content-encoding")):
         raise UnsupportedMedia("content-encoding is not supported; send the body as it is")
+    too_large = BodyTooLarge(f"the body is longer than {max_bytes} bytes (server.max_body_bytes)")
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise too_large  # Before any of it is asked for.
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > max_bytes:
-            raise BodyTooLarge(f"the body is longer than {max_bytes} bytes (server.max_body_bytes)")
+            raise too_large
     return bytes(body)
 
 

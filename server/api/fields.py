@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from server import protocol
-from server.errors import ModelNotFound
+from server.errors import NotFound
 from server.grammar import Source
 
 ANY_MODEL = ("dummy", "tgi")
@@ -104,9 +104,9 @@ class SamplingBody(Body):
 
 
 def check_model(name: str | None, served: str) -> None:
-    """Raises ModelNotFound for a model that is another."""
+    """Raises NotFound for a model that is another."""
     if name is not None and name != served and name not in ANY_MODEL:
-        raise ModelNotFound(f"no such model; this server has {served!r}", param="model", code="model_not_found")
+        raise NotFound(f"no such model; this server has {served!r}", param="model", code="model_not_found")
 
 
 class JsonSchema(Body):

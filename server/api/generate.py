@@ -17,6 +17,7 @@ from server.api import fields, sse
 from server.api.body import documented, read_model
 from server.api.disconnect import unless_disconnected
 from server.api.fields import Body, Format, SamplingBody, default
+from server.api.streams import Publications, is_resumable
 from server.config import ServerSection
 from server.errors import InvalidRequest, RequestError
 from server.fim import cut_last_token
@@ -81,6 +82,7 @@ class GenerateBody(Body):
     stream: bool | None = None
     priority: fields.Priority | None = None
     timeout_s: fields.Seconds | None = None
+    resumable: bool | None = None
     # Harmless as long as no prefix is kept in the cache for others.
     cache_salt: fields.Salt | None = None
 
@@ -88,8 +90,9 @@ class GenerateBody(Body):
 class TgiRoutes:
     """The dialect over one Generation."""
 
-    def __init__(self, generation: Generation, section: ServerSection, model_id: str, version: str) -> None:
+    def __init__(self, generation: Generation, section: ServerSection, model_id: str, version: str, publications: Publications) -> None:
         self.generation = generation
+        self.publications = publications
         self.section = section
         self.model_id = model_id
         self.version = version
@@ -141,7 +144,7 @@ class TgiRoutes:
             "model_pipeline_tag": "text-generation",
             "model_dtype": ready.dtype,
             "model_device_type": ready.device,
-            "max_concurrent_requests": self.generation.max_open,
+            "max_concurrent_requests": self.generation.bounds.max_open,
             "max_best_of": fields.MAX_CHOICES,
             "max_stop_sequences": self.section.max_stop_strings,
             "max_input_tokens": self.generation.max_total_tokens - 1,
@@ -177,14 +180,16 @@ class TgiRoutes:
                 raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
             if stream and parameters.decoder_input_details:
                 raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
+            resumable = is_resumable(http, body.resumable, stream)
             requests = await self._requests(body, parameters)
             streams = self.generation.start(*requests)
         reply = Reply(self.generation, parameters, streams, body.inputs if default(parameters.return_full_text, echo) else "")
         headers = {"x-compute-type": self.generation.ready.device, "x-compute-characters": str(len(body.inputs))}
         try:
+            if resumable:
+                return self.publications.publish(http, reply.events(None), streams.close, error_body, headers)
             if stream:
-                # Until the first event is there, a failure can still have a status of its own.
-                first = await unless_disconnected(http, anext(streams))
+                first = await unless_disconnected(http, streams.begin(self.section.keep_alive))
                 return sse.EventResponse(reply.events(first), streams.close, headers, self.section.keep_alive)
             value = await unless_disconnected(http, reply.whole())
         except BaseException:
@@ -202,6 +207,11 @@ class TgiRoutes:
         request = to_request(parameters, prompt)
         request = replace(request, grammar=grammar, healed=healed, priority=body.priority or 0, timeout_s=body.timeout_s)
         return with_choices(request, parameters.best_of or 1)
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """An error in TGI's words."""
+    return {"error": error.message, "error_type": error.tgi_type}
 
 
 @contextmanager
@@ -318,14 +328,15 @@ class Reply:
         seed = sequence.choice.request.sampling.seed if self.parameters.samples else None
         return {"finish_reason": sequence.finish, "generated_tokens": len(sequence.tokens), "seed": seed}
 
-    async def events(self, first: Piece) -> AsyncIterator[bytes]:
+    async def events(self, first: Piece | None) -> AsyncIterator[bytes]:
         """One event for each token; the last has the whole text. An error is the last event instead."""
-        yield self._event(first)
+        if first is not None:
+            yield self._event(first)
         try:
             async for piece in self.streams:
                 yield self._event(piece)
         except RequestError as error:
-            yield sse.event({"error": error.message, "error_type": error.tgi_type})
+            yield sse.event(error_body(error))
 
     def _event(self, piece: Piece) -> bytes:
         sequence, token = self._take(piece)

@@ -4,6 +4,7 @@ editors, POST /infill. What differs between them is in completions, chat and inf
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastapi import APIRouter
@@ -19,6 +20,7 @@ from server.api.fields import check_model
 from server.api.infill import InfillReply
 from server.api.openai_errors import error_body
 from server.api.openai_fields import ChatBody, CompletionBody, GenerationBody, InfillBody
+from server.api.streams import Publications, is_resumable
 from server.chat import ChatTemplate
 from server.config import ServerSection
 from server.errors import InvalidRequest, RequestError
@@ -48,11 +50,28 @@ class Reply(Protocol):
         """The answer that is not streamed, when every piece has been taken."""
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How an answer is wanted. `done`: OpenAI's last line ends a stream of this route."""
+
+    stream: bool
+    resumable: bool
+    done: bool
+
+    @classmethod
+    def of(cls, http: HttpRequest, body: GenerationBody | InfillBody, done: bool) -> "Delivery":
+        """What a request asks for. Raises InvalidRequest."""
+        return cls(bool(body.stream), is_resumable(http, body.resumable, bool(body.stream)), done)
+
+
 class OpenAIRoutes:
     """The dialect over one Generation."""
 
-    def __init__(self, generation: Generation, section: ServerSection, model_id: str, chat_template: ChatTemplate) -> None:
+    def __init__(
+        self, generation: Generation, section: ServerSection, model_id: str, chat_template: ChatTemplate, publications: Publications
+    ) -> None:
         self.generation = generation
+        self.publications = publications
         self.section = section
         self.model_id = model_id
         self.created = int(time.time())
@@ -74,19 +93,22 @@ class OpenAIRoutes:
     async def completions(self, http: HttpRequest) -> Response:
         """Text for one prompt or several, as texts or token ids."""
         body = await read_model(http, CompletionBody, self.section.max_body_bytes)
-        return await self._answer(http, await self.open_completion(body), bool(body.stream), done=True)
+        delivery = Delivery.of(http, body, done=True)
+        return await self._answer(http, await self.open_completion(body), delivery)
 
     async def chat(self, http: HttpRequest) -> Response:
         """The next message of a conversation, in the checkpoint's own template."""
         body = await read_model(http, ChatBody, self.section.max_body_bytes)
-        return await self._answer(http, await self.open_chat(body), bool(body.stream), done=True)
+        delivery = Delivery.of(http, body, done=True)
+        return await self._answer(http, await self.open_chat(body), delivery)
 
     async def infill(self, http: HttpRequest) -> Response:
         """What stands between a prefix and a suffix, in llama.cpp's form."""
         body = await read_model(http, InfillBody, self.section.max_body_bytes)
+        delivery = Delivery.of(http, body, done=False)
         self._check_stops(body.stop)
         reply = await InfillReply.open(self.generation, self.fim, body, self.model_id)
-        return await self._answer(http, reply, bool(body.stream), done=False)
+        return await self._answer(http, reply, delivery)
 
     async def models(self) -> dict[str, Any]:
         """The one model there is."""
@@ -109,8 +131,9 @@ class OpenAIRoutes:
     async def whole(self, path: str, value: dict[str, Any]) -> dict[str, Any]:
         """The whole answer of a POST to `path` with this body, without HTTP. Raises RequestError."""
         reply: Reply
-        if value.get("stream"):
-            raise InvalidRequest("`stream` is not supported here: there is nobody to stream to", param="stream")
+        for name in ("stream", "resumable"):
+            if value.get(name):
+                raise InvalidRequest(f"`{name}` is not supported here: there is nobody to stream to", param=name)
         if path == "/v1/chat/completions":
             reply = await self.open_chat(check(value, ChatBody))
         elif path == "/v1/completions":
@@ -141,13 +164,15 @@ class OpenAIRoutes:
         if len(stops or ()) > most:
             raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stops or ())}", param="stop")
 
-    async def _answer(self, http: HttpRequest, reply: Reply, stream: bool, done: bool) -> Response:
+    async def _answer(self, http: HttpRequest, reply: Reply, delivery: "Delivery") -> Response:
+        close = reply.streams.close
         try:
-            if not stream:
+            if delivery.resumable:
+                return self.publications.publish(http, _events(reply, None, delivery.done), close, error_body, {})
+            if not delivery.stream:
                 return JSONResponse(await unless_disconnected(http, _whole(reply)))
-            # Until the first event is there, a failure can still have a status of its own.
-            first = await unless_disconnected(http, anext(reply.streams))
-            return sse.EventResponse(_events(reply, first, done), reply.streams.close, {}, self.section.keep_alive)
+            first = await unless_disconnected(http, reply.streams.begin(self.section.keep_alive))
+            return sse.EventResponse(_events(reply, first, delivery.done), close, {}, self.section.keep_alive)
         except BaseException:
             reply.streams.close()
             raise
@@ -159,9 +184,9 @@ async def _whole(reply: Reply) -> dict[str, Any]:
     return reply.whole()
 
 
-async def _events(reply: Reply, first: Piece, done: bool) -> AsyncIterator[bytes]:
+async def _events(reply: Reply, first: Piece | None, done: bool) -> AsyncIterator[bytes]:
     """One event for each chunk; an error is an event too. `done`: OpenAI's last line follows."""
-    for chunk in (*reply.first(), *reply.chunks(first)):
+    for chunk in (*reply.first(), *(reply.chunks(first) if first is not None else ())):
         yield sse.event(chunk)
     try:
         async for piece in reply.streams:

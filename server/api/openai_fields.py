@@ -76,6 +76,7 @@ class GenerationBody(SamplingBody):
     return_token_ids: bool | None = None
     priority: fields.Priority | None = None
     timeout_s: fields.Seconds | None = None
+    resumable: bool | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
     # Harmless as long as no prefix is kept in the cache for others.
     cache_salt: fields.Salt | None = None
@@ -353,6 +354,7 @@ class InfillBody(Body):
     t_max_predict_ms: int | None = Field(default=None, ge=1, lt=2**31)
     token_healing: bool | None = None
     priority: fields.Priority | None = None
+    resumable: bool | None = None
     n_indent: fields.Count | None = None
     samplers: list[Literal["top_k", "top_p", "min_p", "temperature", "infill"]] | None = None
     """Those that take part; the others are off. "infill", which keeps a completion from stopping within a word, is what healing does."""

@@ -29,10 +29,18 @@ class EventResponse(StreamingResponse):
     for the garbage collector.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str], keep_alive: float) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        headers: Mapping[str, str],
+        keep_alive: float,
+        comment: bytes = KEEP_ALIVE,
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers={**HEADERS, **headers})
         self._close = close
         self._keep_alive = keep_alive
+        self._comment_bytes = comment
         self._last: float | None = None
         """When something was last sent; None before the first and after the last."""
 
@@ -56,4 +64,4 @@ class EventResponse(StreamingResponse):
             await asyncio.sleep(max(0.0, self._keep_alive - silence))
             if self._last is not None and time.monotonic() - self._last >= self._keep_alive:
                 self._last = time.monotonic()
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": self._comment_bytes, "more_body": True})

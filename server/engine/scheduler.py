@@ -6,6 +6,7 @@ are usable in the same step, and the first fits the pool by admission; so the fi
 before whom no more arrive.
 """
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -17,6 +18,8 @@ from cache.pages import PageAllocator
 from cache.table import GroupPages, PageTable
 from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
+
+log = logging.getLogger("onehead.engine")
 
 _key = attrgetter("key")
 
@@ -312,6 +315,9 @@ class Scheduler:
                     finish = sequence.append(outcome.token)
                 except ConstraintFailed as error:
                     outcome = NotDrawn(str(error), refused=True)
+                except Exception:
+                    log.exception("sequence %d cannot go on", sequence.id)
+                    outcome = NotDrawn("an internal error in following its grammar", code="grammar_error")
             advances.append(Advance(sequence.id, index, outcome, finish))
             if isinstance(outcome, NotDrawn):
                 self._unclean.extend(self._remove(sequence.id))

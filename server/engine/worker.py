@@ -1,12 +1,14 @@
 """The engine process: reads messages, steps, reports. `python -m server.engine.worker FD` on an inherited pipe.
 
 Invariant: it lives exactly as long as the other end of the pipe (EOF ends it). An exception in a step ends the process, for whoever
-supervises it to replay; one in a single submission fails that sequence alone.
+supervises it to replay; one in a single submission fails that sequence alone. A thread of its own says at intervals how far it is.
 """
 
+import contextlib
 import logging
 import signal
 import sys
+import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -18,7 +20,7 @@ from model.conversion import only_pooled
 from model.families import read_spec
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import Drawn, Sampling
-from server import protocol
+from server import logs, protocol
 from server.child import die_with_parent
 from server.engine.core import EngineCore
 from server.engine.grammar import Grammars
@@ -115,6 +117,18 @@ class Worker:
         self.pipe = pipe
         self.core = core
         self.grammars = grammars
+        self._sending = threading.Lock()
+
+    def beat(self, seconds: float) -> None:
+        """Sends a Beat every `seconds` from a thread of its own, as long as the process and the pipe live."""
+
+        def beat() -> None:
+            with contextlib.suppress(OSError):  # Nobody is left to hear it; the loop notices too.
+                while True:
+                    self._send(protocol.Beat(self.core.runner.progress))
+                    time.sleep(seconds)
+
+        threading.Thread(target=beat, daemon=True, name="heartbeat").start()
 
     def serve(self) -> None:
         """Returns on Shutdown; raises EOFError when the other end is gone."""
@@ -129,8 +143,14 @@ class Worker:
                 self._handle(message)
                 heard = True
             began = time.perf_counter()
-            news = self.core.step()
+            news = self.core.step(self._announce)
             self._report(self._tell(news), time.perf_counter() - began)
+
+    def _announce(self) -> None:
+        """Says who is in a step for the first time, before it is computed."""
+        started = self.core.scheduler.take_started()
+        if started:
+            self._send(protocol.Started(started))
 
     def _tell(self, news: list[Advance | PromptScored]) -> list[protocol.Token]:
         """Sends what is no token; the tokens."""
@@ -143,7 +163,7 @@ class Worker:
                 drawn = event.drawn
                 tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, list(drawn.top)))
             else:
-                self._send(protocol.Failed(event.id, event.drawn.reason, event.drawn.refused))
+                self._send(protocol.Failed(event.id, event.drawn.reason, event.drawn.refused, event.drawn.code))
         return tokens
 
     def _handle(self, message: protocol.ToEngine) -> None:
@@ -167,6 +187,9 @@ class Worker:
                 )
             except (NeverFits, ConstraintFailed, ValueError) as error:
                 self._send(protocol.Failed(message.id, str(error), refused=isinstance(error, ConstraintFailed)))
+            except Exception:
+                log.exception("sequence %d cannot be admitted", message.id)
+                self._send(protocol.Failed(message.id, "an internal error in admitting this request", code="admission_error"))
 
     def _report(self, tokens: list[protocol.Token], step_seconds: float) -> None:
         scheduler = self.core.scheduler
@@ -177,10 +200,11 @@ class Worker:
             preemptions=scheduler.num_preemptions,
             step_seconds=step_seconds,
         )
-        self._send(protocol.Tokens(tokens, scheduler.take_started(), gauges))
+        self._send(protocol.Tokens(tokens, gauges))
 
     def _send(self, message: protocol.FromEngine) -> None:
-        self.pipe.send_bytes(protocol.encode(message))
+        with self._sending:
+            self.pipe.send_bytes(protocol.encode(message))
 
 
 def _refusal(error: Exception) -> protocol.Refused:
@@ -202,13 +226,16 @@ def main() -> None:
         start = protocol.decode_to_engine(pipe.recv_bytes())
         if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
             raise CheckpointError(f"the engine speaks protocol {protocol.VERSION} and was not started in it")
+        logs.configure(start.log_level, start.log_format)
         try:
             core, ready, grammars = load(start)
         except Exception as error:
             pipe.send_bytes(protocol.encode(_refusal(error)))
             return
         pipe.send_bytes(protocol.encode(ready))
-        Worker(pipe, core, grammars).serve()
+        worker = Worker(pipe, core, grammars)
+        worker.beat(start.beat_seconds)
+        worker.serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # The API process is gone, and everyone who waited for us with it.
 

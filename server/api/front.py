@@ -1,0 +1,144 @@
+"""FrontDoor: what every request passes before anything is done for it, as the outermost ASGI layer.
+
+It gives each request an id and each response its headers, knows who asks, refuses those without a key, those for whom there is no room
+and those who come while the server leaves, before a byte of their body is read; and writes the access log. Invariant: a path that is
+not named public here needs a key, if there are any. It decides on the path that is routed on, and knows no bodies.
+"""
+
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.api.refusals import refusal
+from server.errors import Conflict, RequestError, Unauthorized
+from server.generation import Generation
+from server.logs import request_id as current_request_id
+
+access = logging.getLogger("onehead.access")
+
+PUBLIC = frozenset({"/live", "/ready", "/health"})
+WORK = frozenset({"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/infill"})
+"""Paths whose POST asks for generation."""
+HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+]
+CLIENT_GONE = 499
+
+
+class FrontDoor:
+    """The application behind its door. Keys are SHA-256 digests in hex."""
+
+    def __init__(self, app: ASGIApp, generation: Generation, api_keys: Sequence[str], metrics_key: str | None) -> None:
+        self.app = app
+        self.generation = generation
+        self._api_keys = tuple(api_keys)
+        self._metrics_key = metrics_key
+        self._running: set[tuple[str, bytes]] = set()
+        """(who, Idempotency-Key) of the requests that are being answered."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange(scope, send, self.generation)
+        current_request_id.set(exchange.request_id)
+        once: tuple[str, bytes] | None = None
+        try:
+            try:
+                self._admit(scope)
+                once = self._claim(scope)
+            except RequestError as error:
+                headers = {"www-authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+                await refusal(Request(scope), error, headers)(scope, receive, exchange.send)
+                return
+            await self.app(scope, receive, exchange.send)
+        finally:
+            if once is not None:
+                self._running.discard(once)
+            exchange.log()
+
+    def _admit(self, scope: Scope) -> None:
+        """Raises Unauthorized, Unavailable or Overloaded."""
+        scope["principal"] = self._principal(scope)
+        if scope["method"] == "POST" and scope["path"] in WORK:
+            self.generation.check_room()
+
+    def _principal(self, scope: Scope) -> str:
+        """Who asks: the digest of the key, empty where none is needed. Raises Unauthorized."""
+        path = scope["path"]
+        keys = self._api_keys
+        if path == "/metrics":
+            keys = () if self._metrics_key is None else (self._metrics_key,)
+        if path in PUBLIC or not keys:
+            return ""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).hexdigest()
+        # Every key is compared, whichever fits: the time must not tell.
+        if not any([hmac.compare_digest(digest, known) for known in keys]) or scheme.lower() != b"bearer":
+            raise Unauthorized("a key is needed: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
+        return digest
+
+    def _claim(self, scope: Scope) -> tuple[str, bytes] | None:
+        """Notes the request under its Idempotency-Key, if it has one. Raises Conflict while another runs under it."""
+        keys = [value for name, value in scope["headers"] if name == b"idempotency-key"]
+        if not keys or scope["method"] != "POST":
+            return None
+        claim = (scope["principal"], b",".join(keys))
+        if claim in self._running:
+            raise Conflict("a request with this Idempotency-Key is being answered already", code="idempotency_conflict")
+        self._running.add(claim)
+        return claim
+
+
+class Exchange:
+    """One request and its response, as the log tells of them."""
+
+    def __init__(self, scope: Scope, send: Send, generation: Generation) -> None:
+        self._scope = scope
+        self._send = send
+        self._generation = generation
+        self._began = scope.get("onehead.received", time.monotonic())
+        self._status = CLIENT_GONE
+        self._complete = False
+        self.request_id = _request_id(scope)
+        scope["request_id"] = self.request_id
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            own = list(message.get("headers", []))
+            named = {name.lower() for name, _ in own}
+            own += [(b"x-request-id", self.request_id.encode()), *HEADERS]
+            if b"cache-control" not in named:
+                own.append((b"cache-control", b"no-store"))
+            if self._generation.draining:
+                own.append((b"connection", b"close"))
+            message["headers"] = own
+        elif not message.get("more_body", False):
+            self._complete = True
+        await self._send(message)
+
+    def log(self) -> None:
+        """The line of the access log. A client that left before the end of its answer gets the status that nobody saw."""
+        status = self._status if self._complete else CLIENT_GONE
+        milliseconds = round((time.monotonic() - self._began) * 1e3, 1)
+        method, path = self._scope["method"], self._scope["path"]
+        fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
+        access.info("%s %s %d %.1f ms", method, ascii(path[:200])[1:-1], status, milliseconds, extra={"fields": fields})
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own id, where it is a plain short word; else a new one."""
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    if len(given) == 1 and 0 < len(given[0]) <= 64 and given[0].replace(b"-", b"").replace(b"_", b"").isalnum():
+        return str(given[0].decode("ascii"))
+    return secrets.token_hex(8)

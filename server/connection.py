@@ -1,0 +1,157 @@
+"""Connection: uvicorn's HTTP/1.1 protocol within bounds of bytes and seconds, refusing in JSON what is no request.
+
+Invariant: a connection that sends its head or its body slowly, sends too much of them, or takes no answer, is closed in bounded time and
+has cost bounded memory. It knows nothing of routes; what it lets through is for the application to judge.
+"""
+
+import asyncio
+import re
+import secrets
+import socket
+import time
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from server.config import ServerSection
+
+MAX_HEADERS = 100
+LINGER_SECONDS = 2.0
+HEAD_TOO_LARGE = "headers_too_large", f"the head of a request may have {MAX_HEADERS} headers and server.max_header_bytes bytes"
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%-]*)(:[0-9]{0,5})?")
+
+
+class _Refused(Exception):
+    """Raised inside the parser's callbacks, which it leaves as a parser's error."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. `limits` are set by `connection_class`."""
+
+    limits: ServerSection
+    max_connections: int
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        self._in_head = True
+        self._refusal: tuple[int, str, str] | None = None
+        self._refused = False
+        if len(self.connections) > self.max_connections:
+            self._refuse(503, "too_many_connections", f"{self.max_connections} connections are open and that is the most; try again later")
+            return
+        self._limit_writing(transport.get_extra_info("socket"))
+        self._await("head", self.limits.header_timeout)
+
+    def _limit_writing(self, sock: Any) -> None:
+        """Has the kernel drop a peer that is gone, or takes nothing: bytes it has not acknowledged are given up after so long."""
+        if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limits.write_timeout * 1000))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return  # Whatever stands behind what was refused is not looked at.
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self.limits.max_header_bytes and not self._refused:
+            self._refuse(431, *HEAD_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        if self._timer is None:  # Not the connection's first request, for which the time began with the connection.
+            self._head_bytes = 0
+            self._await("head", self.limits.header_timeout)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._disarm()
+        self._check_head()
+        self.scope["onehead.received"] = time.monotonic()  # type: ignore[typeddict-unknown-key]
+        super().on_headers_complete()
+        self._await("body", self.limits.body_timeout)
+
+    def on_message_complete(self) -> None:
+        self._disarm()
+        super().on_message_complete()
+
+    def _check_head(self) -> None:
+        """Raises _Refused for what is well-formed and still not for us."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.max_header_bytes or len(self.headers) > MAX_HEADERS:
+            self._raise(431, *HEAD_TOO_LARGE)
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1") or (hosts and _HOST.fullmatch(hosts[0]) is None):
+            self._raise(400, "invalid_host", "a request must have one `Host` header, with a name or an address and perhaps a port")
+
+    def _raise(self, status: int, code: str, message: str) -> None:
+        self._refusal = status, code, message
+        raise _Refused
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(*(self._refusal or (400, "invalid_http", "this is not a valid HTTP/1.1 request")))
+
+    def _await(self, part: str, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._too_slow, part, seconds)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self, part: str, seconds: float) -> None:
+        self._timer = None
+        answered = self.cycle is not None and self.cycle.response_complete
+        if (self._head_bytes == 0 and self.cycle is None) or (part == "body" and answered):
+            self.transport.close()  # It never asked for anything, or has its answer.
+        else:
+            self._refuse(408, "request_timeout", f"the {part} of the request did not arrive within {seconds:g} s")
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Answers in place of the application, and closes. Where an answer is under way already, cuts it off."""
+        self._disarm()
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        cycle = self.cycle
+        under_way = cycle is not None and not cycle.response_complete
+        if under_way:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if under_way and cycle.response_started:
+            self.transport.abort()
+            return
+        error = {"message": message, "type": "BadRequestError" if status < 500 else "Service Unavailable", "param": None, "code": code}
+        body = msgspec.json.encode({"error": error})
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            "cache-control": "no-store",
+            "x-content-type-options": "nosniff",
+            "x-request-id": secrets.token_hex(8),
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)
+        if self.transport.can_write_eof():
+            # What it still sends is read for a moment: a socket closed over unread bytes takes the answer back.
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+
+def connection_class(section: ServerSection, max_connections: int) -> type[Connection]:
+    """The protocol class for a server with these options."""
+
+    class Limited(Connection):
+        limits = section
+
+    Limited.max_connections = max_connections
+    return Limited

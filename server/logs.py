@@ -1,0 +1,105 @@
+"""Log lines as text or JSON, written by a thread of its own: a slow or full disk, a closed pipe, holds up nobody.
+
+Invariant: logging never blocks and never raises; lines that cannot be written are counted. It knows nothing of who logs what; text of a
+prompt is no matter of a log line unless server.log_prompts asks for it.
+"""
+
+import atexit
+import logging
+import queue
+import sys
+import threading
+import traceback
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import msgspec
+
+MAX_QUEUED = 10_000
+EXIT_SECONDS = 1.0
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request that is being served, in whatever task logs."""
+
+
+class Sink(logging.Handler):
+    """Queues formatted lines; a thread writes them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.num_dropped = 0
+        self._stream = stream
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
+        self._thread = threading.Thread(target=self._write, daemon=True, name="log")
+        self._thread.start()
+        atexit.register(self._finish)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except Exception:  # Full, or a line that cannot be formatted.
+            self.num_dropped += 1
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                self.num_dropped += 1
+
+    def _finish(self) -> None:
+        """What is queued gets a moment to be written; a pipe that nobody reads must not keep the process."""
+        try:
+            self._lines.put(None, timeout=EXIT_SECONDS)
+        except queue.Full:
+            return
+        self._thread.join(EXIT_SECONDS)
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people: what a client wrote in it is escaped, so that it cannot forge another."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        name = request_id.get()
+        when = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
+        line = f"{when}Z {record.levelname} {record.name}: {_escaped(record.getMessage())}" + (f" request={name}" if name else "")
+        return f"{line}\n{_trace(record)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """A line for programs: one JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if name := request_id.get():
+            line["request_id"] = name
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["traceback"] = _trace(record)
+        return msgspec.json.encode(line).decode()
+
+
+def configure(level: str, style: str) -> Sink:
+    """Sends all log lines of this process to standard error; the sink, which counts what it drops."""
+    logging.raiseExceptions = False
+    sink = Sink(sys.stderr)
+    sink.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers = [sink]
+    root.setLevel(level.upper())
+    return sink
+
+
+def _escaped(text: str) -> str:
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def _trace(record: logging.LogRecord) -> str:
+    return "".join(traceback.format_exception(*record.exc_info)).rstrip() if record.exc_info else ""
