@@ -17,7 +17,7 @@ RUN /opt/onehead/bin/pip install --constraint constraints.txt .
 FROM python:3.11-slim-bookworm
 COPY --from=build /opt/onehead /opt/onehead
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin onehead && install --directory --owner onehead /cache
-ENV PATH=/opt/onehead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
+ENV PATH=/opt/onehead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 ONEHEAD_SERVER__LOG_FORMAT=json XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
 USER 10001
 WORKDIR /tmp
 VOLUME /model /cache

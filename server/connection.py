@@ -11,11 +11,19 @@ import socket
 import time
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.config import ServerSection
 
+SAFETY_HEADERS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+}
+"""What every response has, unless it says otherwise."""
 MAX_HEADERS = 100
 LINGER_SECONDS = 2.0
 HEAD_TOO_LARGE = "headers_too_large", f"the head of a request may have {MAX_HEADERS} headers and server.max_header_bytes bytes"
@@ -59,9 +67,27 @@ class Connection(HttpToolsProtocol):
             return  # Whatever stands behind what was refused is not looked at.
         if self._in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self._in_head and self._head_bytes > self.limits.max_header_bytes and not self._refused:
             self._refuse(431, *HEAD_TOO_LARGE)
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Reads the request again without its offer of another protocol (some clients make one with every request), behind which the
+        parser would take its body for that protocol's.
+        """
+        kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection", b"http2-settings")]
+        head = [self.scope["method"].encode(), b" ", self.url, b" HTTP/1.1\r\n"]
+        for name, value in kept:
+            head += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._head_bytes = 0
+        self.data_received(b"".join([*head, b"\r\n", rest]))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -74,11 +100,16 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._disarm()
         self._check_head()
+        if self.parser.should_upgrade():
+            self.scope["method"] = self.parser.get_method().decode("ascii")
+            return  # It comes again, without.
         self.scope["onehead.received"] = time.monotonic()  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._await("body", self.limits.body_timeout)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._disarm()
         super().on_message_complete()
 
@@ -87,6 +118,8 @@ class Connection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes or len(self.headers) > MAX_HEADERS:
             self._raise(431, *HEAD_TOO_LARGE)
+        if self.parser.get_method() == b"CONNECT":
+            self._raise(400, "invalid_http", "this is no proxy; CONNECT has no meaning here")
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1") or (hosts and _HOST.fullmatch(hosts[0]) is None):
             self._raise(400, "invalid_host", "a request must have one `Host` header, with a name or an address and perhaps a port")
@@ -135,9 +168,8 @@ class Connection(HttpToolsProtocol):
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
-            "cache-control": "no-store",
-            "x-content-type-options": "nosniff",
             "x-request-id": secrets.token_hex(8),
+            **SAFETY_HEADERS,
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.refusals import refusal
+from server.connection import SAFETY_HEADERS
 from server.errors import Conflict, RequestError, Unauthorized
 from server.generation import Generation
 from server.logs import request_id as current_request_id
@@ -23,13 +24,10 @@ from server.logs import request_id as current_request_id
 access = logging.getLogger("onehead.access")
 
 PUBLIC = frozenset({"/live", "/ready", "/health"})
+PROBED = PUBLIC | {"/metrics"}
+"""Asked every few seconds: a line of the log for each would hide the others."""
 WORK = frozenset({"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/infill"})
 """Paths whose POST asks for generation."""
-HEADERS = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
-]
 CLIENT_GONE = 499
 
 
@@ -117,9 +115,8 @@ class Exchange:
             self._status = message["status"]
             own = list(message.get("headers", []))
             named = {name.lower() for name, _ in own}
-            own += [(b"x-request-id", self.request_id.encode()), *HEADERS]
-            if b"cache-control" not in named:
-                own.append((b"cache-control", b"no-store"))
+            own.append((b"x-request-id", self.request_id.encode()))
+            own += [(name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items() if name.encode() not in named]
             if self._generation.draining:
                 own.append((b"connection", b"close"))
             message["headers"] = own
@@ -133,7 +130,8 @@ class Exchange:
         milliseconds = round((time.monotonic() - self._began) * 1e3, 1)
         method, path = self._scope["method"], self._scope["path"]
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
-        access.info("%s %s %d %.1f ms", method, ascii(path[:200])[1:-1], status, milliseconds, extra={"fields": fields})
+        level = logging.DEBUG if path in PROBED and status < 500 else logging.INFO
+        access.log(level, "%s %s %d %.1f ms", method, ascii(path[:200])[1:-1], status, milliseconds, extra={"fields": fields})
 
 
 def _request_id(scope: Scope) -> str:
