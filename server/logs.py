@@ -5,6 +5,7 @@ prompt is no matter of a log line unless server.log_prompts asks for it.
 """
 
 import atexit
+import json
 import logging
 import queue
 import sys
@@ -13,8 +14,6 @@ import traceback
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
-
-import msgspec
 
 MAX_QUEUED = 10_000
 EXIT_SECONDS = 1.0
@@ -83,7 +82,7 @@ class JsonFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["traceback"] = _trace(record)
-        return msgspec.json.encode(line).decode()
+        return json.dumps(line)  # In ASCII: some programs end lines at other characters than we do.
 
 
 def configure(level: str, style: str) -> Sink:

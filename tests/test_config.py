@@ -134,3 +134,29 @@ def test_the_installed_command() -> None:
     command = Path(sys.executable).parent / "onehead"
     done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: onehead COMMAND")
+
+
+KEY_DIGEST = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8"
+
+
+@pytest.mark.parametrize("given", [KEY_DIGEST, KEY_DIGEST.upper(), f"{KEY_DIGEST},{KEY_DIGEST}", f" {KEY_DIGEST} , "])
+def test_keys_are_given_as_digests(given: str) -> None:
+    settings = load(ServeSettings, ["--server.api_keys", given], "onehead serve")
+    assert set(settings.server.api_keys) == {KEY_DIGEST}
+
+
+def test_keys_from_the_environment_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ONEHEAD_SERVER__API_KEYS", f"{KEY_DIGEST},{'0' * 64}")
+    assert load(ServeSettings, [], "onehead serve").server.api_keys == (KEY_DIGEST, "0" * 64)
+    monkeypatch.delenv("ONEHEAD_SERVER__API_KEYS")
+    file = tmp_path / "options.toml"
+    file.write_text(f'[server]\napi_keys = ["{KEY_DIGEST}"]\ncors_origins = "http://a, http://b"\n')
+    section = load(ServeSettings, ["--config", str(file)], "onehead serve").server
+    assert section.api_keys == (KEY_DIGEST,) and section.cors_origins == ("http://a", "http://b")
+
+
+@pytest.mark.parametrize("given", ["password", KEY_DIGEST[:-1], f"{KEY_DIGEST},password"])
+def test_a_key_in_place_of_its_digest_is_refused_and_not_repeated(given: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load(ServeSettings, ["--server.api_keys", given], "onehead serve")
+    assert "sha256sum" in str(error.value) and "password" not in str(error.value)
