@@ -130,7 +130,8 @@ class Generation:
         """The sequences that no engine has begun."""
         self.waiting_tokens = 0
         """Prompt tokens of these."""
-        self.endings: deque[float] = deque(maxlen=RATE_WINDOW)
+        self.run_seconds: deque[float] = deque(maxlen=RATE_WINDOW)
+        """For how long the last requests were computed."""
 
     @property
     def ready(self) -> protocol.Ready:
@@ -305,13 +306,14 @@ class Generation:
         return request.max_new_tokens
 
     def _retry_after(self) -> int:
-        """Seconds until those who wait will have started, by the rate at which the last requests finished; and up to a quarter more, so
-        that those who are sent away do not come back together.
+        """Seconds until those who wait will have started, at the rate at which requests end: so many at once, each in so long. And up to a
+        quarter more, so that those who are sent away do not come back together.
         """
-        if len(self.endings) < 2:
+        if not self.run_seconds:
             return 1
-        seconds_each = (time.monotonic() - self.endings[0]) / len(self.endings)
-        return max(1, min(60, round(seconds_each * max(1, len(self.unstarted)) * random.uniform(1.0, 1.25))))
+        num_waiting = len(self.unstarted)
+        each = sum(self.run_seconds) / len(self.run_seconds) / max(1, self.num_open - num_waiting)
+        return max(1, min(60, round(each * max(1, num_waiting) * random.uniform(1.0, 1.25))))
 
     def numerical_error(self) -> None:
         """A request failed of numbers that are not finite. Of many in a row something is wrong here, and no more should be sent."""

@@ -191,7 +191,7 @@ class OpenStreams:
             piece = self._piece(choice, delivery)
             if piece.finish is not None:
                 self.generation.metrics.e2e_latency.observe(came - choice.arrival)
-                self.generation.endings.append(came)
+                self.generation.run_seconds.append(came - (choice.started or choice.arrival))
                 self._end(choice, piece.finish)
             return piece
 

@@ -4,6 +4,7 @@ event loop; callbacks arrive on the loop. It knows nothing of requests.
 
 import asyncio
 import contextlib
+import logging
 import queue
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import msgspec
 from server import protocol
 
 Value = TypeVar("Value")
+log = logging.getLogger("onehead.supervisor")
+
 EXIT_SECONDS = 1.0
 ENGINE_MODULE = "server.engine.worker"
 
@@ -63,7 +66,9 @@ class EngineProcess:
             while True:
                 message = protocol.decode_from_engine(self._pipe.recv_bytes(protocol.MAX_FRAME_BYTES))
                 self._call(self._on_message, message)
-        except (EOFError, OSError, msgspec.MsgspecError):
+        except (EOFError, OSError, msgspec.MsgspecError) as error:
+            if not isinstance(error, EOFError):
+                log.error("the engine broke the protocol: %s", error)
             # Gone, or no longer speaking the protocol: either way its state is lost. One that is going leaves its own status.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(EXIT_SECONDS)

@@ -1,5 +1,6 @@
 """The whole service as processes and sockets: streams, disconnects, an engine's death, shutdown, refusals to start."""
 
+import http.client
 import itertools
 import json
 import os
@@ -316,3 +317,20 @@ def test_generate_streams_to_the_terminal_without_a_server(tiny_folder: Path, se
     command = [sys.executable, "-m", "server.cli", "generate", "def f", "--model", str(tiny_folder), "--max_new_tokens", "12"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "def f" + server.text("def f", max_new_tokens=12) + "\n"
+
+
+def test_late_arrivals_get_an_answer_for_a_while(tiny_folder: Path) -> None:
+    """A balancer notices a server that goes only after a moment: until then its requests are refused, not cut off."""
+    server = ServerProcess(tiny_folder, "--server.lb_grace", "1")
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.get("/ready")[0] == 503, "not ready while draining", timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "a"}), {"content-type": "application/json"})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    assert response.status == 503 and answer["error"]["code"] == "server_shutting_down"
+    assert response.headers["retry-after"] and response.headers["connection"] == "close"
+    assert server.get("/live")[0] == 200
+    server.process.communicate(timeout=20)
+    assert server.process.returncode == 0 and time.monotonic() - began >= 1
