@@ -5,15 +5,18 @@ has cost bounded memory. It knows nothing of routes; what it lets through is for
 """
 
 import asyncio
+import contextvars
+import logging
 import re
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.config import ServerSection
 
@@ -25,9 +28,13 @@ SAFETY_HEADERS = {
 }
 """What every response has, unless it says otherwise."""
 MAX_HEADERS = 100
+MAX_IGNORED_BYTES = 16 * 2**20
 LINGER_SECONDS = 2.0
 HEAD_TOO_LARGE = "headers_too_large", f"the head of a request may have {MAX_HEADERS} headers and server.max_header_bytes bytes"
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%-]*)(:[0-9]{0,5})?")
+
+
+access = logging.getLogger("onehead.access")
 
 
 class _Refused(Exception):
@@ -39,10 +46,13 @@ class Connection(HttpToolsProtocol):
 
     limits: ServerSection
     max_connections: int
+    admits: Callable[[Any], bool]
+    """Of a scope: whether the application will do something for it, or only refuse it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
         self._head_bytes = 0
         self._in_head = True
         self._refusal: tuple[int, str, str] | None = None
@@ -65,33 +75,50 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return  # Whatever stands behind what was refused is not looked at.
-        if self._in_head:
-            self._head_bytes += len(data)
         self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("")
+        rest: memoryview | None = memoryview(data)
+        while rest is not None and not self._refused:
+            if self._in_head:
+                self._head_bytes += len(rest)
+            rest = self._feed(rest)
         if self._in_head and self._head_bytes > self.limits.max_header_bytes and not self._refused:
             self._refuse(431, *HEAD_TOO_LARGE)
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
-        """Reads the request again without its offer of another protocol (some clients make one with every request), behind which the
-        parser would take its body for that protocol's.
+    def _feed(self, data: memoryview) -> memoryview | None:
+        """Reads; what is still to be read behind a head that offered another protocol, as some clients do with every request. The parser
+        would take what follows for that protocol's, so that head is read again without the offer.
         """
-        kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection", b"http2-settings")]
-        head = [self.scope["method"].encode(), b" ", self.url, b" HTTP/1.1\r\n"]
-        for name, value in kept:
-            head += [name, b": ", value, b"\r\n"]
-        self.parser = httptools.HttpRequestParser(self)
-        self._head_bytes = 0
-        self.data_received(b"".join([*head, b"\r\n", rest]))
+        try:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                head = [b"%s %s HTTP/%s" % (method, self.url, version)]
+                head += [b"%s: %s" % pair for pair in self.headers if pair[0] not in (b"upgrade", b"http2-settings")]
+                self.parser = httptools.HttpRequestParser(self)
+                self._head_bytes = 0
+                self.parser.feed_data(b"\r\n".join([*head, b"", b""]))
+                return data[upgrade.args[0] :]
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        return None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle  # `self.cycle` is the last that was read, and it may be waiting behind this one.
+        if self.flow.write_paused or self.admits(cycle.scope):
+            super()._start_asgi_task(cycle, app)
+            return
+        # A refusal waits for nothing, so it is written now: in a flood, a task would stand behind thousands of others.
+        try:
+            contextvars.copy_context().run(cycle.run_asgi(app).send, None)
+        except StopIteration:
+            return
+        raise RuntimeError("a refusal waited for something")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
+        self._ignored_bytes = 0
         if self._timer is None:  # Not the connection's first request, for which the time began with the connection.
             self._head_bytes = 0
             self._await("head", self.limits.header_timeout)
@@ -106,6 +133,13 @@ class Connection(HttpToolsProtocol):
         self.scope["onehead.received"] = time.monotonic()  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._await("body", self.limits.body_timeout)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.cycle.response_complete:  # With a refusal, before the body had come: what still comes is read for the answer's sake.
+            self._ignored_bytes += len(body)
+            if self._ignored_bytes > MAX_IGNORED_BYTES:
+                self.transport.abort()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -154,21 +188,23 @@ class Connection(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        cycle = self.cycle
-        under_way = cycle is not None and not cycle.response_complete
-        if under_way:
+        self.pipeline.clear()
+        cycle = self._running
+        if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
-        if under_way and cycle.response_started:
-            self.transport.abort()
-            return
+            if cycle.response_started:
+                self.transport.abort()
+                return
         error = {"message": message, "type": "BadRequestError" if status < 500 else "Service Unavailable", "param": None, "code": code}
         body = msgspec.json.encode({"error": error})
+        request_id = secrets.token_hex(8)
+        access.info("refused a connection: %d %s request=%s", status, code, request_id, extra={"fields": {"status": status, "code": code}})
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
-            "x-request-id": secrets.token_hex(8),
+            "x-request-id": request_id,
             **SAFETY_HEADERS,
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -179,11 +215,12 @@ class Connection(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
 
-def connection_class(section: ServerSection, max_connections: int) -> type[Connection]:
-    """The protocol class for a server with these options."""
+def connection_class(section: ServerSection, most: int, admit: Callable[[Any], bool]) -> type[Connection]:
+    """The protocol class for a server with these options, `most` connections and a door that admits requests or not."""
 
     class Limited(Connection):
         limits = section
+        max_connections = most
+        admits = staticmethod(admit)
 
-    Limited.max_connections = max_connections
     return Limited

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -114,6 +115,24 @@ async def in_thread(work: Callable[P, Value], *arguments: P.args, **named: P.kwa
     return await result
 
 
+class Place:
+    """Counts a request that has been let in, until its sequences count themselves or it ends without any."""
+
+    def __init__(self, generation: "Generation") -> None:
+        self._generation: Generation | None = generation
+        generation.num_entering += 1
+
+    def release(self) -> None:
+        """Gives the place back, once."""
+        if self._generation is not None:
+            self._generation.num_entering -= 1
+            self._generation = None
+
+
+current_place: ContextVar[Place | None] = ContextVar("place", default=None)
+"""Of the request that is being served."""
+
+
 class Generation:
     """The open streams of one supervisor."""
 
@@ -124,6 +143,8 @@ class Generation:
         self.bounds = bounds
         self.log_prompts = log_prompts
         self.draining = False
+        self.num_entering = 0
+        """Requests that have been let in and have no sequences yet."""
         self._tokenizing = asyncio.Semaphore(MAX_TOKENIZING)
         self._numerical_errors: deque[float] = deque(maxlen=NUMERICAL_ERRORS)
         self.unstarted: dict[int, Choice] = {}
@@ -198,12 +219,22 @@ class Generation:
         except RequestError:
             self.metrics.requests.labels("refused").inc()
             raise
+        place = current_place.get()
+        if place is not None:
+            place.release()  # The sequences themselves are counted from here on.
         self.check_room(len(requests), sum(len(request.prompt) for request in requests))
         for prompt in {id(request.prompt): request.prompt for request in requests}.values():
             self.metrics.prompt_tokens.inc(len(prompt))
             if self.log_prompts:
                 log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})
         return OpenStreams(self, requests, submits)
+
+    def take_place(self) -> "Place":
+        """A place for a request whose sequences are not known yet: so many read at once must not all find the last one free. Raises
+        Unavailable or Overloaded.
+        """
+        self.check_room()
+        return Place(self)
 
     def check_room(self, num_sequences: int = 1, num_tokens: int = 1) -> None:
         """Raises Unavailable or Overloaded where so much more cannot be taken now."""
@@ -218,7 +249,7 @@ class Generation:
             raise Unavailable("the server is shutting down", retry_after=RETRY_SECONDS, code="server_shutting_down")
         if self.supervisor.lost:
             raise Unavailable("the engine is not back yet; try again later", retry_after=RETRY_SECONDS, code="engine_unavailable")
-        most, most_tokens, num_open = self.bounds.max_open, self.bounds.max_waiting_tokens, self.num_open
+        most, most_tokens, num_open = self.bounds.max_open, self.bounds.max_waiting_tokens, self.num_open + self.num_entering
         if num_open + num_sequences > most:
             raise Overloaded(
                 f"{num_open} requests are open and {most} is the most; try again later", self._retry_after(), code="too_many_requests"

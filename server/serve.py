@@ -17,7 +17,7 @@ import msgspec
 import uvicorn
 
 from server import logs, protocol
-from server.api.app import create_app
+from server.api.app import create_app, with_cors
 from server.config import EngineSettings, ServerSection, ServeSettings, cpu_threads
 from server.connection import connection_class
 from server.drain import FLUSH_SECONDS, SIGNALS, Drain, HttpServer
@@ -195,10 +195,10 @@ def allow_files(max_connections: int) -> int:
 def http_server(engine: Running, settings: ServeSettings, name: str, store: StreamStore) -> HttpServer:
     """uvicorn over the application."""
     section = settings.server
-    app = create_app(engine.generation, section, name, version("onehead"), store)
+    door = create_app(engine.generation, section, name, version("onehead"), store)
     config = uvicorn.Config(
-        app,
-        http=connection_class(section, allow_files(section.max_connections)),
+        with_cors(door, section.cors_origins),
+        http=connection_class(section, allow_files(section.max_connections), door.admits),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -20,7 +20,9 @@ from server import protocol
 log = logging.getLogger("onehead.supervisor")
 
 MAX_DEATHS = 3
-"""In a row, without a new token and with nobody to blame."""
+"""In a row, without a new token, of engines that ran nothing: then no request is to blame."""
+MAX_DEATHS_IN_ALL = 12
+"""In a row, without a new token: whoever is to blame is not found."""
 MAX_QUARANTINES = 3
 """In a row, without a new token: then it is not the requests."""
 SUSPECT_DEATHS = 2
@@ -84,6 +86,8 @@ class OpenSequence:
     """Whether the engine of the moment has it."""
     started: bool = False
     """Whether that engine has it in its running set."""
+    stale: bool = False
+    """Whether that engine was told to forget it, and what it says of it may still be of the run before that."""
     deaths: int = 0
     """Engines that died while they ran it, since its last token."""
     deaths_alone: int = 0
@@ -120,6 +124,7 @@ class Supervisor:
         """Seconds for which there has been no engine that works."""
         self._backoff = 0.0
         self._deaths = 0
+        self._deaths_in_all = 0
         self._quarantines = 0
         self._next_id = 0
         self._trial: OpenSequence | None = None
@@ -179,7 +184,7 @@ class Supervisor:
             self._silence += elapsed
             self._lived += elapsed
             if self._lived >= STABLE_SECONDS:
-                self._deaths = self._quarantines = 0
+                self._forgive()
             if self._silence >= self._patience.stall:
                 self._condemn(f"showed no progress for {self._patience.stall:g} s")
         elif self.state is State.STARTING:
@@ -237,6 +242,7 @@ class Supervisor:
         for id in message.ids:
             if id in self.open:
                 self.open[id].started = True
+                self.open[id].stale = False
         self._on_news(message)
 
     def _take_beat(self, beat: protocol.Beat) -> None:
@@ -248,12 +254,16 @@ class Supervisor:
     def _take(self, token: protocol.Token) -> None:
         """Journals and delivers a token, if it is the next one of an open sequence."""
         sequence = self.open.get(token.id)
-        if sequence is None or token.index < len(sequence.output):
+        if sequence is None or sequence.stale or token.index < len(sequence.output):
+            return
+        if sequence.submit.score_prompt and sequence.num_scored < len(sequence.submit.prompt):
+            self._condemn(f"left out scores of sequence {token.id}")
             return
         if token.index > len(sequence.output):
             self._condemn(f"left out a token: sequence {token.id} has {len(sequence.output)}, and {token.index} came")
             return
-        self._deaths = self._quarantines = sequence.deaths = sequence.deaths_alone = 0
+        self._forgive()
+        sequence.deaths = sequence.deaths_alone = 0
         sequence.output.append(token.token)
         if token.finish is not None:
             del self.open[token.id]
@@ -263,7 +273,10 @@ class Supervisor:
     def _take_scores(self, message: protocol.Scores) -> None:
         """Delivers those scores that are new: an engine that took over begins with the first again."""
         sequence = self.open.get(message.id)
-        if sequence is None or message.first > sequence.num_scored:
+        if sequence is None or sequence.stale:
+            return
+        if message.first > sequence.num_scored:
+            self._condemn(f"left out scores: sequence {message.id} has {sequence.num_scored}, and {message.first} came")
             return
         new = message.scores[sequence.num_scored - message.first :]
         if new:
@@ -289,12 +302,13 @@ class Supervisor:
             return
         log.error("the engine %s; %d sequences are open", self._condemned or f"ended with status {status}", len(self.open))
         self._engine, self._condemned, self._trial = None, "", None
-        if not self._blame():
-            self._deaths += 1
+        self._epoch += 1
+        self._deaths_in_all += 1
+        self._blame()
         for sequence in self.open.values():
-            sequence.sent = sequence.started = False
-        if self._deaths >= MAX_DEATHS:
-            self._end(State.GAVE_UP, f"the engine died {self._deaths} times in a row without a new token", "engine_unavailable")
+            sequence.sent = sequence.started = sequence.stale = False
+        if self._deaths >= MAX_DEATHS or self._deaths_in_all >= MAX_DEATHS_IN_ALL:
+            self._end(State.GAVE_UP, f"the engine died {self._deaths_in_all} times in a row without a new token", "engine_unavailable")
         elif self._quarantines >= MAX_QUARANTINES:
             reason = f"the engine died of each of the last {self._quarantines} requests that it ran"
             self._end(State.GAVE_UP, reason, "engine_unavailable")
@@ -304,13 +318,14 @@ class Supervisor:
             if self._backoff == 0.0:
                 self._respawn()
 
-    def _blame(self) -> bool:
-        """Notes a death with everyone who was being run. True where that was one alone: it is its death, and the second ends it."""
+    def _blame(self) -> None:
+        """Notes a death with everyone who was being run. Where that was one alone, the second such death ends it."""
         running = [sequence for sequence in self.open.values() if sequence.started]
         for sequence in running:
             sequence.deaths += 1
+        self._deaths += not running
         if len(running) != 1:
-            return False
+            return
         (lone,) = running
         lone.deaths_alone += 1
         if lone.deaths_alone >= DEATHS_ALONE:
@@ -319,7 +334,10 @@ class Supervisor:
             log.error("request %d is given up: the engine died of it %d times", lone.submit.id, lone.deaths)
             reason = "the engine died of this request more than once; it will not be tried again"
             self._fail(protocol.Failed(lone.submit.id, reason, code="request_quarantined"))
-        return True
+
+    def _forgive(self) -> None:
+        """There is progress: what came before it is forgotten."""
+        self._deaths = self._deaths_in_all = self._quarantines = 0
 
     def _respawn(self) -> None:
         try:
@@ -327,6 +345,7 @@ class Supervisor:
         except OSError as error:
             log.error("no engine can be started: %s", error.strerror)
             self._deaths += 1
+            self._deaths_in_all += 1
             self._backoff = MAX_BACKOFF_SECONDS
             if self._deaths >= MAX_DEATHS:
                 self._end(State.GAVE_UP, f"no further engine can be started: {error.strerror}", "engine_unavailable")
@@ -355,6 +374,7 @@ class Supervisor:
         """Takes a sequence from the engine, if it has it."""
         if sequence.sent and self.state is State.READY and self._engine is not None:
             self._engine.send(protocol.Cancel(sequence.submit.id))
+            sequence.stale = True
         sequence.sent = sequence.started = False
 
     def _fail_all(self, reason: str, code: str) -> None:

@@ -83,14 +83,14 @@ def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(monkeypat
     logits = torch.randn(5, 50)
     samples = [Sample(Sampling(temperature=0.8, seed=i), [1], [2]) for i in range(5)]
     expected = draw(logits, samples)
-    broken = sampling.uniform
+    whole = sampling.exponentials
 
-    def uniform(seed: int, choice: int, index: int) -> float:
+    def exponentials(seed: int, *others: int) -> Any:
         if seed == 3:
             raise ZeroDivisionError
-        return broken(seed, choice, index)
+        return whole(seed, *others)
 
-    monkeypatch.setattr(sampling, "uniform", uniform)
+    monkeypatch.setattr(sampling, "exponentials", exponentials)
     assert draw(logits, samples) == [*expected[:3], NOT_SAMPLED, expected[4]]
 
 

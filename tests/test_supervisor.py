@@ -47,6 +47,7 @@ class ScriptedEngine:
 
     def step(self) -> None:
         """One token for every open sequence."""
+        self.on_message(protocol.Started(list(self.open)))
         tokens = []
         for submit in list(self.open.values()):
             ends = 0 in submit.stop_token_ids

@@ -1,6 +1,7 @@
 """The ASGI application: routes of each dialect over one Generation, what becomes of their errors, and the front door before them."""
 
 import logging
+from collections.abc import Sequence
 
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
@@ -25,7 +26,7 @@ from server.stream_buffer import StreamStore
 log = logging.getLogger("onehead.api")
 
 
-def create_app(generation: Generation, section: ServerSection, model_id: str, version: str, store: StreamStore) -> ASGIApp:
+def create_app(generation: Generation, section: ServerSection, model_id: str, version: str, store: StreamStore) -> FrontDoor:
     """The application that `onehead serve` runs. `store` keeps its resumable streams."""
     # The documentation page must open on hosts without internet, so its scripts come from here and from no content network.
     app = FastAPIOffline(
@@ -42,12 +43,17 @@ def create_app(generation: Generation, section: ServerSection, model_id: str, ve
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unexpected)
-    door = FrontDoor(app, generation, section.api_keys, section.metrics_key)
-    if not section.cors_origins:
-        return door
-    # Before the door: a browser asks without a key what it may ask with one.
+    return FrontDoor(app, generation, section.api_keys, section.metrics_key)
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application with answers to other origins' pages, if there are any. It stands before the door: a browser asks without a key what
+    it may ask with one.
+    """
+    if not origins:
+        return app
     exposed = ["x-request-id", "x-stream-id", "retry-after"]
-    return CORSMiddleware(door, section.cors_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+    return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 
 async def _request_error(request: Request, error: Exception) -> Response:

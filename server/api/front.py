@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api.refusals import refusal
 from server.connection import SAFETY_HEADERS
 from server.errors import Conflict, RequestError, Unauthorized
-from server.generation import Generation
+from server.generation import Generation, Place, current_place
 from server.logs import request_id as current_request_id
 
 access = logging.getLogger("onehead.access")
@@ -29,6 +30,16 @@ PROBED = PUBLIC | {"/metrics"}
 WORK = frozenset({"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/infill"})
 """Paths whose POST asks for generation."""
 CLIENT_GONE = 499
+ENTRY = "onehead.entry"
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the door has decided of a request."""
+
+    error: RequestError | None = None
+    claim: tuple[str, bytes] | None = None
+    place: Place | None = None
 
 
 class FrontDoor:
@@ -46,28 +57,36 @@ class FrontDoor:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if ENTRY not in scope:
+            self.admits(scope)
+        entry: Entry = scope[ENTRY]
         exchange = Exchange(scope, send, self.generation)
         current_request_id.set(exchange.request_id)
-        once: tuple[str, bytes] | None = None
+        current_place.set(entry.place)
         try:
-            try:
-                self._admit(scope)
-                once = self._claim(scope)
-            except RequestError as error:
-                headers = {"www-authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
-                await refusal(Request(scope), error, headers)(scope, receive, exchange.send)
-                return
-            await self.app(scope, receive, exchange.send)
+            if entry.error is not None:
+                headers = {"www-authenticate": "Bearer"} if isinstance(entry.error, Unauthorized) else {}
+                await refusal(Request(scope), entry.error, headers)(scope, receive, exchange.send)
+            else:
+                await self.app(scope, receive, exchange.send)
         finally:
-            if once is not None:
-                self._running.discard(once)
+            if entry.claim is not None:
+                self._running.discard(entry.claim)
+            if entry.place is not None:
+                entry.place.release()
             exchange.log()
 
-    def _admit(self, scope: Scope) -> None:
-        """Raises Unauthorized, Unavailable or Overloaded."""
-        scope["principal"] = self._principal(scope)
-        if scope["method"] == "POST" and scope["path"] in WORK:
-            self.generation.check_room()
+    def admits(self, scope: Scope) -> bool:
+        """Decides, once for each request, whether anything is done for it, and notes that in its scope. It waits for nothing."""
+        entry = scope[ENTRY] = Entry()
+        try:
+            scope["principal"] = self._principal(scope)
+            entry.claim = self._claim(scope)
+            if scope["method"] == "POST" and scope["path"] in WORK:
+                entry.place = self.generation.take_place()
+        except RequestError as error:
+            entry.error = error
+        return entry.error is None
 
     def _principal(self, scope: Scope) -> str:
         """Who asks: the digest of the key, empty where none is needed. Raises Unauthorized."""

@@ -55,13 +55,20 @@ class EngineCore:
             num_tokens = sum(len(row.tokens) for row in plan.rows)
             log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, error)
         if num_tokens == 1:
-            return StepResult((OUT_OF_MEMORY,))
+            return self._run_again(plan)
         if len(plan.rows) == 1:
             return self._run_parts(*_halves(plan.rows[0]), plan.clear)
         half = len(plan.rows) // 2
         left = self._run(StepPlan(plan.rows[:half], plan.clear))
         right = self._run(StepPlan(plan.rows[half:]))
         return StepResult(left.drawn + right.drawn, {**left.scored, **{half + i: scored for i, scored in right.scored.items()}})
+
+    def _run_again(self, plan: StepPlan) -> StepResult:
+        """A single token, for which memory may be there now that others' steps have given theirs back."""
+        try:
+            return self.runner.run(plan)
+        except MemoryError:
+            return StepResult((OUT_OF_MEMORY,))
 
     def _run_parts(self, first: Row, second: Row, clear: tuple[int, ...]) -> StepResult:
         """One row's tokens in two steps."""

@@ -315,7 +315,9 @@ class Scheduler:
                     finish = sequence.append(outcome.token)
                 except ConstraintFailed as error:
                     outcome = NotDrawn(str(error), refused=True)
-                except Exception:
+                except (KeyboardInterrupt, SystemExit, MemoryError):
+                    raise
+                except BaseException:  # A panic of a library's is no Exception.
                     log.exception("sequence %d cannot go on", sequence.id)
                     outcome = NotDrawn("an internal error in following its grammar", code="grammar_error")
             advances.append(Advance(sequence.id, index, outcome, finish))

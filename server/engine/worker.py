@@ -187,7 +187,9 @@ class Worker:
                 )
             except (NeverFits, ConstraintFailed, ValueError) as error:
                 self._send(protocol.Failed(message.id, str(error), refused=isinstance(error, ConstraintFailed)))
-            except Exception:
+            except (KeyboardInterrupt, SystemExit, MemoryError):
+                raise
+            except BaseException:  # A panic of a library's is no Exception.
                 log.exception("sequence %d cannot be admitted", message.id)
                 self._send(protocol.Failed(message.id, "an internal error in admitting this request", code="admission_error"))
 
