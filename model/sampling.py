@@ -5,13 +5,12 @@ There is no generator with state: preempting, replaying or batching a sequence d
 Shape letters: S rows that sample, F rows that need sorting, V vocabulary.
 """
 
-import hashlib
 import logging
-import struct
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.step import Drawn, NotDrawn, Sample
@@ -21,14 +20,17 @@ log = logging.getLogger("onehead.engine")
 NOT_FINITE = NotDrawn("the logits of this request are not finite", code="numerical_error")
 NOT_SAMPLED = NotDrawn("an internal error in drawing this request's token", code="sampling_error")
 NOTHING_ALLOWED = NotDrawn("what it asks for leaves no token that is allowed", refused=True)
+SHORTEST = 1e-300
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the likeliest token: dividing by them would overflow."""
 
 
-def uniform(seed: int, choice: int, index: int) -> float:
-    """A number in [0, 1) that is a pure function of its arguments: 53 bits of a keyed hash."""
-    digest = hashlib.blake2b(struct.pack("<QQQ", seed & (2**64 - 1), choice, index), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+def exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.float64]:
+    """`count` numbers of the exponential distribution (mean 1), a pure function of the arguments: Philox (Salmon et al. 2011), whose key is
+    the seed and whose counter starts at (choice, index).
+    """
+    philox = np.random.Philox(key=seed & (2**64 - 1), counter=[0, index, choice, 0])
+    return np.random.Generator(philox).standard_exponential(count)
 
 
 def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]:
@@ -138,9 +140,12 @@ def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
 
 
 def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Inverse-CDF draws, in float64 so that a row's result does not hang on the order of a long sum. -> tokens_S"""
+    """Draws as races: token v arrives after an exponential time of rate p_v, and the first one is drawn (the Gumbel-max trick). -> tokens_S
+
+    Logits that differ in their last bits, as those of other batches and of replays do, change a draw only where two tokens arrive almost
+    together. Drawn from the cumulative sum, every token's edge would move a little.
+    """
     temperature_S = logits_SV.new_tensor([s.sampling.temperature for s in samples], dtype=torch.float64)
-    uniform_S = temperature_S.new_tensor([uniform(s.sampling.seed, s.sampling.choice, len(s.output)) for s in samples])
     probs_SV = (logits_SV.double() / temperature_S[:, None]).softmax(dim=-1)
     min_p_S = temperature_S.new_tensor([s.sampling.min_p for s in samples])
     sorts = [i for i, s in enumerate(samples) if s.sampling.top_k > 0 or s.sampling.top_p < 1.0]
@@ -150,11 +155,10 @@ def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
     if typical:
         probs_SV[typical] = _keep_typical(probs_SV[typical], [samples[i] for i in typical])
     probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
-    cumulative_SV = probs_SV.cumsum(dim=-1)
-    total_S = cumulative_SV[:, -1]
-    # Strictly below the total, so that the first index past it exists and has probability above 0.
-    target_S = torch.minimum(uniform_S * total_S, torch.nextafter(total_S, torch.zeros_like(total_S)))
-    return torch.searchsorted(cumulative_SV, target_S[:, None], right=True)[:, 0].clamp_(max=probs_SV.shape[-1] - 1)
+    keys = [(s.sampling.seed, s.sampling.choice, len(s.output)) for s in samples]
+    times_SV = torch.from_numpy(np.stack([exponentials(*key, probs_SV.shape[-1]) for key in keys])).to(probs_SV.device)
+    # No time is 0: a token of probability 0 would win.
+    return probs_SV.div_(times_SV.clamp_(min=SHORTEST)).argmax(dim=-1)
 
 
 def _keep_likeliest(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -85,7 +85,8 @@ class FrontDoor:
             if scope["method"] == "POST" and scope["path"] in WORK:
                 entry.place = self.generation.take_place()
         except RequestError as error:
-            entry.error = error
+            # Without its frames, which hold this entry: in a flood, only long pauses would free such circles.
+            entry.error = error.with_traceback(None)
         return entry.error is None
 
     def _principal(self, scope: Scope) -> str:
