@@ -209,6 +209,9 @@ class Connection(HttpToolsProtocol):
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)
+        if status == 503:  # Of connections there are too many: this one must not stay.
+            self.transport.close()
+            return
         if self.transport.can_write_eof():
             # What it still sends is read for a moment: a socket closed over unread bytes takes the answer back.
             self.transport.write_eof()

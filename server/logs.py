@@ -45,7 +45,7 @@ class Sink(logging.Handler):
             try:
                 self._stream.write(line + "\n")
                 self._stream.flush()
-            except (OSError, ValueError):
+            except Exception:  # A full disk, a closed pipe, no standard error at all.
                 self.num_dropped += 1
 
     def _finish(self) -> None:

@@ -5,14 +5,16 @@ Invariant: the port is bound before the model is loaded, and the engine is gone 
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
+import math
 import resource
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -34,6 +36,7 @@ from server.transport import EngineProcess
 EXIT_STREAMS_CUT = 75
 ENGINE_EXIT_SECONDS = 5.0
 TICK_SECONDS = 0.25
+OUT_OF_FILES_SECONDS = 10.0
 OTHER_FILES = 64
 """Files that the process has open besides its connections."""
 log = logging.getLogger("onehead")
@@ -193,6 +196,23 @@ def allow_files(max_connections: int) -> int:
     return max(1, min(max_connections, soft - OTHER_FILES))
 
 
+class OutOfFiles:
+    """The event loop's handler of errors: when files run out it says so once in a while, where the loop would for every connection that
+    waits. (It tries to accept them again each second.)
+    """
+
+    def __init__(self) -> None:
+        self._said = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._said >= OUT_OF_FILES_SECONDS:
+            self._said = time.monotonic()
+            log.error("no connection can be accepted: %s; lower server.max_connections, or allow this process more files", error.strerror)
+
+
 def http_server(engine: Running, settings: ServeSettings, name: str, store: StreamStore) -> HttpServer:
     """uvicorn over the application."""
     section = settings.server
@@ -226,6 +246,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         engine.start(lambda: store.sweep(time.monotonic()), lambda: engine.count(sink, store))
         drain = Drain(http, engine.generation, section.drain_timeout, section.lb_grace)
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(OutOfFiles())
         for number in SIGNALS:
             loop.add_signal_handler(number, drain.on_signal, number)
         # What there is now stays: left out of every full collection, it no longer holds up requests for a tenth of a second.
@@ -244,17 +265,16 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
 
 
 async def _announce(engine: Running, name: str, listener: socket.socket) -> None:
-    """Waits for the engine and prints the one line that says where it is served, after one on what."""
+    """Waits for the engine and prints the one line that says where it is served; the log says what."""
     if await engine.until(State.READY) is not State.READY:
         return
     ready = engine.generation.ready
     host, port = listener.getsockname()[:2]
     weights = ready.dtype if ready.quantization == "none" else ready.quantization
-    what = (
+    log.info(
         f"{name}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}; "
         f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size}, "
         f"up to {ready.capacity} tokens a sequence"
     )
     with contextlib.suppress(OSError):  # Whoever started us may have closed the pipe; that is no reason not to serve.
-        print(what, file=sys.stderr)
         print(f"onehead serves {name} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
