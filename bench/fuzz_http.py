@@ -13,16 +13,13 @@ import argparse
 import base64
 import json
 import re
-import select
 import signal
-import socket
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -35,176 +32,13 @@ from hypothesis.errors import Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 from pydantic import BaseModel
 
+from bench.raw_http import answer_problem, exchange
 from bench.report import Check, conclude, progress, show, usage
 from server.api.generate import GenerateBody, Parameters
 from server.api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, InfillBody, TokenizeBody
 from tests.bad_inputs import CHAT, COMPLETIONS, GENERATE, JSON, body_cases, choice_cases, document, post, prompt_cases, value_cases
 from tests.checkpoints import SHAPES, make_checkpoint, make_tokenizer
 from tests.processes import ServerProcess
-
-END_SECONDS = 2.0
-"""How long a connection that is to be closed may stay open."""
-
-# --- one exchange, with nothing assumed of either side
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What came back. `interim`: a 1xx stood before it. `rest`: what followed it until the connection ended, which `closed` says it did."""
-
-    status: int
-    headers: list[tuple[str, str]]
-    body: bytes
-    interim: bool = False
-    rest: bytes = b""
-    closed: bool = False
-    num_sent: int = 0
-
-    def header(self, name: str) -> str | None:
-        """The header of that name; all of them where there are several."""
-        values = [value for key, value in self.headers if key == name]
-        return ", ".join(values) if values else None
-
-
-class Wire:
-    """The receiving side of a socket."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self.data = b""
-
-    def fill(self) -> bool:
-        """More bytes; False at the end."""
-        try:
-            chunk = self._connection.recv(2**16)
-        except ConnectionError:
-            return False
-        self.data += chunk
-        return bool(chunk)
-
-    def until(self, mark: bytes) -> bytes:
-        while mark not in self.data:
-            if not self.fill():
-                raise EOFError
-        found, _, self.data = self.data.partition(mark)
-        return found
-
-    def take(self, count: int) -> bytes:
-        while len(self.data) < count:
-            if not self.fill():
-                raise EOFError
-        found, self.data = self.data[:count], self.data[count:]
-        return found
-
-    def head(self) -> tuple[int, list[tuple[str, str]]]:
-        first, *lines = self.until(b"\r\n\r\n").decode("latin-1").split("\r\n")
-        match = re.fullmatch(r"HTTP/1\.1 ([1-5]\d\d) [ -~]*", first)
-        pairs = [re.fullmatch(r"([!#-'*+.0-9A-Z^-z|~-]+): ?([ -~]*)", line) for line in lines]
-        if match is None or not all(pairs):
-            raise ValueError(f"no HTTP: {first!r} {lines!r}")
-        return int(match[1]), [(pair[1].lower(), pair[2]) for pair in pairs if pair is not None]
-
-    def body(self, headers: dict[str, str]) -> bytes:
-        if headers.get("transfer-encoding") == "chunked":
-            body = b""
-            while size := int(self.until(b"\r\n"), 16):
-                body += self.take(size + 2)[:-2]
-            if self.until(b"\r\n"):
-                raise ValueError("a trailer")
-            return body
-        if "content-length" in headers:
-            return self.take(int(headers["content-length"]))
-        while self.fill():
-            pass
-        body, self.data = self.data, b""
-        return body
-
-
-def _send(connection: socket.socket, data: bytes) -> int:
-    """Sends as long as nothing comes back and the other side takes it; how many bytes."""
-    sent, view = 0, memoryview(data)
-    with suppress(ConnectionError):
-        while sent < len(data):
-            readable, writable, _ = select.select([connection], [connection], [], connection.gettimeout())
-            if readable or not writable:
-                break
-            sent += connection.send(view[sent : sent + 2**16])
-    return sent
-
-
-def exchange(port: int, request: bytes, more: bytes = b"", to_end: bool = False, timeout: float = 10.0) -> Reply | None:
-    """The answer to `request`, with `more` behind it up to 1024 times as long as there is none; None where the connection ends without.
-
-    `to_end`: reads on until the connection ends. Raises TimeoutError, EOFError within an answer, ValueError for what is no HTTP.
-    """
-    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as connection:
-        num_sent = _send(connection, request)
-        for _ in range(1024 if more else 0):
-            sent = _send(connection, more)
-            num_sent += sent
-            if sent < len(more):
-                break
-        wire, interim = Wire(connection), False
-        if not wire.fill():
-            return None
-        status, pairs = wire.head()
-        while status < 200:
-            interim = True
-            status, pairs = wire.head()
-        empty = request.startswith(b"HEAD ") or status in (204, 304)
-        body = b"" if empty else wire.body(dict(pairs))
-        closed = False
-        if to_end:
-            connection.settimeout(min(timeout, END_SECONDS))
-            with suppress(TimeoutError):
-                while wire.fill():
-                    pass
-                closed = True
-        return Reply(status, pairs, body, interim, wire.data, closed, num_sent)
-
-
-UNSAFE = re.compile(r"Traceback|File \"|\.py\b|/(?:work|home|root|tmp|usr|etc)/|0x[0-9a-f]{6,}")
-
-
-def error_problem(reply: Reply, openai: bool | None = None) -> str | None:
-    """What is wrong with an error's body, which is one dialect's or (where `openai` is None) either's; None where nothing is."""
-    try:
-        body = json.loads(reply.body)
-    except ValueError:
-        return "an error that is not JSON"
-    error = body.get("error") if isinstance(body, dict) else None
-    if isinstance(error, dict) and openai is not False:
-        fits = set(body) == {"error"} and set(error) == {"message", "type", "param", "code"} and isinstance(error["type"], str)
-        message = error["message"]
-    else:
-        fits = openai is not True and isinstance(body, dict) and set(body) == {"error", "error_type"}
-        message = error
-    if not fits or not isinstance(message, str) or not message:
-        return "an error of another shape"
-    if not message.isascii() or not message.isprintable() or len(message) > 300 or UNSAFE.search(message):
-        return "a message that is not ours"
-    return None if reply.header("x-request-id") else "no x-request-id"
-
-
-def answer_problem(reply: Reply) -> str | None:
-    """What is wrong with an answer to anything; None where nothing is."""
-    if not 200 <= reply.status < 500 or reply.status == 429:
-        return f"status {reply.status}"
-    if reply.status >= 400:
-        # An answer to HEAD has no body.
-        return error_problem(reply) if reply.body or reply.header("content-length") in (None, "0") else None
-    kind = (reply.header("content-type") or "").partition(";")[0]
-    try:
-        if kind == "application/json":
-            json.loads(reply.body or b"null")
-        elif kind == "text/event-stream":
-            *events, end = reply.body.decode().split("\n\n")
-            bad = [event for event in events if not event.startswith(("data: ", ":", "id: ", "event: "))]
-            return "a stream that is none" if end or bad else None
-    except ValueError:
-        return "an answer that is not JSON"
-    return None
-
 
 # --- what is sent
 

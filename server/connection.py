@@ -189,6 +189,7 @@ class Connection(HttpToolsProtocol):
             return
         self._refused = True
         self.pipeline.clear()
+        request_id = secrets.token_hex(8)
         cycle = self._running
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -196,10 +197,24 @@ class Connection(HttpToolsProtocol):
             if cycle.response_started:
                 self.transport.abort()
                 return
+            # The application's own line of the log tells of it.
+            cycle.scope["onehead.refused"] = status  # type: ignore[typeddict-unknown-key]
+            request_id = str(cycle.scope.get("request_id", request_id))
+        else:
+            fields = {"status": status, "code": code}
+            access.info("refused a connection: %d %s request=%s", status, code, request_id, extra={"fields": fields})
+        self._write_refusal(status, code, message, request_id)
+        if status == 503:  # Of connections there are too many: this one must not stay.
+            self.transport.close()
+            return
+        if self.transport.can_write_eof():
+            # What it still sends is read for a moment: a socket closed over unread bytes takes the answer back.
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def _write_refusal(self, status: int, code: str, message: str, request_id: str) -> None:
         error = {"message": message, "type": "BadRequestError" if status < 500 else "Service Unavailable", "param": None, "code": code}
         body = msgspec.json.encode({"error": error})
-        request_id = secrets.token_hex(8)
-        access.info("refused a connection: %d %s request=%s", status, code, request_id, extra={"fields": {"status": status, "code": code}})
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -209,13 +224,6 @@ class Connection(HttpToolsProtocol):
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)
-        if status == 503:  # Of connections there are too many: this one must not stay.
-            self.transport.close()
-            return
-        if self.transport.can_write_eof():
-            # What it still sends is read for a moment: a socket closed over unread bytes takes the answer back.
-            self.transport.write_eof()
-        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
 
 def connection_class(section: ServerSection, most: int, admit: Callable[[Any], bool]) -> type[Connection]:

@@ -17,7 +17,7 @@ from threading import Thread
 
 import pytest
 
-from bench.fuzz_http import Reply, answer_problem, error_problem, exchange
+from bench.raw_http import Reply, answer_problem, error_problem, exchange
 from server.config import ServerSection
 from tests import bad_inputs
 from tests.bad_inputs import ALL, BEARER, COMPLETIONS, GENERATE, GOOD, JSON, KEYS, MAX_BODY, OK, SECRET, STREAM, Case, document, post

@@ -146,7 +146,7 @@ class Exchange:
 
     def log(self) -> None:
         """The line of the access log. A client that left before the end of its answer gets the status that nobody saw."""
-        status = self._status if self._complete else CLIENT_GONE
+        status = self._status if self._complete else self._scope.get("onehead.refused", CLIENT_GONE)
         milliseconds = round((time.monotonic() - self._began) * 1e3, 1)
         method, path = self._scope["method"], self._scope["path"]
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
