@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         self._window_rotary = self._rotary if spec.window_rotary is None else RotaryTable(spec.window_rotary)
         # Counted before anything stands for a layer of it: quantized ones have scales besides.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
-        self.num_layers_run = 0
+        self.num_parts_run = 0
 
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attend: Attend) -> Tensor:
         """Ids and positions of T tokens -> their last hidden states x_TD, not yet normalised (see `logits`)."""
@@ -69,11 +69,12 @@ class Decoder(nn.Module):
         )
         for layer, block in enumerate(self.blocks):
             x_TD = block(x_TD, layer, attend, rotation if self.spec.window(layer) is None else window_rotation)
-            self.num_layers_run += 1
+            self.num_parts_run += 1
         return x_TD
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """Hidden states -> logits_SV. Give it only the rows that need them: the head is a large share of a small step."""
+        self.num_parts_run += 1
         x_SD = self.final_norm(x_SD)
         if self.spec.logit_scale != 1.0:
             x_SD = x_SD * self.spec.logit_scale

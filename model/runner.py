@@ -93,8 +93,8 @@ class ModelRunner:
 
     @property
     def progress(self) -> int:
-        """A number that grows with every layer computed: whoever watches sees a step that takes long from one that hangs."""
-        return self.decoder.num_layers_run
+        """A number that grows with every layer and every batch of logits computed: so a long step is told from one that hangs."""
+        return self.decoder.num_parts_run
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes every row of `plan` and draws a token for each that samples. Raises MemoryError; a part of the plan may still fit."""

@@ -45,8 +45,11 @@ def _parse_memory(value: object) -> object:
 
 
 def _parse_words(value: object) -> object:
-    """'a,b' to ('a', 'b'); lists pass through."""
-    return tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else value
+    """'a,b' to ('a', 'b'); lists pass through. A text without a word is no way to say none: it is a variable that was not set."""
+    words = tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else value
+    if isinstance(value, str) and not words:
+        raise ValueError("is given, and empty; leave it out where none is meant")
+    return words
 
 
 def _check_digest(value: str) -> str:

@@ -11,8 +11,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 import msgspec
@@ -29,8 +28,10 @@ SAFETY_HEADERS = {
 """What every response has, unless it says otherwise."""
 MAX_HEADERS = 100
 MAX_IGNORED_BYTES = 16 * 2**20
+MAX_READ_BYTES = 2**18
+"""That asyncio reads at once."""
+MAX_PIPELINED = 128
 LINGER_SECONDS = 2.0
-HEAD_TOO_LARGE = "headers_too_large", f"the head of a request may have {MAX_HEADERS} headers and server.max_header_bytes bytes"
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%-]*)(:[0-9]{0,5})?")
 
 
@@ -41,19 +42,28 @@ class _Refused(Exception):
     """Raised inside the parser's callbacks, which it leaves as a parser's error."""
 
 
+class Door(Protocol):
+    """Who decides what is let in. Both are given the scope of a request, and wait for nothing."""
+
+    def admits(self, scope: Any, /) -> bool:
+        """Whether the application will do something for it, or only refuse it."""
+
+    def postpone(self, scope: Any, /) -> None:
+        """One that was admitted has not arrived whole."""
+
+
 class Connection(HttpToolsProtocol):
     """One connection. `limits` are set by `connection_class`."""
 
     limits: ServerSection
     max_connections: int
-    admits: Callable[[Any], bool]
-    """Of a scope: whether the application will do something for it, or only refuse it."""
+    door: Door
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
-        self._head_bytes = 0
+        self._head_bytes = self._bytes_without_body = self._ignored_bytes = 0
         self._in_head = True
         self._refusal: tuple[int, str, str] | None = None
         self._refused = False
@@ -70,6 +80,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._running is not None and self._busy:
+            # Told by uvicorn is only the request that was read last, and that may be waiting behind this one.
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -80,9 +94,26 @@ class Connection(HttpToolsProtocol):
         while rest is not None and not self._refused:
             if self._in_head:
                 self._head_bytes += len(rest)
+            self._bytes_without_body += len(rest)
             rest = self._feed(rest)
-        if self._in_head and self._head_bytes > self.limits.max_header_bytes and not self._refused:
-            self._refuse(431, *HEAD_TOO_LARGE)
+        self._check_rest()
+
+    def _check_rest(self) -> None:
+        """Bounds what has been read and is no body, whole head or request."""
+        if self._refused:
+            return
+        if self._in_head and self._head_bytes > self.limits.max_header_bytes:
+            self._refuse(431, "headers_too_large", self._largest_head())
+        elif not self._in_head and self._bytes_without_body > self.limits.max_header_bytes + MAX_READ_BYTES:
+            self._refuse(400, "invalid_http", "the body's chunks have more around them than in them")
+        elif self._timer is None and self.timeout_keep_alive_task is None and not self._busy:
+            # A lone line end is no request, and must not keep the connection either.
+            self._await("head", self.limits.header_timeout)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self._running is not None and not self._running.response_complete
 
     def _feed(self, data: memoryview) -> memoryview | None:
         """Reads; what is still to be read behind a head that offered another protocol, as some clients do with every request. The parser
@@ -96,16 +127,21 @@ class Connection(HttpToolsProtocol):
                 head = [b"%s %s HTTP/%s" % (method, self.url, version)]
                 head += [b"%s: %s" % pair for pair in self.headers if pair[0] not in (b"upgrade", b"http2-settings")]
                 self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's own.
                 self._head_bytes = 0
                 self.parser.feed_data(b"\r\n".join([*head, b"", b""]))
                 return data[upgrade.args[0] :]
         except httptools.HttpParserError:
             self.send_400_response("")
+        if self._running is not None and self._busy and self._running.more_body:
+            self.door.postpone(self._running.scope)
         return None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle  # `self.cycle` is the last that was read, and it may be waiting behind this one.
-        if self.flow.write_paused or self.admits(cycle.scope):
+        self._unset_keepalive_if_required()
+        admitted = self.door.admits(cycle.scope)
+        if admitted or self.pipeline or self.transport.get_write_buffer_size():
             super()._start_asgi_task(cycle, app)
             return
         # A refusal waits for nothing, so it is written now: in a flood, a task would stand behind thousands of others.
@@ -118,10 +154,15 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._ignored_bytes = 0
+        self._ignored_bytes = self._bytes_without_body = 0
         if self._timer is None:  # Not the connection's first request, for which the time began with the connection.
             self._head_bytes = 0
             self._await("head", self.limits.header_timeout)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            self._raise(431, "trailers", "headers behind the body are not taken")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -136,6 +177,7 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self._bytes_without_body = 0
         if self.cycle.response_complete:  # With a refusal, before the body had come: what still comes is read for the answer's sake.
             self._ignored_bytes += len(body)
             if self._ignored_bytes > MAX_IGNORED_BYTES:
@@ -151,12 +193,17 @@ class Connection(HttpToolsProtocol):
         """Raises _Refused for what is well-formed and still not for us."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes or len(self.headers) > MAX_HEADERS:
-            self._raise(431, *HEAD_TOO_LARGE)
+            self._raise(431, "headers_too_large", self._largest_head())
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._raise(400, "too_many_requests", f"more than {MAX_PIPELINED} requests wait behind one on this connection")
         if self.parser.get_method() == b"CONNECT":
             self._raise(400, "invalid_http", "this is no proxy; CONNECT has no meaning here")
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1") or (hosts and _HOST.fullmatch(hosts[0]) is None):
             self._raise(400, "invalid_host", "a request must have one `Host` header, with a name or an address and perhaps a port")
+
+    def _largest_head(self) -> str:
+        return f"the head of a request may have {MAX_HEADERS} headers and {self.limits.max_header_bytes} bytes (server.max_header_bytes)"
 
     def _raise(self, status: int, code: str, message: str) -> None:
         self._refusal = status, code, message
@@ -176,6 +223,9 @@ class Connection(HttpToolsProtocol):
 
     def _too_slow(self, part: str, seconds: float) -> None:
         self._timer = None
+        if self.flow.read_paused:  # It is we who do not read: behind a request that is being answered.
+            self._await(part, seconds)
+            return
         answered = self.cycle is not None and self.cycle.response_complete
         if (self._head_bytes == 0 and self.cycle is None) or (part == "body" and answered):
             self.transport.close()  # It never asked for anything, or has its answer.
@@ -193,6 +243,7 @@ class Connection(HttpToolsProtocol):
         cycle = self._running
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
+            cycle.waiting_for_100_continue = False  # It would still be written, behind the refusal.
             cycle.message_event.set()
             if cycle.response_started:
                 self.transport.abort()
@@ -201,7 +252,7 @@ class Connection(HttpToolsProtocol):
             cycle.scope["onehead.refused"] = status  # type: ignore[typeddict-unknown-key]
             request_id = str(cycle.scope.get("request_id", request_id))
         else:
-            fields = {"status": status, "code": code}
+            fields = {"request_id": request_id, "status": status, "code": code}
             access.info("refused a connection: %d %s request=%s", status, code, request_id, extra={"fields": fields})
         self._write_refusal(status, code, message, request_id)
         if status == 503:  # Of connections there are too many: this one must not stay.
@@ -219,6 +270,7 @@ class Connection(HttpToolsProtocol):
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
+            **({"retry-after": "1"} if status == 503 else {}),
             "x-request-id": request_id,
             **SAFETY_HEADERS,
         }
@@ -226,12 +278,12 @@ class Connection(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)
 
 
-def connection_class(section: ServerSection, most: int, admit: Callable[[Any], bool]) -> type[Connection]:
-    """The protocol class for a server with these options, `most` connections and a door that admits requests or not."""
+def connection_class(section: ServerSection, most: int, front: Door) -> type[Connection]:
+    """The protocol class for a server with these options, `most` connections and this door."""
 
     class Limited(Connection):
         limits = section
         max_connections = most
-        admits = staticmethod(admit)
+        door = front
 
     return Limited

@@ -6,12 +6,15 @@ written to a client gets its time to arrive, and no client can keep the process.
 
 import asyncio
 import contextlib
+import logging
 import signal
 from collections.abc import Iterator
 
 import uvicorn
 
 from server.generation import Generation
+
+log = logging.getLogger("onehead")
 
 FLUSH_SECONDS = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -24,6 +27,9 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    cut = False
+    """Whether a connection was closed over an answer that had not left."""
+
     def end(self, patience: float) -> None:
         """Stops listening, and aborts whatever connection is still there in `patience` seconds: one that never sends the rest of its
         request, or never reads its answer, must not keep the process.
@@ -33,6 +39,7 @@ class HttpServer(uvicorn.Server):
 
     def _abort(self) -> None:
         for connection in list(self.server_state.connections):
+            self.cut = self.cut or connection.transport.get_write_buffer_size() > 0
             connection.transport.abort()
 
 
@@ -51,6 +58,7 @@ class Drain:
     def on_signal(self, number: int) -> None:
         if self._task is None:
             self.generation.draining = True
+            log.info("draining for up to %g s: %d requests are open; a second signal ends them", self.timeout, self.generation.num_open)
             # Whoever interrupts at a terminal waits for nobody's balancer.
             self._task = asyncio.create_task(self._drain(0.0 if number == signal.SIGINT else self.grace))
         else:

@@ -8,6 +8,7 @@
     `-- RequestError           an answer other than 200, in the dialect of its route
         |-- Unauthorized       401   no key, or a wrong one
         |-- StreamExpired      410   a resumable stream that is not kept any more
+        |-- StreamCancelled    409   a resumable stream that was ended before its time (only ever an event)
         |-- Conflict           409   a second request under the Idempotency-Key of one that runs
         |-- MalformedBody      400   not UTF-8, not JSON, not an object, a key twice
         |-- UnsupportedMedia   415   not application/json, or encoded
@@ -89,6 +90,10 @@ class Unauthorized(RequestError):
 
 class Conflict(RequestError):
     status, tgi_type, openai_type = 409, "validation", "ConflictError"
+
+
+class StreamCancelled(RequestError):
+    status, tgi_type, openai_type = 409, "cancelled", "Cancelled"
 
 
 class StreamExpired(RequestError):

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import ParamSpec, TypeVar
 
@@ -43,7 +43,7 @@ Value = TypeVar("Value")
 TOO_LONG = "context_length_exceeded"
 
 RATE_WINDOW = 64
-"""Finished requests over which the drain rate is measured."""
+"""Finished requests from whose running times the drain rate is estimated."""
 NUMERICAL_ERRORS, SICK_SECONDS = 10, 60.0
 """So many requests that fail of their numbers within so many seconds make the server not ready."""
 MAX_TOKENIZING = 4
@@ -93,19 +93,22 @@ class Bounds:
     tokenize_seconds: float = 5.0
 
 
-async def in_thread(work: Callable[P, Value], *arguments: P.args, **named: P.kwargs) -> Value:
-    """The result of `work` in a thread that nobody has to wait for: one that never returns keeps neither its place nor the process."""
+async def in_thread(ended: Callable[[], None], work: Callable[[], Value]) -> Value:
+    """The result of `work` in a thread that nobody has to wait for, not even the process's end. `ended` is called when the thread ends,
+    which may be long after the caller has gone.
+    """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Value] = loop.create_future()
 
     def settle(value: Value | None, error: Exception | None) -> None:
+        ended()
         if not result.done():
             result.set_exception(error) if error is not None else result.set_result(value)  # type: ignore[arg-type]
 
     def run() -> None:
         value, error = None, None
         try:
-            value = work(*arguments, **named)
+            value = work()
         except Exception as raised:
             error = raised
         with contextlib.suppress(RuntimeError):  # The loop has closed.
@@ -197,14 +200,17 @@ class Generation:
         """The result of `work`, which tokenizes about `num_chars` characters: where they are many, without holding up everyone else."""
         if num_chars < LONG_PROMPT_CHARS:
             return work(*arguments, **named)
-        async with self._tokenizing:
-            try:
-                return await asyncio.wait_for(in_thread(work, *arguments, **named), self.bounds.tokenize_seconds)
-            except TimeoutError:
-                raise InvalidRequest(
-                    f"this text is not tokenized after {self.bounds.tokenize_seconds:g} s (server.tokenize_timeout); send less of it",
-                    code="tokenization_timeout",
-                ) from None
+        seconds, begun = self.bounds.tokenize_seconds, False
+        try:
+            async with asyncio.timeout(seconds):
+                await self._tokenizing.acquire()
+                begun = True
+                return await in_thread(self._tokenizing.release, partial(work, *arguments, **named))
+        except TimeoutError:
+            if not begun:
+                raise Overloaded(f"{MAX_TOKENIZING} long texts are being tokenized; try again later", self._retry_after()) from None
+            text = f"this text is not tokenized after {seconds:g} s (server.tokenize_timeout); send less of it"
+            raise InvalidRequest(text, code="tokenization_timeout") from None
 
     def start(self, *requests: Request) -> OpenStreams:
         """Checks the sequences of a request against the engine's bounds and submits all of them, or none. Raises InvalidRequest,

@@ -101,4 +101,5 @@ def _escaped(text: str) -> str:
 
 
 def _trace(record: logging.LogRecord) -> str:
-    return "".join(traceback.format_exception(*record.exc_info)).rstrip() if record.exc_info else ""
+    lines = "".join(traceback.format_exception(*record.exc_info)).rstrip().split("\n") if record.exc_info else []
+    return "\n".join(f"  {_escaped(line)}" for line in lines)

@@ -7,12 +7,15 @@ import asyncio
 import contextlib
 import errno
 import gc
+import ipaddress
 import logging
 import math
 import resource
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -101,10 +104,13 @@ class Running:
         while True:
             await asyncio.sleep(self._tick)
             now = time.monotonic()
-            self.supervisor.tick(min(now - last, 2 * self._tick))
-            last = now
-            for call in every_tick:
-                call()
+            elapsed, last = min(now - last, 2 * self._tick), now
+            calls: list[Callable[[], None]] = [partial(self.supervisor.tick, elapsed), *every_tick]
+            for call in calls:
+                try:
+                    call()
+                except Exception:  # Of one call: without the next ones nothing would be watched any more.
+                    log.exception("what is done at intervals failed")
 
     def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
         ready = self.supervisor.ready
@@ -117,7 +123,7 @@ class Running:
         return self._process
 
     def _on_state(self, state: State) -> None:
-        log.info("engine: %s %s", state.value, self.supervisor.reason)
+        log.info("engine: %s", f"{state.value} ({self.supervisor.reason})" if self.supervisor.reason else state.value)
         if state is State.READY and self.supervisor.ready is not None:
             self.metrics.loaded(self.supervisor.ready)
             if self._died is not None:
@@ -219,7 +225,7 @@ def http_server(engine: Running, settings: ServeSettings, name: str, store: Stre
     door = create_app(engine.generation, section, name, version("onehead"), store)
     config = uvicorn.Config(
         with_cors(door, section.cors_origins),
-        http=connection_class(section, allow_files(section.max_connections), door.admits),
+        http=connection_class(section, allow_files(section.max_connections), door),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -248,23 +254,25 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(OutOfFiles())
         for number in SIGNALS:
-            loop.add_signal_handler(number, drain.on_signal, number)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish is respected.
+                loop.add_signal_handler(number, drain.on_signal, number)
         # What there is now stays: left out of every full collection, it no longer holds up requests for a tenth of a second.
         gc.collect()
         gc.freeze()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
-            await _announce(engine, name, listener)
+            await _announce(engine, name, section, listener)
             await engine.until(State.STOPPED)
             engine.generation.raise_if_over()
         finally:
-            http.end(FLUSH_SECONDS)
+            if not http.should_exit:  # A drain gives what was written its time; nothing else does.
+                http.end(FLUSH_SECONDS)
             await engine.close()
             await serving
-    return EXIT_STREAMS_CUT if drain.cut else 0
+    return EXIT_STREAMS_CUT if drain.cut or http.cut else 0
 
 
-async def _announce(engine: Running, name: str, listener: socket.socket) -> None:
+async def _announce(engine: Running, name: str, section: ServerSection, listener: socket.socket) -> None:
     """Waits for the engine and prints the one line that says where it is served; the log says what."""
     if await engine.until(State.READY) is not State.READY:
         return
@@ -276,5 +284,7 @@ async def _announce(engine: Running, name: str, listener: socket.socket) -> None
         f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size}, "
         f"up to {ready.capacity} tokens a sequence"
     )
+    if not section.api_keys and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        log.warning("whoever reaches this port may use it: no key is asked for (server.api_keys)")
     with contextlib.suppress(OSError):  # Whoever started us may have closed the pipe; that is no reason not to serve.
         print(f"onehead serves {name} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

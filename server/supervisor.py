@@ -183,7 +183,8 @@ class Supervisor:
         if self.state is State.READY:
             self._silence += elapsed
             self._lived += elapsed
-            if self._lived >= STABLE_SECONDS:
+            # One that hangs is found out when it has lived for `stall`: that alone is no merit.
+            if self._lived >= STABLE_SECONDS + self._patience.stall:
                 self._forgive()
             if self._silence >= self._patience.stall:
                 self._condemn(f"showed no progress for {self._patience.stall:g} s")

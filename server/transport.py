@@ -4,6 +4,7 @@ event loop; callbacks arrive on the loop. It knows nothing of requests.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import queue
 import subprocess
@@ -39,10 +40,16 @@ class EngineProcess:
         self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
         self._pipe, theirs = Pipe(duplex=True)
         fd = theirs.fileno()
-        self.process = subprocess.Popen([sys.executable, "-P", "-m", ENGINE_MODULE, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL)
+        # What a terminal says to its group is for us alone (we drain first), so the engine is in a group of its own.
+        command = [sys.executable, "-P", "-m", ENGINE_MODULE, str(fd)]
+        self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0)
         theirs.close()  # The child has the only copy now, so its death is an EOF here.
-        for target in (self._read, self._write):
-            threading.Thread(target=target, daemon=True).start()
+        try:
+            for target in (self._read, self._write):
+                threading.Thread(target=target, daemon=True).start()
+        except RuntimeError as error:  # No more threads: as little of an engine as no process.
+            self.process.kill()
+            raise OSError(errno.EAGAIN, "no thread can be started") from error
         self.send(start)
 
     def send(self, message: protocol.ToEngine) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from bench.raw_http import Reply, answer_problem, error_problem, exchange
 from server.config import ServerSection
+from server.connection import MAX_PIPELINED
 from tests import bad_inputs
 from tests.bad_inputs import ALL, BEARER, COMPLETIONS, GENERATE, GOOD, JSON, KEYS, MAX_BODY, OK, SECRET, STREAM, Case, document, post
 from tests.checkpoints import N_POSITIONS, SHAPES, make_tokenizer
@@ -362,8 +363,10 @@ def test_requests_that_do_not_wait(open_door: Door) -> None:
     """B62 as well: many on one connection. What the log must not say of it, Door.close looks for."""
     get = b"GET /live HTTP/1.1\r\nhost: x\r\n"
     upgrade = get + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
-    reply = exchange(open_door.server.port, upgrade * 600 + get + b"connection: close\r\n\r\n", to_end=True)
-    assert reply is not None and reply.closed and reply.rest.count(b"HTTP/1.1 200 OK\r\n") == 600
+    reply = exchange(open_door.server.port, upgrade * MAX_PIPELINED + get + b"connection: close\r\n\r\n", to_end=True)
+    assert reply is not None and reply.closed and reply.rest.count(b"HTTP/1.1 200 OK\r\n") == MAX_PIPELINED
+    reply = exchange(open_door.server.port, get + b"\r\n" + (get + b"\r\n") * (MAX_PIPELINED + 1), to_end=True)
+    assert reply is not None and reply.status == 400 and b"too_many_requests" in reply.body and reply.closed
     reply = exchange(open_door.server.port, (get + b"\r\n") * 3 + b"\0\r\n\r\n", to_end=True)
     assert reply is not None and reply.closed
 

@@ -215,7 +215,7 @@ def test_an_engine_that_lived_long_owes_nothing_to_those_before_it() -> None:
     bench = Bench()
     for _ in range(3 * MAX_DEATHS):
         bench.engine.on_message(READY)
-        for _ in range(int(STABLE_SECONDS)):
+        for _ in range(int(STABLE_SECONDS + PATIENCE.stall)):
             bench.supervisor.tick(1.0)
             bench.engine.on_message(protocol.Beat(0))
         bench.engine.kill()

@@ -128,7 +128,7 @@ class Format(Body):
     def source(self, field: str) -> Source | None:
         """The constraint; None for plain text. Raises ValueError for a type that is unknown or lacks its value."""
         if (self.value is not None and self.json_schema is not None) or (self.type == "text" and self.value is not None):
-            raise ValueError(f"`{field}` has more than its type {self.type[:32]!r} takes")
+            raise ValueError(f"`{field}` has more than its type {self.type!a} takes")
         if self.json_schema is not None and self.type != "json_schema":
             raise ValueError(f"`{field}.json_schema` goes with the type json_schema")
         if self.type == "text":

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.refusals import refusal
 from server.connection import SAFETY_HEADERS
-from server.errors import Conflict, RequestError, Unauthorized
+from server.errors import Conflict, NotFound, RequestError, Unauthorized
 from server.generation import Generation, Place, current_place
 from server.logs import request_id as current_request_id
 
@@ -29,17 +29,31 @@ PROBED = PUBLIC | {"/metrics"}
 """Asked every few seconds: a line of the log for each would hide the others."""
 WORK = frozenset({"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/infill"})
 """Paths whose POST asks for generation."""
+STREAMS = "/v1/streams/"
 CLIENT_GONE = 499
 ENTRY = "onehead.entry"
 
 
 @dataclass(slots=True)
 class Entry:
-    """What the door has decided of a request."""
+    """What the door has decided of a request. `kept`: it is not over with its response, and whoever goes on with it releases it."""
 
+    running: set[tuple[str, bytes]]
     error: RequestError | None = None
     claim: tuple[str, bytes] | None = None
     place: Place | None = None
+    kept: bool = False
+
+    def release(self) -> None:
+        """Gives back what the request was given: its place, and its Idempotency-Key."""
+        self.leave()
+        if self.claim is not None:
+            self.running.discard(self.claim)
+
+    def leave(self) -> None:
+        """Gives back its place alone."""
+        if self.place is not None:
+            self.place.release()
 
 
 class FrontDoor:
@@ -52,6 +66,11 @@ class FrontDoor:
         self._metrics_key = metrics_key
         self._running: set[tuple[str, bytes]] = set()
         """(who, Idempotency-Key) of the requests that are being answered."""
+
+    def postpone(self, scope: Scope) -> None:
+        """The rest of this request is still to come: until then it takes nobody's place."""
+        entry: Entry = scope[ENTRY]
+        entry.leave()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,17 +89,19 @@ class FrontDoor:
             else:
                 await self.app(scope, receive, exchange.send)
         finally:
-            if entry.claim is not None:
-                self._running.discard(entry.claim)
-            if entry.place is not None:
-                entry.place.release()
+            if not entry.kept:
+                entry.release()
             exchange.log()
 
     def admits(self, scope: Scope) -> bool:
         """Decides, once for each request, whether anything is done for it, and notes that in its scope. It waits for nothing."""
-        entry = scope[ENTRY] = Entry()
+        entry = scope[ENTRY] = Entry(self._running)
+        scope["request_id"] = _request_id(scope)
         try:
             scope["principal"] = self._principal(scope)
+            if not scope["path"].isprintable():
+                # A router's pattern may match before a final line end: what is decided here must be what is routed.
+                raise NotFound("no such route; GET /docs lists those there are")
             entry.claim = self._claim(scope)
             if scope["method"] == "POST" and scope["path"] in WORK:
                 entry.place = self.generation.take_place()
@@ -102,7 +123,7 @@ class FrontDoor:
         digest = hashlib.sha256(key.strip()).hexdigest()
         # Every key is compared, whichever fits: the time must not tell.
         if not any([hmac.compare_digest(digest, known) for known in keys]) or scheme.lower() != b"bearer":
-            raise Unauthorized("a key is needed: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
+            raise Unauthorized("a valid key is needed: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
         return digest
 
     def _claim(self, scope: Scope) -> tuple[str, bytes] | None:
@@ -127,8 +148,7 @@ class Exchange:
         self._began = scope.get("onehead.received", time.monotonic())
         self._status = CLIENT_GONE
         self._complete = False
-        self.request_id = _request_id(scope)
-        scope["request_id"] = self.request_id
+        self.request_id = scope["request_id"]
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -146,9 +166,11 @@ class Exchange:
 
     def log(self) -> None:
         """The line of the access log. A client that left before the end of its answer gets the status that nobody saw."""
-        status = self._status if self._complete else self._scope.get("onehead.refused", CLIENT_GONE)
+        status = self._scope.get("onehead.refused") or (self._status if self._complete else CLIENT_GONE)
         milliseconds = round((time.monotonic() - self._began) * 1e3, 1)
         method, path = self._scope["method"], self._scope["path"]
+        if path.startswith(STREAMS):
+            path = f"{STREAMS}..."  # Whoever knows an id may read the stream.
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
         level = logging.DEBUG if path in PROBED and status < 500 else logging.INFO
         access.log(level, "%s %s %d %.1f ms", method, ascii(path[:200])[1:-1], status, milliseconds, extra={"fields": fields})

@@ -187,10 +187,10 @@ class TgiRoutes:
         headers = {"x-compute-type": self.generation.ready.device, "x-compute-characters": str(len(body.inputs))}
         try:
             if resumable:
-                return self.publications.publish(http, reply.events(None), streams.close, error_body, headers)
+                return self.publications.publish(http, reply.events(None), streams.close, error_event, headers)
             if stream:
                 first = await unless_disconnected(http, streams.begin(self.section.keep_alive))
-                return sse.EventResponse(reply.events(first), streams.close, headers, self.section.keep_alive)
+                return sse.EventResponse(sse.closing(reply.events(first), error_event), streams.close, headers, self.section.keep_alive)
             value = await unless_disconnected(http, reply.whole())
         except BaseException:
             streams.close()
@@ -209,9 +209,9 @@ class TgiRoutes:
         return with_choices(request, parameters.best_of or 1)
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
+def error_event(error: RequestError) -> bytes:
     """An error in TGI's words."""
-    return {"error": error.message, "error_type": error.tgi_type}
+    return sse.event({"error": error.message, "error_type": error.tgi_type})
 
 
 @contextmanager
@@ -329,14 +329,11 @@ class Reply:
         return {"finish_reason": sequence.finish, "generated_tokens": len(sequence.tokens), "seed": seed}
 
     async def events(self, first: Piece | None) -> AsyncIterator[bytes]:
-        """One event for each token; the last has the whole text. An error is the last event instead."""
+        """One event for each token; the last has the whole text. Raises RequestError."""
         if first is not None:
             yield self._event(first)
-        try:
-            async for piece in self.streams:
-                yield self._event(piece)
-        except RequestError as error:
-            yield sse.event(error_body(error))
+        async for piece in self.streams:
+            yield self._event(piece)
 
     def _event(self, piece: Piece) -> bytes:
         sequence, token = self._take(piece)

@@ -52,16 +52,16 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How an answer is wanted. `done`: OpenAI's last line ends a stream of this route."""
+    """How an answer is wanted. `last` ends a stream of this route."""
 
     stream: bool
     resumable: bool
-    done: bool
+    last: bytes
 
     @classmethod
     def of(cls, http: HttpRequest, body: GenerationBody | InfillBody, done: bool) -> "Delivery":
-        """What a request asks for. Raises InvalidRequest."""
-        return cls(bool(body.stream), is_resumable(http, body.resumable, bool(body.stream)), done)
+        """What a request asks for. `done`: on this route OpenAI's last line ends a stream. Raises InvalidRequest."""
+        return cls(bool(body.stream), is_resumable(http, body.resumable, bool(body.stream)), sse.DONE if done else b"")
 
 
 class OpenAIRoutes:
@@ -168,11 +168,12 @@ class OpenAIRoutes:
         close = reply.streams.close
         try:
             if delivery.resumable:
-                return self.publications.publish(http, _events(reply, None, delivery.done), close, error_body, {})
+                return self.publications.publish(http, _events(reply, None), close, _error_event, {}, delivery.last)
             if not delivery.stream:
                 return JSONResponse(await unless_disconnected(http, _whole(reply)))
             first = await unless_disconnected(http, reply.streams.begin(self.section.keep_alive))
-            return sse.EventResponse(_events(reply, first, delivery.done), close, {}, self.section.keep_alive)
+            events = sse.closing(_events(reply, first), _error_event, delivery.last)
+            return sse.EventResponse(events, close, {}, self.section.keep_alive)
         except BaseException:
             reply.streams.close()
             raise
@@ -184,17 +185,16 @@ async def _whole(reply: Reply) -> dict[str, Any]:
     return reply.whole()
 
 
-async def _events(reply: Reply, first: Piece | None, done: bool) -> AsyncIterator[bytes]:
-    """One event for each chunk; an error is an event too. `done`: OpenAI's last line follows."""
+def _error_event(error: RequestError) -> bytes:
+    return sse.event(error_body(error))
+
+
+async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[bytes]:
+    """One event for each chunk. Raises RequestError."""
     for chunk in (*reply.first(), *(reply.chunks(first) if first is not None else ())):
         yield sse.event(chunk)
-    try:
-        async for piece in reply.streams:
-            for chunk in reply.chunks(piece):
-                yield sse.event(chunk)
-        for chunk in reply.last():
+    async for piece in reply.streams:
+        for chunk in reply.chunks(piece):
             yield sse.event(chunk)
-    except RequestError as error:
-        yield sse.event(error_body(error))
-    if done:
-        yield sse.DONE
+    for chunk in reply.last():
+        yield sse.event(chunk)

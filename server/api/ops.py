@@ -7,6 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from server.generation import Generation
 from server.metrics import CONTENT_TYPE
+from server.supervisor import State
 
 
 class OpsRoutes:
@@ -33,7 +34,9 @@ class OpsRoutes:
         """200 when a request would be computed now, else 503."""
         if self.generation.accepting:
             return JSONResponse({"status": "ready"})
-        status = "draining" if self.generation.draining else self.generation.supervisor.state.value
+        state = self.generation.supervisor.state
+        # Ready, and still not accepting: too many requests have failed of their numbers.
+        status = "draining" if self.generation.draining else "numerical errors" if state is State.READY else state.value
         return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
 
     async def metrics(self) -> Response:

@@ -1,6 +1,7 @@
 """Server-sent events as bytes, and the response that carries them (WHATWG HTML, section 9.2)."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -9,16 +10,36 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from server.errors import RequestError
+
+log = logging.getLogger("onehead.api")
+
 _encode = msgspec.json.Encoder().encode
 
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
+BREATH = 32
+"""Events after which others get their turn, however fast they can be written."""
 DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any) -> bytes:
     """One event with JSON data. JSON holds no line break, so one data line is enough."""
     return b"data: " + _encode(data) + b"\n\n"
+
+
+async def closing(events: AsyncIterator[bytes], error_event: Callable[[RequestError], bytes], last: bytes = b"") -> AsyncIterator[bytes]:
+    """`events` with an end in any case: what goes wrong is an event too, and `last` stands behind everything."""
+    try:
+        async for each in events:
+            yield each
+    except RequestError as error:
+        yield error_event(error)
+    except Exception:
+        log.exception("a stream failed")
+        yield error_event(RequestError("internal error; the server's log has it under the request id"))
+    if last:
+        yield last
 
 
 class EventResponse(StreamingResponse):
@@ -41,6 +62,8 @@ class EventResponse(StreamingResponse):
         self._close = close
         self._keep_alive = keep_alive
         self._comment_bytes = comment
+        self._gone = False
+        self._num_sent = 0
         self._last: float | None = None
         """When something was last sent; None before the first and after the last."""
 
@@ -48,11 +71,20 @@ class EventResponse(StreamingResponse):
         async def noted(message: Message) -> None:
             over = message["type"] == "http.response.body" and not message.get("more_body", False)
             self._last = None if over else time.monotonic()
-            await send(message)
+            self._num_sent += 1
+            if self._num_sent % BREATH == 0:
+                await asyncio.sleep(0)  # To one who has left, writing never waits: whoever should say so would not get a word in.
+            if not self._gone:
+                await send(message)
+
+        async def watched() -> Message:
+            message = await receive()
+            self._gone = self._gone or message["type"] == "http.disconnect"
+            return message
 
         comments = asyncio.create_task(self._comment(send))
         try:
-            await super().__call__(scope, receive, noted)
+            await super().__call__(scope, watched, noted)
         finally:
             comments.cancel()
             self._close()

@@ -8,14 +8,14 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.api import sse
-from server.errors import GenerationFailed, InvalidRequest, MalformedBody, NotFound, RequestError, StreamExpired
+from server.api.front import ENTRY
+from server.errors import GenerationFailed, InvalidRequest, MalformedBody, NotFound, RequestError, StreamCancelled, StreamExpired
 from server.stream_buffer import Expired, FromTheFuture, Reader, StreamBuffer, StreamStore, Unknown
 
 RETRY = b"retry: 1000\n"
@@ -23,8 +23,6 @@ SUPERSEDED = b"event: superseded\ndata: {}\n\n"
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _GAP = GenerationFailed("some events behind the last one you saw are not kept any more", code="resume_gap")
-
-ErrorBody = Callable[[RequestError], dict[str, Any]]
 
 
 def is_resumable(http: HttpRequest, resumable: bool | None, stream: bool) -> bool:
@@ -44,9 +42,19 @@ class Publications:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def publish(
-        self, http: HttpRequest, events: AsyncIterator[bytes], close: Callable[[], None], error_body: ErrorBody, headers: dict[str, str]
+        self,
+        http: HttpRequest,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        error_event: Callable[[RequestError], bytes],
+        headers: dict[str, str],
+        last: bytes = b"",
     ) -> Response:
-        """Starts to write `events` into a new stream, and answers with it. `close` is called when they end, however they end."""
+        """Starts to write `events` into a new stream, and answers with it. `close` is called when they end, however they end; `last` stands
+        behind everything.
+        """
+        entry = http.scope[ENTRY]
+        entry.kept = True
         reasons: list[str] = []
 
         def stop(reason: str) -> None:
@@ -54,17 +62,20 @@ class Publications:
             task.cancel()
 
         buffer = self.store.open(http.scope.get("principal", ""), stop, time.monotonic())
-        buffer.gap = b"event: error\n" + sse.event(error_body(_GAP))
+        buffer.gap = b"event: error\n" + error_event(_GAP)
 
         async def write() -> None:
             try:
-                async for event in events:
+                async for event in sse.closing(events, error_event, last):
                     self._append(buffer, event)
             except asyncio.CancelledError:
                 reason = reasons[0] if reasons else "the server is shutting down"
-                self._append(buffer, sse.event(error_body(GenerationFailed(reason, code="cancelled"))))
+                self._append(buffer, error_event(StreamCancelled(reason, code="cancelled")))
+                if last:
+                    self._append(buffer, last)
             finally:
                 close()
+                entry.release()
                 self.store.end(buffer, time.monotonic())
 
         task = asyncio.create_task(write())

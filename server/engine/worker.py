@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -185,7 +184,7 @@ class Worker:
                     score_prompt=message.score_prompt,
                     constraint=self.grammars.constraint(message),
                 )
-            except (NeverFits, ConstraintFailed, ValueError) as error:
+            except (NeverFits, ConstraintFailed) as error:  # In our own words.
                 self._send(protocol.Failed(message.id, str(error), refused=isinstance(error, ConstraintFailed)))
             except (KeyboardInterrupt, SystemExit, MemoryError):
                 raise
@@ -214,14 +213,14 @@ def _refusal(error: Exception) -> protocol.Refused:
     if isinstance(error, CheckpointError | OptionError):
         return protocol.Refused(str(error))
     if not isinstance(error, MemoryError):
-        traceback.print_exception(error)
+        log.error("the model could not be loaded", exc_info=error)
     return protocol.Refused(f"the model could not be loaded: {error}", resource=isinstance(error, MemoryError | RuntimeError))
 
 
 def main() -> None:
     """The child's entry: the first message says what to load, the first answer is Ready or Refused."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # A signal to the group is the parent's to handle: it drains first.
     pipe = Connection(int(sys.argv[1]))
     try:

@@ -1,0 +1,243 @@
+"""F18 and F23: more clients than there is room for, clients that take their time, and bytes that are no HTTP."""
+
+import contextlib
+import json
+import re
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.faults.checker import LEAK
+from tests.faults.clients import PATIENCE, Ask, Cut, Wire
+from tests.faults.rules import Rule
+from tests.faults.scene import Case, Scene
+from tests.processes import wait_until
+
+CLOSED_SECONDS = 4.0
+CROWD, ROOM, QUEUE = 200, 4, 12
+FILES = 128
+MOST_LOG = 100_000
+GET = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+POST = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+SMUGGLED = b'POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n{"inputs":"s"}'
+CLIENT_HELLO = bytes.fromhex("16030100a5010000a10303") + bytes(160)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Bytes that are sent as they are, the status of each answer, and whether the connection is closed behind the last."""
+
+    what: str
+    data: bytes
+    statuses: tuple[int, ...]
+    closed: bool = True
+
+
+TABLE = (
+    Raw("no HTTP at all", b"\x00\x01\x02\xff\r\n\r\n", (400,)),
+    Raw("TLS", CLIENT_HELLO, (400,)),
+    Raw("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),
+    Raw("pipelining", GET + GET, (200, 200), closed=False),
+    Raw("no Host", b"GET /live HTTP/1.1\r\n\r\n", (400,)),
+    Raw("two Hosts", b"GET /live HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n", (400,)),
+    Raw("a header without a colon", b"GET /live HTTP/1.1\r\nhost: x\r\nnothing\r\n\r\n", (400,)),
+    Raw("NUL in a header", b"GET /live HTTP/1.1\r\nhost: x\r\na: \x00\r\n\r\n", (400,)),
+    Raw("101 headers", b"GET /live HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 100 + b"\r\n", (431,)),
+    Raw("a header of 64 KiB", b"GET /live HTTP/1.1\r\nhost: x\r\na: " + b"b" * 2**16 + b"\r\n\r\n", (431,)),
+    Raw("a header of 3 MiB", b"GET /live HTTP/1.1\r\nhost: x\r\na: " + b"b" * 3 * 2**20 + b"\r\n\r\n", (431,)),
+    Raw("two lengths", POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + SMUGGLED, (400,)),
+    Raw("a length below 0", POST + b"content-length: -1\r\n\r\n" + SMUGGLED, (400,)),
+    Raw("a length and chunks", POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED, (400,)),
+    Raw("a chunk size that overflows", POST + b"transfer-encoding: chunked\r\n\r\n" + b"f" * 20 + b"\r\nx\r\n" + SMUGGLED, (400,)),
+    Raw("a chunk size that is no number", POST + b"transfer-encoding: chunked\r\n\r\nzz\r\nx\r\n" + SMUGGLED, (400,)),
+    Raw("a bad trailer", POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nno trailer\x00\r\n\r\n" + SMUGGLED, (400,)),
+)
+
+
+def exchange(scene: Scene, raw: Raw) -> None:
+    """Sends, and reads every answer to the end."""
+    scene.history.act("raw", what=raw.what, bytes=raw.data[:300].decode("latin-1"))
+    with socket.create_connection(("127.0.0.1", scene.server.port), timeout=PATIENCE) as connection:
+        with contextlib.suppress(ConnectionError):  # It may have heard enough before it has heard all.
+            connection.sendall(raw.data)
+        wire = Wire(connection)
+        for expected in raw.statuses:
+            status, headers = wire.head()
+            body = b"".join(wire.body(headers))
+            assert status == expected, f"{raw.what}: {status} {body!r}"
+            if status >= 400:
+                check_refusal(raw.what, headers, body)
+        if raw.closed:
+            began = time.monotonic()
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(65536) == b"", f"{raw.what}: there is more behind the last answer"
+            assert time.monotonic() - began < CLOSED_SECONDS, f"{raw.what}: the connection stays open"
+
+
+def check_refusal(what: str, headers: dict[str, str], body: bytes) -> None:
+    """I12 for what is refused before it is a request."""
+    error = json.loads(body)["error"]
+    assert {"message", "type", "param", "code"} <= set(error), f"{what}: {body!r}"
+    assert headers.get("x-request-id") and not LEAK.search(body.decode()), f"{what}: {headers} {body!r}"
+
+
+def malformed(scene: Scene) -> None:
+    """Each is refused and costs its connection; what was hidden behind it never runs; the server goes on, with at most a line of log."""
+    scene.start()
+    before = len(scene.server.log.splitlines())
+    for raw in TABLE:
+        exchange(scene, raw)
+    time.sleep(0.2)  # The log is written behind the answers.
+    told = scene.server.log.splitlines()[before:]
+    assert len(told) <= sum(len(raw.statuses) for raw in TABLE), "\n".join(told)
+    assert scene.server.metric("onehead_prompt_tokens_total") == 0, "a hidden request was run"
+    scene.canary()
+
+
+def crowd(scene: Scene) -> None:
+    """As many as there is room for finish; the others are told at once when to come again."""
+    options = ("--engine.max_running", str(ROOM), "--server.max_waiting", str(QUEUE))
+    scene.start(*options, rules=(Rule("pace", seconds=0.005),))
+    with scene.watched():
+        exchanges = scene.ask_all(scene.asks(CROWD, 40))
+        scene.outcomes()
+    refused = [exchange for exchange in exchanges if exchange.status == 429]
+    finished = [exchange for exchange in exchanges if exchange.finished]
+    assert len(refused) + len(finished) == CROWD and len(finished) >= ROOM + QUEUE and refused
+    text = f"{len(refused)} of {CROWD} refused"
+    assert scene.server.metric("onehead_requests_total") == CROWD, text
+    scene.canary()
+
+
+def many_tokens_wait(scene: Scene) -> None:
+    """The queue has a bound in tokens too."""
+    rules = (Rule("pace", seconds=0.01),)
+    scene.start("--engine.max_running", "1", "--server.max_waiting_tokens", "500", rules=rules)
+    exchanges = []
+    for ask in scene.asks(12, 20, stream=True):
+        long = Ask(ask.prompt + "x" * 150, 20, ask.parameters, ask.dialect, canary=ask.canary)
+        exchanges.append(scene.ask(long))
+        time.sleep(0.03)
+    scene.outcomes()
+    assert {exchange.status for exchange in exchanges} == {200, 429}
+    assert all(exchange.finished for exchange in exchanges if exchange.status == 200)
+
+
+@contextlib.contextmanager
+def silent_connections(scene: Scene, count: int) -> Iterator[None]:
+    """So many that say nothing."""
+    scene.history.act("connect", count=count)
+    with contextlib.ExitStack() as connections:
+        for _ in range(count):
+            connections.enter_context(socket.create_connection(("127.0.0.1", scene.server.port), timeout=PATIENCE))
+        yield
+
+
+def too_many_connections(scene: Scene) -> None:
+    """Whoever speaks is served again when the silent ones have been closed for it."""
+    scene.start("--server.header_timeout", "1.0", "--server.max_connections", "32")
+    streaming = scene.ask_all(scene.asks(4, 100, stream=True))
+    for exchange in streaming:
+        exchange.reach(1)
+    with silent_connections(scene, 100):
+        scene.all_finished()
+        time.sleep(2.0)
+        scene.canary()
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+
+
+def more_connections_than_files(scene: Scene) -> None:
+    """What is open already goes on, and an engine that dies meanwhile is replaced: that takes files too. The log stays a log."""
+    scene.traces = True
+    scene.start("--server.header_timeout", "1.0", rules=(Rule("pace", seconds=0.01),), prepare=few_files)
+    streaming = scene.ask_all(scene.asks(4, 100, stream=True))
+    for exchange in streaming:
+        exchange.reach(1)
+    with silent_connections(scene, FILES * 3):
+        scene.kill_engine()
+        scene.all_finished()
+    wait_until(lambda: answers(scene), "new connections are served again", 10.0)
+    scene.canary()
+    assert len(scene.server.log) < MOST_LOG, f"{len(scene.server.log)} bytes of log"
+
+
+def answers(scene: Scene) -> bool:
+    with contextlib.suppress(OSError):
+        return scene.server.is_ready
+    return False
+
+
+def drip(scene: Scene, data: bytes, what: str) -> None:
+    """One byte after the other, never to the end: 408 when the time is up, though the last byte was just now."""
+    scene.history.act("drip", what=what)
+    began = time.monotonic()
+    over = threading.Event()
+
+    def feed(connection: socket.socket) -> None:
+        for byte in data:
+            if over.wait(0.1):
+                return
+            with contextlib.suppress(OSError):
+                connection.sendall(bytes([byte]))
+
+    with socket.create_connection(("127.0.0.1", scene.server.port), timeout=PATIENCE) as connection:
+        feeder = threading.Thread(target=feed, args=(connection,))
+        feeder.start()
+        try:
+            wire = Wire(connection)
+            status, headers = wire.head()
+            body = b"".join(wire.body(headers))
+        except (Cut, ConnectionError):
+            raise AssertionError(f"{what}: closed without an answer") from None
+        finally:
+            over.set()
+            feeder.join()
+        assert status == 408 and 0.9 < time.monotonic() - began < 3.0, f"{what}: {status} {body!r}"
+        check_refusal(what, headers, body)
+
+
+def slow_requests(scene: Scene) -> None:
+    scene.start("--server.header_timeout", "1.0", "--server.body_timeout", "1.0")
+    drip(scene, GET[:-2] + b"a" * 200, "a slow head")
+    connection_head = POST + b"content-length: 300\r\n\r\n"
+    half_sent(scene, connection_head)
+    assert not re.search(r"\b5\d\d\b [\d.]+ ms", scene.server.log), scene.server.log
+    scene.canary()
+
+
+def half_sent(scene: Scene, head: bytes) -> None:
+    """The head at once, the body in drops."""
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", scene.server.port), timeout=PATIENCE) as connection:
+        connection.sendall(head)
+        while time.monotonic() - began < 0.8:
+            connection.sendall(b" ")
+            time.sleep(0.1)
+        wire = Wire(connection)
+        status, headers = wire.head()
+        body = b"".join(wire.body(headers))
+    assert status == 408 and time.monotonic() - began < 3.0, f"a slow body: {status} {body!r}"
+    check_refusal("a slow body", headers, body)
+
+
+CASES = [
+    Case("F18", "a crowd at a full queue", crowd),
+    Case("F18", "a queue full of tokens", many_tokens_wait),
+    Case("F18", "idle connections beyond the limit", too_many_connections),
+    Case("F18", "more connections than files", more_connections_than_files),
+    Case("F18", "a slow head and a slow body", slow_requests),
+    Case("F23", "what is no HTTP", malformed),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fault(scene: Scene, case: Case) -> None:
+    scene.play(case)

@@ -1,0 +1,263 @@
+"""Clients that write down everything: one request each over a raw socket, in a thread of its own, read as fast as it is told to.
+
+An Exchange parses strictly (head, chunks, events) and notes what it got in a History; it judges nothing. HTTP and SSE are read here by
+hand because a library would hide what matters: whether an answer was cut off, and where.
+"""
+
+import json
+import random
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.faults.checker import is_error, is_terminal, text_of, token_ids
+from tests.faults.history import History
+from tests.processes import wait_until
+
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request in neither dialect's words. `parameters` are TGI's; `extra` stands at the top level in both."""
+
+    prompt: str
+    max_new_tokens: int = 60
+    parameters: dict[str, Any] = field(default_factory=dict)
+    dialect: str = "tgi"
+    stream: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    canary: str = ""
+
+    @property
+    def route(self) -> str:
+        return "/generate" if self.dialect == "tgi" else "/v1/completions"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        parameters = {"max_new_tokens": self.max_new_tokens, "ignore_eos": True, **self.parameters}
+        if self.dialect == "tgi":
+            return {"inputs": self.prompt, "parameters": {**parameters, "details": True}, "stream": self.stream, **self.extra}
+        sampled = parameters.pop("do_sample", False)
+        body = {"prompt": self.prompt, "max_tokens": parameters.pop("max_new_tokens"), "temperature": 1.0 if sampled else 0.0}
+        grammar = parameters.pop("grammar", None)
+        if grammar is not None:
+            parameters["structured_outputs"] = {grammar["type"]: grammar["value"]}
+            del parameters["ignore_eos"]
+        streamed = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
+        return {**body, **parameters, **streamed, "return_token_ids": True, **self.extra}
+
+    @property
+    def bytes(self) -> bytes:
+        """The whole request."""
+        data = json.dumps(self.body).encode()
+        lines = [f"POST {self.route} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(data)}"]
+        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode() + data
+
+
+def asks(rng: random.Random, count: int, max_new_tokens: int = 60, **same: Any) -> list[Ask]:
+    """Requests of all kinds: greedy and seeded, both dialects, streamed, resumable or, one in eight, whole; a canary in each prompt."""
+    made = []
+    for i in range(count):
+        canary = "".join(rng.choices("bcdghjkmpqrtvwz", k=12))
+        prompt = "".join(rng.choices("abcdef (:)\n", k=rng.randint(1, 60))) + canary
+        sampled = {"do_sample": True, "seed": rng.randrange(2**31), "top_p": 0.9} if i % 2 else {}
+        kind = {"dialect": "openai" if i % 4 >= 2 else "tgi", "stream": i % 8 != 5, "extra": {"resumable": True} if i % 8 in (3, 4) else {}}
+        made.append(Ask(prompt, max_new_tokens, sampled, canary=canary, **{**kind, **same}))
+    return made
+
+
+class Cut(Exception):
+    """The connection ended where an answer should have gone on."""
+
+
+class Wire:
+    """The bytes of a connection as an HTTP/1.1 answer."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._data = b""
+
+    def line(self) -> bytes:
+        while b"\r\n" not in self._data:
+            self._more()
+        line, self._data = self._data.split(b"\r\n", 1)
+        return line
+
+    def exactly(self, count: int) -> bytes:
+        while len(self._data) < count:
+            self._more()
+        data, self._data = self._data[:count], self._data[count:]
+        return data
+
+    def _more(self) -> None:
+        data = self.socket.recv(65536)
+        if not data:
+            raise Cut
+        self._data += data
+
+    def head(self) -> tuple[int, dict[str, str]]:
+        """Status and headers, by their names in small letters."""
+        status = int(self.line().split(b" ")[1])
+        headers = {}
+        while line := self.line():
+            name, value = line.decode("latin-1").split(":", 1)
+            headers[name.lower()] = value.strip()
+        return status, headers
+
+    def body(self, headers: dict[str, str]) -> Iterator[bytes]:
+        """The body in pieces, to its very end. Raises Cut where that does not come."""
+        if headers.get("transfer-encoding") != "chunked":
+            yield self.exactly(int(headers.get("content-length", 0)))
+            return
+        while size := int(self.line(), 16):
+            yield self.exactly(size)
+            assert self.line() == b""
+        assert self.line() == b""
+
+
+def events(pieces: Iterator[bytes]) -> Iterator[dict[str, str]]:
+    """Server-sent events and the comments before them, by the names of their fields; a comment has no name, and here that one."""
+    rest = b""
+    for piece in pieces:
+        rest += piece
+        while b"\n\n" in rest:
+            block, rest = rest.split(b"\n\n", 1)
+            fields: dict[str, str] = {}
+            for line in block.decode().split("\n"):
+                name, _, value = line.partition(": ")
+                fields["comment" if name == "" else name.rstrip(":")] = value
+            yield fields
+    assert all(line.startswith(b":") for line in rest.splitlines()), rest
+
+
+class Exchange:
+    """One request and its answer, in a thread of its own."""
+
+    def __init__(
+        self, port: int, ask: Ask, history: History, leave_after: int | None = None, reset: bool = False, resumes: bool = False
+    ) -> None:
+        self.port = port
+        self.ask = ask
+        self.history = history
+        self.number = history.new_request()
+        self.leave_after = leave_after
+        self.reset = reset
+        self.resumes = resumes
+        """It comes back whenever it has left; a stream that is resumable allows that."""
+        self.last_id = ""
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.data: list[Any] = []
+        self.comments = 0
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        what = {"dialect": ask.dialect, "route": ask.route, "canary": ask.canary, "body": ask.body}
+        history.add("sent", request=self.number, **what)
+        self.thread.start()
+
+    def _run(self) -> None:
+        how = "never"
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE) as connection:
+                connection.sendall(self.ask.bytes)
+                how = self._read(connection)
+                if how == "left" and self.reset:
+                    abort(connection)
+            if how == "left" and self.resumes:
+                how = self._resume()
+        except (Cut, ConnectionError):
+            how = "cut"
+        except TimeoutError:
+            how = "timeout"
+        finally:
+            self.history.add("end", request=self.number, how=how)
+
+    def _resume(self) -> str:
+        """Comes back for the rest, as often as it leaves; everything counts as one answer."""
+        while True:
+            number = int(self.last_id.rsplit(".", 1)[1])
+            self.history.add("resume", request=self.number, after=number)
+            with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE) as connection:
+                path = f"/v1/streams/{self.headers['x-stream-id']}"
+                connection.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nlast-event-id: {self.last_id}\r\n\r\n".encode())
+                how = self._read(connection)
+                if how == "left":
+                    abort(connection)
+            if how != "left" or self.status != 200:
+                return how
+
+    def _read(self, connection: socket.socket) -> str:
+        wire = Wire(connection)
+        status, headers = wire.head()
+        streamed = headers.get("content-type", "").startswith("text/event-stream")
+        self.history.add("head", request=self.number, status=status, headers=headers, streamed=streamed)
+        self.status, self.headers = status, headers
+        if status == 204:
+            return "eof"
+        if not streamed:
+            self._take({"data": b"".join(wire.body(headers)).decode()})
+            return "eof"
+        if self.leave_after == 0:
+            return "left"
+        before = len(self.data)
+        for event in events(wire.body(headers)):
+            self._take(event)
+            if self.leave_after is not None and len(self.data) - before >= self.leave_after:
+                return "left"
+        return "eof"
+
+    def _take(self, event: dict[str, str]) -> None:
+        if event.pop("comment", None) is not None:
+            self.comments += 1
+            self.history.add("comment", request=self.number)
+        if "data" not in event:
+            return
+        data = event["data"] if event["data"] == "[DONE]" else json.loads(event["data"])
+        self.history.add("event", request=self.number, **{**event, "data": data})
+        self.last_id = event.get("id", self.last_id)
+        self.data.append(data)
+
+    @property
+    def ids(self) -> list[int]:
+        return [id for data in list(self.data) for id in token_ids(data)]
+
+    @property
+    def text(self) -> str:
+        return "".join(text_of(data) for data in list(self.data))
+
+    @property
+    def error(self) -> Any:
+        """The error that ended it, or the body of a refusal; None where there was none."""
+        errors = [data for data in self.data if is_error(data)]
+        return errors[-1] if errors else None
+
+    @property
+    def code(self) -> Any:
+        """The error's word for programs, in OpenAI's dialect."""
+        return self.error["error"].get("code") if self.error is not None and isinstance(self.error["error"], dict) else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to the end that it was asked for."""
+        return any(is_terminal(data) and not is_error(data) for data in self.data)
+
+    def reach(self, count: int) -> "Exchange":
+        """Waits until so many tokens have come, or the end."""
+        wait_until(lambda: len(self.ids) >= count or not self.thread.is_alive(), f"{count} tokens of request {self.number}", PATIENCE)
+        return self
+
+    def join(self) -> "Exchange":
+        self.thread.join(PATIENCE * 1.5)
+        assert not self.thread.is_alive(), f"request {self.number} has not ended"
+        return self
+
+
+def abort(connection: socket.socket) -> None:
+    """Closes with RST instead of FIN."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()

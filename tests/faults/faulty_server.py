@@ -1,0 +1,73 @@
+"""`onehead` with faults: `python -m tests.faults.faulty_server RULES FOLDER serve ...`.
+
+The server is the production one; its engines run tests.faults.faulty_worker, and the rules of this process are patched into what they
+name before the command begins.
+"""
+
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from server import cli, transport
+from tests.faults.rules import FOLDER_VARIABLE, VARIABLE, Rule, Rules
+
+ROOT = Path(__file__).resolve().parents[2]
+HOUR = 3600.0
+
+
+def time_jumps() -> None:
+    """The wall clock leaps by up to an hour, either way, whenever it is read."""
+    true, rng = time.time, random.Random(0)
+    time.time = lambda: true() + rng.uniform(-HOUR, HOUR)
+
+
+def tokenizer_hangs(rules: Rules, rule: Rule) -> None:
+    """Every way to tokenize a text that holds the marker takes `seconds`."""
+    from server.text import TextCodec
+
+    for name in ("encode", "encode_plain", "encode_bare", "encode_with_offsets"):
+        sound = getattr(TextCodec, name)
+
+        def stuck(codec: TextCodec, text: str, sound: Any = sound) -> Any:
+            if rule.marker in text and rules.strike(rule):
+                time.sleep(rule.seconds)
+            return sound(codec, text)
+
+        setattr(TextCodec, name, stuck)
+
+
+def detokenizer_fails(rules: Rules, rule: Rule) -> None:
+    """A token that cannot be turned into text."""
+    from server.text import Detokenizer
+
+    sound = Detokenizer.push
+
+    def push(detokenizer: Detokenizer, token: int) -> str:
+        if token == rule.token and rules.strike(rule):
+            raise RuntimeError("a fault of the suite's: no text for this token")
+        return sound(detokenizer, token)
+
+    Detokenizer.push = push  # type: ignore[method-assign]
+
+
+def main() -> int:
+    os.environ[VARIABLE], os.environ[FOLDER_VARIABLE] = sys.argv[1:3]
+    # Engines are started with -P, which keeps them from finding this package by themselves.
+    os.environ["PYTHONPATH"] = str(ROOT)
+    transport.ENGINE_MODULE = "tests.faults.faulty_worker"
+    rules = Rules.of_environment()
+    for rule in rules.named("time_jumps"):
+        if rules.strike(rule):
+            time_jumps()
+    for rule in rules.named("tokenizer_hangs"):
+        tokenizer_hangs(rules, rule)
+    for rule in rules.named("detokenizer_fails"):
+        detokenizer_fails(rules, rule)
+    return cli.main(sys.argv[3:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
