@@ -205,6 +205,8 @@ class SimulatedEngine:
         self.recalled: set[int] = set()
         """Those that it was told to forget."""
         self.ran: list[Choice] = []
+        self.announced: set[int] = set()
+        """Whom the supervisor has heard of: a word that dies with its engine blames nobody."""
         """Whom it ran when it died."""
         self.loaded = False
         self.pipe = Pipe(self)
@@ -234,6 +236,8 @@ class SimulatedEngine:
         world = self.world
         world.call("send to the engine")
         if self.dead:
+            if isinstance(message, protocol.Cancel):
+                world.recall(message.id, self)  # What it had said before is still on its way.
             return
         if self.script.lost_submits and isinstance(message, protocol.Submit) and world.random() < self.script.lost_submits:
             world.harm("frame: a submission left out")
@@ -381,6 +385,8 @@ class SimulatedEngine:
             self.world.seen["transport: an engine killed for garbage"] += 1
             self.world.at(self.world.now + 0.5, lambda _: self.die(KILLED))
             return
+        if isinstance(message, protocol.Started) and not self.world.supervisor._condemned:
+            self.announced.update(message.ids)
         self._on_message(message)
 
     def _outlive(self, frame: bytes) -> None:

@@ -171,8 +171,12 @@ class World:
             if message.output:
                 self.seen["path: replayed behind its tokens"] += 1
         elif isinstance(message, protocol.Cancel):
-            engine.recalled.add(message.id)
-            self.choices[message.id].recalled = True
+            self.recall(message.id, engine)
+
+    def recall(self, id: int, engine: SimulatedEngine) -> None:
+        engine.recalled.add(id)
+        engine.announced.discard(id)
+        self.choices[id].recalled = True
 
     def condemned(self) -> None:
         """The supervisor kills its engine."""
@@ -180,7 +184,7 @@ class World:
 
     def mourn(self, engine: SimulatedEngine) -> None:
         """The supervisor is about to learn that an engine is dead."""
-        ran = [choice for choice in engine.ran if not choice.over]
+        ran = [choice for choice in engine.ran if not choice.over and choice.id in engine.announced]
         for choice in ran:
             choice.deaths.append(len(ran))
         if self.supervisor.state in LIVE:
