@@ -210,6 +210,7 @@ def try_folder(folder: Path) -> dict[str, Any]:
     from model.families import read_spec
     from model.spec import CheckpointError, OptionError
     from server.checkpoint import CheckpointFiles
+    from server.config import ServerSection
     from server.engine.worker import load
     from server.errors import OneheadError
     from server.serve import start_message
@@ -219,7 +220,7 @@ def try_folder(folder: Path) -> dict[str, Any]:
         codec = TextCodec(folder)
         assert isinstance(codec.files, CheckpointFiles)
         codec.files.sampling_defaults, codec.files.chat_template  # noqa: B018  (properties that read, and may refuse)
-        core, _, _ = load(start_message(_settings(folder), codec))
+        core, _, _ = load(start_message(_settings(folder), codec, ServerSection()))
     except (CheckpointError, OptionError, OneheadError) as error:
         return {"refused": str(error)}
     return {"loaded": _distance(folder, core.runner, read_spec(folder))}
