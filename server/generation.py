@@ -4,11 +4,8 @@ It checks a request against what the engine can hold and submits it; server.stre
 HTTP, fields or events.
 """
 
-import asyncio
-import contextlib
 import logging
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +28,7 @@ from server.errors import (
     Unavailable,
 )
 from server.grammar import GrammarCompiler, Source
+from server.long_texts import LongTexts
 from server.metrics import Metrics
 from server.stream import RETRY_SECONDS, Choice, OpenStreams
 from server.supervisor import LIVE, State, Supervisor
@@ -46,8 +44,6 @@ RATE_WINDOW = 64
 """Finished requests from whose running times the drain rate is estimated."""
 NUMERICAL_ERRORS, SICK_SECONDS = 10, 60.0
 """So many requests that fail of their numbers within so many seconds make the server not ready."""
-MAX_TOKENIZING = 4
-"""Long texts that are tokenized at once."""
 LONG_PROMPT_CHARS = 4096
 """Prompts from this length on are tokenized off the event loop."""
 
@@ -93,31 +89,6 @@ class Bounds:
     tokenize_seconds: float = 5.0
 
 
-async def in_thread(ended: Callable[[], None], work: Callable[[], Value]) -> Value:
-    """The result of `work` in a thread that nobody has to wait for, not even the process's end. `ended` is called when the thread ends,
-    which may be long after the caller has gone.
-    """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Value] = loop.create_future()
-
-    def settle(value: Value | None, error: Exception | None) -> None:
-        ended()
-        if not result.done():
-            result.set_exception(error) if error is not None else result.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = work()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # The loop has closed.
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, daemon=True, name="tokenizer").start()
-    return await result
-
-
 class Place:
     """Counts a request that has been let in, until its sequences count themselves or it ends without any."""
 
@@ -148,7 +119,7 @@ class Generation:
         self.draining = False
         self.num_entering = 0
         """Requests that have been let in and have no sequences yet."""
-        self._tokenizing = asyncio.Semaphore(MAX_TOKENIZING)
+        self._long_texts = LongTexts(bounds.tokenize_seconds)
         self._numerical_errors: deque[float] = deque(maxlen=NUMERICAL_ERRORS)
         self.unstarted: dict[int, Choice] = {}
         """The sequences that no engine has begun."""
@@ -200,17 +171,7 @@ class Generation:
         """The result of `work`, which tokenizes about `num_chars` characters: where they are many, without holding up everyone else."""
         if num_chars < LONG_PROMPT_CHARS:
             return work(*arguments, **named)
-        seconds, begun = self.bounds.tokenize_seconds, False
-        try:
-            async with asyncio.timeout(seconds):
-                await self._tokenizing.acquire()
-                begun = True
-                return await in_thread(self._tokenizing.release, partial(work, *arguments, **named))
-        except TimeoutError:
-            if not begun:
-                raise Overloaded(f"{MAX_TOKENIZING} long texts are being tokenized; try again later", self._retry_after()) from None
-            text = f"this text is not tokenized after {seconds:g} s (server.tokenize_timeout); send less of it"
-            raise InvalidRequest(text, code="tokenization_timeout") from None
+        return await self._long_texts.tokenized(partial(work, *arguments, **named))
 
     def start(self, *requests: Request) -> OpenStreams:
         """Checks the sequences of a request against the engine's bounds and submits all of them, or none. Raises InvalidRequest,

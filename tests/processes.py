@@ -31,7 +31,8 @@ def children(pid: int) -> list[int]:
     """Child processes of a process, from /proc."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(child) for child in task.read_text().split()]
+        with contextlib.suppress(OSError):  # A thread that has ended meanwhile.
+            found += [int(child) for child in task.read_text().split()]
     return found
 
 
