@@ -201,9 +201,7 @@ async def whole(client: Client, path: str, body: Any) -> list[str]:
 def request_of(dialect: str) -> tuple[str, dict[str, Any]]:
     if dialect == "tgi":
         return "/generate", {"inputs": "def f(", "parameters": {"max_new_tokens": 12, "details": True}, "stream": True}
-    if dialect == "openai":
-        return "/v1/completions", {"prompt": "def f(", "max_tokens": 12, "temperature": 0, "stream": True}
-    return "/infill", {"input_prefix": "def f(", "input_suffix": "", "n_predict": 12, "temperature": 0, "stream": True}
+    return "/v1/completions", {"prompt": "def f(", "max_tokens": 12, "temperature": 0, "stream": True}
 
 
 def without_names(data: list[str]) -> list[Any]:

@@ -29,6 +29,7 @@ PROBED = PUBLIC | {"/metrics"}
 """Asked every few seconds: a line of the log for each would hide the others."""
 WORK = frozenset({"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/infill"})
 """Paths whose POST asks for generation."""
+RAW_SAFETY_HEADERS = tuple((name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items())
 STREAMS = "/v1/streams/"
 CLIENT_GONE = 499
 ENTRY = "onehead.entry"
@@ -156,7 +157,7 @@ class Exchange:
             own = list(message.get("headers", []))
             named = {name.lower() for name, _ in own}
             own.append((b"x-request-id", self.request_id.encode()))
-            own += [(name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items() if name.encode() not in named]
+            own += [header for header in RAW_SAFETY_HEADERS if header[0] not in named]
             if self._generation.draining:
                 own.append((b"connection", b"close"))
             message["headers"] = own

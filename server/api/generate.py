@@ -17,6 +17,7 @@ from server.api import fields, sse
 from server.api.body import documented, read_model
 from server.api.disconnect import unless_disconnected
 from server.api.fields import Body, Format, SamplingBody, default
+from server.api.refusals import tgi_error_body
 from server.api.streams import Publications, is_resumable
 from server.config import ServerSection
 from server.errors import InvalidRequest, RequestError
@@ -210,8 +211,7 @@ class TgiRoutes:
 
 
 def error_event(error: RequestError) -> bytes:
-    """An error in TGI's words."""
-    return sse.event({"error": error.message, "error_type": error.tgi_type})
+    return sse.event(tgi_error_body(error))
 
 
 @contextmanager

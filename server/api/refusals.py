@@ -13,6 +13,11 @@ def speaks_openai(request: Request) -> bool:
     return bool(request.scope.get("openai")) or path.startswith("/v1/") or path in ("/infill", "/detokenize")
 
 
+def tgi_error_body(error: RequestError) -> dict[str, str]:
+    """An error in TGI's words."""
+    return {"error": error.message, "error_type": error.tgi_type}
+
+
 def refusal(request: Request, error: RequestError, headers: dict[str, str] | None = None) -> Response:
     """The answer that an error is."""
     headers = dict(headers or {})
@@ -20,4 +25,4 @@ def refusal(request: Request, error: RequestError, headers: dict[str, str] | Non
         headers["retry-after"] = str(error.retry_after)
     if speaks_openai(request):
         return JSONResponse(error_body(error), status_code=error_status(error), headers=headers)
-    return JSONResponse({"error": error.message, "error_type": error.tgi_type}, status_code=error.status, headers=headers)
+    return JSONResponse(tgi_error_body(error), status_code=error.status, headers=headers)
