@@ -110,6 +110,7 @@ def conclude(name: str, output: Path | None, info: Found, result: Found, checks:
     console = Console()
     (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
     if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
         whole = circumstances(info) | {"checks": [asdict(check) for check in checks]} | result
         (output / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return 0 if all(check.holds for check in checks) else 1

@@ -144,7 +144,7 @@ class Running:
         self.metrics.streams_detached.set(store.num_detached)
         self.metrics.resume_bytes.set(store.num_bytes)
         self.metrics.reach(self.metrics.log_lines_dropped, sink.num_dropped)
-        self.metrics.reach(self.metrics.requests_quarantined, self.supervisor.num_quarantined)
+        self.metrics.reach(self.metrics.requests_quarantined, self.supervisor.deaths.num_quarantined)
 
     async def until(self, *states: State) -> State:
         """Waits for one of these states, or a final one."""

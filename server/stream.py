@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from server import protocol
 from server.errors import GenerationFailed, InvalidRequest, RequestError, Unavailable
-from server.supervisor import Delivery
+from server.journal import Delivery
 from server.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:

@@ -9,32 +9,21 @@ exactly one last delivery, a Token with `finish` or a Failed.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import msgspec
 
 from server import protocol
+from server.deaths import MAX_BACKOFF_SECONDS, SUSPECT_DEATHS, Deaths
+from server.journal import Delivery, OpenSequence
 
 log = logging.getLogger("onehead.supervisor")
 
-MAX_DEATHS = 3
-"""In a row, without a new token, of engines that ran nothing: then no request is to blame."""
-MAX_DEATHS_IN_ALL = 12
-"""In a row, without a new token: whoever is to blame is not found."""
-MAX_QUARANTINES = 3
-"""In a row, without a new token: then it is not the requests."""
-SUSPECT_DEATHS = 2
-"""Deaths in which a sequence ran, since its last token, that make it a suspect."""
-DEATHS_ALONE = 2
-"""Deaths in which a sequence ran alone, since its last token, that end it."""
 STABLE_SECONDS = 60.0
 """An engine that was ready for so long owes nothing to those before it."""
-BACKOFF_SECONDS = 0.5
-MAX_BACKOFF_SECONDS = 8.0
 
-Delivery = protocol.Token | protocol.Scores | protocol.Failed
 News = protocol.Tokens | protocol.Started
 
 
@@ -73,31 +62,6 @@ class Patience:
     recovery: float = 60.0
 
 
-@dataclass(slots=True, eq=False)
-class OpenSequence:
-    """What is needed to finish a sequence on another engine: its submission and every token so far."""
-
-    submit: protocol.Submit
-    deliver: Callable[[Delivery], None]
-    output: list[int] = field(default_factory=list)
-    num_scored: int = 1
-    """Prompt tokens whose scores have been delivered, and the first, which has none."""
-    sent: bool = False
-    """Whether the engine of the moment has it."""
-    started: bool = False
-    """Whether that engine has it in its running set."""
-    stale: bool = False
-    """Whether that engine was told to forget it, and what it says of it may still be of the run before that."""
-    deaths: int = 0
-    """Engines that died while they ran it, since its last token."""
-    deaths_alone: int = 0
-    """Those among them that ran nothing else."""
-
-    def resubmission(self) -> protocol.Submit:
-        scored = self.num_scored >= len(self.submit.prompt)
-        return msgspec.structs.replace(self.submit, output=self.output, score_prompt=self.submit.score_prompt and not scored)
-
-
 class Supervisor:
     """One engine at a time, replaced when it dies, and the sequences it works on."""
 
@@ -123,13 +87,12 @@ class Supervisor:
         self._without = 0.0
         """Seconds for which there has been no engine that works."""
         self._backoff = 0.0
-        self._deaths = 0
-        self._deaths_in_all = 0
-        self._quarantines = 0
+        self.deaths = Deaths()
         self._next_id = 0
         self._trial: OpenSequence | None = None
         """The suspect that is run alone."""
-        self.num_quarantined = 0
+        self._careful = False
+        """Whether a sequence is sent only when the engine runs the one before."""
         self.state = State.STARTING
         self.reason = ""
         self.ready: protocol.Ready | None = None
@@ -161,7 +124,7 @@ class Supervisor:
         sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id, leader=leader), deliver)
         self.open[self._next_id] = sequence
         if self.state is State.READY and self._trial is None:
-            self._send(sequence)
+            self._send_next([sequence])
         return self._next_id
 
     def cancel(self, id: int) -> None:
@@ -170,6 +133,7 @@ class Supervisor:
         if sequence is not None:
             self._recall(sequence)
             self._end_trial(sequence)
+            self._take_care()
 
     def stop(self) -> None:
         """Ends the engine; sequences still open fail."""
@@ -185,7 +149,7 @@ class Supervisor:
             self._lived += elapsed
             # One that hangs is found out when it has lived for `stall`: that alone is no merit.
             if self._lived >= STABLE_SECONDS + self._patience.stall:
-                self._forgive()
+                self.deaths.forgive()
             if self._silence >= self._patience.stall:
                 self._condemn(f"showed no progress for {self._patience.stall:g} s")
         elif self.state is State.STARTING:
@@ -227,6 +191,7 @@ class Supervisor:
 
     def _take_over(self, ready: protocol.Ready) -> None:
         self.ready = ready
+        self._careful = self.deaths.careful
         self._without = 0.0
         self._enter(State.READY)
         self._dispatch()
@@ -238,6 +203,7 @@ class Supervisor:
             if self._condemned or epoch != self._epoch:
                 return
         self._on_news(message)
+        self._take_care()
 
     def _take_started(self, message: protocol.Started) -> None:
         for id in message.ids:
@@ -263,8 +229,9 @@ class Supervisor:
         if token.index > len(sequence.output):
             self._condemn(f"left out a token: sequence {token.id} has {len(sequence.output)}, and {token.index} came")
             return
-        self._forgive()
+        self.deaths.forgive()
         sequence.deaths = sequence.deaths_alone = 0
+        sequence.started = True
         sequence.output.append(token.token)
         if token.finish is not None:
             del self.open[token.id]
@@ -290,6 +257,7 @@ class Supervisor:
         if sequence is not None:
             sequence.deliver(failed)
             self._end_trial(sequence)
+            self._take_care()
 
     def _condemn(self, reason: str) -> None:
         """Kills the engine. It is dead to us from now on; the next one is spawned when its exit is known, so that never two live."""
@@ -302,63 +270,55 @@ class Supervisor:
         if epoch != self._epoch or self.state not in LIVE:
             return
         log.error("the engine %s; %d sequences are open", self._condemned or f"ended with status {status}", len(self.open))
+        lone = self.deaths.count(self.open.values(), self._careful or self._trial is not None)
         self._engine, self._condemned, self._trial = None, "", None
         self._epoch += 1
-        self._deaths_in_all += 1
-        self._blame()
+        if lone is not None:
+            self._give_up(lone)
         for sequence in self.open.values():
             sequence.sent = sequence.started = sequence.stale = False
-        if self._deaths >= MAX_DEATHS or self._deaths_in_all >= MAX_DEATHS_IN_ALL:
-            self._end(State.GAVE_UP, f"the engine died {self._deaths_in_all} times in a row without a new token", "engine_unavailable")
-        elif self._quarantines >= MAX_QUARANTINES:
-            reason = f"the engine died of each of the last {self._quarantines} requests that it ran"
-            self._end(State.GAVE_UP, reason, "engine_unavailable")
-        else:
-            self._enter(State.STARTING)
-            self._backoff = 0.0 if self._deaths < 2 else min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (self._deaths - 2))
-            if self._backoff == 0.0:
-                self._respawn()
-
-    def _blame(self) -> None:
-        """Notes a death with everyone who was being run. Where that was one alone, the second such death ends it."""
-        running = [sequence for sequence in self.open.values() if sequence.started]
-        for sequence in running:
-            sequence.deaths += 1
-        self._deaths += not running
-        if len(running) != 1:
+        if self.deaths.verdict:
+            self._end(State.GAVE_UP, self.deaths.verdict, "engine_unavailable")
             return
-        (lone,) = running
-        lone.deaths_alone += 1
-        if lone.deaths_alone >= DEATHS_ALONE:
-            self._quarantines += 1
-            self.num_quarantined += 1
-            log.error("request %d is given up: the engine died of it %d times", lone.submit.id, lone.deaths)
-            reason = "the engine died of this request more than once; it will not be tried again"
-            self._fail(protocol.Failed(lone.submit.id, reason, code="request_quarantined"))
+        self._enter(State.STARTING)
+        self._backoff = self.deaths.backoff
+        if self._backoff == 0.0:
+            self._respawn()
 
-    def _forgive(self) -> None:
-        """There is progress: what came before it is forgotten."""
-        self._deaths = self._deaths_in_all = self._quarantines = 0
+    def _give_up(self, lone: OpenSequence) -> None:
+        log.error("request %d is given up: the engine died of it %d times", lone.submit.id, lone.deaths)
+        reason = "the engine died of this request more than once; it will not be tried again"
+        self._fail(protocol.Failed(lone.submit.id, reason, code="request_quarantined"))
 
     def _respawn(self) -> None:
         try:
             self.start()
         except OSError as error:
             log.error("no engine can be started: %s", error.strerror)
-            self._deaths += 1
-            self._deaths_in_all += 1
+            self.deaths.count_unborn()
             self._backoff = MAX_BACKOFF_SECONDS
-            if self._deaths >= MAX_DEATHS:
+            if self.deaths.verdict:
                 self._end(State.GAVE_UP, f"no further engine can be started: {error.strerror}", "engine_unavailable")
 
     def _dispatch(self) -> None:
         """Gives the engine what it should have: a suspect alone, or else everything."""
         suspects = [sequence for sequence in self.open.values() if sequence.deaths >= SUSPECT_DEATHS]
         self._trial = suspects[0] if suspects else None
-        wanted = suspects[:1] or self.open.values()
-        for sequence in list(wanted):
+        self._send_next(suspects[:1] or list(self.open.values()))
+
+    def _send_next(self, sequences: list[OpenSequence]) -> None:
+        """Sends those that the engine does not have; with care, one, and that only when it runs all that it has."""
+        for sequence in sequences:
+            if self._careful and any(other.sent and not other.started for other in self.open.values()):
+                break
             if not sequence.sent:
                 self._send(sequence)
+
+    def _take_care(self) -> None:
+        """With care: the next one's turn, or the end of it."""
+        if self._careful and self._engine is not None and self.state is State.READY and self._trial is None:
+            self._send_next(list(self.open.values()))
+            self._careful = not all(sequence.started for sequence in self.open.values())
 
     def _end_trial(self, sequence: OpenSequence) -> None:
         """Where this is the suspect that runs alone, it has shown itself innocent, or gone: the next one's turn, or everybody's."""

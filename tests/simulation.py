@@ -33,7 +33,8 @@ outcome: sampling_error; outcome: server_shutting_down; path: a gap; path: a sus
 path: condemned, it left out a; path: condemned, it showed no progress; path: condemned, it was not loaded; path: expired;
 path: given up; path: layers with windows; path: lost; path: pages shared; path: preempted; path: read again at the end;
 path: recalled, and sent again; path: replayed behind its tokens; path: resumed; path: scores; path: stopped;
-path: stopped by its client; path: stopped for want of a reader; path: superseded; poison: crashes; poison: hangs; poison: kills;
+path: stopped by its client; path: stopped for want of a reader; path: superseded; poison: crashes;
+poison: enters; poison: hangs; poison: kills;
 spawn: failed; transport: an engine killed for garbage
 """
 """What must come up at least once in a hundred histories, or they are worth little."""

@@ -6,7 +6,8 @@ Tokens are the oracle's, to the last one; a request that failed did so for a rea
 from heapq import heappop
 from typing import TYPE_CHECKING, Any
 
-from server.supervisor import DEATHS_ALONE, LIVE, MAX_BACKOFF_SECONDS, State
+from server.deaths import DEATHS_ALONE, MAX_BACKOFF_SECONDS
+from server.supervisor import LIVE, State
 from tests import hash_model
 from tests.simulation_front import Choice, Follower, Request, Violation
 from tests.simulation_model import DRIFT, chain, draw, next_token

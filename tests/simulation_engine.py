@@ -6,7 +6,7 @@ lies in it when the engine dies is still delivered, before the exit is known, as
 """
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from tests.simulation_model import DRIFT, PagedHash, Poisoned
 from tests.test_scheduler import Forcing
 
 if TYPE_CHECKING:
-    from tests.simulation_front import Choice
     from tests.simulation_world import World
 
 NEVER = 10**9
@@ -40,8 +39,8 @@ class Pause(BaseException):
     """The worker would wait for a message, or has done a step."""
 
 
-class Died(BaseException):
-    """The process is gone at this very instruction."""
+class Died(SystemExit):
+    """The process is gone at this very instruction; nobody in it has a say."""
 
 
 class Hung(BaseException):
@@ -84,8 +83,14 @@ class Script:
         return ", ".join(f"{name} {value}" for name, value in differs.items() if value != getattr(healthy, name))
 
 
+ENTERING = "poison: enters"
+"""The fault of a request whose grammar takes the process with it, before any step."""
+
+
 class SimulatedGrammars(Grammars):
-    """Made-up grammars, by name: they force tokens, or fail in one of three ways."""
+    """Made-up grammars, by name: they force tokens, or fail in one of four ways."""
+
+    seen: Counter[str]
 
     def constraint(self, asked: Any) -> Any:
         kind, _, at = asked.grammar.partition(":")
@@ -93,6 +98,9 @@ class SimulatedGrammars(Grammars):
             return None
         if kind == "admission":
             raise Crashed("in admitting one")
+        if asked.grammar.startswith(ENTERING):
+            self.seen[ENTERING] += 1
+            raise Died
         return Forcing(list(asked.output)) if kind == "force" else Failing(kind, int(at), len(asked.output))
 
 
@@ -204,10 +212,10 @@ class SimulatedEngine:
         """Every sequence that it has computed anything of."""
         self.recalled: set[int] = set()
         """Those that it was told to forget."""
-        self.ran: list[Choice] = []
+        self.given: set[int] = set()
+        """Every sequence that it was sent, perhaps when it was dead already."""
         self.announced: set[int] = set()
-        """Whom the supervisor has heard of: a word that dies with its engine blames nobody."""
-        """Whom it ran when it died."""
+        """Those that the supervisor has heard it runs: a word that dies with its engine blames nobody."""
         self.loaded = False
         self.pipe = Pipe(self)
         self._on_message = on_message
@@ -235,6 +243,8 @@ class SimulatedEngine:
     def send(self, message: protocol.ToEngine) -> None:
         world = self.world
         world.call("send to the engine")
+        if isinstance(message, protocol.Submit):
+            self.given.add(message.id)
         if self.dead:
             if isinstance(message, protocol.Cancel):
                 world.recall(message.id, self)  # What it had said before is still on its way.
@@ -335,7 +345,7 @@ class SimulatedEngine:
             return
         self.dead = True
         world = self.world
-        self.ran = world.running(self)
+        world.note_end(self)
         if self.script.late and self._in_flight:
             world.harm("frame: later than the exit")
             self._deaf = True
@@ -385,8 +395,11 @@ class SimulatedEngine:
             self.world.seen["transport: an engine killed for garbage"] += 1
             self.world.at(self.world.now + 0.5, lambda _: self.die(KILLED))
             return
-        if isinstance(message, protocol.Started) and not self.world.supervisor._condemned:
-            self.announced.update(message.ids)
+        if not self.world.supervisor._condemned:
+            if isinstance(message, protocol.Started):
+                self.announced.update(message.ids)
+            elif isinstance(message, protocol.Tokens):
+                self.announced.update(token.id for token in message.tokens)
         self._on_message(message)
 
     def _outlive(self, frame: bytes) -> None:

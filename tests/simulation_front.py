@@ -50,7 +50,7 @@ class Choice:
     recalled: bool = False
     """Whether it was ever taken from an engine, and given to it again."""
     deaths: list[int] = field(default_factory=list)
-    """Of each engine that died over it since its last token: how many it ran."""
+    """Of each engine that died over it since its last token: how many it had."""
     states: list[int] = field(init=False)
     """Of its prompt."""
 

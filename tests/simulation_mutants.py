@@ -21,12 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.table import PageTable
+from server.deaths import Deaths
 from server.engine import core
 from server.engine.core import EngineCore
 from server.engine.scheduler import Scheduler
 from server.engine.worker import Worker
+from server.journal import OpenSequence
 from server.stream_buffer import StreamBuffer, StreamStore
-from server.supervisor import OpenSequence, Supervisor
+from server.supervisor import Supervisor
 from tests import simulation
 
 MOST_SEEDS = 3000
@@ -81,9 +83,11 @@ MUTANTS = (
     Mutant("loading may take for ever", Supervisor, "_tick_without_engine", "self._loading += elapsed", "pass"),
     Mutant("no engine after a pause", Supervisor, "_tick_without_engine", "self._respawn()", "pass"),
     # --- blame
-    Mutant("nobody is blamed", Supervisor, "_blame", "sequence.deaths += 1", "pass"),
+    Mutant("nobody is sent by itself", Supervisor, "_take_over", "self.deaths.careful", "False"),
+    Mutant("after one that was sent by itself, nobody is", Supervisor, "_take_tokens", "self._take_care()", "pass"),
+    Mutant("nobody is blamed", Deaths, "count", "sequence.deaths += 1", "pass"),
     Mutant("blame is never forgotten", Supervisor, "_take", "sequence.deaths = sequence.deaths_alone = 0", "0"),
-    Mutant("one death alone suffices", Supervisor, "_blame", "lone.deaths_alone >= DEATHS_ALONE", "lone.deaths_alone"),
+    Mutant("one death alone suffices", Deaths, "count", "lone.deaths_alone < DEATHS_ALONE", "False"),
     Mutant("a trial never ends", Supervisor, "_end_trial", "self._dispatch()", "pass"),
     Mutant("a suspect is not called back", Supervisor, "_recall", "self._engine.send(protocol.Cancel(sequence.submit.id))", "pass"),
     Mutant("who ran before is blamed now", Supervisor, "_bury", "sequence.sent = sequence.started =", "sequence.sent ="),

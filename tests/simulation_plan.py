@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from cache.layout import CacheLayout
+from server.deaths import MAX_QUARANTINES
 from server.stream_buffer import Retention
-from server.supervisor import MAX_QUARANTINES, Patience
-from tests.simulation_engine import Script
+from server.supervisor import Patience
+from tests.simulation_engine import ENTERING, Script
 from tests.simulation_front import Choice
 
 Random = Callable[[], float]
@@ -27,7 +28,7 @@ left out, left out, duplicated, batched, late, lost submits, suspects, suspects
 """
 WORLD_FAULTS = "jump, stop, pause"
 REQUEST_FAULTS = """
-nan, nan, sampling, memory, grammar, refuse, admission, poison: kills, poison: kills, poison: hangs, poison: crashes
+nan, nan, sampling, memory, grammar, refuse, admission, poison: kills, poison: enters, poison: hangs, poison: crashes
 """
 
 
@@ -36,7 +37,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 KINDS = _listed(ENGINE_FAULTS) + _listed(WORLD_FAULTS) + tuple(f"request {name}" for name in _listed(REQUEST_FAULTS))
-GRAMMARS = {"grammar", "refuse", "admission"}
+GRAMMARS = {"grammar", "refuse", "admission", ENTERING}
 
 
 @lru_cache
@@ -255,7 +256,7 @@ def _choices(random: Random, priorities: bool) -> list[Choice]:
 
 
 def _mark(choice: Choice, fault: str, random: Random) -> None:
-    choice.fault, choice.fails_at = fault, int(random() * choice.max_new)
+    choice.fault, choice.fails_at = fault, 0 if fault == ENTERING else int(random() * choice.max_new)
     choice.grammar = f"{fault}:{choice.fails_at + 1}" if fault in GRAMMARS else ""
 
 

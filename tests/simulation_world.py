@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from server import protocol
+from server.deaths import MAX_BACKOFF_SECONDS, MAX_DEATHS, MAX_QUARANTINES
 from server.stream_buffer import StreamStore
-from server.supervisor import LIVE, MAX_BACKOFF_SECONDS, MAX_DEATHS, MAX_QUARANTINES, State, Supervisor
+from server.supervisor import LIVE, State, Supervisor
 from tests import hash_model
 from tests.simulation_checks import check_ends, check_idle, check_outcome
 from tests.simulation_engine import KILLED, Crashed, Died, Hung, Script, SimulatedEngine, SimulatedGrammars
@@ -65,6 +66,7 @@ class World:
         self.deaths_in_row = 0
         self.stopped = False
         self.grammars = SimulatedGrammars(Path(), 64)
+        self.grammars.seen = self.seen
         self.store = StreamStore(scenario.retention, lambda: f"s{len(self.requests)}")
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, PATIENCE)
         self._fail_nth = fail_nth or FailNth()
@@ -145,8 +147,8 @@ class World:
             if self._steps_left < 0:
                 raise Violation("the engine works for longer than all there is can take")
 
-    def running(self, engine: SimulatedEngine) -> list[Choice]:
-        """Whom an engine that dies at this moment has begun."""
+    def note_end(self, engine: SimulatedEngine) -> None:
+        """What came up in the life of an engine that dies at this moment."""
         scheduler = engine.core.scheduler
         if scheduler.num_preemptions:
             self.seen["path: preempted"] += scheduler.num_preemptions
@@ -158,7 +160,6 @@ class World:
             id for id in engine.began - waiting if id in scheduler.running or id in scheduler.waiting or id not in engine.recalled
         )
         self.note(f"engine {engine.number} dies; it runs {began}")
-        return [self.choices[id] for id in began]
 
     def sent(self, message: protocol.ToEngine, engine: SimulatedEngine) -> None:
         """What the supervisor tells an engine: which of its ways it went."""
@@ -184,9 +185,10 @@ class World:
 
     def mourn(self, engine: SimulatedEngine) -> None:
         """The supervisor is about to learn that an engine is dead."""
-        ran = [choice for choice in engine.ran if not choice.over and choice.id in engine.announced]
-        for choice in ran:
-            choice.deaths.append(len(ran))
+        had = [self.choices[id] for id in engine.given - engine.recalled if not self.choices[id].over]
+        for choice in had:
+            if choice.id in engine.announced or self.supervisor._careful or self.supervisor._trial:
+                choice.deaths.append(len(had))
         if self.supervisor.state in LIVE:
             self._die_in_row()
 
@@ -223,7 +225,7 @@ class World:
         if self.state in FINAL:
             raise Violation(f"{state} behind {self.state}, which is final")
         if state is State.GAVE_UP:
-            if self.deaths_in_row < MAX_DEATHS and self.supervisor.num_quarantined < MAX_QUARANTINES:
+            if self.deaths_in_row < MAX_DEATHS and self.supervisor.deaths.num_quarantined < MAX_QUARANTINES:
                 raise Violation(f"given up after {self.deaths_in_row} deaths")
             self.seen["path: given up"] += 1
         self._last_news = self.now

@@ -6,19 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from server import protocol
-from server.supervisor import (
-    BACKOFF_SECONDS,
-    DEATHS_ALONE,
-    MAX_BACKOFF_SECONDS,
-    MAX_DEATHS,
-    MAX_QUARANTINES,
-    STABLE_SECONDS,
-    SUSPECT_DEATHS,
-    Delivery,
-    Patience,
-    State,
-    Supervisor,
-)
+from server.deaths import BACKOFF_SECONDS, DEATHS_ALONE, MAX_BACKOFF_SECONDS, MAX_DEATHS, MAX_QUARANTINES, SUSPECT_DEATHS
+from server.journal import Delivery
+from server.supervisor import STABLE_SECONDS, Patience, State, Supervisor
 from tests.fake_engine import READY
 from tests.hash_model import next_token, oracle
 
@@ -204,11 +194,32 @@ def test_it_gives_up_after_deaths_without_a_token_and_tells_everyone() -> None:
     id = bench.submit(max_new=100)
     for _ in range(MAX_DEATHS):
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
-        bench.engine.on_message(READY)
         bench.engine.kill()
     assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_DEATHS
     (failed,) = bench.delivered[id]
     assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable"
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_finish(place: int) -> None:
+    """Seven sequences, one of which kills whatever engine is sent it, before anything is computed."""
+    bench = Bench()
+    ids = [bench.submit(seed=i, ends=False) for i in range(7)]
+    bench.engine.on_message(READY)
+    while bench.supervisor.open and len(bench.engines) < 20:
+        if ids[place] in bench.engine.open:
+            bench.engine.kill()
+            bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+            bench.engine.on_message(READY)
+        else:
+            bench.engine.step()
+    *_, failed = bench.delivered[ids[place]]
+    assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined"
+    assert bench.supervisor.deaths.num_quarantined == 1
+    for i, id in enumerate(ids):
+        assert bench.tokens(id) == ([] if i == place else oracle([1, 2, i], 10, 0, frozenset(), i, 0.0))
+    later = bench.submit()
+    assert later in bench.engine.open, "with nothing left to be careful of"
 
 
 def test_an_engine_that_lived_long_owes_nothing_to_those_before_it() -> None:
@@ -280,7 +291,7 @@ def test_the_request_that_kills_engines_is_found_and_the_others_finish(place: in
             bench.engine.on_message(READY)
         else:
             bench.engine.step()
-    assert deaths == SUSPECT_DEATHS + DEATHS_ALONE and bench.supervisor.num_quarantined == 1
+    assert deaths == SUSPECT_DEATHS + DEATHS_ALONE and bench.supervisor.deaths.num_quarantined == 1
     *_, failed = bench.delivered[poison]
     assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined"
     for i, id in enumerate(ids):
@@ -299,7 +310,7 @@ def test_an_engine_that_dies_of_every_request_is_given_up() -> None:
         bench.engine.on_message(READY)
         bench.engine.on_message(protocol.Started(list(bench.engine.open)))
         bench.engine.kill()
-    assert bench.supervisor.state is State.GAVE_UP and bench.supervisor.num_quarantined == MAX_QUARANTINES
+    assert bench.supervisor.state is State.GAVE_UP and bench.supervisor.deaths.num_quarantined == MAX_QUARANTINES
 
 
 def test_a_suspect_that_its_client_cancels_frees_the_others() -> None:
