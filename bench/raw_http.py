@@ -154,7 +154,9 @@ def error_problem(reply: Reply, openai: bool | None = None) -> str | None:
 
 def answer_problem(reply: Reply) -> str | None:
     """What is wrong with an answer to anything; None where nothing is."""
-    if not 200 <= reply.status < 500 or reply.status == 429:
+    # A request may limit its own time, and be told that this was too little.
+    own_limit = reply.status == 504 and b"the request's time limit" in reply.body
+    if not (200 <= reply.status < 500 or own_limit) or reply.status == 429:
         return f"status {reply.status}"
     if reply.status >= 400:
         # An answer to HEAD has no body.

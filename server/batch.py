@@ -157,7 +157,7 @@ async def batch(settings: BatchSettings) -> int:
     journal = Journal(path, lines, _maker(settings))
     missing = [line for line in lines if line.digest not in journal.answers]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    section = ServerSection(max_waiting=MAX_OPEN, max_waiting_tokens=sys.maxsize, log_level="warning")
+    section = ServerSection(max_waiting=MAX_OPEN, max_waiting_tokens=sys.maxsize, max_queue_wait=86400, log_level="warning")
     async with running(settings, section) as engine:
         template = ChatTemplate(engine.generation.codec)
         nowhere = Publications(StreamStore(Retention()), keep_alive=0.0)

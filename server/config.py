@@ -80,6 +80,7 @@ class ServerSection(Section):
     cors_origins: Words = Field((), description="origins whose pages may call from a browser; default: none")
     max_waiting: int = Field(1024, ge=0, le=100_000, description="requests that may wait beyond engine.max_running; more get 429")
     max_waiting_tokens: int = Field(1_000_000, ge=1, description="prompt tokens that may wait; more get 429")
+    max_queue_wait: float = Field(600.0, gt=0, le=86400, description="seconds that a request may have to wait, by estimate; more get 429")
     max_connections: int = Field(4096, ge=1, le=1_000_000, description="open connections; more get 503")
     max_header_bytes: int = Field(32 * 2**10, ge=1024, le=2**20, description="longest head of a request; longer ones get 431")
     max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")

@@ -17,7 +17,8 @@
         |-- NotFound           404   a model that is not served here, a stream that there is not
         |-- Overloaded         429   with Retry-After
         |-- GenerationFailed   424   the engine could not finish this request (500 in OpenAI's dialect)
-        `-- Unavailable        503   starting, restarting or shutting down
+        |-- Unavailable        503   starting, restarting or shutting down
+        `-- QueueTimeout       504   its own time limit was over before its turn came
 
 Catch broadly at the root, recover narrowly at the leaves. Messages name the field, the bound and what to do, and never hold text of
 a prompt, a path of the server or a traceback.
@@ -110,3 +111,7 @@ class GenerationFailed(RequestError):
 
 class Unavailable(RequestError):
     status, tgi_type, openai_type = 503, "healthcheck", "Service Unavailable"
+
+
+class QueueTimeout(RequestError):
+    status, tgi_type, openai_type = 504, "overloaded", "TimeoutError"

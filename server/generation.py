@@ -85,6 +85,7 @@ class Bounds:
 
     max_open: int
     max_waiting_tokens: int = 1_000_000
+    max_queue_wait: float = 600.0
     grammar_seconds: float = 2.0
     tokenize_seconds: float = 5.0
 
@@ -225,6 +226,10 @@ class Generation:
         if self.waiting_tokens and self.waiting_tokens + num_tokens > most_tokens:
             text = f"{self.waiting_tokens} prompt tokens wait and {most_tokens} is the most; try again later"
             raise Overloaded(text, self._retry_after(), code="too_many_waiting_tokens")
+        seconds = self._queue_seconds
+        if seconds > self.bounds.max_queue_wait:
+            text = f"a request would wait for about {seconds:.0f} s and {self.bounds.max_queue_wait:g} s is the most; try again later"
+            raise Overloaded(text, self._retry_after(), code="queue_too_long")
 
     def _submission(self, request: Request) -> protocol.Submit:
         max_new_tokens = self._max_new_tokens(request)
@@ -303,15 +308,17 @@ class Generation:
             )
         return request.max_new_tokens
 
-    def _retry_after(self) -> int:
-        """Seconds until those who wait will have started, at the rate at which requests end: so many at once, each in so long. And up to a
-        quarter more, so that those who are sent away do not come back together.
-        """
+    @property
+    def _queue_seconds(self) -> float:
+        """Seconds until those who wait will have started, at the rate at which requests end: so many at once, each in so long."""
         if not self.run_seconds:
-            return 1
+            return 0.0
         num_waiting = len(self.unstarted)
-        each = sum(self.run_seconds) / len(self.run_seconds) / max(1, self.num_open - num_waiting)
-        return max(1, min(60, round(each * max(1, num_waiting) * random.uniform(1.0, 1.25))))
+        return sum(self.run_seconds) / len(self.run_seconds) / max(1, self.num_open - num_waiting) * num_waiting
+
+    def _retry_after(self) -> int:
+        """That, and up to a quarter more, so that those who are sent away do not come back together."""
+        return max(1, min(60, round(self._queue_seconds * random.uniform(1.0, 1.25))))
 
     def numerical_error(self) -> None:
         """A request failed of numbers that are not finite. Of many in a row something is wrong here, and no more should be sent."""

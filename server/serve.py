@@ -87,7 +87,7 @@ class Running:
         patience = Patience(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, patience)
         max_open = settings.engine.max_running + section.max_waiting
-        bounds = Bounds(max_open, section.max_waiting_tokens, section.grammar_timeout, section.tokenize_timeout)
+        bounds = Bounds(max_open, section.max_waiting_tokens, section.max_queue_wait, section.grammar_timeout, section.tokenize_timeout)
         self.generation = Generation(self.supervisor, codec, self.metrics, bounds, section.log_prompts)
 
     def start(self, *every_tick: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from server import protocol
-from server.errors import GenerationFailed, InvalidRequest, RequestError, Unavailable
+from server.errors import GenerationFailed, InvalidRequest, QueueTimeout, RequestError, Unavailable
 from server.journal import Delivery
 from server.text import Detokenizer, StopStrings
 
@@ -166,7 +166,7 @@ class OpenStreams:
         return self
 
     async def __anext__(self) -> Piece:
-        """The next piece. Raises GenerationFailed where the engine could not go on."""
+        """The next piece. Raises GenerationFailed where the engine could not go on, QueueTimeout where it had not begun in time."""
         while True:
             if self._cut:
                 return self._cut.pop(0)
@@ -174,9 +174,7 @@ class OpenStreams:
                 raise StopAsyncIteration
             received = await self._receive()
             if received is None:
-                self._cut = [self._texts[choice.index].cut() for choice in self.choices if choice.outcome is None]
-                for choice in self.choices:
-                    self._end(choice, "timeout")
+                self._time_out()
                 continue
             index, delivery, came = received
             choice = self.choices[index]
@@ -194,6 +192,14 @@ class OpenStreams:
                 self.generation.run_seconds.append(came - (choice.started or choice.arrival))
                 self._end(choice, piece.finish)
             return piece
+
+    def _time_out(self) -> None:
+        waited = all(choice.id in self.generation.unstarted for choice in self.choices)
+        self._cut = [self._texts[choice.index].cut() for choice in self.choices if choice.outcome is None]
+        for choice in self.choices:
+            self._end(choice, "timeout")
+        if waited:
+            raise QueueTimeout("the request's time limit was over before its turn came", RETRY_SECONDS, code="queue_timeout")
 
     def _piece(self, choice: Choice, token: protocol.Token) -> Piece:
         try:

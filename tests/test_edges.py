@@ -147,3 +147,28 @@ async def test_many_numerical_errors_make_it_not_ready(tokenizer_folder: Path) -
         served.generation.numerical_error()
     response = await Client(served).request("GET", "/ready")
     assert response.status_code == 503 and response.json()["status"] == "numerical errors"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["tgi", "openai"])
+async def test_who_waits_longer_than_its_own_time_limit_is_told_so(tokenizer_folder: Path, dialect: str, stream: bool) -> None:
+    served = await ready(tokenizer_folder)
+    served.engine.defer = lambda call: None  # Nobody's turn comes.
+    path, body = request_of(dialect)
+    response = await Client(served).request("POST", path, body | {"stream": stream, "timeout_s": 0.05})
+    assert response.status_code == 504 and "time limit" in response.text and response.headers["retry-after"]
+    assert served.supervisor.open == {} and served.generation.waiting_tokens == 0
+
+
+async def test_a_queue_that_would_take_too_long_takes_nobody(tokenizer_folder: Path) -> None:
+    served = await ready(tokenizer_folder)
+    generation, client, (path, body) = served.generation, Client(served), request_of("openai")
+    generation.run_seconds.extend([generation.bounds.max_queue_wait + 1])
+    assert (await client.request("POST", path, body)).status_code == 200, "nobody waits, so that it would not"
+    generation.run_seconds.clear()
+    generation.run_seconds.extend([generation.bounds.max_queue_wait + 1])
+    served.engine.defer = lambda call: None
+    await client.cut("POST", path, body | {"resumable": True}, 0)
+    refused = await client.request("POST", path, body)
+    assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_too_long"
+    assert 1 <= int(refused.headers["retry-after"]) <= 60

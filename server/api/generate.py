@@ -111,6 +111,7 @@ class TgiRoutes:
                 424: "generation failed",
                 429: "too many open requests",
                 503: "not ready",
+                504: "the request's time limit was over before its turn came",
             }.items()
         }
         for path, handler in (("/generate", self.generate), ("/generate_stream", self.generate_stream), ("/", self.root)):
