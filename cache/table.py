@@ -55,20 +55,15 @@ class PageTable:
             self._allocator.release(pages[last:end])
             pages[last:end] = [DROPPED] * (end - last)
 
-    def prefix(self, num_tokens: int) -> tuple[GroupPages, ...] | None:
-        """The pages of the first `num_tokens` tokens, whole pages of them, that later tokens see; None where some are gone."""
-        found = []
-        for group, pages in zip(self._layout.groups, self.pages, strict=True):
-            first = group.first_seen(num_tokens) // self._layout.page_size * group.num_stacks
-            last = num_tokens // self._layout.page_size * group.num_stacks
-            seen = pages[first:last]
-            if DROPPED in seen or len(pages) < last:
-                return None
-            found.append([DROPPED] * first + seen)
-        return tuple(found)
+    def block(self, index: int) -> list[int]:
+        """The pages of its block `index`: of each group in turn, one for each stack; DROPPED where one was given back."""
+        pages = []
+        for group, all_pages in zip(self._layout.groups, self.pages, strict=True):
+            pages += all_pages[index * group.num_stacks : (index + 1) * group.num_stacks]
+        return pages
 
     def share(self, prefix: tuple[GroupPages, ...]) -> None:
-        """Begins an empty table with a prefix of another's, which neither will write to. Raises ValueError if it has any page."""
+        """Begins an empty table with pages that nobody will write to. Raises ValueError if it has any page."""
         if any(self.pages):
             raise ValueError(f"a table of {len(self.owned)} pages cannot begin with others")
         self._allocator.share(page for page in chain(*prefix) if page != DROPPED)
@@ -76,8 +71,9 @@ class PageTable:
             pages.extend(shared)
 
     def release(self) -> list[int]:
-        """Gives every page back; those that nobody owns now. Calling it again does nothing."""
+        """Gives every page back; those that are free now. Calling it again does nothing."""
         owned = self.owned
         for pages in self.pages:
             pages.clear()
-        return self._allocator.release(owned)
+        # The first pages are of use to the most others: they are to stay the longest.
+        return self._allocator.release(reversed(owned))

@@ -72,6 +72,8 @@ class Request:
     healed: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    salt: str = ""
+    """Requests with another one share nothing that was computed."""
 
 
 def with_choices(request: Request, count: int) -> list[Request]:
@@ -93,7 +95,8 @@ class Bounds:
 class Place:
     """Counts a request that has been let in, until its sequences count themselves or it ends without any."""
 
-    def __init__(self, generation: "Generation") -> None:
+    def __init__(self, generation: "Generation", principal: str) -> None:
+        self.principal = principal
         self._generation: Generation | None = generation
         generation.num_entering += 1
 
@@ -197,12 +200,12 @@ class Generation:
                 log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})
         return OpenStreams(self, requests, submits)
 
-    def take_place(self) -> "Place":
+    def take_place(self, principal: str) -> "Place":
         """A place for a request whose sequences are not known yet: so many read at once must not all find the last one free. Raises
-        Unavailable or Overloaded.
+        Unavailable or Overloaded. Whoever asks as another `principal` shares nothing that is computed.
         """
         self.check_room()
-        return Place(self)
+        return Place(self, principal)
 
     def check_room(self, num_sequences: int = 1, num_tokens: int = 1) -> None:
         """Raises Unavailable or Overloaded where so much more cannot be taken now."""
@@ -248,6 +251,7 @@ class Generation:
                 "`allowed_token_ids` holds only tokens that end the text, and `min_tokens` forbids them", param="min_tokens"
             )
         self._check_ids(request)
+        place = current_place.get()
         return protocol.Submit(
             id=0,
             prompt=request.prompt,
@@ -262,6 +266,7 @@ class Generation:
             grammar=request.grammar,
             end_token_ids=list(self.end_token_ids),
             healed=request.healed,
+            salt=f"{place.principal if place else ''}:{request.salt}",
         )
 
     def _check_ids(self, request: Request) -> None:
@@ -330,10 +335,10 @@ class Generation:
             self.metrics.step(news.gauges, len(news.tokens))
             return
         now = time.monotonic()
-        for id in news.ids:
+        for id, num_cached in zip(news.ids, news.cached, strict=True):
             choice = self.begun(id)
             if choice is not None:
-                choice.started = now
+                choice.started, choice.num_cached = now, num_cached
                 self.metrics.queue_time.observe(now - choice.arrival)
 
     def wait(self, choice: Choice) -> None:

@@ -16,9 +16,12 @@ class Metrics:
         self.requests_running = self._gauge("requests_running", "Sequences in the running set of the engine.")
         self.requests_waiting = self._gauge("requests_waiting", "Sequences waiting for pages or a place in the running set.")
         self.kv_pages_used = self._gauge("kv_pages_used", "Cache pages owned by open requests.")
+        self.kv_pages_cached = self._gauge("kv_pages_cached", "Cache pages owned by nobody, kept as prefixes until the room is needed.")
         self.kv_pages_total = self._gauge("kv_pages_total", "Cache pages there are.")
         self.kv_cache_usage_ratio = self._gauge("kv_cache_usage_ratio", "Used pages over all pages.")
         self.preemptions = self._counter("preemptions", "Sequences put back into the queue for want of pages.")
+        self.prefix_cache_queries = self._counter("prefix_cache_queries", "Tokens of sequences that were let into the running set.")
+        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Those among them that were found in the cache.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.engine_restarts = self._counter("engine_restarts", "Engines started in place of a dead one.")
@@ -35,7 +38,6 @@ class Metrics:
         self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
         self.streams_detached = self._gauge("streams_detached", "Resumable streams that go on without a reader.")
         self.resume_bytes = self._gauge("resume_bytes", "Bytes kept for readers of resumable streams.")
-        self._preemptions_seen = 0
         self._reached: dict[Counter, int] = {}
         self._num_pages = 0
 
@@ -44,11 +46,12 @@ class Metrics:
         self._num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
         self.idle()
-        self._preemptions_seen = 0
+        for counter in (self.preemptions, self.prefix_cache_queries, self.prefix_cache_hits):
+            self._reached.pop(counter, None)
 
     def idle(self) -> None:
         """There is no engine, or a new one that has nothing to do yet."""
-        for gauge in (self.requests_running, self.requests_waiting, self.kv_pages_used, self.kv_cache_usage_ratio):
+        for gauge in (self.requests_running, self.requests_waiting, self.kv_pages_used, self.kv_pages_cached, self.kv_cache_usage_ratio):
             gauge.set(0)
 
     def step(self, gauges: Gauges, num_tokens: int) -> None:
@@ -57,8 +60,10 @@ class Metrics:
         self.requests_waiting.set(gauges.waiting)
         self.kv_pages_used.set(gauges.pages_used)
         self.kv_cache_usage_ratio.set(gauges.pages_used / self._num_pages)
-        self.preemptions.inc(gauges.preemptions - self._preemptions_seen)
-        self._preemptions_seen = gauges.preemptions
+        self.kv_pages_cached.set(gauges.pages_cached)
+        self.reach(self.preemptions, gauges.preemptions)
+        self.reach(self.prefix_cache_queries, gauges.queried_tokens)
+        self.reach(self.prefix_cache_hits, gauges.hit_tokens)
         self.generation_tokens.inc(num_tokens)
         if gauges.step_seconds:
             self.step_time.observe(gauges.step_seconds)

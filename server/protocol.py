@@ -5,7 +5,7 @@ Everything on the pipe is the msgpack bytes of one of these; nothing is pickled.
 
 import msgspec
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 64 * 2**20
 # What a grammar may cost, in llguidance's units: checked on one side, kept to on the other. The library's defaults are ten times these.
 GRAMMAR_LIMITS = {
@@ -80,8 +80,6 @@ class Submit(Message, frozen=True, tag=True, array_like=True):
     sampling: SamplingParams
     priority: int = 0
     """Lower is served first."""
-    leader: int | None = None
-    """A sequence of the same prompt, submitted before, whose pages it can share."""
     num_top: int = 0
     """Likeliest tokens to report with each token of the output, and of the prompt where that is scored."""
     score_prompt: bool = False
@@ -91,6 +89,8 @@ class Submit(Message, frozen=True, tag=True, array_like=True):
     """What ends a text that satisfies the grammar."""
     healed: str = ""
     """Text that was cut off the prompt's end, to be generated again before anything else."""
+    salt: str = ""
+    """Only sequences of the same one share pages."""
 
 
 class Cancel(Message, frozen=True, tag=True, array_like=True):
@@ -172,6 +172,11 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
     pages_used: int
     preemptions: int
     step_seconds: float
+    pages_cached: int = 0
+    queried_tokens: int = 0
+    """Of all sequences, when they were let in first."""
+    hit_tokens: int = 0
+    """Those among them that were found computed."""
 
 
 class Tokens(Message, frozen=True, tag=True, array_like=True):
@@ -187,6 +192,8 @@ class Started(Message, frozen=True, tag=True, array_like=True):
     """
 
     ids: list[int]
+    cached: list[int]
+    """Of each, prompt tokens that are not computed again."""
 
 
 class Beat(Message, frozen=True, tag=True, array_like=True):

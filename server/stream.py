@@ -60,6 +60,8 @@ class Choice:
     first: float = 0.0
     last: float = 0.0
     num_tokens: int = 0
+    num_cached: int = 0
+    """Prompt tokens that were not computed, as others had computed them."""
     prompt_scores: list[protocol.Score] = field(default_factory=list)
     """Of the prompt's second token and all after it."""
     outcome: str | None = None
@@ -133,13 +135,8 @@ class OpenStreams:
         timeout = requests[0].timeout_s
         self._deadline = None if timeout is None else self.choices[0].arrival + timeout
         self._cut: list[Piece] = []
-        leaders: dict[int, int] = {}
         for choice, submit in zip(self.choices, submits, strict=True):
-            # Choices of the same prompt share the pages that the first of them has computed.
-            prompt = id(choice.request.prompt)
-            leader = leaders.get(prompt)
-            choice.id = generation.supervisor.submit(submit, self._receiver(choice), leader)
-            leaders.setdefault(prompt, choice.id)
+            choice.id = generation.supervisor.submit(submit, self._receiver(choice))
             generation.wait(choice)
 
     def _receiver(self, choice: Choice) -> Callable[[Delivery], None]:

@@ -115,13 +115,13 @@ class Supervisor:
             lambda status: self._bury(epoch, status),
         )
 
-    def submit(self, submit: protocol.Submit, deliver: Callable[[Delivery], None], leader: int | None = None) -> int:
+    def submit(self, submit: protocol.Submit, deliver: Callable[[Delivery], None]) -> int:
         """Journals a sequence and hands it to the engine, or to the next one; its id, which replaces the one in `submit`."""
         self._next_id += 1
         if self.state not in LIVE:
             deliver(protocol.Failed(self._next_id, self.reason, code="engine_unavailable"))
             return self._next_id
-        sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id, leader=leader), deliver)
+        sequence = OpenSequence(msgspec.structs.replace(submit, id=self._next_id), deliver)
         self.open[self._next_id] = sequence
         if self.state is State.READY and self._trial is None:
             self._send_next([sequence])

@@ -160,7 +160,7 @@ class Life:
             self._num_said += 1
         started, self._started = self._started, []
         if started:
-            self._say(protocol.Started(started))
+            self._say(protocol.Started(started, [0] * len(started)))
         if tokens:
             gauges = protocol.Gauges(len(self.open), 0, len(self.open), 0, 1e-3)
             self._say(protocol.Tokens(tokens, gauges))

@@ -42,20 +42,32 @@ class HashModel:
         self.end_rate = end_rate
         self.last_rows: dict[int, Sequence[int]] = {}
         self.progress = 0
-        self.slots: dict[tuple[int, int], tuple[int, int, int, tuple[int, int]]] = {}
-        """(page, offset) -> sequence, position, token, and the group and stack it was written for."""
-        self.leaders: dict[int, int] = {}
-        """Sequence -> the one whose pages of the same prompt it may read."""
+        self.slots: dict[tuple[int, int], tuple[int, int, tuple[int, int]]] = {}
+        """(page, offset) -> position, hash of all tokens up to it, and the group and stack it was written for."""
+        self.states: dict[int, list[int]] = {}
+        """Sequence -> that hash of each of its positions; 0 of those that this one has neither computed nor seen."""
 
     def run(self, plan: StepPlan) -> StepResult:
         self.last_rows = {row.sequence: row.tokens for row in plan.rows}
         self.progress += 1
         for row in plan.rows:
-            for offset, token in enumerate(row.tokens):
+            states = self._states_before(row)
+            for token in row.tokens:
+                states.append(_after(states[-1] if states else 0, token))
+            for position in range(row.start, row.start + len(row.tokens)):
                 for kind in self._kinds():
-                    self.slots[self._slot(row, row.start + offset, kind)] = (row.sequence, row.start + offset, token, kind)
+                    self.slots[self._slot(row, position, kind)] = (position, states[position], kind)
         drawn = tuple(self._draw(row) for row in plan.rows)
         return StepResult(drawn, {i: self._score(row) for i, row in enumerate(plan.rows) if row.scoring is not None})
+
+    def _states_before(self, row: Row) -> list[int]:
+        """What stands before a row: what this sequence has computed, or what the pages hold that it was given."""
+        states = self.states.setdefault(row.sequence, [])
+        del states[row.start :]
+        for position in range(len(states), row.start):
+            seen = [kind for kind in self._kinds() if position >= self.layout.groups[kind[0]].first_seen(row.start)]
+            states.append(self.slots[self._slot(row, position, seen[0])][1] if seen else 0)
+        return states
 
     def _score(self, row: Row) -> list[Drawn]:
         """Log-probability -(position of the token): which states scored what can be read off."""
@@ -67,13 +79,6 @@ class HashModel:
             if position < row.start + len(row.tokens):
                 assert row.tokens[position - row.start] == target, "not the token that follows"
         return [Drawn(target, -float(first + offset + 1)) for offset, target in enumerate(row.scoring.targets)]
-
-    def _lenders(self, sequence: int) -> list[int]:
-        """The sequence, its leader, the leader's own, and so on."""
-        lenders = [sequence]
-        while lenders[-1] in self.leaders:
-            lenders.append(self.leaders[lenders[-1]])
-        return lenders
 
     def _kinds(self) -> list[tuple[int, int]]:
         return [(number, stack) for number, group in enumerate(self.layout.groups) for stack in range(group.num_stacks)]
@@ -87,13 +92,18 @@ class HashModel:
 
     def _check(self, row: Row, known: list[int]) -> None:
         """Every slot that any token of the row sees holds what it should."""
+        states, state, unseen = self.states[row.sequence], 0, False
+        for position, token in enumerate(known):
+            state = _after(state, token)
+            # Behind a position of which no page was seen, a state says nothing of those before it.
+            unseen = unseen or not states[position]
+            assert unseen or states[position] == state, "a page was shared that holds other tokens"
         for kind in self._kinds():
             first = self.layout.groups[kind[0]].first_seen(row.start)
             for position in range(first, row.start + len(row.tokens)):
-                owner, stored_position, token, stored_kind = self.slots[self._slot(row, position, kind)]
+                stored_position, stored, stored_kind = self.slots[self._slot(row, position, kind)]
                 assert stored_position == position and stored_kind == kind, "a slot holds another position's token, or another layer's"
-                assert owner in self._lenders(row.sequence), "a slot holds another sequence's token"
-                assert not known or known[position] == token
+                assert stored == states[position], "a slot holds another sequence's token"
 
     def _draw(self, row: Row) -> Drawn | None:
         if row.sample is None:
@@ -103,3 +113,7 @@ class HashModel:
         assert len(tokens) == row.start + len(row.tokens)
         self._check(row, tokens)
         return Drawn(next_token(tokens, row.sample.sampling.seed, self.end_rate, may_end=not row.sample.forbidden), -1.0)
+
+
+def _after(state: int, token: int) -> int:
+    return hash((state, token)) or 1

@@ -130,7 +130,7 @@ def check_idle(world: "World", heap: list[Any]) -> None:
     if world.supervisor.state is not State.READY:
         return
     scheduler = world.engines[-1].core.scheduler
-    if not world.engines[-1].hung and (scheduler.allocator.num_owned or scheduler.allocator.num_free != world.scenario.pages):
+    if not world.engines[-1].hung and (scheduler.allocator.num_owned or scheduler.allocator.num_available != world.scenario.pages):
         raise Violation(f"{scheduler.allocator.num_owned} pages are owned by nobody")
 
 

@@ -125,20 +125,18 @@ class Request:
             choice.request, choice.number = self, number
 
     def submit(self) -> None:
-        """Hands every choice to the supervisor; the first one leads the others."""
+        """Hands every choice to the supervisor."""
         world = self.world
         self.owner = f"key {len(world.requests)}"
         if self.resumable:
             self.buffer = world.store.open(self.owner, self._stop, world.now)
         world.requests.append(self)
         world.unsettled += 1
-        leader = None
         for choice in self.choices:
             if self.outcome:
                 break
-            choice.id = world.supervisor.submit(choice.submission(), choice.deliver, leader)
+            choice.id = world.supervisor.submit(choice.submission(), choice.deliver)
             world.choices[choice.id] = choice
-            leader = leader or choice.id
 
     def emit(self, event: bytes) -> None:
         """The stream's next event; what still comes for a request that has failed is none."""

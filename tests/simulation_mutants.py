@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cache.prefix import PrefixCache
 from cache.table import PageTable
 from server.deaths import Deaths
 from server.engine import core
@@ -96,8 +97,16 @@ MUTANTS = (
     Mutant("a page forgotten in preemption", Scheduler, "_preempt", "sequence.table.release()", "sequence.table = None or sequence.table"),
     Mutant("preempted, and taken for computed", Scheduler, "_preempt", "sequence.num_computed = 0", "pass"),
     Mutant("NaN left in a page", Scheduler, "_advance", "self._unclean.extend(self._remove(sequence.id))", "self._remove(sequence.id)"),
-    Mutant("pages kept for nobody", Scheduler, "_leave_queue", "self._release_kept(sequence.leader)", "pass"),
-    Mutant("the last token of a prompt shared", Scheduler, "_sharable_tokens", "(len(sequence.prompt) - 1)", "len(sequence.prompt)"),
+    Mutant(
+        "a block is published before it is whole",
+        Scheduler,
+        "_publish",
+        "sequence.num_computed // page_size",
+        "-(-sequence.num_computed // page_size)",
+    ),
+    Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._unclaim(sequence)", "pass"),
+    Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
+    Mutant("the last token is not computed", Scheduler, "_admit", "sequence.num_skippable", "sequence.num_tokens"),
     # --- streams
     Mutant("resumed one event too early", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen - first)"),
     Mutant("resumed one event too late", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen + 2 - first)"),

@@ -228,7 +228,8 @@ def _calls(random: Random, kinds: tuple[str, ...]) -> list[Call]:
     spread = SPREADS[int(random() * len(SPREADS))]
     priorities = random() < 0.3
     for number in range(2 + int(random() * 3)):
-        choices = _choices(random, priorities)
+        common = calls[int(random() * len(calls))].choices[0].prompt if calls and random() < 0.4 else []
+        choices = _choices(random, priorities, common)
         call = Call(spread * random() + (late if number and random() < 0.5 else 0.0), choices, random() < 0.5)
         call.doings = _doings(random, call.resumable)
         calls.append(call)
@@ -240,8 +241,10 @@ def _calls(random: Random, kinds: tuple[str, ...]) -> list[Call]:
     return calls
 
 
-def _choices(random: Random, priorities: bool) -> list[Choice]:
+def _choices(random: Random, priorities: bool, common: list[int]) -> list[Choice]:
+    """The choices of a call, whose prompt may begin as another's does."""
     prompt = [int(random() * 64) for _ in range(1 + int(random() ** 2 * 12))]
+    prompt = (common[: int(random() * 13)] + prompt)[:12]
     max_new = 1 + int(random() ** 2 * 9)
     count = 1 if random() < 0.7 else 2 + int(random() * 2)
     choices = [Choice(prompt, max_new, int(random() * 10**6)) for _ in range(count)]

@@ -105,9 +105,7 @@ class World:
         if not self.windows:
             return PagedHash(scenario.layout.page_size, END_RATE, self._states)
         self.seen["path: layers with windows"] += 1
-        model = hash_model.HashModel(scenario.layout, END_RATE)
-        model.leaders = Leaders(self.choices)
-        return model
+        return hash_model.HashModel(scenario.layout, END_RATE)
 
     def _states(self, id: int) -> list[int]:
         return self.choices[id].states
@@ -140,7 +138,7 @@ class World:
         scheduler = engine.core.scheduler
         allocator = scheduler.allocator
         problems = scheduler.integrity()
-        if problems or allocator.num_free + allocator.num_owned != self.scenario.pages:
+        if problems or allocator.num_available + allocator.num_owned != self.scenario.pages:
             raise Violation(f"pages: {problems}")
         if self.healed:
             self._steps_left -= 1
@@ -152,7 +150,7 @@ class World:
         scheduler = engine.core.scheduler
         if scheduler.num_preemptions:
             self.seen["path: preempted"] += scheduler.num_preemptions
-        if scheduler.num_shared_tokens:
+        if scheduler.num_hit_tokens:
             self.seen["path: pages shared"] += 1
         waiting = {id for id, sequence in scheduler.waiting.items() if not sequence.started}
         # Those too that have ended there, until that is known here.
@@ -378,20 +376,3 @@ class World:
         for request in self.requests:
             check_outcome(self, request)
         check_ends(self)
-
-
-class Leaders(dict[int, int]):
-    """What hash_model asks: sequence -> the one whose pages of the same prompt it may read."""
-
-    def __init__(self, choices: dict[int, Choice]) -> None:
-        super().__init__()
-        self._choices = choices
-
-    def __contains__(self, id: object) -> bool:
-        choice = self._choices[id]  # type: ignore[index]
-        return choice.number > 0
-
-    def __getitem__(self, id: int) -> int:
-        request = self._choices[id].request
-        assert request is not None
-        return request.choices[0].id

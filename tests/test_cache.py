@@ -22,11 +22,11 @@ class Allocator(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 15))
     def allocate(self, count: int) -> None:
-        free = self.allocator.num_free
+        free = self.allocator.num_available
         if count > free:
             with pytest.raises(OutOfPages):
                 self.allocator.allocate(count)
-            assert self.allocator.num_free == free
+            assert self.allocator.num_available == free
         else:
             self.owned.append(self.allocator.allocate(count))
 
@@ -48,7 +48,7 @@ class Allocator(RuleBasedStateMachine):
         owned = {page for pages in self.owned for page in pages}
         assert self.allocator.integrity() == []
         assert self.allocator.num_owned == len(owned)
-        assert self.allocator.num_free + self.allocator.num_owned == 13
+        assert self.allocator.num_available + self.allocator.num_owned == 13
 
 
 TestAllocator = Allocator.TestCase
@@ -99,7 +99,7 @@ def test_a_table_grows_by_what_is_missing_and_releases_once() -> None:
         table.grow(41, 0)
     table.release()
     table.release()
-    assert allocator.num_free == 10 and table.owned == []
+    assert allocator.num_available == 10 and table.owned == []
 
 
 def test_layers_with_a_window_share_pages_of_equal_size_with_the_others() -> None:

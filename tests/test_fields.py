@@ -166,7 +166,6 @@ OF_OPENAI: dict[str, Any] = {
     "metadata": {"a": "b"},
     "store": False,
     "service_tier": "auto",
-    "cache_salt": "x",
 }
 HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
     CompletionBody: OF_OPENAI,
@@ -183,7 +182,6 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
         "reasoning_effort": None,
     },
     InfillBody: {"cache_prompt": True, "t_max_prompt_ms": 500, "id_slot": 0, "model": "tiny"},
-    GenerateBody: {"cache_salt": "x"},
     Parameters: {"watermark": False, "adapter_id": None},
     TokenizeBody: {"model": "tiny"},
     DetokenizeBody: {"model": "tiny"},
@@ -192,10 +190,10 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
 ELSEWHERE = {
     TokenizeBody: {"parameters"},
     Parameters: {"best_of"},  # It takes no seed, so nothing can be compared: tests/test_clients.py.
-    # `resumable`: tests/test_resume.py.
-    CompletionBody: {"timeout_s", "resumable"},
-    ChatBody: {"timeout_s", "resumable"},
-    GenerateBody: {"timeout_s", "resumable"},
+    # `resumable`: tests/test_resume.py; `cache_salt`: tests/test_prefix.py.
+    CompletionBody: {"timeout_s", "resumable", "cache_salt"},
+    ChatBody: {"timeout_s", "resumable", "cache_salt"},
+    GenerateBody: {"timeout_s", "resumable", "cache_salt"},
     InfillBody: {"t_max_predict_ms", "n_indent", "resumable"},
 }
 NOT_HARMLESS = [

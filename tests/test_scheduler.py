@@ -106,7 +106,7 @@ class History:
         for id in self.outputs:
             self.check_output(id)
         self.seen["preempted"] += self.scheduler.num_preemptions
-        self.seen["shared"] += self.scheduler.num_shared_tokens > 0
+        self.seen["shared"] += self.scheduler.num_hit_tokens > 0
         return self.seen
 
     def expected(self, id: int) -> list[int]:
@@ -116,11 +116,11 @@ class History:
 
     def submit(self) -> None:
         rng, id = self.rng, len(self.requests)
-        prompt, leader = [rng.randrange(64) for _ in range(rng.randint(1, 30))], None
-        if self.requests and rng.random() < 0.3:
-            leader = rng.choice(list(self.requests))
-            prompt = self.requests[leader][0]
-            self.model.leaders[id] = leader
+        prompt = [rng.randrange(64) for _ in range(rng.randint(1, 30))]
+        if self.requests and rng.random() < 0.5:
+            other = rng.choice(list(self.requests))
+            shared = [*self.requests[other][0], *self.outputs.get(other, ())][: rng.randint(1, 40)]
+            prompt = shared if rng.random() < 0.5 else shared + prompt
         max_new, min_new = rng.randint(1, 40), rng.choice([0, 0, 3])
         stops = frozenset({0}) if rng.random() < 0.7 else frozenset()
         forces = rng.random() < 0.3
@@ -139,7 +139,6 @@ class History:
                 min_new,
                 stops,
                 priority=rng.randint(-1, 1) if self.priorities else 0,
-                leader=leader,
                 score_prompt=scores,
                 constraint=Forcing(list(done)) if forces else None,
             )
@@ -166,13 +165,13 @@ class History:
         assert not order or min(order)[1] in model.last_rows, "the first in order did not advance"
         if scheduler.running and scheduler.waiting and not self.priorities:
             assert max(scheduler.running) < min(scheduler.waiting), "arrival order is lost"
-        for id in scheduler.take_started():
-            assert id not in self.started, "started twice"
-            self.started.add(id)
+        for sequence in scheduler.take_started():
+            assert sequence.id not in self.started, "started twice"
+            self.started.add(sequence.id)
         for event in news:
             self.hear(event)
         assert scheduler.integrity() == []
-        assert scheduler.allocator.num_free + scheduler.allocator.num_owned == limits.num_pages
+        assert scheduler.allocator.num_available + scheduler.allocator.num_owned == limits.num_pages
         for sequence in scheduler.running.values():
             self.check_windows(sequence)
 
@@ -232,7 +231,7 @@ def test_arrival_order_decides_who_starts_and_who_is_preempted() -> None:
     (advance,) = scheduler.commit(plan, StepResult((Drawn(9, 0.0),)))
     assert advance.finish == "length"
     (row,) = scheduler.plan().rows
-    assert (row.sequence, list(row.tokens), row.start) == (1, [3, 9], 0)
+    assert (row.sequence, list(row.tokens), row.start) == (1, [9], 1), "its first page was still there"
 
 
 def test_a_long_prompt_is_chunked_and_does_not_stall_the_others() -> None:
@@ -292,19 +291,19 @@ def test_a_row_that_cannot_draw_ends_alone_and_frees_its_pages() -> None:
 def test_a_page_to_spare_for_each_that_runs_or_the_newcomer_waits() -> None:
     scheduler = Scheduler(Limits(num_pages=6, layout=one_group(4), max_context=100, max_running=4, step_tokens=32))
     for id in range(3):
-        scheduler.submit(id, [1] * 7, 2, Sampling())  # Two pages each: the third would leave none to grow into.
+        scheduler.submit(id, [id] * 7, 2, Sampling())  # Two pages each: the third would leave none to grow into.
     assert [row.sequence for row in scheduler.plan().rows] == [0, 1]
 
 
 def test_everyone_running_gets_a_token_before_anyone_gets_more() -> None:
     scheduler = Scheduler(Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=3, step_tokens=10))
     scheduler.submit(0, [1] * 4, 5, Sampling())
-    scheduler.submit(1, [1] * 50, 5, Sampling())
-    scheduler.submit(2, [1] * 50, 5, Sampling())
+    scheduler.submit(1, [2] * 50, 5, Sampling())
+    scheduler.submit(2, [3] * 50, 5, Sampling())
     assert [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows] == [(0, 4), (1, 6)]
     scheduler = Scheduler(Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=3, step_tokens=10))
     for id in range(3):
-        scheduler.submit(id, [1] * 5, 50, Sampling())
+        scheduler.submit(id, [id] * 5, 50, Sampling())
     scheduler.commit(scheduler.plan(), StepResult((Drawn(7, 0.0), Drawn(7, 0.0))))
     counts = [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows]
     assert counts == [(0, 1), (1, 1), (2, 5)]
@@ -318,27 +317,23 @@ def test_choices_of_one_prompt_compute_its_whole_pages_once() -> None:
         core = EngineCore(scheduler, model)
         prompt = list(range(60)) * 6
         for id in range(20):
-            leader = 0 if id else None
-            scheduler.submit(id, list(prompt), max_new, Sampling(seed=id), leader=leader)
-            if leader is not None:
-                model.leaders[id] = leader
+            scheduler.submit(id, list(prompt), max_new, Sampling(seed=id))
         while scheduler.has_work:
             core.step()
             assert scheduler.integrity() == []
         whole = (len(prompt) - 1) // 16 * 16
-        assert scheduler.num_shared_tokens == 19 * whole
+        assert scheduler.num_hit_tokens == 19 * whole
         assert scheduler.num_computed_tokens == 20 * (len(prompt) + max_new - 1) - 19 * whole
         assert scheduler.allocator.num_owned == 0
 
 
-def test_pages_kept_for_followers_make_way_for_whoever_needs_them() -> None:
+def test_cached_pages_make_way_for_whoever_needs_them() -> None:
     scheduler = Scheduler(Limits(num_pages=6, layout=one_group(4), max_context=24, max_running=2, step_tokens=32))
     model = HashModel(one_group(4))
     core = EngineCore(scheduler, model)
     scheduler.submit(0, [1] * 9, 1, Sampling())
-    scheduler.submit(1, [2] * 20, 4, Sampling())  # The whole pool, before the follower.
-    scheduler.submit(2, [1] * 9, 1, Sampling(), leader=0)
-    model.leaders[2] = 0
+    scheduler.submit(1, [2] * 20, 4, Sampling())  # The whole pool, before the one that would share.
+    scheduler.submit(2, [1] * 9, 1, Sampling())
     ended = []
     for _ in range(20):
         ended += [event.id for event in core.step() if isinstance(event, Advance) and event.finish]
@@ -367,27 +362,26 @@ def test_those_who_leave_the_queue_leave_no_trace() -> None:
     assert len(scheduler._queue) < 200 and not scheduler.waiting
 
 
-def test_a_follower_that_comes_late_shares_with_a_leader_that_still_runs() -> None:
+def test_pages_are_shared_with_a_sequence_that_still_runs() -> None:
     scheduler = Scheduler(Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=4, step_tokens=64))
     model = HashModel(one_group(4))
     core = EngineCore(scheduler, model)
     scheduler.submit(0, [1] * 21, 10, Sampling())
     core.step()
-    scheduler.submit(1, [1] * 21, 10, Sampling(), leader=0)
-    model.leaders[1] = 0
+    scheduler.submit(1, [1] * 21, 10, Sampling())
     core.step()
-    assert scheduler.num_shared_tokens == 20 and scheduler.integrity() == []
+    assert scheduler.num_hit_tokens == 20 and scheduler.integrity() == []
 
 
-def test_pages_that_were_kept_of_a_failed_leader_are_cleared_before_anyone_has_them() -> None:
+def test_a_failed_sequence_publishes_nothing_and_its_pages_are_cleared_before_anyone_has_them() -> None:
     scheduler = Scheduler(Limits(num_pages=20, layout=one_group(4), max_context=60, max_running=1, step_tokens=8))
     scheduler.submit(0, [1] * 17, 10, Sampling())
-    scheduler.submit(1, [1] * 17, 10, Sampling(), leader=0)
+    scheduler.submit(1, [1] * 17, 10, Sampling())
     for _ in range(2):
         scheduler.commit(scheduler.plan(), StepResult((None,)))
     written = set(scheduler.running[0].table.owned)
     scheduler.commit(scheduler.plan(), StepResult((NotDrawn("numbers"),)))
-    scheduler.cancel(1)
-    scheduler.submit(2, [1], 1, Sampling())
-    assert set(scheduler.plan().clear) == written and len(written) == 5
+    plan = scheduler.plan()
+    assert plan.rows[0].start == 0, "the same prompt, and nothing to share"
+    assert set(plan.clear) == written and len(written) == 5
     assert scheduler.integrity() == []

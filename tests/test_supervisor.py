@@ -37,7 +37,7 @@ class ScriptedEngine:
 
     def step(self) -> None:
         """One token for every open sequence."""
-        self.on_message(protocol.Started(list(self.open)))
+        self.on_message(started(list(self.open)))
         tokens = []
         for submit in list(self.open.values()):
             ends = 0 in submit.stop_token_ids
@@ -48,6 +48,10 @@ class ScriptedEngine:
             if finish:
                 del self.open[submit.id]
         self.on_message(protocol.Tokens(tokens, protocol.Gauges(len(self.open), 0, 0, 0, 0.0)))
+
+
+def started(ids: list[int]) -> protocol.Started:
+    return protocol.Started(ids, [0] * len(ids))
 
 
 class Bench:
@@ -284,7 +288,7 @@ def test_the_request_that_kills_engines_is_found_and_the_others_finish(place: in
     while bench.supervisor.open and deaths < 10:
         submit = bench.engine.open.get(poison)
         if submit is not None and len(submit.output) == at:
-            bench.engine.on_message(protocol.Started(list(bench.engine.open)))
+            bench.engine.on_message(started(list(bench.engine.open)))
             bench.engine.kill()
             deaths += 1
             bench.supervisor.tick(MAX_BACKOFF_SECONDS)
@@ -308,7 +312,7 @@ def test_an_engine_that_dies_of_every_request_is_given_up() -> None:
             bench.submit()
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
-        bench.engine.on_message(protocol.Started(list(bench.engine.open)))
+        bench.engine.on_message(started(list(bench.engine.open)))
         bench.engine.kill()
     assert bench.supervisor.state is State.GAVE_UP and bench.supervisor.deaths.num_quarantined == MAX_QUARANTINES
 
@@ -319,7 +323,7 @@ def test_a_suspect_that_its_client_cancels_frees_the_others() -> None:
     for _ in range(SUSPECT_DEATHS):
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
-        bench.engine.on_message(protocol.Started([first, second]))
+        bench.engine.on_message(started([first, second]))
         bench.engine.kill()
     bench.supervisor.tick(MAX_BACKOFF_SECONDS)
     bench.engine.on_message(READY)

@@ -105,7 +105,7 @@ class FrontDoor:
                 raise NotFound("no such route; GET /docs lists those there are")
             entry.claim = self._claim(scope)
             if scope["method"] == "POST" and scope["path"] in WORK:
-                entry.place = self.generation.take_place()
+                entry.place = self.generation.take_place(scope["principal"])
         except RequestError as error:
             # Without its frames, which hold this entry: in a flood, only long pauses would free such circles.
             entry.error = error.with_traceback(None)

@@ -207,7 +207,14 @@ class TgiRoutes:
         if parameters.token_healing:
             prompt, healed = cut_last_token(self.generation.codec, prompt, body.inputs)
         request = to_request(parameters, prompt)
-        request = replace(request, grammar=grammar, healed=healed, priority=body.priority or 0, timeout_s=body.timeout_s)
+        request = replace(
+            request,
+            grammar=grammar,
+            healed=healed,
+            priority=body.priority or 0,
+            timeout_s=body.timeout_s,
+            salt=body.cache_salt or "",
+        )
         return with_choices(request, parameters.best_of or 1)
 
 

@@ -143,6 +143,7 @@ class GenerationBody(SamplingBody):
             score_prompt=self.prompt_logprobs is not None,
             priority=self.priority or 0,
             timeout_s=self.timeout_s,
+            salt=self.cache_salt or "",
         )
 
 

@@ -66,14 +66,16 @@ class Answer:
         return self.outputs[piece.choice].take(piece)
 
     @property
-    def usage(self) -> dict[str, int]:
-        """Tokens of each prompt once, and of every output."""
+    def usage(self) -> dict[str, Any]:
+        """Tokens of each prompt once, and of every output. Of a prompt of several choices, what the first did not need to compute."""
         prompts = {id(output.choice.request.prompt): len(output.choice.request.prompt) for output in self.outputs}
+        cached = {id(output.choice.request.prompt): output.choice.num_cached for output in reversed(self.outputs)}
         completion = sum(len(output.tokens) for output in self.outputs)
         return {
             "prompt_tokens": sum(prompts.values()),
             "completion_tokens": completion,
             "total_tokens": sum(prompts.values()) + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

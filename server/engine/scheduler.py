@@ -15,7 +15,8 @@ from operator import attrgetter
 
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
-from cache.table import GroupPages, PageTable
+from cache.prefix import Block, PrefixCache
+from cache.table import DROPPED, PageTable
 from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
 
@@ -77,16 +78,18 @@ class Scheduler:
         self._queue: list[tuple[tuple[int, int], int, Sequence]] = []
         """Heap of (key, ticket, sequence) of everyone waiting, and of some who are not any more."""
         self._tickets = count()
-        self._kept: dict[int, PageTable] = {}
-        """Leader -> the whole pages of its prompt, as long as one that may share them waits and nobody needs the room."""
-        self._followers: Counter[int] = Counter()
-        """Leader -> how many wait that may share its pages."""
+        self.prefixes = PrefixCache(self.allocator, limits.layout)
+        self._claims: dict[bytes, int] = {}
+        """Name of a block -> the running sequence that is about to compute it, for which others that begin with it wait."""
         self._unclean: list[int] = []
         """Free pages that may hold NaN: a masked slot still counts 0 * NaN, so they are cleared before anyone has them."""
-        self._started: list[int] = []
+        self._started: list[Sequence] = []
         self.num_preemptions = 0
         self.num_computed_tokens = 0
-        self.num_shared_tokens = 0
+        self.num_queried_tokens = 0
+        """Of all sequences, when they were let in first."""
+        self.num_hit_tokens = 0
+        """Those among them whose pages were there."""
 
     @property
     def has_work(self) -> bool:
@@ -104,10 +107,10 @@ class Scheduler:
         stop_token_ids: frozenset[int] = frozenset(),
         *,
         priority: int = 0,
-        leader: int | None = None,
         num_top: int = 0,
         score_prompt: bool = False,
         constraint: Constraint | None = None,
+        salt: str = "",
     ) -> None:
         """Admits a sequence to the queue. Raises NeverFits, and ValueError for an empty prompt, a used id or nothing to generate."""
         output = list(output or ())
@@ -123,10 +126,10 @@ class Scheduler:
             sampling,
             PageTable(self.allocator, self.limits.layout),
             priority,
-            leader,
             num_top,
             score_prompt,
             constraint,
+            salt,
         )
         if sequence.most_tokens > self._capacity:
             raise NeverFits(f"sequence {id} may grow to {sequence.most_tokens} tokens; at most {self._capacity} fit")
@@ -134,8 +137,6 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         self.waiting[sequence.id] = sequence
-        if sequence.leader is not None:
-            self._followers[sequence.leader] += 1
         if len(self._queue) > 2 * len(self.waiting) + 64:  # Mostly of those who went away while they waited.
             self._queue = [entry for entry in self._queue if self.waiting.get(entry[2].id) is entry[2]]
             heapify(self._queue)
@@ -153,25 +154,12 @@ class Scheduler:
 
     def _remove(self, id: int) -> list[int]:
         """As `cancel`; the pages that are free now."""
-        if id in self.waiting:
-            self._leave_queue(self.waiting[id])
+        self.waiting.pop(id, None)
         sequence = self.running.pop(id, None)
-        return [] if sequence is None else sequence.table.release()
-
-    def _leave_queue(self, sequence: Sequence) -> None:
-        del self.waiting[sequence.id]
-        if sequence.leader is not None:
-            self._followers[sequence.leader] -= 1
-            if not self._followers[sequence.leader]:
-                del self._followers[sequence.leader]
-                self._release_kept(sequence.leader)
-
-    def _release_kept(self, *leaders: int) -> None:
-        """Gives back the pages that were kept for the followers of these."""
-        for leader in leaders:
-            if leader in self._kept:
-                # Cleared as a failed row's are: their leader may have failed since.
-                self._unclean.extend(self._kept.pop(leader).release())
+        if sequence is None:
+            return []
+        self._unclaim(sequence)
+        return sequence.table.release()
 
     def plan(self) -> StepPlan:
         """The next step: everyone running gets a token of the budget, the first more if pending, then the queue is let in."""
@@ -198,10 +186,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Gives `sequence` slots to compute `count` more tokens, preempting the last in order as needed; False where that was itself."""
         end = sequence.num_computed + count
-        while sequence.table.missing(sequence.num_tokens, end) > self.allocator.num_free:
-            if self._kept:
-                self._release_kept(*self._kept)
-                continue
+        while sequence.table.missing(sequence.num_tokens, end) > self.allocator.num_available:
             last = max(self.running.values(), key=_key)
             self._preempt(last)
             if last is sequence:
@@ -212,6 +197,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue without pages: its tokens stay, and are computed again."""
         del self.running[sequence.id]
+        self._unclaim(sequence)
         sequence.table.release()
         sequence.num_computed = 0
         self._wait(sequence)
@@ -222,64 +208,65 @@ class Scheduler:
         sequence = self._head()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
-        shared = self._shareable(sequence)
-        if shared is None:
+        page_size = self.limits.layout.page_size
+        most = sequence.num_skippable // page_size
+        links = sequence.links(most, page_size)
+        blocks = self.prefixes.match(links)
+        if len(blocks) < most and links[len(blocks)].name in self._claims:
             return None
-        if not self._fits(sequence, shared, budget):
-            self._release_kept(*(leader for leader in list(self._kept) if leader != sequence.leader))
-        if not self._fits(sequence, shared, budget) and not self.running:
-            self._release_kept(*self._kept)
-            shared = ()
-        if not self._fits(sequence, shared, budget):
+        if not self._fits(sequence, blocks, budget):
             return None
         heappop(self._queue)
+        del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
-        if shared:
-            sequence.table.share(shared)
-            sequence.num_computed = self._sharable_tokens(sequence)
-            self.num_shared_tokens += sequence.num_computed
+        self._begin(sequence, blocks)
         sequence.table.grow(sequence.num_tokens, sequence.num_computed + min(sequence.num_pending, budget))
-        self._leave_queue(sequence)
-        if not sequence.started:
-            sequence.started = True
-            self._started.append(sequence.id)
         return sequence
 
-    def _fits(self, sequence: Sequence, shared: tuple[GroupPages, ...], budget: int) -> bool:
-        """Whether pages are free for a newcomer that begins with these, and to spare for all who run: else it would soon be preempted."""
-        computed = self._sharable_tokens(sequence) if shared else 0
-        end = min(sequence.num_tokens, computed + budget)
-        needed = sequence.table.missing(sequence.num_tokens, end) - sum(map(len, shared))
-        return needed + len(self.running) * self.limits.layout.pages_per_step <= self.allocator.num_free
-
-    def _shareable(self, sequence: Sequence) -> tuple[GroupPages, ...] | None:
-        """Whole pages of the prompt that the leader of a request of several choices has computed; None while it is still at them."""
-        # Whoever scores its prompt has to compute it.
-        if sequence.leader is None or sequence.num_scored < len(sequence.prompt):
-            return ()
-        if sequence.leader in self._kept:
-            return self._kept[sequence.leader].pages
-        leader = self.running.get(sequence.leader)
-        sharable = self._sharable_tokens(sequence)
-        if leader is None or not sharable:
-            return ()
-        return None if leader.num_computed < sharable else leader.table.prefix(sharable) or ()
-
-    def _sharable_tokens(self, sequence: Sequence) -> int:
-        """Tokens of the prompt's whole pages, short of its last token: someone must compute that, for the draw behind it."""
+    def _begin(self, sequence: Sequence, blocks: list[Block]) -> None:
+        """Starts a sequence behind blocks that were computed before, and claims those that it will compute of what it has."""
         page_size = self.limits.layout.page_size
-        return (len(sequence.prompt) - 1) // page_size * page_size
+        if blocks:
+            sequence.table.share(self.prefixes.prefix(blocks))
+            sequence.num_computed = len(blocks) * page_size
+        for link in sequence.links(sequence.num_tokens // page_size, page_size)[len(blocks) :]:
+            if link.name not in self._claims:
+                self._claims[link.name] = sequence.id
+                sequence.claims.append(link.name)
+        if not sequence.started:
+            sequence.started = True
+            sequence.num_cached = min(sequence.num_computed, len(sequence.prompt))
+            self._started.append(sequence)
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += sequence.num_computed
 
-    def _keep(self, leader: Sequence, num_new: int) -> None:
-        """Where the last `num_new` tokens completed the pages that followers wait for, keeps those for them."""
-        sharable = self._sharable_tokens(leader)
-        if self._followers[leader.id] and leader.id not in self._kept and leader.num_computed - num_new < sharable <= leader.num_computed:
-            prefix = leader.table.prefix(sharable)
-            if prefix is not None:
-                self._kept[leader.id] = PageTable(self.allocator, self.limits.layout)
-                self._kept[leader.id].share(prefix)
+    def _unclaim(self, sequence: Sequence) -> None:
+        for name in sequence.claims:
+            del self._claims[name]
+        sequence.claims.clear()
 
-    def take_started(self) -> list[int]:
+    def _fits(self, sequence: Sequence, blocks: list[Block], budget: int) -> bool:
+        """Whether pages can be had for a newcomer that begins with these, and to spare for all who run: else it would soon be preempted."""
+        shared = [page for pages in self.prefixes.prefix(blocks) for page in pages]
+        end = min(sequence.num_tokens, len(blocks) * self.limits.layout.page_size + budget)
+        needed = sequence.table.missing(sequence.num_tokens, end) - len(shared)
+        # Those that nobody owns yet can be had by nobody else then.
+        needed += sum(page != DROPPED and not self.allocator.owners(page) for page in shared)
+        return needed + len(self.running) * self.limits.layout.pages_per_step <= self.allocator.num_available
+
+    def _publish(self, sequence: Sequence, num_new: int) -> None:
+        """Lists the blocks that the last `num_new` tokens completed."""
+        page_size = self.limits.layout.page_size
+        first, last = (sequence.num_computed - num_new) // page_size, sequence.num_computed // page_size
+        for index, link in enumerate(sequence.links(last, page_size)[first:], start=first):
+            block = self.prefixes.publish(link, sequence.table, index)
+            if block is not None:
+                sequence.published.append(block)
+            if self._claims.get(link.name) == sequence.id:
+                del self._claims[link.name]
+                sequence.claims.remove(link.name)
+
+    def take_started(self) -> list[Sequence]:
         """Sequences that left the queue for the first time since this was last asked."""
         started, self._started = self._started, []
         return started
@@ -298,7 +285,7 @@ class Scheduler:
             if prompt_scores and not isinstance(drawn, NotDrawn):
                 news.append(PromptScored(sequence.id, first, prompt_scores))
             if not isinstance(drawn, NotDrawn):
-                self._keep(sequence, len(row.tokens))
+                self._publish(sequence, len(row.tokens))
                 sequence.table.drop(sequence.num_computed)
             outcomes: list[Drawn | NotDrawn] = [] if isinstance(drawn, NotDrawn) else list(forced)
             outcomes += [] if drawn is None else [drawn]
@@ -322,6 +309,8 @@ class Scheduler:
                     outcome = NotDrawn("an internal error in following its grammar", code="grammar_error")
             advances.append(Advance(sequence.id, index, outcome, finish))
             if isinstance(outcome, NotDrawn):
+                for block in sequence.published:
+                    self.prefixes.retract(block)
                 self._unclean.extend(self._remove(sequence.id))
             elif finish is not None:
                 self.cancel(sequence.id)
@@ -331,13 +320,14 @@ class Scheduler:
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""
-        problems = self.allocator.integrity()
-        tables = [*(sequence.table for sequence in self.running.values()), *self._kept.values()]
+        problems = self.allocator.integrity() + self.prefixes.integrity()
+        tables = [sequence.table for sequence in self.running.values()]
         owners = Counter(page for table in tables for page in table.owned)
         if len(owners) != self.allocator.num_owned or any(self.allocator.owners(page) != number for page, number in owners.items()):
             problems.append(f"tables list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
         if any(sequence.table.owned for sequence in self.waiting.values()):
             problems.append("a waiting sequence holds pages")
-        if set(self._kept) - set(self._followers):
-            problems.append("pages are kept for nobody")
+        claims = {name: sequence.id for sequence in self.running.values() for name in sequence.claims}
+        if claims != self._claims:
+            problems.append("blocks are claimed by nobody who runs")
         return problems

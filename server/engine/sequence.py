@@ -8,6 +8,7 @@ its page table has a slot for every computed token.
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cache.prefix import Block, Chain, Link
 from cache.table import PageTable
 from model.step import Drawn, Row, Sample, Sampling, Scoring
 
@@ -41,20 +42,28 @@ class Sequence:
     sampling: Sampling
     table: PageTable
     priority: int = 0
-    leader: int | None = None
-    """An older sequence with the same prompt, whose pages of it can be shared."""
     num_top: int = 0
     score_prompt: bool = False
     constraint: Constraint | None = None
+    salt: str = ""
+    """Pages are shared among sequences of the same one only."""
     num_computed: int = 0
     started: bool = False
     """Whether it has ever been let in from the queue."""
+    num_cached: int = 0
+    """Prompt tokens whose pages were there when it was."""
     forced: list[int] = field(default_factory=list)
+    claims: list[bytes] = field(default_factory=list)
+    """Names of the blocks that it is about to compute and that others may wait for."""
+    published: list[Block] = field(default_factory=list)
+    """What it has put into the prefix cache."""
+    chain: Chain = field(init=False)
     num_scored: int = field(init=False)
     """Prompt tokens that need no score any more; the first never does, as nothing stands before it."""
     forbidden: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.chain = Chain(self.salt)
         self.forbidden = tuple(sorted(self.stop_token_ids))
         self.num_scored = 1 if self.score_prompt else len(self.prompt)
         self._take_forced()
@@ -78,6 +87,18 @@ class Sequence:
     def most_tokens(self) -> int:
         """Tokens it can ever have."""
         return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def num_skippable(self) -> int:
+        """Tokens that it need not compute where others have: all but the last, for the draw behind it, and what is to be scored."""
+        return 0 if self.num_scored < len(self.prompt) else len(self.prompt) + len(self.output) - 1
+
+    def links(self, count: int, page_size: int) -> list[Link]:
+        """The names of its first `count` pages of tokens, all of which it has."""
+        links = self.chain.links
+        for index in range(len(links), count):
+            self.chain.extend(self._tokens(index * page_size, (index + 1) * page_size))
+        return links[:count]
 
     def row(self, count: int) -> Row:
         """The row that computes its next `count` tokens, and draws one more if these are the last."""

@@ -149,7 +149,7 @@ class Worker:
         """Says who is in a step for the first time, before it is computed."""
         started = self.core.scheduler.take_started()
         if started:
-            self._send(protocol.Started(started))
+            self._send(protocol.Started([s.id for s in started], [s.num_cached for s in started]))
 
     def _tell(self, news: list[Advance | PromptScored]) -> list[protocol.Token]:
         """Sends what is no token; the tokens."""
@@ -179,10 +179,10 @@ class Worker:
                     message.min_new_tokens,
                     frozenset(message.stop_token_ids),
                     priority=message.priority,
-                    leader=message.leader,
                     num_top=message.num_top,
                     score_prompt=message.score_prompt,
                     constraint=self.grammars.constraint(message),
+                    salt=message.salt,
                 )
             except (NeverFits, ConstraintFailed) as error:  # In our own words.
                 self._send(protocol.Failed(message.id, str(error), refused=isinstance(error, ConstraintFailed)))
@@ -198,7 +198,10 @@ class Worker:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages_used=scheduler.allocator.num_owned,
+            pages_cached=scheduler.allocator.num_cached,
             preemptions=scheduler.num_preemptions,
+            queried_tokens=scheduler.num_queried_tokens,
+            hit_tokens=scheduler.num_hit_tokens,
             step_seconds=step_seconds,
         )
         self._send(protocol.Tokens(tokens, gauges))

@@ -1,0 +1,138 @@
+"""PrefixCache: whole pages of tokens that have been computed before, to be shared by whoever begins with the same tokens.
+
+What a page holds depends on its tokens, on all before them, and on nothing else. So a page's name is a hash of the name of the page
+before it and of its own tokens (as in vLLM's automatic prefix caching), and the first one's of a salt: tenants with different salts find
+nothing of each other. Invariant: every page listed here is kept by the allocator and the other way round, and holds what its name says;
+the tokens themselves are compared on a hit. It knows nothing of sequences and tensors.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cache.layout import CacheLayout, LayerGroup
+from cache.pages import PageAllocator
+from cache.table import DROPPED, GroupPages, PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One whole page of tokens behind all before it."""
+
+    name: bytes
+    tokens: bytes
+
+
+class Chain:
+    """The links of one sequence, in order, as far as anyone has asked."""
+
+    def __init__(self, salt: str) -> None:
+        self.links: list[Link] = []
+        self._root = hashlib.sha256(salt.encode()).digest()
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds a link for the next page's tokens."""
+        before = self.links[-1].name if self.links else self._root
+        data = array("I", tokens).tobytes()
+        self.links.append(Link(hashlib.sha256(before + data).digest(), data))
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A link's pages: of each group of layers in turn, one for each of its stacks; DROPPED where one has been given to somebody else."""
+
+    link: Link
+    pages: list[int]
+
+
+class PrefixCache:
+    """Blocks by name. It owns no page: it tells the allocator which ones to keep, and hears when one is taken all the same."""
+
+    def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
+        self._allocator = allocator
+        self._layout = layout
+        self._blocks: dict[bytes, Block] = {}
+        self._block_of: dict[int, Block] = {}
+        allocator.on_evict = self._evicted
+
+    def match(self, links: Sequence[Link]) -> list[Block]:
+        """The blocks of the longest prefix of these links that somebody can go on behind."""
+        found = []
+        for link in links:
+            block = self._blocks.get(link.name)
+            if block is None or block.link.tokens != link.tokens:
+                break
+            found.append(block)
+        while found and not self._usable(found):
+            found.pop()
+        return found
+
+    def _usable(self, blocks: list[Block]) -> bool:
+        """Whether every page that tokens behind these blocks see is there. Those of layers without a window always are."""
+        return all(DROPPED not in pages[self._first_page(group, len(blocks)) :] for group, pages in self._by_group(blocks))
+
+    def _by_group(self, blocks: list[Block]) -> list[tuple[LayerGroup, GroupPages]]:
+        grouped, first = [], 0
+        for group in self._layout.groups:
+            last = first + group.num_stacks
+            grouped.append((group, [page for block in blocks for page in block.pages[first:last]]))
+            first = last
+        return grouped
+
+    def _first_page(self, group: LayerGroup, num_blocks: int) -> int:
+        """Of a group's pages in so many blocks, the first that tokens behind them see."""
+        return group.first_seen(num_blocks * self._layout.page_size) // self._layout.page_size * group.num_stacks
+
+    def prefix(self, blocks: list[Block]) -> tuple[GroupPages, ...]:
+        """The pages of matched blocks, as PageTable.share takes them: what later tokens do not see is not shared."""
+        found = []
+        for group, pages in self._by_group(blocks):
+            first = self._first_page(group, len(blocks))
+            found.append([DROPPED] * first + pages[first:])
+        return tuple(found)
+
+    def publish(self, link: Link, table: PageTable, index: int) -> Block | None:
+        """Lists the pages of block `index` of a table, whose tokens have all been computed; None where it is listed already."""
+        old = self._blocks.get(link.name)
+        pages = table.block(index)
+        if old is not None and DROPPED in old.pages and DROPPED not in pages:
+            self.retract(old)
+        elif old is not None or DROPPED in pages:
+            return None
+        block = self._blocks[link.name] = Block(link, pages)
+        for page in pages:
+            self._allocator.keep(page)
+            self._block_of[page] = block
+        return block
+
+    def retract(self, block: Block) -> None:
+        """Forgets a block; one that is forgotten already is fine."""
+        if self._blocks.get(block.link.name) is block:
+            del self._blocks[block.link.name]
+            for page in block.pages:
+                if page != DROPPED:
+                    del self._block_of[page]
+                    self._allocator.forget(page)
+
+    def _evicted(self, page: int) -> None:
+        block = self._block_of.pop(page)
+        place = block.pages.index(page)
+        block.pages[place] = DROPPED
+        # Without a page that every later token sees, a block is of no use; nor is one of which nothing is left.
+        if self._group_at(place).window is None or all(other == DROPPED for other in block.pages):
+            self.retract(block)
+
+    def _group_at(self, place: int) -> LayerGroup:
+        for group in self._layout.groups:
+            if place < group.num_stacks:
+                return group
+            place -= group.num_stacks
+        raise IndexError(place)
+
+    def integrity(self) -> list[str]:
+        """What is inconsistent, in words; empty when all is well."""
+        listed = {page: block for block in self._blocks.values() for page in block.pages if page != DROPPED}
+        if listed != self._block_of or listed.keys() != self._allocator.kept:
+            return ["pages are listed as prefixes and not kept, or the other way round"]
+        return ["a block is listed of which nothing is left"] if any(set(block.pages) == {DROPPED} for block in self._blocks.values()) else []
