@@ -135,4 +135,6 @@ class PrefixCache:
         listed = {page: block for block in self._blocks.values() for page in block.pages if page != DROPPED}
         if listed != self._block_of or listed.keys() != self._allocator.kept:
             return ["pages are listed as prefixes and not kept, or the other way round"]
-        return ["a block is listed of which nothing is left"] if any(set(block.pages) == {DROPPED} for block in self._blocks.values()) else []
+        return (
+            ["a block is listed of which nothing is left"] if any(set(block.pages) == {DROPPED} for block in self._blocks.values()) else []
+        )
