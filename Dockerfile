@@ -1,7 +1,8 @@
 # syntax=docker/dockerfile:1
 # onehead on a GPU host: docker build -t onehead . && docker run --gpus all -p 8000:8000 -v /path/to/checkpoint:/model:ro onehead --model /model
 # Without --model it serves the embedded model. For a CPU: docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu -t onehead:cpu .
-FROM python:3.11-slim-bookworm AS build
+# Not the slim one: it has the compiler that the CPU's kernels need.
+FROM python:3.11-bookworm AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src

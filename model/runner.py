@@ -15,7 +15,7 @@ import torch
 
 from cache.layout import CacheLayout
 from cache.pool import KVPool, bytes_per_page
-from model.backends import Backend, create_backend
+from model.backends import Backend, backend_for, create_backend
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
 from model.sampling import draw, score
@@ -83,13 +83,17 @@ class ModelRunner:
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
             ) from error
-        name = "cpu" if device.type == "cpu" else "reference"
-        return cls(decoder, pool, create_backend(name, pool, spec.attention_scale), device)
+        return cls(decoder, pool, create_backend(backend_for(pool), pool, spec.attention_scale), device)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(parameter.nbytes for parameter in self.decoder.parameters())
+
+    @property
+    def attention(self) -> str:
+        """What computes it: the kernels' width of vectors, or the name of the backend."""
+        return self.backend.name
 
     @property
     def progress(self) -> int:

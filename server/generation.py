@@ -143,7 +143,7 @@ class Generation:
     def fingerprint(self) -> str:
         """What an answer depends on besides its request: build, model, numerics."""
         weights = self.ready.dtype if self.ready.quantization == "none" else f"{self.ready.quantization}-{self.ready.dtype}"
-        return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}-{self.ready.device}"
+        return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}-{self.ready.device}-{self.ready.attention}"
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:

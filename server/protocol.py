@@ -121,6 +121,8 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     quantization: str
     weight_bytes: int
     page_bytes: int
+    attention: str
+    """What computes it: a kernel of ours and its width of vectors, or a backend on torch."""
     multi_head_bytes_per_token: int
     """What a token's keys and values would take with a head for every query head."""
     sequences: list[tuple[int, int]]

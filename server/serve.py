@@ -280,7 +280,8 @@ async def _announce(engine: Running, name: str, section: ServerSection, listener
     host, port = listener.getsockname()[:2]
     weights = ready.dtype if ready.quantization == "none" else ready.quantization
     log.info(
-        f"{name}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}; "
+        f"{name}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}, "
+        f"attention by {ready.attention}; "
         f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size}, "
         f"up to {ready.capacity} tokens a sequence"
     )

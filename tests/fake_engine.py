@@ -36,6 +36,7 @@ READY = protocol.Ready(
     quantization="none",
     weight_bytes=0,
     page_bytes=512,
+    attention="torch",
     multi_head_bytes_per_token=256,
     sequences=[(32, 8), (64, 4)],
 )

@@ -36,7 +36,7 @@ def test_logits_whole_chunked_and_decoded(checkpoint: FamilyCheckpoint) -> None:
     decoder = load(checkpoint.folder)
     ids = random_ids(checkpoint, 110)
     expected = checkpoint.oracle(torch.tensor([ids])).logits[0]
-    for backend in ("reference", "cpu"):
+    for backend in ("reference", "cpu", "native"):
         for chunks, page_size in (([110], 16), ([1] * 110, 16), ([60, *[1] * 20, 30], 7), ([13, 40, 1, 56], 64)):
             actual = logits_by_chunks(decoder, backend, ids, chunks, page_size)
             assert (actual - expected).abs().max() < TOLERANCE, (backend, chunks, page_size)

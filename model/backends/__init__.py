@@ -11,11 +11,16 @@ from torch import Tensor
 from cache.pool import KVPool
 from model.batch import Batch
 
-BACKENDS = {"reference": "model.backends.reference", "cpu": "model.backends.cpu"}
+BACKENDS = {name: f"model.backends.{name}" for name in ("reference", "cpu", "native")}
 
 
 class Backend(Protocol):
     """One step is `plan(batch)` once, then `run` once for every layer in order."""
+
+    @property
+    def name(self) -> str:
+        """What an answer's last bits depend on."""
+        ...
 
     def plan(self, batch: Batch) -> Any:
         """What all layers of the step share (masks, page lists), handed back to `run`."""
@@ -24,6 +29,15 @@ class Backend(Protocol):
     def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor) -> Tensor:
         """Stores K and V of the step's tokens in their slots, then attends: a token at position p sees 0 .. p of its own row. -> o_THd."""
         ...
+
+
+def backend_for(pool: KVPool) -> str:
+    """The fastest backend there is for the device, dtype and sizes of a pool."""
+    if pool.keys_LPSd.device.type != "cpu":
+        return "reference"
+    from model.backends.native import supports
+
+    return "native" if supports(pool) else "cpu"
 
 
 def create_backend(name: str, pool: KVPool, scale: float) -> Backend:

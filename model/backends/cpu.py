@@ -45,6 +45,10 @@ class CpuBackend:
     pool: KVPool
     scale: float
 
+    @property
+    def name(self) -> str:
+        return "torch"
+
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         return tuple(self._group(group) for group in batch.groups)
 

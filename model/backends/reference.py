@@ -19,6 +19,10 @@ class ReferenceBackend:
     pool: KVPool
     scale: float
 
+    @property
+    def name(self) -> str:
+        return "reference"
+
     def plan(self, batch: Batch) -> Batch:
         return batch
 

@@ -1,0 +1,97 @@
+// Vectors of float32, in the widest registers that the compiler's flags allow. Everything else in this folder is written over them.
+//
+// Invariant: no operation mixes lanes but `total` and `greatest`, whose order is fixed; so what a lane holds does not depend on the others.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define ISA "avx512"
+constexpr int LANES = 16, TILE_ROWS = 6, TILE_VECTORS = 4;
+using Vector = __m512;
+inline Vector load(const float *p) { return _mm512_loadu_ps(p); }
+inline void store(float *p, Vector v) { _mm512_storeu_ps(p, v); }
+inline Vector all(float x) { return _mm512_set1_ps(x); }
+inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+inline Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+inline Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+inline Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+inline Vector round_even(Vector a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vector times_two_to(Vector a, Vector n) { return _mm512_scalef_ps(a, n); }
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define ISA "avx2"
+constexpr int LANES = 8, TILE_ROWS = 3, TILE_VECTORS = 4;
+using Vector = __m256;
+inline Vector load(const float *p) { return _mm256_loadu_ps(p); }
+inline void store(float *p, Vector v) { _mm256_storeu_ps(p, v); }
+inline Vector all(float x) { return _mm256_set1_ps(x); }
+inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+inline Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+inline Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+inline Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+inline Vector round_even(Vector a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vector times_two_to(Vector a, Vector n) {
+    __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
+}
+#else
+#define ISA "portable"
+constexpr int LANES = 4, TILE_ROWS = 2, TILE_VECTORS = 4;
+struct Vector {
+    float lane[LANES];
+};
+template <class F> inline Vector each(F f) {
+    Vector v;
+    for (int i = 0; i < LANES; i++) v.lane[i] = f(i);
+    return v;
+}
+inline Vector load(const float *p) { return each([=](int i) { return p[i]; }); }
+inline void store(float *p, Vector v) { memcpy(p, v.lane, sizeof v.lane); }
+inline Vector all(float x) { return each([=](int) { return x; }); }
+inline Vector fma(Vector a, Vector b, Vector c) { return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; }); }
+inline Vector add(Vector a, Vector b) { return each([&](int i) { return a.lane[i] + b.lane[i]; }); }
+inline Vector sub(Vector a, Vector b) { return each([&](int i) { return a.lane[i] - b.lane[i]; }); }
+inline Vector mul(Vector a, Vector b) { return each([&](int i) { return a.lane[i] * b.lane[i]; }); }
+inline Vector max(Vector a, Vector b) { return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+inline Vector round_even(Vector a) { return each([&](int i) { return std::nearbyint(a.lane[i]); }); }
+inline Vector times_two_to(Vector a, Vector n) { return each([&](int i) { return std::ldexp(a.lane[i], int(n.lane[i])); }); }
+#endif
+
+inline float total(Vector v) {
+    float lanes[LANES];
+    store(lanes, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+inline float greatest(Vector v) {
+    float lanes[LANES], most = -std::numeric_limits<float>::infinity();
+    store(lanes, v);
+    for (int i = 0; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+
+// e^x for x <= 0, to about 2 units in the last place, and 0 below -87: x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series.
+inline Vector exp_of_negative(Vector x) {
+    x = max(all(-87.0f), x);  // In this order a NaN stays one.
+    Vector n = round_even(mul(x, all(1.44269504f)));
+    Vector r = fma(n, all(-0.693359375f), x);
+    r = fma(n, all(2.12194440e-4f), r);
+    Vector p = all(1.0f / 5040);
+    p = fma(p, r, all(1.0f / 720));
+    p = fma(p, r, all(1.0f / 120));
+    p = fma(p, r, all(1.0f / 24));
+    p = fma(p, r, all(1.0f / 6));
+    p = fma(p, r, all(0.5f));
+    p = fma(p, r, all(1.0f));
+    p = fma(p, r, all(1.0f));
+    return times_two_to(p, n);
+}
