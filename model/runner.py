@@ -18,6 +18,7 @@ from cache.pool import KVPool, bytes_per_page
 from model.backends import Backend, backend_for, create_backend
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
+from model.packed import PackedMatrix
 from model.sampling import draw, score
 from model.spec import ModelSpec, OptionError
 from model.step import Drawn, NotDrawn, StepPlan, StepResult
@@ -62,7 +63,7 @@ class ModelRunner:
         dtype = choose_dtype(options.dtype, device)
         if device.type == "cpu" and options.threads:
             torch.set_num_threads(options.threads)
-        return cls.over(load_decoder(folder, spec, dtype, device, options.quantization), dtype, device, options)
+        return cls.over(load_decoder(folder, spec, dtype, device, options.quantization, packed=True), dtype, device, options)
 
     @classmethod
     def over(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions) -> "ModelRunner":
@@ -88,7 +89,8 @@ class ModelRunner:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(parameter.nbytes for parameter in self.decoder.parameters())
+        filling = sum(module.num_filling_bytes for module in self.decoder.modules() if isinstance(module, PackedMatrix))
+        return sum(parameter.nbytes for parameter in self.decoder.parameters()) - filling
 
     @property
     def attention(self) -> str:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("server", "model", "cache")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-MAX_TOTAL_LINES = 15_000
+MAX_TOTAL_LINES = 16_000
 
 # Who may not import whom: every rule whose prefix fits a module binds it, and speaks of imports inside functions too.
 FORBIDDEN = {
@@ -149,7 +149,9 @@ def docstring_problems(name: str, tree: ast.Module) -> Iterator[str]:
 
 
 def total_lines() -> int:
-    return sum(path.read_text(encoding="utf-8").count("\n") for _, path, _ in sources())
+    """Of Python, and of the kernels' C++."""
+    paths = [*(path for _, path, _ in sources()), *ROOT.glob("model/native/*.cpp"), *ROOT.glob("model/native/*.h")]
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
 
 
 def problems() -> list[str]:

@@ -32,7 +32,7 @@ from server.stream_buffer import StreamBuffer, StreamStore
 from server.supervisor import Supervisor
 from tests import simulation
 
-MOST_SEEDS = 3000
+MOST_SEEDS = 10_000
 DEADLY = "sequence.deliver(token)"
 
 
@@ -93,7 +93,7 @@ MUTANTS = (
     Mutant("a suspect is not called back", Supervisor, "_recall", "self._engine.send(protocol.Cancel(sequence.submit.id))", "pass"),
     Mutant("who ran before is blamed now", Supervisor, "_bury", "sequence.sent = sequence.started =", "sequence.sent ="),
     # --- pages
-    Mutant("a leaked page", PageTable, "release", "self._allocator.release(owned)", "self._allocator.release(owned[1:])"),
+    Mutant("a leaked page", PageTable, "release", "release(reversed(owned))", "release(owned[1:])"),
     Mutant("a page forgotten in preemption", Scheduler, "_preempt", "sequence.table.release()", "sequence.table = None or sequence.table"),
     Mutant("preempted, and taken for computed", Scheduler, "_preempt", "sequence.num_computed = 0", "pass"),
     Mutant("NaN left in a page", Scheduler, "_advance", "self._unclean.extend(self._remove(sequence.id))", "self._remove(sequence.id)"),

@@ -15,6 +15,7 @@ from model.backends import backend_for, create_backend
 from model.batch import build_batch
 from model.decoder import Decoder
 from model.families import read_spec
+from model.packed import PackedEmbedding
 from model.runner import ModelRunner, RunnerOptions
 from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan
 from model.weights import load_decoder
@@ -218,7 +219,12 @@ def test_cache_sizes(tiny_checkpoint: TinyCheckpoint) -> None:
 def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_path: Path) -> None:
     untied = make_checkpoint(SHAPES[3], tmp_path)  # Its head is its own, so a broken embedding breaks one token alone.
     runner = make_runner(untied, num_pages=6)
-    runner.decoder.token_embedding.weight[7] = torch.nan
+    table = runner.decoder.token_embedding
+    broken_row = torch.full((1, runner.decoder.spec.hidden_size), torch.nan)
+    if isinstance(table, PackedEmbedding):
+        table.set_rows(7, broken_row)
+    else:
+        table.weight[7] = broken_row
 
     def row(id: int, tokens: list[int], pages: list[int], last: bool) -> Row:
         return Row(id, tokens, 0, [pages], Sample(GREEDY, tokens, []) if last else None)

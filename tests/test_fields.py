@@ -182,6 +182,7 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
         "reasoning_effort": None,
     },
     InfillBody: {"cache_prompt": True, "t_max_prompt_ms": 500, "id_slot": 0, "model": "tiny"},
+    GenerateBody: {},
     Parameters: {"watermark": False, "adapter_id": None},
     TokenizeBody: {"model": "tiny"},
     DetokenizeBody: {"model": "tiny"},

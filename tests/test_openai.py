@@ -38,7 +38,8 @@ def test_completion_events(embedded_server: ServerProcess) -> None:
         assert list(chunk)[:4] == ["id", "object", "created", "model"] and chunk["object"] == "text_completion"
     for chunk in chunks[:-1]:
         assert list(chunk["choices"][0]) == ["index", "text", "logprobs", "finish_reason", "stop_reason"] and "usage" not in chunk
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+    usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 0}}
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == usage
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]][-2:] == [None, "length"]
 
 
@@ -132,7 +133,12 @@ def check_scores(server: ServerProcess, checkpoint: TinyCheckpoint) -> None:
             expected_TV = checkpoint.oracle(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
         body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 2}
         status, answer = server.post("/v1/completions", body)
-        assert status == 200 and answer["usage"] == {"prompt_tokens": length, "completion_tokens": 0, "total_tokens": length}
+        assert status == 200
+        assert {key: answer["usage"][key] for key in answer["usage"] if key != "prompt_tokens_details"} == {
+            "prompt_tokens": length,
+            "completion_tokens": 0,
+            "total_tokens": length,
+        }
         logprobs = answer["choices"][0]["logprobs"]
         assert logprobs["token_logprobs"][0] is None and len(logprobs["tokens"]) == length
         for place in range(1, length):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  (its OpenMP runtime is the one that the kernels find)
 
-FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"), "avx2": ("avx2", "fma"), "portable": ()}
+FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma"), "portable": ()}
 """What a processor must have for each, widest first."""
 
 
@@ -25,6 +25,7 @@ def library(widest: str = "avx512") -> ctypes.CDLL | None:
         if spec is not None and spec.origin is not None and flags.issuperset(FEATURES[name]):
             found = ctypes.CDLL(spec.origin)
             found.isa.restype = ctypes.c_char_p
+            found.panel.restype = ctypes.c_int64
             return found
     return None
 

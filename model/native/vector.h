@@ -20,7 +20,10 @@ inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c
 inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
 inline Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
 inline Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+inline Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 inline Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+inline Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
+inline Vector with_sign_of(Vector a, Vector b) { return _mm512_or_ps(a, _mm512_and_ps(b, _mm512_set1_ps(-0.0f))); }
 inline Vector round_even(Vector a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vector times_two_to(Vector a, Vector n) { return _mm512_scalef_ps(a, n); }
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -35,7 +38,10 @@ inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c
 inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
 inline Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
 inline Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+inline Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
 inline Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+inline Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
+inline Vector with_sign_of(Vector a, Vector b) { return _mm256_or_ps(a, _mm256_and_ps(b, _mm256_set1_ps(-0.0f))); }
 inline Vector round_even(Vector a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vector times_two_to(Vector a, Vector n) {
     __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
@@ -59,7 +65,10 @@ inline Vector fma(Vector a, Vector b, Vector c) { return each([&](int i) { retur
 inline Vector add(Vector a, Vector b) { return each([&](int i) { return a.lane[i] + b.lane[i]; }); }
 inline Vector sub(Vector a, Vector b) { return each([&](int i) { return a.lane[i] - b.lane[i]; }); }
 inline Vector mul(Vector a, Vector b) { return each([&](int i) { return a.lane[i] * b.lane[i]; }); }
+inline Vector div(Vector a, Vector b) { return each([&](int i) { return a.lane[i] / b.lane[i]; }); }
 inline Vector max(Vector a, Vector b) { return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+inline Vector min(Vector a, Vector b) { return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; }); }
+inline Vector with_sign_of(Vector a, Vector b) { return each([&](int i) { return std::copysign(a.lane[i], b.lane[i]); }); }
 inline Vector round_even(Vector a) { return each([&](int i) { return std::nearbyint(a.lane[i]); }); }
 inline Vector times_two_to(Vector a, Vector n) { return each([&](int i) { return std::ldexp(a.lane[i], int(n.lane[i])); }); }
 #endif
@@ -79,19 +88,15 @@ inline float greatest(Vector v) {
     return most;
 }
 
-// e^x for x <= 0, to about 2 units in the last place, and 0 below -87: x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series.
-inline Vector exp_of_negative(Vector x) {
-    x = max(all(-87.0f), x);  // In this order a NaN stays one.
+// e^x for |x| <= 87, to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series.
+inline Vector exponential(Vector x) {
     Vector n = round_even(mul(x, all(1.44269504f)));
     Vector r = fma(n, all(-0.693359375f), x);
     r = fma(n, all(2.12194440e-4f), r);
     Vector p = all(1.0f / 5040);
-    p = fma(p, r, all(1.0f / 720));
-    p = fma(p, r, all(1.0f / 120));
-    p = fma(p, r, all(1.0f / 24));
-    p = fma(p, r, all(1.0f / 6));
-    p = fma(p, r, all(0.5f));
-    p = fma(p, r, all(1.0f));
-    p = fma(p, r, all(1.0f));
+    for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, all(c));
     return times_two_to(p, n);
 }
+
+// e^x for x <= 0, never below e^-87. In this order of max a NaN stays one.
+inline Vector exp_of_negative(Vector x) { return exponential(max(all(-87.0f), x)); }
