@@ -98,23 +98,36 @@ struct Bytes {
 
 static void quantize(const Product &p, Bytes &bytes, int64_t m) {
     const float *x = p.x + m * p.x_stride;
-    float least = 0.0f, most = 0.0f;
-    bool finite = true;
-    for (int64_t k = 0; k < p.inputs; k++) {
+    Vector low = all(0.0f), high = all(0.0f), odd = all(0.0f);
+    int64_t k = 0;
+    for (; k + LANES <= p.inputs; k += LANES) {
+        Vector value = load(x + k);
+        low = min(value, low);
+        high = max(value, high);
+        odd = add(odd, sub(value, value));  // 0, or a NaN where a value is not finite.
+    }
+    float least = -greatest(sub(all(0.0f), low)), most = greatest(high), finite = total(odd);
+    for (; k < p.inputs; k++) {
         least = x[k] < least ? x[k] : least;
         most = x[k] > most ? x[k] : most;
-        finite &= x[k] - x[k] == 0.0f;
+        finite += x[k] - x[k];
     }
-    float scale = std::max((most - least) / 255.0f, std::numeric_limits<float>::min());
-    float zero = -std::nearbyint(least / scale);
+    // A token that is not finite must stay so: its scale does, and its bytes are of no account.
+    const bool fine = finite == 0.0f;
+    const float scale = fine ? std::max((most - least) / 255.0f, std::numeric_limits<float>::min()) : 1.0f;
+    const float zero = fine ? -std::nearbyint(least / scale) : 0.0f;
     uint8_t *out = bytes.values.data() + m * bytes.stride;
-    for (int64_t k = 0; k < p.inputs; k++) {
-        float value = std::nearbyint(x[k] / scale) + zero;
-        out[k] = uint8_t(value < 0.0f ? 0.0f : value > 255.0f ? 255.0f : value);
+    for (k = 0; k + LANES <= p.inputs; k += LANES) {
+        float rounded[LANES];
+        store(rounded, max(min(add(round_even(div(load(x + k), all(scale))), all(zero)), all(255.0f)), all(0.0f)));
+        for (int i = 0; i < LANES; i++) out[k + i] = uint8_t(int32_t(rounded[i]));
+    }
+    for (; k < p.inputs; k++) {
+        float rounded = std::nearbyint(x[k] / scale) + zero;
+        out[k] = uint8_t(rounded > 0.0f ? rounded < 255.0f ? rounded : 255.0f : 0.0f);
     }
     memset(out + p.inputs, 0, bytes.stride - p.inputs);
-    // A token that is not finite must stay so.
-    bytes.scales[m] = finite ? scale : std::numeric_limits<float>::quiet_NaN();
+    bytes.scales[m] = fine ? scale : std::numeric_limits<float>::quiet_NaN();
     bytes.zeros[m] = int32_t(zero);
 }
 
@@ -231,28 +244,33 @@ extern "C" void product(const Product *product, int64_t num_threads) {
     }
 }
 
-// Puts rows first .. first + count of W into the panels, or takes rows out again; `width` is 4 for floats, 1 for bytes.
+// Where column k of row `row` of W lies. GROUP numbers of a row lie side by side: 1 float, or 4 bytes.
 template <class Number, int GROUP> static Number *place(Number *packed, int64_t row, int64_t k, int64_t inputs) {
     int64_t padded = (inputs + GROUP - 1) / GROUP * GROUP;
     return packed + (row / PANEL) * padded * PANEL + (k / GROUP) * PANEL * GROUP + (row % PANEL) * GROUP + k % GROUP;
 }
 
-extern "C" void pack_floats(float *packed, const float *rows, int64_t first, int64_t count, int64_t inputs) {
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t k = 0; k < inputs; k++) *place<float, 1>(packed, first + i, k, inputs) = rows[i * inputs + k];
+// Puts rows first .. first + count of W into the panels, one panel after the other, so that memory is written in order.
+template <class Number, int GROUP> static void pack(Number *packed, const Number *rows, int64_t first, int64_t count, int64_t inputs) {
+    const int64_t last = first + count, num_panels = (last - 1) / PANEL - first / PANEL + 1;
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < num_panels; n++) {
+        int64_t begin = std::max(first, (first / PANEL + n) * PANEL), end = std::min(last, (first / PANEL + n + 1) * PANEL);
+        for (int64_t k = 0; k < inputs; k += GROUP)
+            for (int64_t row = begin; row < end; row++)
+                for (int64_t i = k; i < std::min<int64_t>(k + GROUP, inputs); i++)
+                    *place<Number, GROUP>(packed, row, i, inputs) = rows[(row - first) * inputs + i];
+    }
 }
 
-extern "C" void pack_bytes(int8_t *packed, const int8_t *rows, int64_t first, int64_t count, int64_t inputs) {
+template <class Number, int GROUP> static void take(const Number *packed, const int64_t *rows, int64_t count, int64_t inputs, Number *out) {
     for (int64_t i = 0; i < count; i++)
-        for (int64_t k = 0; k < inputs; k++) *place<int8_t, 4>(packed, first + i, k, inputs) = rows[i * inputs + k];
+        for (int64_t k = 0; k < inputs; k++) out[i * inputs + k] = *place<const Number, GROUP>(packed, rows[i], k, inputs);
 }
 
-extern "C" void take_floats(const float *packed, const int64_t *rows, int64_t count, int64_t inputs, float *out) {
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t k = 0; k < inputs; k++) out[i * inputs + k] = *place<const float, 1>(packed, rows[i], k, inputs);
-}
-
-extern "C" void take_bytes(const int8_t *packed, const int64_t *rows, int64_t count, int64_t inputs, int8_t *out) {
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t k = 0; k < inputs; k++) out[i * inputs + k] = *place<const int8_t, 4>(packed, rows[i], k, inputs);
+extern "C" {
+void pack_floats(float *packed, const float *rows, int64_t first, int64_t count, int64_t inputs) { pack<float, 1>(packed, rows, first, count, inputs); }
+void pack_bytes(int8_t *packed, const int8_t *rows, int64_t first, int64_t count, int64_t inputs) { pack<int8_t, 4>(packed, rows, first, count, inputs); }
+void take_floats(const float *packed, const int64_t *rows, int64_t count, int64_t inputs, float *out) { take<float, 1>(packed, rows, count, inputs, out); }
+void take_bytes(const int8_t *packed, const int64_t *rows, int64_t count, int64_t inputs, int8_t *out) { take<int8_t, 4>(packed, rows, count, inputs, out); }
 }
