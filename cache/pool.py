@@ -1,7 +1,8 @@
 """KVPool: the memory behind the pages. K and V are each one tensor [layer of the page, page, slot, columns]: one head, so no head axis.
 
 Where the value is the beginning of the key (latent attention), V is a view of K and takes no memory. Invariant: a page takes
-`bytes_per_page` and nothing else is allocated. It knows nothing of who owns a page.
+`bytes_per_page` and nothing else is allocated. It knows nothing of who owns a page. A backend that does not `write` may order the numbers
+within a page as it likes.
 
 Shape letters: L layers of a page, P pages, S slots of a page, d columns of a key, v of a value.
 """

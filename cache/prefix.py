@@ -58,19 +58,21 @@ class PrefixCache:
 
     def match(self, links: Sequence[Link]) -> list[Block]:
         """The blocks of the longest prefix of these links that somebody can go on behind."""
-        found = []
+        found: list[Block] = []
+        most, gaps = 0, [-1] * len(self._layout.groups)
         for link in links:
             block = self._blocks.get(link.name)
             if block is None or block.link.tokens != link.tokens:
                 break
             found.append(block)
-        while found and not self._usable(found):
-            found.pop()
-        return found
-
-    def _usable(self, blocks: list[Block]) -> bool:
-        """Whether every page that tokens behind these blocks see is there. Those of layers without a window always are."""
-        return all(DROPPED not in pages[self._first_page(group, len(blocks)) :] for group, pages in self._by_group(blocks))
+            # The last block of which a group's page is gone: tokens that see it cannot go on there.
+            for number, (_, pages) in enumerate(self._by_group([block])):
+                if DROPPED in pages:
+                    gaps[number] = len(found) - 1
+            seen = (group.first_seen(len(found) * self._layout.page_size) // self._layout.page_size for group in self._layout.groups)
+            if all(gap < first for gap, first in zip(gaps, seen, strict=True)):
+                most = len(found)
+        return found[:most]
 
     def _by_group(self, blocks: list[Block]) -> list[tuple[LayerGroup, GroupPages]]:
         grouped, first = [], 0
@@ -80,15 +82,11 @@ class PrefixCache:
             first = last
         return grouped
 
-    def _first_page(self, group: LayerGroup, num_blocks: int) -> int:
-        """Of a group's pages in so many blocks, the first that tokens behind them see."""
-        return group.first_seen(num_blocks * self._layout.page_size) // self._layout.page_size * group.num_stacks
-
     def prefix(self, blocks: list[Block]) -> tuple[GroupPages, ...]:
         """The pages of matched blocks, as PageTable.share takes them: what later tokens do not see is not shared."""
         found = []
         for group, pages in self._by_group(blocks):
-            first = self._first_page(group, len(blocks))
+            first = group.first_seen(len(blocks) * self._layout.page_size) // self._layout.page_size * group.num_stacks
             found.append([DROPPED] * first + pages[first:])
         return tuple(found)
 

@@ -39,14 +39,17 @@ class MLP(nn.Module):
         self.down = Linear(size, spec.hidden_size, bias=spec.mlp_bias)
         self.activation = ACTIVATIONS[spec.activation]
         self.gated = spec.gated_mlp
+        self.between: Callable[[Tensor], Tensor] = self._activated
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if self.gated:
-            gate_TF, up_TF = self.up(x_TD).chunk(2, dim=-1)
-            y_TD: Tensor = self.down(self.activation(gate_TF) * up_TF)
-        else:
-            y_TD = self.down(self.activation(self.up(x_TD)))
+        y_TD: Tensor = self.down(self.between(self.up(x_TD)))
         return y_TD
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.gated:
+            gate, up = x.chunk(2, dim=-1)
+            return self.activation(gate) * up
+        return self.activation(x)
 
 
 class MixtureOfExperts(nn.Module):

@@ -49,6 +49,11 @@ class PackedMatrix(nn.Module):
             self.row_sums = nn.Parameter(torch.empty(num_rows, dtype=torch.int32, device="meta"), requires_grad=False)
 
     @property
+    def isa(self) -> str:
+        """The width of vectors of its kernels."""
+        return f"native-{self._library.isa().decode()}"
+
+    @property
     def num_filling_bytes(self) -> int:
         """Of its memory, what fills up the last panel and holds nothing."""
         return self.weight.nbytes - self.shape[0] * self.shape[1] * self.weight.itemsize
@@ -71,6 +76,7 @@ class PackedMatrix(nn.Module):
 
     def product(self, x: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
         """activation(x W^T + bias)"""
+        assert x.dtype is torch.float32
         x_TI = x.reshape(-1, x.shape[-1])
         x_TI = x_TI if x_TI.stride(-1) == 1 else x_TI.contiguous()
         y_TO = x_TI.new_empty(len(x_TI), self.shape[0])
@@ -88,10 +94,12 @@ class PackedMatrix(nn.Module):
             None if self.row_sums is None else self.row_sums.data_ptr(),
         )
         self._library.product(ctypes.byref(asked), ctypes.c_int64(torch.get_num_threads()))
-        return y_TO.view(*x.shape[:-1], -1)
+        return y_TO.view(*x.shape[:-1], self.shape[0])
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        """Rows of W by number, as float32."""
+        """Rows of W by number, as float32. Raises IndexError for a number that it has not."""
+        if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.shape[0]:
+            raise IndexError(f"rows {ids_T.min()} to {ids_T.max()} of {self.shape[0]}")
         dtype = torch.int8 if self.quantized else torch.float32
         found = torch.empty(len(ids_T), self.shape[1], dtype=dtype)
         take = self._library.take_bytes if self.quantized else self._library.take_floats
@@ -134,14 +142,28 @@ def pack_modules(root: nn.Module, quantized: bool) -> None:
             root.set_submodule(name, PackedEmbedding(module, quantized))
     names = {function: name for name, function in ACTIVATIONS.items()}
     for module in root.modules():
-        if isinstance(module, MLP) and not module.gated:
+        if isinstance(module, MLP):
             up: nn.Module = module.up
             assert isinstance(up, PackedLinear)
-            up.activation, module.activation = names[module.activation], _unchanged
+            if module.gated:
+                module.between = Gate(up, names[module.activation])
+            else:
+                up.activation, module.between = names[module.activation], nn.Identity()
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
+class Gate(nn.Module):
+    """activation(gate) * what it lets through, of rows that hold one behind the other."""
+
+    def __init__(self, up: PackedLinear, activation: str) -> None:
+        super().__init__()
+        self._library, self._code = up._library, CODES[activation]
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        x_TE = x_TE.contiguous()
+        y_TF = x_TE.new_empty(*x_TE.shape[:-1], x_TE.shape[-1] // 2)
+        sizes = y_TF.numel() // max(1, y_TF.shape[-1]), y_TF.shape[-1], self._code, torch.get_num_threads()
+        self._library.gate(_address(x_TE), _address(y_TF), *map(ctypes.c_int64, sizes))
+        return y_TF
 
 
 def _address(x: Tensor) -> ctypes.c_void_p:

@@ -93,9 +93,10 @@ class ModelRunner:
         return sum(parameter.nbytes for parameter in self.decoder.parameters()) - filling
 
     @property
-    def attention(self) -> str:
-        """What computes it: the kernels' width of vectors, or the name of the backend."""
-        return self.backend.name
+    def kernels(self) -> str:
+        """What computes it and the products: kernels of ours and their width of vectors, or torch."""
+        packed = next((module for module in self.decoder.modules() if isinstance(module, PackedMatrix)), None)
+        return self.backend.name if packed is None or packed.isa in self.backend.name else f"{self.backend.name}+{packed.isa}"
 
     @property
     def progress(self) -> int:

@@ -86,6 +86,7 @@ class Bounds:
     """How much is taken at once, and how long preparing a request may take, in seconds."""
 
     max_open: int
+    max_running: int
     max_waiting_tokens: int = 1_000_000
     max_queue_wait: float = 600.0
     grammar_seconds: float = 2.0
@@ -143,7 +144,7 @@ class Generation:
     def fingerprint(self) -> str:
         """What an answer depends on besides its request: build, model, numerics."""
         weights = self.ready.dtype if self.ready.quantization == "none" else f"{self.ready.quantization}-{self.ready.dtype}"
-        return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}-{self.ready.device}-{self.ready.attention}"
+        return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}-{self.ready.device}-{self.ready.kernels}"
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -315,11 +316,13 @@ class Generation:
 
     @property
     def _queue_seconds(self) -> float:
-        """Seconds until those who wait will have started, at the rate at which requests end: so many at once, each in so long."""
+        """Seconds until those for whom there is no place will have started, at the rate at which requests end: so many at once, each in so
+        long.
+        """
         if not self.run_seconds:
             return 0.0
-        num_waiting = len(self.unstarted)
-        return sum(self.run_seconds) / len(self.run_seconds) / max(1, self.num_open - num_waiting) * num_waiting
+        num_ahead = max(0, self.num_open - self.bounds.max_running)
+        return sum(self.run_seconds) / len(self.run_seconds) / self.bounds.max_running * num_ahead
 
     def _retry_after(self) -> int:
         """That, and up to a quarter more, so that those who are sent away do not come back together."""

@@ -121,7 +121,7 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     quantization: str
     weight_bytes: int
     page_bytes: int
-    attention: str
+    kernels: str
     """What computes it: a kernel of ours and its width of vectors, or a backend on torch."""
     multi_head_bytes_per_token: int
     """What a token's keys and values would take with a head for every query head."""

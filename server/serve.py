@@ -87,7 +87,14 @@ class Running:
         patience = Patience(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, patience)
         max_open = settings.engine.max_running + section.max_waiting
-        bounds = Bounds(max_open, section.max_waiting_tokens, section.max_queue_wait, section.grammar_timeout, section.tokenize_timeout)
+        bounds = Bounds(
+            max_open,
+            settings.engine.max_running,
+            section.max_waiting_tokens,
+            section.max_queue_wait,
+            section.grammar_timeout,
+            section.tokenize_timeout,
+        )
         self.generation = Generation(self.supervisor, codec, self.metrics, bounds, section.log_prompts)
 
     def start(self, *every_tick: Callable[[], None]) -> None:
@@ -281,7 +288,7 @@ async def _announce(engine: Running, name: str, section: ServerSection, listener
     weights = ready.dtype if ready.quantization == "none" else ready.quantization
     log.info(
         f"{name}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}, "
-        f"attention by {ready.attention}; "
+        f"by {ready.kernels}; "
         f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size}, "
         f"up to {ready.capacity} tokens a sequence"
     )

@@ -93,6 +93,8 @@ class Supervisor:
         """The suspect that is run alone."""
         self._careful = False
         """Whether a sequence is sent only when the engine runs the one before."""
+        self._suspicious = 0
+        """The last of those that the engine may have died of taking in: care lasts until they run."""
         self.state = State.STARTING
         self.reason = ""
         self.ready: protocol.Ready | None = None
@@ -191,7 +193,7 @@ class Supervisor:
 
     def _take_over(self, ready: protocol.Ready) -> None:
         self.ready = ready
-        self._careful = self.deaths.careful
+        self._careful, self._suspicious = self.deaths.careful, self._next_id
         self._without = 0.0
         self._enter(State.READY)
         self._dispatch()
@@ -308,17 +310,19 @@ class Supervisor:
 
     def _send_next(self, sequences: list[OpenSequence]) -> None:
         """Sends those that the engine does not have; with care, one, and that only when it runs all that it has."""
-        for sequence in sequences:
-            if self._careful and any(other.sent and not other.started for other in self.open.values()):
-                break
-            if not sequence.sent:
-                self._send(sequence)
+        unsent = [sequence for sequence in sequences if not sequence.sent]
+        if self._careful and unsent:
+            under_way = any(other.sent and not other.started for other in self.open.values())
+            unsent = [] if under_way else [min(unsent, key=lambda sequence: (sequence.submit.priority, sequence.submit.id))]
+        for sequence in unsent:
+            self._send(sequence)
 
     def _take_care(self) -> None:
         """With care: the next one's turn, or the end of it."""
         if self._careful and self._engine is not None and self.state is State.READY and self._trial is None:
+            unproven = (id <= self._suspicious and not sequence.started for id, sequence in self.open.items())
+            self._careful = self.deaths.careful or any(unproven)
             self._send_next(list(self.open.values()))
-            self._careful = not all(sequence.started for sequence in self.open.values())
 
     def _end_trial(self, sequence: OpenSequence) -> None:
         """Where this is the suspect that runs alone, it has shown itself innocent, or gone: the next one's turn, or everybody's."""

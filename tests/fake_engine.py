@@ -36,7 +36,7 @@ READY = protocol.Ready(
     quantization="none",
     weight_bytes=0,
     page_bytes=512,
-    attention="torch",
+    kernels="torch",
     multi_head_bytes_per_token=256,
     sequences=[(32, 8), (64, 4)],
 )
@@ -208,7 +208,7 @@ def serve(tokenizer_folder: Path, engine: FakeEngine | None = None, section: Ser
             metrics.engine_restarts.inc()
 
     supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.heard(step))
-    generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, Bounds(max_open))
+    generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, Bounds(max_open, max_running=max_open))
     app = create_app(generation, section, "tiny", "0", StreamStore(Retention()))
     supervisor.start()
     return Served(engine, supervisor, generation, app)

@@ -181,7 +181,7 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
         "prediction": None,
         "reasoning_effort": None,
     },
-    InfillBody: {"cache_prompt": True, "t_max_prompt_ms": 500, "id_slot": 0, "model": "tiny"},
+    InfillBody: {"t_max_prompt_ms": 500, "id_slot": 0, "model": "tiny"},
     GenerateBody: {},
     Parameters: {"watermark": False, "adapter_id": None},
     TokenizeBody: {"model": "tiny"},
@@ -195,7 +195,7 @@ ELSEWHERE = {
     CompletionBody: {"timeout_s", "resumable", "cache_salt"},
     ChatBody: {"timeout_s", "resumable", "cache_salt"},
     GenerateBody: {"timeout_s", "resumable", "cache_salt"},
-    InfillBody: {"t_max_predict_ms", "n_indent", "resumable"},
+    InfillBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},
 }
 NOT_HARMLESS = [
     ("/v1/chat/completions", {"tools": [{"type": "function"}]}),

@@ -8,7 +8,7 @@ from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.prefix import Chain, PrefixCache
 from cache.table import DROPPED, PageTable
-from model.step import Sampling
+from model.step import NotDrawn, Sampling, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from tests.hash_model import HashModel, one_group
@@ -110,6 +110,19 @@ def test_layers_with_a_window_need_only_its_pages() -> None:
     assert cache.integrity() == [] and cache.found(tokens) < 4
 
 
+def test_wrong_numbers_take_what_was_found_off_the_list_too() -> None:
+    scheduler = Scheduler(Limits(num_pages=40, layout=one_group(4), max_context=100, max_running=2, step_tokens=64))
+    core = EngineCore(scheduler, HashModel(one_group(4)))
+    scheduler.submit(0, list(range(30)), 1, Sampling())
+    run(scheduler, core)
+    for code, found in (("sampling_error", 28), ("numerical_error", 28), ("", 0)):
+        scheduler.submit(1, list(range(30)), 1, Sampling())
+        plan = scheduler.plan()
+        assert plan.rows[0].start == found
+        scheduler.commit(plan, StepResult((NotDrawn("why", code=code),)))
+        assert scheduler.integrity() == []
+
+
 def run(scheduler: Scheduler, core: EngineCore) -> None:
     while scheduler.has_work:
         core.step()
@@ -177,6 +190,12 @@ def test_usage_says_what_was_cached_and_salts_keep_apart(embedded_server: Server
     assert again > 0 and again % 64 == 0 and cached(cache_salt="b") == 0
     assert embedded_server.metric("onehead_prefix_cache_hits_total") - hits == again
     assert embedded_server.metric("onehead_kv_pages_cached") > 0 and len(texts) == 1
+    infill = {"input_prefix": prompt, "input_suffix": "", "n_predict": 2}
+    for cache_prompt, more in ((True, 0), (True, again), (False, 0)):
+        before = embedded_server.metric("onehead_prefix_cache_hits_total")
+        assert embedded_server.post("/infill", infill | {"cache_prompt": cache_prompt})[0] == 200
+        assert embedded_server.metric("onehead_prefix_cache_hits_total") - before == more
+    hits = embedded_server.metric("onehead_prefix_cache_hits_total") - again
     body = {"inputs": prompt, "parameters": {"max_new_tokens": 4}, "cache_salt": "b"}
     assert embedded_server.post("/generate", body)[0] == 200
     assert embedded_server.metric("onehead_prefix_cache_hits_total") - hits == 2 * again

@@ -302,3 +302,11 @@ async def test_leaving_is_not_cancelling_and_cancelling_is(tokenizer_folder: Pat
     end = events_of((await client.request("GET", f"/v1/streams/{cancelled.headers['x-stream-id']}")).text)
     assert end[-1]["data"] == "[DONE]" and json.loads(end[-2]["data"])["error"]["code"] == "cancelled"
     assert served.supervisor.open == {}
+
+
+async def test_keys_share_nothing_that_is_computed(served: Served) -> None:
+    path, body = request_of("openai")
+    for key in (KEYS[0], KEYS[0], KEYS[1]):
+        assert (await Client(served, key).request("POST", path, body)).status_code == 200
+    salts = [submit.salt for submit in served.engine.submits]
+    assert salts[0] == salts[1] != salts[2]

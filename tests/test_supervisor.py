@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from server import protocol
-from server.deaths import BACKOFF_SECONDS, DEATHS_ALONE, MAX_BACKOFF_SECONDS, MAX_DEATHS, MAX_QUARANTINES, SUSPECT_DEATHS
+from server.deaths import BACKOFF_SECONDS, CAREFUL_DEATHS, DEATHS_ALONE, MAX_BACKOFF_SECONDS, MAX_DEATHS, MAX_QUARANTINES, SUSPECT_DEATHS
 from server.journal import Delivery
 from server.supervisor import STABLE_SECONDS, Patience, State, Supervisor
 from tests.fake_engine import READY
@@ -222,8 +222,40 @@ def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_f
     assert bench.supervisor.deaths.num_quarantined == 1
     for i, id in enumerate(ids):
         assert bench.tokens(id) == ([] if i == place else oracle([1, 2, i], 10, 0, frozenset(), i, 0.0))
-    later = bench.submit()
-    assert later in bench.engine.open, "with nothing left to be careful of"
+    later = [bench.submit(), bench.submit()]
+    assert all(id in bench.engine.open for id in later), "with nothing left to be careful of"
+
+
+def careful_bench() -> Bench:
+    """An engine that is ready, behind two that died of nobody."""
+    bench = Bench()
+    bench.engine.on_message(READY)
+    for _ in range(CAREFUL_DEATHS):
+        bench.engine.kill()
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.engine.on_message(READY)
+    return bench
+
+
+def test_care_ends_with_a_token_however_many_wait() -> None:
+    bench = careful_bench()
+    first, second = bench.submit(ends=False), bench.submit(ends=False)
+    assert list(bench.engine.open) == [first]
+    bench.engine.step()
+    assert second in bench.engine.open and all(bench.submit() in bench.engine.open for _ in range(3)), "not all of them run"
+
+
+def test_care_outlives_a_client_that_leaves() -> None:
+    bench = careful_bench()
+    bench.supervisor.cancel(bench.submit())
+    poison, other = bench.submit(), bench.submit()
+    assert list(bench.engine.open) == [poison]
+    for _ in range(DEATHS_ALONE):
+        bench.engine.kill()
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.engine.on_message(READY)
+    (failed,) = bench.delivered[poison]
+    assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined" and other in bench.engine.open
 
 
 def test_an_engine_that_lived_long_owes_nothing_to_those_before_it() -> None:

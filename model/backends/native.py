@@ -61,6 +61,7 @@ class NativeBackend:
         return tuple(_plan(group) for group in batch.groups)
 
     def run(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
+        assert q_THd.dtype is k_Td.dtype is v_Tv.dtype is torch.float32
         place = self.pool.layout.places[layer]
         group = plan[place.group]
         keys_PSd, values_PSv = self.pool.layer(layer)

@@ -5,14 +5,19 @@ widest that this processor runs, or None where none was compiled; the torch path
 """
 
 import ctypes
+import logging
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch  # noqa: F401  (its OpenMP runtime is the one that the kernels find)
 
+log = logging.getLogger("onehead.engine")
+
 FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma"), "portable": ()}
 """What a processor must have for each, widest first."""
+INTERFACE = 2
+"""Of the kernels' structs and functions, as product.cpp has it."""
 
 
 @cache
@@ -23,11 +28,24 @@ def library(widest: str = "avx512") -> ctypes.CDLL | None:
     for name in names[names.index(widest) :]:
         spec = find_spec(f"model.native.kernels_{name}")
         if spec is not None and spec.origin is not None and flags.issuperset(FEATURES[name]):
-            found = ctypes.CDLL(spec.origin)
-            found.isa.restype = ctypes.c_char_p
-            found.panel.restype = ctypes.c_int64
-            return found
+            found = _load(spec.origin)
+            if found is not None:
+                return found
     return None
+
+
+def _load(path: str) -> ctypes.CDLL | None:
+    try:
+        found = ctypes.CDLL(path)
+        if found.interface() != INTERFACE:
+            log.warning("%s was compiled from another version; install onehead again (torch's operations take its place)", path)
+            return None
+    except (OSError, AttributeError) as error:
+        log.warning("kernels cannot be used, and torch's operations take their place: %s", error)
+        return None
+    found.isa.restype = ctypes.c_char_p
+    found.panel.restype = ctypes.c_int64
+    return found
 
 
 def _processor_flags() -> set[str]:

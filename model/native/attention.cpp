@@ -2,7 +2,8 @@
 //
 // A query row is one head of one token. It passes the pages of its sequence in order from the first that it sees, each page is one block of
 // the online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), and all sums within a page run in one order. Invariant: what a row
-// gets depends on the row and on the keys and values it sees; not on the other rows, nor on how rows are shared out to threads.
+// gets depends on the row and on the keys and values it sees; not on the other rows, nor on how rows are shared out to threads. (A value
+// that is not finite may reach rows of the same sequence that do not see it, as 0 times it: that sequence fails as a whole.)
 //
 // Letters: H query heads, d columns of a key, v of a value, S slots of a page. A key page is [d, S], so that the scores of neighbouring keys
 // are neighbouring lanes; a value page is [S, v]. S, d and v are multiples of 16.

@@ -15,6 +15,9 @@ constexpr int BYTE_ROWS = LANES == 16 ? 12 : 2;
 
 extern "C" int64_t panel() { return PANEL; }
 
+// Of the structs that come from Python, as model/native/__init__.py has it: raised with every change of either.
+extern "C" int64_t interface() { return 2; }
+
 enum Activation { NONE, GELU, GELU_TANH, RELU, SILU };
 
 static Vector sigmoid(Vector x) {
@@ -240,6 +243,23 @@ extern "C" void product(const Product *product, int64_t num_threads) {
                 const float *panel = (const float *)p.weights + n * p.inputs * PANEL;
                 cover(p.rows, ROWS, [&](int count, int64_t m) { float_tile(p, count, m, panel, column, columns); });
             }
+        }
+    }
+}
+
+// y = f(x[:, :size]) * x[:, size:], where the first half of each row is the gate.
+extern "C" void gate(const float *x, float *y, int64_t rows, int64_t size, int64_t activation, int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows > 1)
+    for (int64_t m = 0; m < rows; m++) {
+        const float *row = x + 2 * m * size;
+        for (int64_t k = 0; k < size; k += LANES) {
+            // The last lanes are computed as all others are, whether there are numbers for all of them or not.
+            const int64_t count = std::min<int64_t>(LANES, size - k);
+            float gates[LANES] = {}, values[LANES] = {};
+            memcpy(gates, row + k, count * sizeof(float));
+            memcpy(values, row + size + k, count * sizeof(float));
+            store(gates, mul(activated(load(gates), int(activation)), load(values)));
+            memcpy(y + m * size + k, gates, count * sizeof(float));
         }
     }
 }

@@ -61,7 +61,11 @@ template <class F> inline Vector each(F f) {
 inline Vector load(const float *p) { return each([=](int i) { return p[i]; }); }
 inline void store(float *p, Vector v) { memcpy(p, v.lane, sizeof v.lane); }
 inline Vector all(float x) { return each([=](int) { return x; }); }
+#ifdef __FP_FAST_FMAF
+inline Vector fma(Vector a, Vector b, Vector c) { return each([&](int i) { return __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]); }); }
+#else
 inline Vector fma(Vector a, Vector b, Vector c) { return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; }); }
+#endif
 inline Vector add(Vector a, Vector b) { return each([&](int i) { return a.lane[i] + b.lane[i]; }); }
 inline Vector sub(Vector a, Vector b) { return each([&](int i) { return a.lane[i] - b.lane[i]; }); }
 inline Vector mul(Vector a, Vector b) { return each([&](int i) { return a.lane[i] * b.lane[i]; }); }
@@ -70,7 +74,7 @@ inline Vector max(Vector a, Vector b) { return each([&](int i) { return a.lane[i
 inline Vector min(Vector a, Vector b) { return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; }); }
 inline Vector with_sign_of(Vector a, Vector b) { return each([&](int i) { return std::copysign(a.lane[i], b.lane[i]); }); }
 inline Vector round_even(Vector a) { return each([&](int i) { return std::nearbyint(a.lane[i]); }); }
-inline Vector times_two_to(Vector a, Vector n) { return each([&](int i) { return std::ldexp(a.lane[i], int(n.lane[i])); }); }
+inline Vector times_two_to(Vector a, Vector n) { return each([&](int i) { return std::isnan(n.lane[i]) ? n.lane[i] : std::ldexp(a.lane[i], int(n.lane[i])); }); }
 #endif
 
 inline float total(Vector v) {

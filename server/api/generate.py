@@ -84,7 +84,7 @@ class GenerateBody(Body):
     priority: fields.Priority | None = None
     timeout_s: fields.Seconds | None = None
     resumable: bool | None = None
-    # Harmless as long as no prefix is kept in the cache for others.
+    # Requests with another one share nothing that is computed.
     cache_salt: fields.Salt | None = None
 
 

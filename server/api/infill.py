@@ -47,6 +47,7 @@ class InfillReply:
             healed=healed,
             priority=body.priority or 0,
             timeout_s=None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3,
+            salt=secrets.token_hex(16) if body.cache_prompt is False else "",
         )
         return cls(body, model_id, generation.start(request))
 

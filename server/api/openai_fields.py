@@ -78,7 +78,7 @@ class GenerationBody(SamplingBody):
     timeout_s: fields.Seconds | None = None
     resumable: bool | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
-    # Harmless as long as no prefix is kept in the cache for others.
+    # Requests with another one share nothing that is computed.
     cache_salt: fields.Salt | None = None
     # Harmless: what clients send as a matter of course, and what changes no answer.
     user: str | None = Field(default=None, max_length=1024)
@@ -360,8 +360,9 @@ class InfillBody(Body):
     samplers: list[Literal["top_k", "top_p", "min_p", "temperature", "infill"]] | None = None
     """Those that take part; the others are off. "infill", which keeps a completion from stopping within a word, is what healing does."""
     response_fields: list[Annotated[str, Field(max_length=128)]] | None = Field(default=None, max_length=64)
+    cache_prompt: bool | None = None
+    """False: nothing of it is shared."""
     # Harmless: llama.vim and others send these, and they change no text here. `model` is whatever the editor is set to, "" by default.
     model: str | None = Field(default=None, max_length=1024)
-    cache_prompt: bool | None = None
     t_max_prompt_ms: fields.Count | None = None
     id_slot: int | None = None

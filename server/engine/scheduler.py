@@ -229,6 +229,7 @@ class Scheduler:
         if blocks:
             sequence.table.share(self.prefixes.prefix(blocks))
             sequence.num_computed = len(blocks) * page_size
+        sequence.found = blocks
         for link in sequence.links(sequence.num_tokens // page_size, page_size)[len(blocks) :]:
             if link.name not in self._claims:
                 self._claims[link.name] = sequence.id
@@ -309,7 +310,8 @@ class Scheduler:
                     outcome = NotDrawn("an internal error in following its grammar", code="grammar_error")
             advances.append(Advance(sequence.id, index, outcome, finish))
             if isinstance(outcome, NotDrawn):
-                for block in sequence.published:
+                # Numbers may be wrong in what it found, too.
+                for block in sequence.published + (sequence.found if outcome.code == "numerical_error" else []):
                     self.prefixes.retract(block)
                 self._unclean.extend(self._remove(sequence.id))
             elif finish is not None:

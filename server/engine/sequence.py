@@ -57,6 +57,8 @@ class Sequence:
     """Names of the blocks that it is about to compute and that others may wait for."""
     published: list[Block] = field(default_factory=list)
     """What it has put into the prefix cache."""
+    found: list[Block] = field(default_factory=list)
+    """What it found there when it was let in."""
     chain: Chain = field(init=False)
     num_scored: int = field(init=False)
     """Prompt tokens that need no score any more; the first never does, as nothing stands before it."""

@@ -70,7 +70,7 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         quantization=start.quantization,
         weight_bytes=runner.weight_bytes,
         page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
-        attention=runner.attention,
+        kernels=runner.kernels,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(dtype.itemsize),
         sequences=[
             (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
