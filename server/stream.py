@@ -178,7 +178,7 @@ class OpenStreams:
             if choice.outcome is not None:
                 continue
             if isinstance(delivery, protocol.Failed):
-                self._end(choice, "failed")
+                self._end(choice, "refused" if delivery.refused else "failed")
                 if delivery.code == "numerical_error":
                     self.generation.numerical_error()
                 raise _error(delivery)

@@ -67,6 +67,20 @@ def test_a_line_end_in_a_path_finds_no_other_way_in(server: ServerProcess) -> No
         assert server.post(path, {})[0] == 404
 
 
+def test_what_leaves_no_token_is_refused_and_no_failure_of_ours(embedded_server: ServerProcess) -> None:
+    def counts() -> list[float]:
+        lines = embedded_server.get("/metrics")[1].splitlines()
+        starts = [f'onehead_requests_total{{outcome="{outcome}"}}' for outcome in ("refused", "failed")]
+        return [sum(float(line.split()[-1]) for line in lines if line.startswith(start)) for start in starts]
+
+    refused, failed = counts()
+    body = {"prompt": "a", "max_tokens": 4, "bad_words": ["a"], "temperature": 0}
+    ids = embedded_server.post("/tokenize", {"prompt": "a"})[1]["tokens"]
+    status, answer = embedded_server.post("/v1/completions", body | {"allowed_token_ids": ids})
+    assert status == 400 and "no token" in answer["error"]["message"]
+    assert counts() == [refused + 1, failed]
+
+
 def test_half_sent_bodies_take_nobodys_place(server: ServerProcess) -> None:
     half = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
     waiting = [connected(server, half) for _ in range(8)]
