@@ -51,12 +51,14 @@ class Deaths:
             return f"the engine died of each of the last {self._quarantines} requests that it ran"
         return ""
 
-    def count(self, sequences: Iterable[OpenSequence], one_by_one: bool) -> OpenSequence | None:
-        """Notes a death with everyone who was being run, or was sent by itself (`one_by_one`); the sequence to give up, if it is that."""
+    def count(self, sequences: Iterable[OpenSequence], one_by_one: bool, any_sent: bool) -> OpenSequence | None:
+        """Notes a death with everyone who was being run, or was sent by itself (`one_by_one`); the sequence to give up, if it is that.
+        `any_sent`: the engine was sent something, which may have been called off since.
+        """
         sent = [sequence for sequence in sequences if sequence.sent]
         blamed = [sequence for sequence in sent if sequence.started or one_by_one]
         self._in_all += 1
-        self._of_nobody += not blamed
+        self._of_nobody += not blamed and not (one_by_one and any_sent)
         for sequence in blamed:
             sequence.deaths += 1
         if not blamed or len(sent) != 1:

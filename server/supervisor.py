@@ -91,6 +91,8 @@ class Supervisor:
         self._next_id = 0
         self._trial: OpenSequence | None = None
         """The suspect that is run alone."""
+        self._any_sent = False
+        """Whether the engine of the moment was ever sent a sequence."""
         self._careful = False
         """Whether a sequence is sent only when the engine runs the one before."""
         self._suspicious = 0
@@ -110,7 +112,7 @@ class Supervisor:
         """Spawns an engine under a new epoch: whatever an older one still says is ignored. Raises OSError."""
         self._epoch += 1
         epoch = self._epoch
-        self._condemned, self._progress = "", -1
+        self._condemned, self._progress, self._any_sent = "", -1, False
         self._silence = self._lived = self._loading = 0.0
         self._engine = self._spawn(
             lambda message: self._hear(epoch, message),
@@ -272,7 +274,7 @@ class Supervisor:
         if epoch != self._epoch or self.state not in LIVE:
             return
         log.error("the engine %s; %d sequences are open", self._condemned or f"ended with status {status}", len(self.open))
-        lone = self.deaths.count(self.open.values(), self._careful or self._trial is not None)
+        lone = self.deaths.count(self.open.values(), self._careful or self._trial is not None, self._any_sent)
         self._engine, self._condemned, self._trial = None, "", None
         self._epoch += 1
         if lone is not None:
@@ -331,7 +333,7 @@ class Supervisor:
             self._dispatch()
 
     def _send(self, sequence: OpenSequence) -> None:
-        sequence.sent = True
+        sequence.sent = self._any_sent = True
         assert self._engine is not None
         self._engine.send(sequence.resubmission())
 

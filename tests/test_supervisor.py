@@ -245,6 +245,13 @@ def test_care_ends_with_a_token_however_many_wait() -> None:
     assert second in bench.engine.open and all(bench.submit() in bench.engine.open for _ in range(3)), "not all of them run"
 
 
+def test_a_death_of_what_was_called_off_meanwhile_is_not_one_of_nobody() -> None:
+    bench = careful_bench()
+    bench.supervisor.cancel(bench.submit())
+    bench.engine.kill()
+    assert bench.supervisor.state is not State.GAVE_UP
+
+
 def test_care_outlives_a_client_that_leaves() -> None:
     bench = careful_bench()
     bench.supervisor.cancel(bench.submit())
