@@ -69,7 +69,7 @@ class PrefixCache:
             for number, (_, pages) in enumerate(self._by_group([block])):
                 if DROPPED in pages:
                     gaps[number] = len(found) - 1
-            seen = (group.first_seen(len(found) * self._layout.page_size) // self._layout.page_size for group in self._layout.groups)
+            seen = (self._first_seen(group, len(found)) for group in self._layout.groups)
             if all(gap < first for gap, first in zip(gaps, seen, strict=True)):
                 most = len(found)
         return found[:most]
@@ -82,11 +82,15 @@ class PrefixCache:
             first = last
         return grouped
 
+    def _first_seen(self, group: LayerGroup, num_blocks: int) -> int:
+        """The first of so many blocks that tokens behind them see."""
+        return group.first_seen(num_blocks * self._layout.page_size) // self._layout.page_size
+
     def prefix(self, blocks: list[Block]) -> tuple[GroupPages, ...]:
         """The pages of matched blocks, as PageTable.share takes them: what later tokens do not see is not shared."""
         found = []
         for group, pages in self._by_group(blocks):
-            first = group.first_seen(len(blocks) * self._layout.page_size) // self._layout.page_size * group.num_stacks
+            first = self._first_seen(group, len(blocks)) * group.num_stacks
             found.append([DROPPED] * first + pages[first:])
         return tuple(found)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from model.layers import ACTIVATIONS, MLP, Embedding, Linear
-from model.native import library
+from model.native import library, name_of
 from model.quantization import quantize_weights
 
 CODES = {"none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
@@ -51,7 +51,7 @@ class PackedMatrix(nn.Module):
     @property
     def isa(self) -> str:
         """The width of vectors of its kernels."""
-        return f"native-{self._library.isa().decode()}"
+        return name_of(self._library)
 
     @property
     def num_filling_bytes(self) -> int:

@@ -94,7 +94,7 @@ class ModelRunner:
 
     @property
     def kernels(self) -> str:
-        """What computes it and the products: kernels of ours and their width of vectors, or torch."""
+        """What computes attention and products: kernels of ours and their width of vectors, or torch."""
         packed = next((module for module in self.decoder.modules() if isinstance(module, PackedMatrix)), None)
         return self.backend.name if packed is None or packed.isa in self.backend.name else f"{self.backend.name}+{packed.isa}"
 

@@ -122,7 +122,7 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     weight_bytes: int
     page_bytes: int
     kernels: str
-    """What computes it: a kernel of ours and its width of vectors, or a backend on torch."""
+    """What computes attention and products: kernels of ours and their width of vectors, or torch."""
     multi_head_bytes_per_token: int
     """What a token's keys and values would take with a head for every query head."""
     sequences: list[tuple[int, int]]

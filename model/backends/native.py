@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache.pool import KVPool
 from model.batch import Batch, GroupBatch
-from model.native import library
+from model.native import library, name_of
 
 MULTIPLE = 16
 """What sizes of pages, keys and values must be multiples of."""
@@ -55,7 +55,7 @@ class NativeBackend:
 
     @property
     def name(self) -> str:
-        return f"native-{self._library.isa().decode()}"
+        return name_of(self._library)
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         return tuple(_plan(group) for group in batch.groups)

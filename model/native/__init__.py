@@ -55,3 +55,8 @@ def _processor_flags() -> set[str]:
     except OSError:
         return set()
     return set(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
+
+
+def name_of(kernels: ctypes.CDLL) -> str:
+    """What an answer's last bits depend on: their width of vectors."""
+    return f"native-{kernels.isa().decode()}"
