@@ -76,7 +76,7 @@ class MixtureOfExperts(nn.Module):
         """Weights and numbers of each token's experts. A group counts as its best expert, or, with a choice bias, as its best two."""
         options = self.options
         # The router works in float32, whatever the weights are stored in: a tie that rounds the other way is another expert.
-        logits_TE = F.linear(x_TD.float(), self.router.weight.float())
+        logits_TE = self.router(x_TD) if x_TD.dtype is torch.float32 else F.linear(x_TD.float(), self.router.weight.float())
         scores_TE = logits_TE.softmax(dim=-1) if self.choice_bias is None else logits_TE.sigmoid()
         choice_TE = scores_TE if self.choice_bias is None else scores_TE + self.choice_bias.float()
         if options.num_groups > 1:

@@ -1,7 +1,7 @@
-"""Matrices in the order in which the CPU's kernels read them (model/native/product.cpp), in float32 or in int8.
+"""Matrices in the order in which the CPU's kernels read them (model/native/product.cpp), in float32 or in int8, and what is done to rows.
 
-They stand for linear layers and tables as model.quantization's do, with the same arithmetic; bias and activation are applied where the
-sums are. Invariant: a row of a product depends on that row of x alone, bit for bit.
+They stand for linear layers and tables as model.quantization's do, with the same arithmetic; a norm before and an activation behind are
+applied by the product itself. Invariant: a row of what comes out depends on that row of x alone, bit for bit.
 
 Shape letters: T tokens, S rows whose logits are wanted, I input and O output columns, V rows of a table, D its columns.
 """
@@ -11,21 +11,70 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
-from model.layers import ACTIVATIONS, MLP, Embedding, Linear
+from model.attention import MultiQueryAttention
+from model.decoder import Block
+from model.layers import ACTIVATIONS, MLP, Embedding, Linear, RMSNorm
 from model.native import library, name_of
 from model.quantization import quantize_weights
 
 CODES = {"none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 
 
+class Norm(ctypes.Structure):
+    """The kernel's struct of the same name."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("kind", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset")),
+    )
+
+
 class Product(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias", "y")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "rows", "inputs", "outputs", "activation")),
+        *((name, ctypes.c_void_p) for name in ("x", "y")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "rows")),
+        *((name, ctypes.c_void_p) for name in ("weights", "bias")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "activation")),
         *((name, ctypes.c_void_p) for name in ("scales", "row_sums")),
+        ("norm", Norm),
     )
+
+
+NO_NORM = Norm()
+
+
+class PackedNorm(nn.Module):
+    """Stands for a norm of rows, in float32. One that is `absorbed` leaves its x alone: whoever takes that applies it."""
+
+    def __init__(self, norm: nn.LayerNorm | RMSNorm) -> None:
+        super().__init__()
+        found = library()
+        assert found is not None
+        self._library = found
+        self.weight = norm.weight
+        self.bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
+        self._constants = (1, norm.eps, 0.0) if isinstance(norm, nn.LayerNorm) else (2, norm.epsilon, norm.offset)
+        self.absorbed = False
+
+    @property
+    def struct(self) -> Norm:
+        """As the kernels take it."""
+        return Norm(self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(), *self._constants)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.absorbed:
+            return x
+        assert x.dtype is torch.float32
+        rows_TD = x.reshape(-1, x.shape[-1])
+        rows_TD = rows_TD if rows_TD.stride(-1) == 1 else rows_TD.contiguous()
+        y_TD = torch.empty_like(rows_TD, memory_format=torch.contiguous_format)
+        sizes = rows_TD.stride(0), *rows_TD.shape
+        norm, threads = self.struct, ctypes.c_int64(torch.get_num_threads())
+        self._library.normalise_rows(_address(rows_TD), _address(y_TD), *map(ctypes.c_int64, sizes), ctypes.byref(norm), threads)
+        return y_TD.view(x.shape)
 
 
 class PackedMatrix(nn.Module):
@@ -74,24 +123,25 @@ class PackedMatrix(nn.Module):
             pack = self._library.pack_bytes
         pack(_address(self.weight), _address(rows), *map(ctypes.c_int64, (first, len(rows), self.shape[1])))
 
-    def product(self, x: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
-        """activation(x W^T + bias)"""
+    def product(self, x: Tensor, bias: Tensor | None = None, activation: str = "none", norm: PackedNorm | None = None) -> Tensor:
+        """activation(norm(x) W^T + bias)"""
         assert x.dtype is torch.float32
         x_TI = x.reshape(-1, x.shape[-1])
         x_TI = x_TI if x_TI.stride(-1) == 1 else x_TI.contiguous()
         y_TO = x_TI.new_empty(len(x_TI), self.shape[0])
         asked = Product(
             x_TI.data_ptr(),
-            self.weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
             y_TO.data_ptr(),
             x_TI.stride(0),
             len(x_TI),
+            self.weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
             self.shape[1],
             self.shape[0],
             CODES[activation],
             None if self.scale is None else self.scale.data_ptr(),
             None if self.row_sums is None else self.row_sums.data_ptr(),
+            NO_NORM if norm is None else norm.struct,
         )
         self._library.product(ctypes.byref(asked), ctypes.c_int64(torch.get_num_threads()))
         return y_TO.view(*x.shape[:-1], self.shape[0])
@@ -108,15 +158,21 @@ class PackedMatrix(nn.Module):
 
 
 class PackedLinear(PackedMatrix):
-    """Stands for an nn.Linear, and for the activation behind it."""
+    """Stands for an nn.Linear, for the norm that is absorbed before it and for the activation behind it."""
 
     def __init__(self, linear: nn.Linear, quantized: bool) -> None:
         super().__init__(linear.out_features, linear.in_features, quantized)
         self.bias = linear.bias
         self.activation = "none"
+        self._norms: tuple[PackedNorm, ...] = ()
+
+    def absorb(self, norm: PackedNorm) -> None:
+        """Applies this norm to its x from now on. The norm keeps its place among the decoder's modules, and its parameters."""
+        self._norms = (norm,)
+        norm.absorbed = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.bias, self.activation)
+        return self.product(x, self.bias, self.activation, *self._norms)
 
 
 class PackedEmbedding(PackedMatrix):
@@ -134,12 +190,16 @@ class PackedEmbedding(PackedMatrix):
 
 
 def pack_modules(root: nn.Module, quantized: bool) -> None:
-    """Puts packed stand-ins, still without values, in the place of every linear layer and table but routers, which decide and are small."""
+    """Puts packed stand-ins, still without values, in the place of every linear layer, table and norm. Routers, which decide and are small,
+    stay in float.
+    """
     for name, module in list(root.named_modules()):
-        if type(module) is Linear and not name.endswith("router"):
-            root.set_submodule(name, PackedLinear(module, quantized))
+        if type(module) is Linear:
+            root.set_submodule(name, PackedLinear(module, quantized and not name.endswith("router")))
         elif type(module) is Embedding:
             root.set_submodule(name, PackedEmbedding(module, quantized))
+        elif isinstance(module, nn.LayerNorm | RMSNorm):
+            root.set_submodule(name, PackedNorm(module))
     names = {function: name for name, function in ACTIVATIONS.items()}
     for module in root.modules():
         if isinstance(module, MLP):
@@ -149,6 +209,26 @@ def pack_modules(root: nn.Module, quantized: bool) -> None:
                 module.between = Gate(up, names[module.activation])
             else:
                 up.activation, module.between = names[module.activation], nn.Identity()
+    for module in root.modules():
+        if isinstance(module, Block):
+            _absorb_norms(module)
+
+
+def _absorb_norms(block: Block) -> None:
+    """Gives a norm to the products that take what it gives, where products are all that does."""
+    attention: nn.Module = block.attention
+    projection = attention.qkv if isinstance(attention, MultiQueryAttention) else None
+    up = block.mlp.up if isinstance(block.mlp, MLP) else None
+    takers: list[tuple[nn.Module, list[nn.Module | None]]] = [(block.attention_norm, [projection])]
+    if block.mlp_norm is None:
+        takers[0][1].append(up)
+    else:
+        takers.append((block.mlp_norm, [up]))
+    for norm, products in takers:
+        linears = [product for product in products if isinstance(product, PackedLinear)]
+        if isinstance(norm, PackedNorm) and len(linears) == len(products):
+            for linear in linears:
+                linear.absorb(norm)
 
 
 class Gate(nn.Module):

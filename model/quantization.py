@@ -35,8 +35,9 @@ def quantize_tokens(x_TI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x_TI = x_TI.float()
     least_T1, greatest_T1 = x_TI.amin(dim=-1, keepdim=True).clamp_(max=0), x_TI.amax(dim=-1, keepdim=True).clamp_(min=0)
     scale_T1 = ((greatest_T1 - least_T1) / (2 * LARGEST + 1)).clamp_(min=torch.finfo(torch.float32).tiny)
-    zero_T1 = -1 - LARGEST - (least_T1 / scale_T1).round_()
-    x_int8_TI = (x_TI / scale_T1).round_().add_(zero_T1).clamp_(-1 - LARGEST, LARGEST).to(torch.int8)
+    inverse_T1 = scale_T1.reciprocal()
+    zero_T1 = -1 - LARGEST - (least_T1 * inverse_T1).round_()
+    x_int8_TI = (x_TI * inverse_T1).round_().add_(zero_T1).clamp_(-1 - LARGEST, LARGEST).to(torch.int8)
     return x_int8_TI, scale_T1[:, 0], zero_T1[:, 0].to(torch.int32)
 
 

@@ -5,6 +5,7 @@ There is no generator with state: preempting, replaying or batching a sequence d
 Shape letters: S rows that sample, F rows that need sorting, V vocabulary.
 """
 
+import ctypes
 import logging
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.native import library
 from model.step import Drawn, NotDrawn, Sample
 
 log = logging.getLogger("onehead.engine")
@@ -53,9 +55,10 @@ def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]
 
 def _draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]:
     logits_SV = logits_SV.float()
-    normaliser_S = logits_SV.logsumexp(dim=-1)
+    normaliser_S, largest_S, tokens_S = summary(logits_SV)
     adjusted_SV = _adjust(logits_SV, samples)
-    largest_S, tokens_S = adjusted_SV.max(dim=-1)
+    if adjusted_SV is not logits_SV:
+        largest_S, tokens_S = adjusted_SV.max(dim=-1)
     finite, allowed = normaliser_S.isfinite().tolist(), (largest_S > -torch.inf).tolist()
     drawable = (normaliser_S.isfinite() & largest_S.isfinite()).tolist()
     random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW and drawable[i]]
@@ -67,10 +70,26 @@ def _draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn
     return [Drawn(*row) if drawable[i] else NOT_FINITE if not finite[i] or allowed[i] else NOTHING_ALLOWED for i, row in enumerate(rows)]
 
 
+def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(normaliser_S, largest_S, tokens_S): the logarithm of the sum of each row's exponentials, its largest logit and which one that is.
+
+    By our kernel where there is one: torch's sum of a row depends on how many rows there are.
+    """
+    kernels = library() if logits_SV.device.type == "cpu" else None
+    if kernels is None:
+        return logits_SV.logsumexp(dim=-1), *logits_SV.max(dim=-1)
+    logits_SV = logits_SV.contiguous()
+    normaliser_S, largest_S = logits_SV.new_empty(2, len(logits_SV))
+    tokens_S = torch.empty(len(logits_SV), dtype=torch.long)
+    addresses = (ctypes.c_void_p(x.data_ptr()) for x in (logits_SV, normaliser_S, largest_S, tokens_S))
+    kernels.summarise_logits(*addresses, *map(ctypes.c_int64, (*logits_SV.shape, torch.get_num_threads())))
+    return normaliser_S, largest_S, tokens_S
+
+
 def score(logits_SV: Tensor, targets: Sequence[int], num_tops: Sequence[int]) -> list[Drawn]:
     """The log-probability, rank and likeliest alternatives of each row's known token, under the model's own distribution."""
     logits_SV = logits_SV.float()
-    normaliser_S = logits_SV.logsumexp(dim=-1)
+    normaliser_S = summary(logits_SV)[0]
     chosen_S1 = logits_SV.gather(1, torch.tensor(targets, device=logits_SV.device)[:, None])
     logprobs = (chosen_S1[:, 0] - normaliser_S).tolist()
     ranks = (logits_SV >= chosen_S1).sum(dim=-1).tolist()
@@ -170,7 +189,7 @@ def _keep_likeliest(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
     rank_V = torch.arange(vocab_size, device=probs_FV.device)
     sorted_FV = sorted_FV.masked_fill(rank_V >= top_k_F[:, None], 0.0)
     before_FV = sorted_FV.cumsum(dim=-1) - sorted_FV
-    limit_F1 = top_p_F[:, None] * sorted_FV.sum(dim=-1, keepdim=True)
+    limit_F1 = top_p_F[:, None] * _total(sorted_FV)
     outside_FV = (before_FV >= limit_F1) & (top_p_F < 1.0)[:, None]
     outside_FV[:, 0] = False  # However small top_p is, the likeliest token stays.
     return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))
@@ -181,11 +200,16 @@ def _keep_typical(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
     as many as hold typical_p of the probability (Meister et al. 2022, section 3).
     """
     typical_p_F = probs_FV.new_tensor([s.sampling.typical_p for s in samples])
-    normal_FV = probs_FV / probs_FV.sum(dim=-1, keepdim=True)
+    normal_FV = probs_FV / _total(probs_FV)
     surprise_FV = -normal_FV.log()
-    entropy_F1 = torch.special.entr(normal_FV).sum(dim=-1, keepdim=True)
+    entropy_F1 = _total(torch.special.entr(normal_FV))
     order_FV = (surprise_FV - entropy_F1).abs().sort(dim=-1, stable=True).indices
     sorted_FV = normal_FV.gather(1, order_FV)
     outside_FV = sorted_FV.cumsum(dim=-1) - sorted_FV >= typical_p_F[:, None]
     outside_FV[:, 0] = False
     return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))
+
+
+def _total(x_FV: Tensor) -> Tensor:
+    """The sum of each row, from its first to its last number: torch's sum depends on how many rows there are. -> x_F1"""
+    return x_FV.cumsum(dim=-1)[:, -1:]

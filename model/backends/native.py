@@ -23,35 +23,42 @@ class Step(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("queries", "outputs", "keys", "values", "pages")),
-        *((name, ctypes.c_int64) for name in ("query_stride", "num_heads", "key_dim", "value_dim", "page_size")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("queries", "new_keys", "new_values", "outputs", "keys", "values", "slots", "pages", "spans")
+        ),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride", "num_tokens", "num_spans")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "key_dim", "value_dim", "page_size")),
         ("scale", ctypes.c_float),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What the layers of one group share. `spans_N6` are the kernel's Spans."""
+    """What the layers of one group share. `spans_N6` are the kernel's Spans; the addresses are of these tensors."""
 
-    slots_sT: Tensor
+    slots_nT: Tensor
     pages: Tensor
     spans_N6: Tensor
+    addresses: tuple[int, int, int]
 
 
 def supports(pool: KVPool) -> bool:
     """Whether there is a kernel for this processor and these pages."""
     sizes = pool.page_size, pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-    fits = pool.keys_LPSd.dtype == torch.float32 and not pool.value_in_key and all(size % MULTIPLE == 0 for size in sizes)
-    return fits and library() is not None
+    return pool.keys_LPSd.dtype == torch.float32 and all(size % MULTIPLE == 0 for size in sizes) and library() is not None
 
 
 class NativeBackend:
-    """Writes the step's keys and values, then attends."""
+    """Writes the step's keys and values and attends, in one call for each layer."""
 
     def __init__(self, pool: KVPool, scale: float) -> None:
         found = library()
         assert found is not None and supports(pool)
         self.pool, self.scale, self._library = pool, scale, found
+        self._sizes = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1], pool.page_size
+        layers = (pool.layer(layer) for layer in range(len(pool.layout.places)))
+        self._addresses = [(keys.data_ptr(), None if pool.value_in_key else values.data_ptr()) for keys, values in layers]
 
     @property
     def name(self) -> str:
@@ -64,27 +71,18 @@ class NativeBackend:
         assert q_THd.dtype is k_Td.dtype is v_Tv.dtype is torch.float32
         place = self.pool.layout.places[layer]
         group = plan[place.group]
-        keys_PSd, values_PSv = self.pool.layer(layer)
         num_tokens, num_heads, key_dim = q_THd.shape
-        value_dim, page_size = v_Tv.shape[-1], self.pool.page_size
-        q_THd, k_Td, v_Tv = (
-            x if x.stride(-1) == 1 else x.contiguous() for x in (q_THd.flatten(1).unflatten(1, (num_heads, -1)), k_Td, v_Tv)
-        )
-        slots_T = group.slots_sT[place.stack]
-        self._library.write_kv(
-            *(ctypes.c_void_p(x.data_ptr()) for x in (keys_PSd, values_PSv, k_Td, v_Tv)),
-            *(ctypes.c_int64(x) for x in (k_Td.stride(0), v_Tv.stride(0))),
-            ctypes.c_void_p(slots_T.data_ptr()),
-            *(ctypes.c_int64(x) for x in (num_tokens, key_dim, value_dim, page_size)),
-        )
-        o_THv = q_THd.new_empty(num_tokens, num_heads, value_dim)
-        pages = group.pages[place.stack :]
+        if q_THd.stride()[1:] != (key_dim, 1):
+            q_THd = q_THd.contiguous()
+        k_Td, v_Tv = (x if x.stride(-1) == 1 else x.contiguous() for x in (k_Td, v_Tv))
+        o_THv = q_THd.new_empty(num_tokens, num_heads, self._sizes[1])
+        slots, pages, spans = group.addresses
         step = Step(
-            *(x.data_ptr() for x in (q_THd, o_THv, keys_PSd, values_PSv, pages)),
-            q_THd.stride(0), num_heads, key_dim, value_dim, page_size, self.scale,
+            q_THd.data_ptr(), k_Td.data_ptr(), v_Tv.data_ptr(), o_THv.data_ptr(), *self._addresses[layer],
+            slots + place.stack * num_tokens * 8, pages + place.stack * 8, spans,
+            q_THd.stride(0), k_Td.stride(0), v_Tv.stride(0), num_tokens, len(group.spans_N6), num_heads, *self._sizes, self.scale,
         )  # fmt: skip
-        spans = ctypes.c_void_p(group.spans_N6.data_ptr())
-        self._library.attend(ctypes.byref(step), spans, ctypes.c_int64(len(group.spans_N6)), ctypes.c_int64(torch.get_num_threads()))
+        self._library.attend(ctypes.byref(step), ctypes.c_int64(torch.get_num_threads()))
         return o_THv
 
 
@@ -94,7 +92,8 @@ def _plan(group: GroupBatch) -> GroupPlan:
     for row in group.rows:
         spans.append((row.first, row.num_tokens, row.num_keys, row.window or 0, len(pages), group.num_stacks))
         pages += row.pages
-    return GroupPlan(group.slots_nT, torch.tensor(pages), torch.tensor(spans))
+    tensors = group.slots_nT, torch.tensor(pages), torch.tensor(spans)
+    return GroupPlan(*tensors, (tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr()))
 
 
 def create(pool: KVPool, scale: float) -> NativeBackend:

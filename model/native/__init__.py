@@ -16,7 +16,7 @@ log = logging.getLogger("onehead.engine")
 
 FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma"), "portable": ()}
 """What a processor must have for each, widest first."""
-INTERFACE = 2
+INTERFACE = 3
 """Of the kernels' structs and functions, as product.cpp has it."""
 
 

@@ -6,7 +6,8 @@
 // that is not finite may reach rows of the same sequence that do not see it, as 0 times it: that sequence fails as a whole.)
 //
 // Letters: H query heads, d columns of a key, v of a value, S slots of a page. A key page is [d, S], so that the scores of neighbouring keys
-// are neighbouring lanes; a value page is [S, v]. S, d and v are multiples of 16.
+// are neighbouring lanes; a value page is [S, v]. Where there are no value pages, the value is the beginning of the key (latent attention),
+// and a page of values is made of one of keys whenever rows pass it. S, d and v are multiples of 16.
 
 #include <algorithm>
 #include <vector>
@@ -23,60 +24,68 @@ struct Span {
 };
 
 struct Step {
-    const float *queries;  // [T, H, d]; a token's are query_stride behind the one before it
-    float *outputs;        // [T, H, v]
-    const float *keys, *values;
-    const int64_t *pages;
-    int64_t query_stride, num_heads, key_dim, value_dim, page_size;
+    const float *queries, *new_keys, *new_values;  // [T, H, d], [T, d] and [T, v], with the strides below from a token to the next
+    float *outputs;                                // [T, H, v]
+    float *keys, *values;                          // The layer's pages; values may be null.
+    const int64_t *slots, *pages;                  // Of each token: page * page_size + offset.
+    const Span *spans;
+    int64_t query_stride, key_stride, value_stride, num_tokens, num_spans, num_heads, key_dim, value_dim, page_size;
     float scale;
 };
 
-// Stores one key and one value per token: slot = page * page_size + offset.
-extern "C" void write_kv(float *keys, float *values, const float *new_keys, const float *new_values, int64_t key_stride, int64_t value_stride,
-                         const int64_t *slots, int64_t num_tokens, int64_t key_dim, int64_t value_dim, int64_t page_size) {
-    for (int64_t t = 0; t < num_tokens; t++) {
-        int64_t page = slots[t] / page_size, offset = slots[t] % page_size;
-        float *key = keys + page * page_size * key_dim + offset;
-        for (int64_t i = 0; i < key_dim; i++) key[i * page_size] = new_keys[t * key_stride + i];
-        memcpy(values + slots[t] * value_dim, new_values + t * value_stride, value_dim * sizeof(float));
-    }
+static void write(const Step &step, int64_t t) {
+    const int64_t size = step.page_size, page = step.slots[t] / size, offset = step.slots[t] % size;
+    float *key = step.keys + page * size * step.key_dim + offset;
+    for (int64_t i = 0; i < step.key_dim; i++) key[i * size] = step.new_keys[t * step.key_stride + i];
+    if (step.values) memcpy(step.values + step.slots[t] * step.value_dim, step.new_values + t * step.value_stride, step.value_dim * sizeof(float));
 }
+
+// Where a page is.
+struct Page {
+    const float *keys, *values;
+};
 
 // scores[r, s] = scale * q_r . k_s for ROWS rows and VECTORS * LANES keys.
 template <int ROWS, int VECTORS>
-static void score(const float *const *queries, const float *keys, int64_t key_dim, int64_t page_size, float scale, float *scores) {
+static void score(const float *const *queries, const float *keys, const float *next, int64_t key_dim, int64_t page_size, float scale, float *scores) {
     Vector sums[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < VECTORS; n++) sums[r][n] = all(0.0f);
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int n = 0; n < VECTORS; n++) sums[r][n] = all(0.0f);
     for (int64_t i = 0; i < key_dim; i++) {
         Vector key[VECTORS];
-        for (int n = 0; n < VECTORS; n++) key[n] = load(keys + i * page_size + n * LANES);
-        for (int r = 0; r < ROWS; r++) {
+        UNROLL for (int n = 0; n < VECTORS; n++) {
+            key[n] = load(keys + i * page_size + n * LANES);
+            __builtin_prefetch(next + i * page_size + n * LANES);
+        }
+        UNROLL for (int r = 0; r < ROWS; r++) {
             Vector query = all(queries[r][i]);
-            for (int n = 0; n < VECTORS; n++) sums[r][n] = fma(query, key[n], sums[r][n]);
+            UNROLL for (int n = 0; n < VECTORS; n++) sums[r][n] = fma(query, key[n], sums[r][n]);
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < VECTORS; n++) store(scores + r * page_size + n * LANES, mul(sums[r][n], all(scale)));
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int n = 0; n < VECTORS; n++) store(scores + r * page_size + n * LANES, mul(sums[r][n], all(scale)));
 }
 
 // mixed[r, c] = mixed[r, c] * shrink[r] + sum over s of weights[r, s] * values[s, c], for VECTORS * LANES columns.
 template <int ROWS, int VECTORS>
-static void mix(const float *weights, const float *shrink, const float *values, int64_t first, int64_t last, int64_t value_dim, int64_t page_size,
-                float *mixed) {
+static void mix(const float *weights, const float *shrink, const float *values, const float *next, int64_t first, int64_t last, int64_t value_dim,
+                int64_t page_size, float *mixed) {
     Vector sums[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < VECTORS; n++) sums[r][n] = mul(load(mixed + r * value_dim + n * LANES), all(shrink[r]));
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int n = 0; n < VECTORS; n++) sums[r][n] = mul(load(mixed + r * value_dim + n * LANES), all(shrink[r]));
     for (int64_t s = first; s < last; s++) {
         Vector value[VECTORS];
-        for (int n = 0; n < VECTORS; n++) value[n] = load(values + s * value_dim + n * LANES);
-        for (int r = 0; r < ROWS; r++) {
+        UNROLL for (int n = 0; n < VECTORS; n++) {
+            value[n] = load(values + s * value_dim + n * LANES);
+            __builtin_prefetch(next + s * value_dim + n * LANES);
+        }
+        UNROLL for (int r = 0; r < ROWS; r++) {
             Vector weight = all(weights[r * page_size + s]);
-            for (int n = 0; n < VECTORS; n++) sums[r][n] = fma(weight, value[n], sums[r][n]);
+            UNROLL for (int n = 0; n < VECTORS; n++) sums[r][n] = fma(weight, value[n], sums[r][n]);
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < VECTORS; n++) store(mixed + r * value_dim + n * LANES, sums[r][n]);
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int n = 0; n < VECTORS; n++) store(mixed + r * value_dim + n * LANES, sums[r][n]);
 }
 
 // The state of the online softmax of up to TILE_ROWS rows.
@@ -118,13 +127,12 @@ static float soften(Tile &tile, int r, float *scores, int64_t page_first, int64_
     return shrink;
 }
 
-template <int ROWS> static void pass_page(const Step &step, Tile &tile, int64_t page, int64_t page_first, float *scores) {
+template <int ROWS> static void pass_page(const Step &step, Tile &tile, Page page, Page next, int64_t page_first, float *scores) {
     const int64_t size = step.page_size;
-    const float *keys = step.keys + page * size * step.key_dim, *values = step.values + page * size * step.value_dim;
     int64_t s = 0;
     for (; s + TILE_VECTORS * LANES <= size; s += TILE_VECTORS * LANES)
-        score<ROWS, TILE_VECTORS>(tile.queries, keys + s, step.key_dim, size, step.scale, scores + s);
-    for (; s < size; s += LANES) score<ROWS, 1>(tile.queries, keys + s, step.key_dim, size, step.scale, scores + s);
+        score<ROWS, TILE_VECTORS>(tile.queries, page.keys + s, next.keys + s, step.key_dim, size, step.scale, scores + s);
+    for (; s < size; s += LANES) score<ROWS, 1>(tile.queries, page.keys + s, next.keys + s, step.key_dim, size, step.scale, scores + s);
     float shrink[ROWS];
     int64_t first = size, last = 0;
     for (int r = 0; r < ROWS; r++) {
@@ -134,15 +142,23 @@ template <int ROWS> static void pass_page(const Step &step, Tile &tile, int64_t 
     }
     int64_t c = 0;
     for (; c + TILE_VECTORS * LANES <= step.value_dim; c += TILE_VECTORS * LANES)
-        mix<ROWS, TILE_VECTORS>(scores, shrink, values + c, first, last, step.value_dim, size, tile.mixed + c);
-    for (; c < step.value_dim; c += LANES) mix<ROWS, 1>(scores, shrink, values + c, first, last, step.value_dim, size, tile.mixed + c);
+        mix<ROWS, TILE_VECTORS>(scores, shrink, page.values + c, next.values + c, first, last, step.value_dim, size, tile.mixed + c);
+    for (; c < step.value_dim; c += LANES)
+        mix<ROWS, 1>(scores, shrink, page.values + c, next.values + c, first, last, step.value_dim, size, tile.mixed + c);
 }
 
-template <int ROWS = TILE_ROWS> static void pass(const Step &step, Tile &tile, int64_t page, int64_t page_first, float *scores) {
+template <int ROWS = TILE_ROWS> static void pass(const Step &step, Tile &tile, Page page, Page next, int64_t page_first, float *scores) {
     if (tile.num_rows == ROWS)
-        pass_page<ROWS>(step, tile, page, page_first, scores);
+        pass_page<ROWS>(step, tile, page, next, page_first, scores);
     else if constexpr (ROWS > 1)
-        pass<ROWS - 1>(step, tile, page, page_first, scores);
+        pass<ROWS - 1>(step, tile, page, next, page_first, scores);
+}
+
+// [d, S] -> [S, v] of its first v columns.
+static void transpose(const float *keys, int64_t value_dim, int64_t page_size, float *values) {
+    for (int64_t first = 0; first < page_size; first += LANES)
+        for (int64_t c = 0; c < value_dim; c++)
+            for (int64_t s = first; s < first + LANES; s++) values[s * value_dim + c] = keys[c * page_size + s];
 }
 
 // Rows first_row .. last_row of a span, of its num_tokens * H: all of them pass a page while it is in the cache.
@@ -150,6 +166,7 @@ static void attend_rows(const Step &step, const Span &span, int64_t first_row, i
     const int64_t heads = step.num_heads, size = step.page_size;
     std::vector<Tile> tiles;
     std::vector<float> mixed((last_row - first_row + TILE_ROWS) * step.value_dim, 0.0f), scores(TILE_ROWS * size);
+    std::vector<float> made(step.values ? 0 : size * step.value_dim);
     int64_t begin = span.num_keys, end = 0;
     for (int64_t row = first_row; row < last_row; row += TILE_ROWS) {
         Tile &tile = tiles.emplace_back();
@@ -167,10 +184,17 @@ static void attend_rows(const Step &step, const Span &span, int64_t first_row, i
         }
     }
     for (int64_t number = begin / size; number * size < end; number++) {
-        int64_t page = step.pages[span.first_page + number * span.page_stride];
+        Page pages[2];
+        for (int i = 0; i < 2; i++) {
+            const int64_t place = (number + i) * size < end ? number + i : number;
+            const int64_t page = step.pages[span.first_page + place * span.page_stride];
+            pages[i].keys = step.keys + page * size * step.key_dim;
+            pages[i].values = step.values ? step.values + page * size * step.value_dim : made.data();
+        }
+        if (!step.values) transpose(pages[0].keys, step.value_dim, size, made.data());
         for (Tile &tile : tiles)
             if (tile.begin[0] < (number + 1) * size && tile.end[tile.num_rows - 1] > number * size)
-                pass(step, tile, page, number * size, scores.data());
+                pass(step, tile, pages[0], pages[1], number * size, scores.data());
     }
     float *out = step.outputs + (span.first_token * heads + first_row) * step.value_dim;
     for (Tile &tile : tiles)
@@ -179,23 +203,28 @@ static void attend_rows(const Step &step, const Span &span, int64_t first_row, i
                 store(out + c, mul(load(tile.mixed + r * step.value_dim + c), all(1.0f / tile.sum[r])));
 }
 
-// o = softmax(q K^T * scale) V for every head of every token of the spans.
-extern "C" void attend(const Step *step, const Span *spans, int64_t num_spans, int64_t num_threads) {
+// Stores the step's keys and values, then o = softmax(q K^T * scale) V for every head of every token of the spans.
+extern "C" void attend(const Step *step, int64_t num_threads) {
     struct Part {
         const Span *span;
         int64_t first, last;
     };
-    int64_t num_rows = 0;
-    for (int64_t i = 0; i < num_spans; i++) num_rows += spans[i].num_tokens * step->num_heads;
+    const int64_t num_rows = step->num_tokens * step->num_heads;
     // Few rows are shared out tile by tile, so that no thread is idle.
     int64_t share = std::max<int64_t>(TILE_ROWS, num_rows / (2 * num_threads) / TILE_ROWS * TILE_ROWS);
     int64_t most = std::min<int64_t>(MAX_ROWS / TILE_ROWS * TILE_ROWS, share);
     std::vector<Part> parts;
-    for (int64_t i = 0; i < num_spans; i++) {
-        int64_t rows = spans[i].num_tokens * step->num_heads;
-        for (int64_t row = 0; row < rows; row += most) parts.push_back({&spans[i], row, std::min(rows, row + most)});
+    for (int64_t i = 0; i < step->num_spans; i++) {
+        const Span &span = step->spans[i];
+        int64_t rows = span.num_tokens * step->num_heads;
+        for (int64_t row = 0; row < rows; row += most) parts.push_back({&span, row, std::min(rows, row + most)});
     }
     const int64_t num_parts = int64_t(parts.size());
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_parts > 1)
-    for (int64_t i = 0; i < num_parts; i++) attend_rows(*step, *parts[i].span, parts[i].first, parts[i].last);
+#pragma omp parallel num_threads(num_threads) if (num_parts > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < step->num_tokens; t++) write(*step, t);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_parts; i++) attend_rows(*step, *parts[i].span, parts[i].first, parts[i].last);
+    }
 }

@@ -1,12 +1,17 @@
 // Vectors of float32, in the widest registers that the compiler's flags allow. Everything else in this folder is written over them.
 //
 // Invariant: no operation mixes lanes but `total` and `greatest`, whose order is fixed; so what a lane holds does not depend on the others.
+// `store_bytes` takes whole numbers from 0 to 255.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+
+// Loops over registers must be unrolled whole, or the compiler keeps what they hold in memory.
+#define UNROLL _Pragma("GCC unroll 32")
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -26,6 +31,8 @@ inline Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
 inline Vector with_sign_of(Vector a, Vector b) { return _mm512_or_ps(a, _mm512_and_ps(b, _mm512_set1_ps(-0.0f))); }
 inline Vector round_even(Vector a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vector times_two_to(Vector a, Vector n) { return _mm512_scalef_ps(a, n); }
+inline Vector of_integers(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
+inline void store_bytes(uint8_t *p, Vector v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v))); }
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define ISA "avx2"
@@ -46,6 +53,12 @@ inline Vector round_even(Vector a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEA
 inline Vector times_two_to(Vector a, Vector n) {
     __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
+}
+inline Vector of_integers(const int32_t *p) { return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p)); }
+inline void store_bytes(uint8_t *p, Vector v) {
+    __m256i integers = _mm256_cvtps_epi32(v);
+    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(integers), _mm256_extracti128_si256(integers, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(words, words));
 }
 #else
 #define ISA "portable"
@@ -75,7 +88,25 @@ inline Vector min(Vector a, Vector b) { return each([&](int i) { return a.lane[i
 inline Vector with_sign_of(Vector a, Vector b) { return each([&](int i) { return std::copysign(a.lane[i], b.lane[i]); }); }
 inline Vector round_even(Vector a) { return each([&](int i) { return std::nearbyint(a.lane[i]); }); }
 inline Vector times_two_to(Vector a, Vector n) { return each([&](int i) { return std::isnan(n.lane[i]) ? n.lane[i] : std::ldexp(a.lane[i], int(n.lane[i])); }); }
+inline Vector of_integers(const int32_t *p) { return each([=](int i) { return float(p[i]); }); }
+inline void store_bytes(uint8_t *p, Vector v) {
+    for (int i = 0; i < LANES; i++) p[i] = uint8_t(v.lane[i]);
+}
 #endif
+// The first `count` numbers at p, and zeros.
+inline Vector load_some(const float *p, int64_t count) {
+    if (count >= LANES) return load(p);
+    float lanes[LANES] = {};
+    memcpy(lanes, p, count * sizeof(float));
+    return load(lanes);
+}
+
+inline void store_some(float *p, Vector v, int64_t count) {
+    if (count >= LANES) return store(p, v);
+    float lanes[LANES];
+    store(lanes, v);
+    memcpy(p, lanes, count * sizeof(float));
+}
 
 inline float total(Vector v) {
     float lanes[LANES];
@@ -104,3 +135,19 @@ inline Vector exponential(Vector x) {
 
 // e^x for x <= 0, never below e^-87. In this order of max a NaN stays one.
 inline Vector exp_of_negative(Vector x) { return exponential(max(all(-87.0f), x)); }
+
+// Memory for a call's intermediate values, kept for the next one.
+struct Scratch {
+    std::unique_ptr<char[]> memory;
+    int64_t size = 0;
+    template <class Number> Number *of(int64_t count) {
+        const int64_t needed = count * int64_t(sizeof(Number)) + 64;
+        if (needed > size) {
+            memory.reset();  // Before more is asked for, so that there need not be room for both.
+            size = 0;
+            memory.reset(new char[needed]);
+            size = needed;
+        }
+        return (Number *)((uintptr_t(memory.get()) + 63) / 64 * 64);
+    }
+};

@@ -1,0 +1,98 @@
+// What is done to one row of numbers: normalisation, quantization, activation. Each depends on the row alone.
+#pragma once
+
+#include <algorithm>
+
+#include "vector.h"
+
+enum Activation { NONE, GELU, GELU_TANH, RELU, SILU };
+enum NormKind { NO_NORM, LAYER_NORM, RMS_NORM };
+
+// x -> (x - mean) / sqrt(variance + epsilon) * weight + bias, or for RMS_NORM x / sqrt(mean of squares + epsilon) * (weight + offset).
+struct Norm {
+    const float *weight, *bias;  // The bias may be null.
+    int64_t kind;
+    float epsilon, offset;
+};
+
+inline Vector sigmoid(Vector x) {
+    x = max(all(-87.0f), min(all(87.0f), x));
+    return div(all(1.0f), add(all(1.0f), exponential(sub(all(0.0f), x))));
+}
+
+// The error function, to about 1e-7 (Abramowitz and Stegun 1964, 7.1.26).
+inline Vector erf(Vector x) {
+    Vector size = max(x, sub(all(0.0f), x)), t = div(all(1.0f), fma(all(0.3275911f), size, all(1.0f)));
+    Vector p = all(1.061405429f);
+    for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, all(c));
+    Vector tail = mul(mul(p, t), exp_of_negative(sub(all(0.0f), mul(x, x))));
+    return with_sign_of(sub(all(1.0f), tail), x);
+}
+
+inline Vector activated(Vector x, int activation) {
+    switch (activation) {
+        case GELU: return mul(mul(all(0.5f), x), add(all(1.0f), erf(mul(x, all(0.70710678f)))));
+        case GELU_TANH: return mul(x, sigmoid(mul(all(1.59576912f), fma(mul(all(0.044715f), mul(x, x)), x, x))));
+        case RELU: return max(all(0.0f), x);
+        case SILU: return mul(x, sigmoid(x));
+        default: return x;
+    }
+}
+
+inline void normalise(const float *x, float *y, int64_t size, const Norm &norm) {
+    Vector sums = all(0.0f), squares = all(0.0f);
+    float mean = 0.0f;
+    if (norm.kind == LAYER_NORM) {
+        for (int64_t k = 0; k < size; k += LANES) sums = add(sums, load_some(x + k, size - k));
+        mean = total(sums) / float(size);
+    }
+    for (int64_t k = 0; k + LANES <= size; k += LANES) {
+        Vector value = sub(load(x + k), all(mean));
+        squares = fma(value, value, squares);
+    }
+    float square = total(squares);
+    for (int64_t k = size / LANES * LANES; k < size; k++) square += (x[k] - mean) * (x[k] - mean);
+    const float factor = 1.0f / std::sqrt(square / float(size) + norm.epsilon);
+    for (int64_t k = 0; k < size; k += LANES) {
+        Vector value = mul(sub(load_some(x + k, size - k), all(mean)), all(factor));
+        Vector weight = add(load_some(norm.weight + k, size - k), all(norm.offset));
+        value = norm.bias ? fma(value, weight, load_some(norm.bias + k, size - k)) : mul(value, weight);
+        store_some(y + k, value, size - k);
+    }
+}
+
+// A row in bytes: x = scale * (byte - zero), from its least to its greatest value, 0 always among what is represented.
+struct Quantized {
+    float scale;
+    int32_t zero;
+};
+
+// `bytes` has room for a multiple of 4 of them; what is behind `size` becomes 0.
+inline Quantized quantize(const float *x, uint8_t *bytes, int64_t size) {
+    Vector low = all(0.0f), high = all(0.0f), odd = all(0.0f);
+    int64_t k = 0;
+    for (; k + LANES <= size; k += LANES) {
+        Vector value = load(x + k);
+        low = min(value, low);
+        high = max(value, high);
+        odd = add(odd, sub(value, value));  // 0, or a NaN where a value is not finite.
+    }
+    float least = -greatest(sub(all(0.0f), low)), most = greatest(high), finite = total(odd);
+    for (; k < size; k++) {
+        least = x[k] < least ? x[k] : least;
+        most = x[k] > most ? x[k] : most;
+        finite += x[k] - x[k];
+    }
+    // A row that is not finite must stay so: its scale does, and its bytes are of no account.
+    const bool fine = finite == 0.0f;
+    const float scale = fine ? std::max((most - least) / 255.0f, std::numeric_limits<float>::min()) : 1.0f;
+    const float inverse = 1.0f / scale, zero = fine ? -std::nearbyint(least * inverse) : 0.0f;
+    for (k = 0; k + LANES <= size; k += LANES)
+        store_bytes(bytes + k, max(min(add(round_even(mul(load(x + k), all(inverse))), all(zero)), all(255.0f)), all(0.0f)));
+    for (; k < size; k++) {
+        float rounded = std::nearbyint(x[k] * inverse) + zero;
+        bytes[k] = uint8_t(rounded > 0.0f ? rounded < 255.0f ? rounded : 255.0f : 0.0f);
+    }
+    memset(bytes + size, 0, (4 - size % 4) % 4);
+    return {fine ? scale : std::numeric_limits<float>::quiet_NaN(), int32_t(zero)};
+}
