@@ -141,7 +141,7 @@ class ClosedLoop:
         return True
 
 
-def _load(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]":
+def load_engine(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]":
     """The engine that `onehead serve` would start. Raises ConfigurationError or ResourceError."""
     from model.spec import CheckpointError, OptionError
     from server.engine.worker import load
@@ -158,7 +158,7 @@ def _load(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]":
     return core, ready
 
 
-def _info(settings: OfflineSettings, ready: "protocol.Ready") -> dict[str, Any]:
+def info_of(settings: OfflineSettings, ready: "protocol.Ready") -> dict[str, Any]:
     """What is measured, by the names that a server's /info has for it."""
     from server.hub import model_id
 
@@ -199,16 +199,16 @@ def _run_all(settings: OfflineSettings, core: "EngineCore", vocab_size: int) -> 
 
 def bench(settings: OfflineSettings) -> int:
     """Runs every load that the settings name; the exit status, which is 1 where any request failed. Raises UsageError where the requests
-    do not fit, or the earlier result is not of the same cases, and as `_load`.
+    do not fit, or the earlier result is not of the same cases, and as `load_engine`.
     """
     earlier = None if settings.compare is None else Earlier.read(settings.compare)
     if earlier is not None:
         earlier.must_be_of("offline", settings.model_dump(mode="json"), [f"closed {clients}" for clients in settings.concurrency])
-    core, ready = _load(settings)
+    core, ready = load_engine(settings)
     needed = settings.prompt_tokens + settings.output_tokens
     if needed > ready.capacity:
         raise UsageError(f"prompt_tokens and output_tokens are {needed} together; the model and its cache hold {ready.capacity}")
-    info = _info(settings, ready)
+    info = info_of(settings, ready)
     if earlier is not None:
         earlier.must_be_on(info)
     return report(settings, "offline", info, _run_all(settings, core, ready.vocab_size), earlier)
