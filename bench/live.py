@@ -125,7 +125,8 @@ class Ask:
     """One request of either dialect. Without a seed it is greedy, with one it samples at 0.8."""
 
     dialect: str
-    prompt: str
+    prompt: str | list[int]
+    """Token ids in OpenAI's dialect only."""
     tokens: int
     seed: int | None = None
     resumable: bool = False

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,6 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from server.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reason
+from server.comparison import Earlier
 from server.config import PREFIX
 
 PLAIN_WIDTH = 120
@@ -61,33 +62,46 @@ def _in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
-class BenchSettings(BaseSettings):
-    """onehead bench: put load on a running server and report rates and latencies."""
+class Cases(BaseSettings):
+    """What is run and where the result goes, whatever it is run on."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
-    url: Annotated[str, AfterValidator(_reachable)] = Field("http://127.0.0.1:8000", description="address of the server")
     concurrency: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], NoDecode, BeforeValidator(_split)] = Field(
         [1, 8, 32], description="closed loop: one run for each of these numbers of clients, as 1,8,32"
-    )
-    rate: Annotated[list[Annotated[float, Field(gt=0, le=1e6)]], NoDecode, BeforeValidator(_split)] = Field(
-        [], description="open loop: one run for each of these requests per second on average, as 0.5,2"
     )
     requests: int = Field(64, ge=1, le=10**6, description="requests of a run")
     warmup: int = Field(1, ge=0, le=10**4, description="requests sent one by one before the first run, not counted")
     prompt_tokens: int = Field(128, ge=1, le=2**20, description="tokens of a prompt, exactly")
     output_tokens: int = Field(128, ge=1, le=2**20, description="tokens generated for a request, exactly")
-    timeout: float = Field(600.0, gt=0, description="seconds after which a request counts as failed")
     seed: int = Field(0, ge=0, description="of prompts and arrivals; under the same one, a server that keeps prefixes knows them already")
     output: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(None, description="JSON file to write the result to")
+    compare: Path | None = Field(None, description="JSON file of an earlier result of the same cases, to print beside this one")
     config: Path | None = Field(None, description="TOML file of these options")
 
     @model_validator(mode="after")
-    def _runs_are_possible(self) -> "BenchSettings":
-        if not self.concurrency and not self.rate:
-            raise ValueError("concurrency and rate are both empty, so there is nothing to run")
+    def _clients_have_requests(self) -> "Cases":
         if max(self.concurrency, default=0) > self.requests:
             raise ValueError(f"requests {self.requests} must be at least concurrency {max(self.concurrency)}")
+        return self
+
+
+class BenchSettings(Cases):
+    """onehead bench: put load on a running server and report rates and latencies.
+
+    With --offline: on an engine in this process, without a server; `onehead bench --offline --help` lists its options.
+    """
+
+    url: Annotated[str, AfterValidator(_reachable)] = Field("http://127.0.0.1:8000", description="address of the server")
+    rate: Annotated[list[Annotated[float, Field(gt=0, le=1e6)]], NoDecode, BeforeValidator(_split)] = Field(
+        [], description="open loop: one run for each of these requests per second on average, as 0.5,2"
+    )
+    timeout: float = Field(600.0, gt=0, description="seconds after which a request counts as failed")
+
+    @model_validator(mode="after")
+    def _there_is_a_run(self) -> "BenchSettings":
+        if not self.concurrency and not self.rate:
+            raise ValueError("concurrency and rate are both empty, so there is nothing to run")
         return self
 
 
@@ -265,56 +279,97 @@ def _loads(settings: BenchSettings) -> list[Load]:
     return closed + [Load.open(rate, settings.requests, rng) for rate in settings.rate]
 
 
-async def _run_all(settings: BenchSettings, endpoint: Endpoint) -> list[tuple[Load, list[Outcome]]]:
-    """Every run after the warm-up, one after the other, with a progress bar on standard error."""
+def progress_bar() -> Progress:
+    """On standard error: runs, and how many of their requests have ended."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
+
+
+async def _run_all(settings: BenchSettings, loads: list[Load], endpoint: Endpoint) -> list[tuple[Load, list[Outcome]]]:
+    """Every run after the warm-up, one after the other."""
     ask = Ask(settings.prompt_tokens, settings.output_tokens, settings.timeout)
     rng = random.Random(f"{settings.seed} prompts")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
+    with progress_bar() as progress:
         await run(endpoint, ask, Load.closed(1), [ask.body(rng) for _ in range(settings.warmup)], lambda: None)
-        for load in _loads(settings):
+        for load in loads:
             task = progress.add_task(load.label, total=settings.requests)
             bodies = [ask.body(rng) for _ in range(settings.requests)]
             results.append((load, await run(endpoint, ask, load, bodies, partial(progress.advance, task))))
     return results
 
 
-def _table(runs: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, caption="first token, between tokens, whole request: p50 / p99", caption_justify="left")
-    for heading in ("load", "requests", "failed", "tokens/s", "requests/s", "first ms", "between ms", "whole s"):
+def _table(headings: tuple[str, ...], rows: list[list[str]], caption: str) -> Table:
+    """One row for each run."""
+    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "load" else "right", no_wrap=True)
-    for each in runs:
-        f = each["figures"]
-        latencies = ((f["time_to_first_token"], 1e3), (f["inter_token_latency"], 1e3), (f["e2e_latency"], 1))
-        cells = [f"{s['p50'] * unit:.2f} / {s['p99'] * unit:.2f}" if s else "-" for s, unit in latencies]
-        rates = f"{f['output_tokens_per_second']:.1f}", f"{f['requests_per_second']:.2f}"
-        table.add_row(each["load"], str(f["requests"]), str(f["failed"]), *rates, *cells)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _report(settings: BenchSettings, info: dict[str, Any], results: list[tuple[Load, list[Outcome]]]) -> int:
-    """Table, reasons of failures, result file; the exit status."""
-    runs = [{"load": load.label, "figures": figures(outcomes), "requests": [_raw(o) for o in outcomes]} for load, outcomes in results]
+def _pairs(*spreads: tuple[dict[str, float] | None, float]) -> list[str]:
+    """Median and 99th percentile of each, in its unit."""
+    return [f"{s['p50'] * unit:.2f} / {s['p99'] * unit:.2f}" if s else "-" for s, unit in spreads]
+
+
+def _tables(runs: list[dict[str, Any]]) -> Iterator[Table]:
+    """What clients saw; and of runs that know their steps, what of one is the host's work and what the model's."""
+    rows, steps = [], []
+    for each in runs:
+        f = each["figures"]
+        counts = [each["load"], str(f["requests"]), str(f["failed"])]
+        rates = [f"{f['output_tokens_per_second']:.1f}", f"{f['requests_per_second']:.2f}"]
+        latencies = _pairs((f["time_to_first_token"], 1e3), (f["inter_token_latency"], 1e3), (f["e2e_latency"], 1))
+        rows.append(counts + rates + latencies)
+        if step := f.get("step"):
+            parts = _pairs((step["host"], 1e3), (step["compute"], 1e3))
+            steps.append([each["load"], str(step["count"]), *parts, f"{step['host_share']:.2%}"])
+    headings = "load", "requests", "failed", "tokens/s", "requests/s", "first ms", "between ms", "whole s"
+    yield _table(headings, rows, "first token, between tokens, whole request: p50 / p99")
+    if steps:
+        yield _table(("load", "steps", "host ms", "compute ms", "host's share"), steps, "parts of a step: p50 / p99; share of all seconds")
+
+
+def run_of(label: str, outcomes: list[Outcome]) -> dict[str, Any]:
+    """One run in the result file."""
+    return {"load": label, "figures": figures(outcomes), "requests": [_raw(outcome) for outcome in outcomes]}
+
+
+def report(settings: Cases, kind: str, info: dict[str, Any], runs: list[dict[str, Any]], earlier: Earlier | None) -> int:
+    """Tables, reasons of failures, result file; the exit status."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    console.print(_table(runs))
-    reasons = Counter(outcome.failure for _, outcomes in results for outcome in outcomes if outcome.failure)
+    console.print(*_tables(runs))
+    result = circumstances(info) | {"kind": kind, "settings": settings.model_dump(mode="json"), "runs": runs}
+    if earlier is not None:
+        console.print(earlier.table(runs))
+        for difference in earlier.differences(result):
+            print(f"onehead bench: not as in the earlier result: {difference}", file=sys.stderr)
+    reasons = Counter(request["failure"] for each in runs for request in each["requests"] if request["failure"])
     for words, count in reasons.most_common():
         print(f"onehead bench: {count} failed: {words}", file=sys.stderr)
     if settings.output:
-        result = circumstances(info) | {"settings": settings.model_dump(mode="json"), "runs": runs}
         settings.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 1 if reasons else 0
 
 
 async def bench(settings: BenchSettings) -> int:
-    """Runs every load that the settings name; the exit status, which is 1 where any request failed."""
-    endpoint = Endpoint.parse(settings.url)
+    """Runs every load that the settings name; the exit status, which is 1 where any request failed. Raises UsageError where the earlier
+    result is no such result or not of the same cases.
+    """
+    endpoint, loads = Endpoint.parse(settings.url), _loads(settings)
+    earlier = None if settings.compare is None else Earlier.read(settings.compare)
+    if earlier is not None:
+        earlier.must_be_of("server", settings.model_dump(mode="json"), [load.label for load in loads])
     try:
         info = await fetch_info(endpoint, settings.timeout)
     except (OSError, ReplyError) as error:
         print(f"onehead bench: the server at {settings.url} cannot be used: {reason(error)}", file=sys.stderr)
         return 1
-    return _report(settings, info, await _run_all(settings, endpoint))
+    if earlier is not None:
+        earlier.must_be_on(info)
+    results = await _run_all(settings, loads, endpoint)
+    return report(settings, "server", info, [run_of(load.label, outcomes) for load, outcomes in results], earlier)

@@ -56,8 +56,15 @@ def _batch(argv: list[str]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
-    from server.bench import BenchSettings, bench
     from server.config import load
+
+    if "--offline" in argv:
+        from server import offline
+        from server.hub import resolved
+
+        rest = [argument for argument in argv if argument != "--offline"]
+        return offline.bench(resolved(load(offline.OfflineSettings, rest, "onehead bench --offline"), _check))
+    from server.bench import BenchSettings, bench
 
     return asyncio.run(bench(load(BenchSettings, argv, "onehead bench")))
 
@@ -141,7 +148,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("serve a checkpoint over HTTP", _serve),
     "generate": ("stream the continuation of a prompt to the terminal", _generate),
     "batch": ("answer a file of requests, in OpenAI's batch format", _batch),
-    "bench": ("put load on a running server and report rates and latencies", _bench),
+    "bench": ("put load on a running server, or an engine without one, and report rates and latencies", _bench),
     "plan": ("what a checkpoint takes, and how many sequences fit", _plan),
     "convert": ("make a one-head checkpoint of one with several heads", _convert),
     "train": ("train a small checkpoint, or an existing one further", _train),

@@ -15,7 +15,7 @@ import pytest
 from server.bench import Ask, BenchSettings, Load, bench, figures, prompt_text, run
 from server.client import Endpoint, Outcome
 from server.config import load
-from server.errors import ConfigurationError
+from server.errors import ConfigurationError, UsageError
 from tests.checkpoints import make_tokenizer
 
 INFO = {"model_id": "fake", "max_total_tokens": 4096}
@@ -339,3 +339,54 @@ def test_options_from_the_command_line_and_the_environment(monkeypatch: pytest.M
 def test_options_that_cannot_be_are_named(argv: list[str], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         load(BenchSettings, argv, "onehead bench")
+
+
+# --- beside an earlier result
+
+
+async def test_figures_stand_beside_the_earlier_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    earlier = tmp_path / "earlier.json"
+    async with serving(Exchange.answer) as url:
+        assert await bench(settings_for(url, rate=[200.0], output=earlier)) == 0
+        result = json.loads(earlier.read_text())
+        for each in result["runs"]:
+            each["figures"]["output_tokens_per_second"] = 1e-6
+        result["machine"]["cpus"] = 0
+        earlier.write_text(json.dumps(result))
+        capsys.readouterr()
+        assert await bench(settings_for(url, compare=earlier)) == 0
+    printed = capsys.readouterr()
+    (row,) = [line for line in printed.out.splitlines() if "closed 2 " in line and "output tokens/s" in line]
+    now, before, ratio = (float(cell) for cell in row.split()[-3:])
+    assert before == 0.0 and ratio == pytest.approx(now * 1e6, rel=0.01)
+    assert "machine.cpus" in printed.err and "settings" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"settings": {"prompt_tokens": 6, "output_tokens": 3, "requests": 4}}, "prompt_tokens 6, this run 5"),
+        ({"settings": {"prompt_tokens": 5, "output_tokens": 4, "requests": 4}}, "output_tokens 4, this run 3"),
+        ({"settings": {"prompt_tokens": 5, "output_tokens": 3, "requests": 9}}, "requests 9, this run 4"),
+        ({"kind": "offline"}, "without a server, this would be over HTTP"),
+        ({"runs": [{"load": "closed 1", "figures": {}}]}, "no run 'closed 2'"),
+        ({"server": {"model_id": "other"}}, "model_id other, this run fake"),
+        ({"runs": 3}, "no result"),
+    ],
+)
+async def test_what_cannot_be_compared_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    earlier = tmp_path / "earlier.json"
+    runs = [{"load": f"closed {clients}", "figures": {}} for clients in (1, 2)]
+    settings = {"prompt_tokens": 5, "output_tokens": 3, "requests": 4}
+    earlier.write_text(json.dumps({"server": INFO, "settings": settings, "runs": runs} | change))
+    async with serving(_refuses) as url:
+        with pytest.raises(UsageError, match=words):
+            await bench(settings_for(url, compare=earlier))
+
+
+async def test_a_file_that_is_no_result_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    for path in (broken, tmp_path / "none.json"):
+        broken.write_text("{")
+        with pytest.raises(UsageError, match="cannot be read as JSON"):
+            await bench(settings_for("http://127.0.0.1:1", compare=path))

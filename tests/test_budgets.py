@@ -29,6 +29,9 @@ def test_budgets() -> None:
         ("model.runner", "from model.reference import masking"),
         ("model.runner", "from model.tools import train"),
         ("server.generation", "from model.step import Row"),
+        ("server.bench", "from server import offline"),
+        ("server.engine.core", "from server import offline"),
+        ("server.offline", "def f():\n    import torch"),
     ],
 )
 def test_a_forbidden_import_is_found(name: str, source: str) -> None:
@@ -44,7 +47,18 @@ def test_a_forbidden_call_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["server.cli", "server.serve", "server.terminal", "server.bench", "server.hub", "model.step", "model.families", "cache.table"]
+    "module",
+    [
+        "server.cli",
+        "server.serve",
+        "server.terminal",
+        "server.bench",
+        "server.offline",
+        "server.hub",
+        "model.step",
+        "model.families",
+        "cache.table",
+    ],
 )
 def test_importing_it_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

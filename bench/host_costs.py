@@ -1,0 +1,125 @@
+"""What a step costs the host, without a model: the real scheduler, `build_batch` and the backend's `plan`, and tokens that are invented.
+
+It makes schedulers in the states that bench/cost_curves.py asks about and times the four parts of their steps. Invariant: every step that
+is timed gives each running sequence exactly one token, and lets nobody in or out. It knows no weights and computes no logits.
+"""
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from cache.layout import CacheLayout
+from cache.pool import KVPool
+from model.backends import Backend, backend_for, create_backend
+from model.batch import build_batch
+from model.step import Drawn, Sampling, StepPlan, StepResult
+from server.engine.scheduler import Limits, Scheduler
+
+PARTS = "plan", "batch", "backend", "commit"
+"""Scheduler.plan, build_batch, Backend.plan, Scheduler.commit."""
+PAGE_SIZE = 64
+CONTEXT = 256
+"""Tokens that a sequence has computed where nothing else is said."""
+RUNNING = 64
+STEP_TOKENS = 65536
+"""So many that a state is reached in few steps; steps of generation use a token of it for each sequence."""
+MAX_CONTEXT = 2**20
+HUGE = 400
+"""Pages that the first in the queue wants where it waits for pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a scheduler holds while its steps are timed."""
+
+    running: int = RUNNING
+    context: int = CONTEXT
+    waiting: int = 0
+    for_pages: bool = False
+    """Whether those who wait lack pages; else a place among the running."""
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of each step's parts, and of each submission to the queue."""
+
+    parts: dict[str, list[float]]
+    submissions: list[float]
+
+    def told(self) -> dict[str, Any]:
+        """Medians in microseconds: of each part, of all together, and of a submission."""
+        whole = [sum(parts) for parts in zip(*self.parts.values(), strict=True)]
+        found = {name: statistics.median(values) * 1e6 for name, values in self.parts.items()}
+        submission = statistics.median(self.submissions) * 1e6 if self.submissions else None
+        return found | {"step": statistics.median(whole) * 1e6, "steps": len(whole), "submission": submission}
+
+
+def measure(state: State, steps: int) -> Timings:
+    """So many steps of a scheduler in this state, behind a few that are not counted."""
+    scheduler, backend = _scheduler(state, steps), _backend()
+    rng = random.Random(0)
+    timings = Timings({part: [] for part in PARTS}, [])
+    for id in range(state.running):
+        # Page borders at different steps for different sequences, and no prefix in common.
+        _submit(scheduler, id, state.context + id % PAGE_SIZE - PAGE_SIZE // 2, steps, rng)
+    while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
+        plan = scheduler.plan()
+        scheduler.commit(plan, _invented(plan))
+    for id in range(state.running, state.running + state.waiting):
+        began = time.perf_counter()
+        _submit(scheduler, id, HUGE * PAGE_SIZE if state.for_pages and id == state.running else CONTEXT, steps, rng)
+        timings.submissions.append(time.perf_counter() - began)
+    layout, device = scheduler.limits.layout, torch.device("cpu")
+    for number in range(_warmup(steps) + steps):
+        times = [time.perf_counter()]
+        plan = scheduler.plan()
+        times.append(time.perf_counter())
+        batch = build_batch(plan, layout, device)
+        times.append(time.perf_counter())
+        backend.plan(batch)
+        times.append(time.perf_counter())
+        result = _invented(plan)
+        commit = time.perf_counter()
+        scheduler.commit(plan, result)
+        committed = time.perf_counter() - commit
+        if len(plan.rows) != state.running or any(len(row.tokens) != 1 for row in plan.rows):
+            raise RuntimeError(f"a step of {len(plan.rows)} sequences where {state} was to be timed")
+        if number >= _warmup(steps):
+            for part, seconds in zip(PARTS, (*(b - a for a, b in pairwise(times)), committed), strict=True):
+                timings.parts[part].append(seconds)
+    return timings
+
+
+def _warmup(steps: int) -> int:
+    return max(3, steps // 10)
+
+
+def _scheduler(state: State, steps: int) -> Scheduler:
+    """With room for all who are to run, and none for who is to wait."""
+    layout = CacheLayout.of(1, (), PAGE_SIZE)
+    growth = steps + _warmup(steps) + PAGE_SIZE
+    needed = state.running * (layout.most_pages(state.context + PAGE_SIZE + growth) + 1)
+    if state.for_pages:
+        needed = max(needed, HUGE + layout.most_pages(growth) + 1)
+    places = state.running + 1 if state.for_pages else state.running
+    return Scheduler(Limits(needed, layout, MAX_CONTEXT, places, STEP_TOKENS))
+
+
+def _submit(scheduler: Scheduler, id: int, num_tokens: int, steps: int, rng: random.Random) -> None:
+    prompt = [rng.randrange(2**31), *([7] * (max(1, num_tokens) - 1))]
+    scheduler.submit(id, prompt, steps + _warmup(steps) + PAGE_SIZE, Sampling(temperature=0.0))
+
+
+def _invented(plan: StepPlan) -> StepResult:
+    return StepResult(tuple(None if row.sample is None else Drawn(7, -1.0) for row in plan.rows))
+
+
+def _backend() -> Backend:
+    """What serves on this machine; planning looks at no page."""
+    pool = KVPool.allocate(CacheLayout.of(1, (), PAGE_SIZE), 1, 64, 64, torch.float32, torch.device("cpu"))
+    return create_backend(backend_for(pool), pool, 1.0)
