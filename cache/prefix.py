@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cache.layout import CacheLayout, LayerGroup
 from cache.pages import PageAllocator
-from cache.table import DROPPED, GroupPages, PageTable
+from cache.table import DROPPED, PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class PrefixCache:
                 most = len(found)
         return found[:most]
 
-    def _by_group(self, blocks: list[Block]) -> list[tuple[LayerGroup, GroupPages]]:
+    def _by_group(self, blocks: list[Block]) -> list[tuple[LayerGroup, list[int]]]:
         grouped, first = [], 0
         for group in self._layout.groups:
             last = first + group.num_stacks
@@ -86,7 +86,7 @@ class PrefixCache:
         """The first of so many blocks that tokens behind them see."""
         return group.first_seen(num_blocks * self._layout.page_size) // self._layout.page_size
 
-    def prefix(self, blocks: list[Block]) -> tuple[GroupPages, ...]:
+    def prefix(self, blocks: list[Block]) -> tuple[list[int], ...]:
         """The pages of matched blocks, as PageTable.share takes them: what later tokens do not see is not shared."""
         found = []
         for group, pages in self._by_group(blocks):

@@ -3,7 +3,9 @@
 Invariant: it owns exactly the pages it lists, once each, until it drops or releases them. It knows nothing of what a slot stores.
 """
 
+from array import array
 from itertools import chain
+from typing import TypeAlias
 
 from cache.layout import CacheLayout, LayerGroup, pages_for
 from cache.pages import PageAllocator
@@ -11,8 +13,8 @@ from cache.pages import PageAllocator
 DROPPED = -1
 """Stands where a page was that no later token will see."""
 
-GroupPages = list[int]
-"""Page i of stack j of a group is at i * num_stacks + j."""
+GroupPages: TypeAlias = "array[int]"
+"""Page i of stack j of a group is at i * num_stacks + j. An array of 64-bit integers, which a kernel reads where it lies."""
 
 
 class PageTable:
@@ -22,9 +24,11 @@ class PageTable:
     """
 
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
-        self.pages: tuple[GroupPages, ...] = tuple([] for _ in layout.groups)
+        self.pages: tuple[GroupPages, ...] = tuple(array("q") for _ in layout.groups)
         self._allocator = allocator
         self._layout = layout
+        self._room = 0
+        """Tokens that have slots in every group."""
 
     @property
     def owned(self) -> list[int]:
@@ -33,6 +37,8 @@ class PageTable:
 
     def missing(self, num_tokens: int, num_computed: int) -> int:
         """Pages to allocate before `num_tokens` tokens have slots; in layers with a window only the first `num_computed` of them."""
+        if num_tokens <= self._room:
+            return 0
         counts = (self._goal(group, num_tokens, num_computed) for group in self._layout.groups)
         return sum(max(0, count - len(pages)) for count, pages in zip(counts, self.pages, strict=True))
 
@@ -41,9 +47,16 @@ class PageTable:
 
     def grow(self, num_tokens: int, num_computed: int) -> None:
         """Makes room as `missing` counts it. Raises OutOfPages, and then changes nothing."""
+        if num_tokens <= self._room:
+            return
         taken = iter(self._allocator.allocate(self.missing(num_tokens, num_computed)))
         for group, pages in zip(self._layout.groups, self.pages, strict=True):
             pages.extend(next(taken) for _ in range(self._goal(group, num_tokens, num_computed) - len(pages)))
+        self._measure()
+
+    def _measure(self) -> None:
+        counts = (len(pages) // group.num_stacks for group, pages in zip(self._layout.groups, self.pages, strict=True))
+        self._room = min(counts) * self._layout.page_size
 
     def drop(self, position: int) -> None:
         """Gives back the pages that no token from `position` on sees."""
@@ -53,27 +66,29 @@ class PageTable:
             while last and pages[last - 1] != DROPPED:
                 last -= 1
             self._allocator.release(pages[last:end])
-            pages[last:end] = [DROPPED] * (end - last)
+            pages[last:end] = array("q", [DROPPED]) * (end - last)
 
     def block(self, index: int) -> list[int]:
         """The pages of its block `index`: of each group in turn, one for each stack; DROPPED where one was given back."""
-        pages = []
+        pages: list[int] = []
         for group, all_pages in zip(self._layout.groups, self.pages, strict=True):
             pages += all_pages[index * group.num_stacks : (index + 1) * group.num_stacks]
         return pages
 
-    def share(self, prefix: tuple[GroupPages, ...]) -> None:
+    def share(self, prefix: tuple[list[int], ...]) -> None:
         """Begins an empty table with pages that nobody will write to. Raises ValueError if it has any page."""
         if any(self.pages):
             raise ValueError(f"a table of {len(self.owned)} pages cannot begin with others")
         self._allocator.share(page for page in chain(*prefix) if page != DROPPED)
         for pages, shared in zip(self.pages, prefix, strict=True):
             pages.extend(shared)
+        self._measure()
 
     def release(self) -> list[int]:
         """Gives every page back; those that are free now. Calling it again does nothing."""
         owned = self.owned
         for pages in self.pages:
-            pages.clear()
+            del pages[:]
+        self._room = 0
         # The first pages are of use to the most others: they are to stay the longest.
         return self._allocator.release(reversed(owned))

@@ -38,8 +38,8 @@ class MultiQueryAttention(nn.Module):
     def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
         """x_TD -> y_TD, for any number of tokens of any number of sequences laid end to end."""
         query_size = self.num_query_heads * self.head_dim
-        q_TE, k_Td, v_Td = self.qkv(x_TD).split([query_size, self.head_dim, self.head_dim], dim=-1)
-        q_THd = q_TE.unflatten(-1, (self.num_query_heads, self.head_dim))
+        q_TE, k_Td, v_Td = torch.split_with_sizes(self.qkv(x_TD), (query_size, self.head_dim, self.head_dim), dim=-1)
+        q_THd = q_TE.view(*q_TE.shape[:-1], self.num_query_heads, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             q_THd, k_Td = self.query_norm(q_THd), self.key_norm(k_Td)
         if rotation is not None:

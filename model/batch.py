@@ -40,13 +40,28 @@ class GroupBatch:
 class Batch:
     """The rows of a step laid end to end."""
 
+    rows: tuple[Row, ...]
+    layout: CacheLayout
     token_ids_T: Tensor
     position_ids_T: Tensor
     last_tokens_S: Tensor
     """Index on T of the last token of each row that samples."""
     firsts: tuple[int, ...]
     """Index on T of each row's first token."""
-    groups: tuple[GroupBatch, ...]
+
+    def groups(self) -> tuple[GroupBatch, ...]:
+        """The same, spelt out slot by slot and page by page, for backends that are made of a tensor's operations."""
+        return tuple(self._group(number, group) for number, group in enumerate(self.layout.groups))
+
+    def _group(self, number: int, group: LayerGroup) -> GroupBatch:
+        stacks, page_size = group.num_stacks, self.layout.page_size
+        slots: list[list[int]] = [[] for _ in range(stacks)]
+        for row in self.rows:
+            pages, positions = row.pages[number], range(row.start, row.start + len(row.tokens))
+            for stack in range(stacks):
+                slots[stack] += [pages[p // page_size * stacks + stack] * page_size + p % page_size for p in positions]
+        spans = tuple(_span(row, first, number, group, page_size) for row, first in zip(self.rows, self.firsts, strict=True))
+        return GroupBatch(torch.tensor(slots, dtype=torch.long, device=self.token_ids_T.device), spans, stacks)
 
 
 def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Batch:
@@ -62,19 +77,7 @@ def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Ba
         if row.sample is not None:
             last_tokens.append(len(token_ids) - 1)
     ids_T, positions_T, last_S = (torch.tensor(x, dtype=torch.long, device=device) for x in (token_ids, positions, last_tokens))
-    groups = tuple(_group(plan, firsts, number, group, layout.page_size, device) for number, group in enumerate(layout.groups))
-    return Batch(ids_T, positions_T, last_S, tuple(firsts), groups)
-
-
-def _group(plan: StepPlan, firsts: list[int], number: int, group: LayerGroup, page_size: int, device: torch.device) -> GroupBatch:
-    stacks = group.num_stacks
-    slots: list[list[int]] = [[] for _ in range(stacks)]
-    for row in plan.rows:
-        pages, positions = row.pages[number], range(row.start, row.start + len(row.tokens))
-        for stack in range(stacks):
-            slots[stack] += [pages[p // page_size * stacks + stack] * page_size + p % page_size for p in positions]
-    rows = tuple(_span(row, first, number, group, page_size) for row, first in zip(plan.rows, firsts, strict=True))
-    return GroupBatch(torch.tensor(slots, dtype=torch.long, device=device), rows, stacks)
+    return Batch(plan.rows, layout, ids_T, positions_T, last_S, tuple(firsts))
 
 
 def _span(row: Row, first: int, number: int, group: LayerGroup, page_size: int) -> RowSpan:

@@ -25,16 +25,21 @@ class Block(nn.Module):
         self.mlp_norm = None if spec.shared_norm else norm(spec)
         dense = spec.experts is None or layer < spec.experts.first_layer
         self.mlp = MLP(spec) if dense or spec.experts is None else MixtureOfExperts(spec, spec.experts)
-        self.attention_branch_norm = norm(spec) if spec.branch_norms else nn.Identity()
-        self.mlp_branch_norm = norm(spec) if spec.branch_norms else nn.Identity()
+        self.attention_branch_norm = norm(spec) if spec.branch_norms else None
+        self.mlp_branch_norm = norm(spec) if spec.branch_norms else None
 
     def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
         normed_TD = self.attention_norm(x_TD)
-        attended_TD = self.attention_branch_norm(self.attention(normed_TD, layer, attend, rotation))
+        attended_TD = self.attention(normed_TD, layer, attend, rotation)
+        if self.attention_branch_norm is not None:
+            attended_TD = self.attention_branch_norm(attended_TD)
         after_TD = torch.add(x_TD, attended_TD, alpha=self.residual_scale)
         if self.mlp_norm is not None:
             normed_TD = self.mlp_norm(x_TD if self.parallel else after_TD)
-        return torch.add(after_TD, self.mlp_branch_norm(self.mlp(normed_TD)), alpha=self.residual_scale)
+        fed_TD = self.mlp(normed_TD)
+        if self.mlp_branch_norm is not None:
+            fed_TD = self.mlp_branch_norm(fed_TD)
+        return torch.add(after_TD, fed_TD, alpha=self.residual_scale)
 
 
 class Decoder(nn.Module):

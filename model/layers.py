@@ -39,10 +39,12 @@ class MLP(nn.Module):
         self.down = Linear(size, spec.hidden_size, bias=spec.mlp_bias)
         self.activation = ACTIVATIONS[spec.activation]
         self.gated = spec.gated_mlp
-        self.between: Callable[[Tensor], Tensor] = self._activated
+        self.between: Callable[[Tensor], Tensor] | None = self._activated
+        """None where `up` does that itself."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        y_TD: Tensor = self.down(self.between(self.up(x_TD)))
+        hidden_TF = self.up(x_TD)
+        y_TD: Tensor = self.down(hidden_TF if self.between is None else self.between(hidden_TF))
         return y_TD
 
     def _activated(self, x: Tensor) -> Tensor:

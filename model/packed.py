@@ -123,28 +123,29 @@ class PackedMatrix(nn.Module):
             pack = self._library.pack_bytes
         pack(_address(self.weight), _address(rows), *map(ctypes.c_int64, (first, len(rows), self.shape[1])))
 
-    def product(self, x: Tensor, bias: Tensor | None = None, activation: str = "none", norm: PackedNorm | None = None) -> Tensor:
-        """activation(norm(x) W^T + bias)"""
-        assert x.dtype is torch.float32
-        x_TI = x.reshape(-1, x.shape[-1])
-        x_TI = x_TI if x_TI.stride(-1) == 1 else x_TI.contiguous()
-        y_TO = x_TI.new_empty(len(x_TI), self.shape[0])
-        asked = Product(
-            x_TI.data_ptr(),
-            y_TO.data_ptr(),
-            x_TI.stride(0),
-            len(x_TI),
-            self.weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            self.shape[1],
-            self.shape[0],
-            CODES[activation],
-            None if self.scale is None else self.scale.data_ptr(),
-            None if self.row_sums is None else self.row_sums.data_ptr(),
-            NO_NORM if norm is None else norm.struct,
+    def _asks(self, bias: Tensor | None = None, activation: str = "none", norm: PackedNorm | None = None) -> Product:
+        """What the kernel is told of activation(norm(x) W^T + bias) whatever x is."""
+        return Product(
+            weights=self.weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            inputs=self.shape[1],
+            outputs=self.shape[0],
+            activation=CODES[activation],
+            scales=None if self.scale is None else self.scale.data_ptr(),
+            row_sums=None if self.row_sums is None else self.row_sums.data_ptr(),
+            norm=NO_NORM if norm is None else norm.struct,
         )
-        self._library.product(ctypes.byref(asked), ctypes.c_int64(torch.get_num_threads()))
-        return y_TO.view(*x.shape[:-1], self.shape[0])
+
+    def _product(self, x: Tensor, asked: Product) -> Tensor:
+        """What is asked, of x. A step has a hundred of these, and with few rows their costs are those of this method."""
+        assert x.dtype is torch.float32
+        x_TI = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+        num_rows = x_TI.shape[0]
+        y_TO = x_TI.new_empty(num_rows, self.shape[0])
+        asked.x, asked.y, asked.x_stride, asked.rows = x_TI.data_ptr(), y_TO.data_ptr(), x_TI.stride(0), num_rows
+        self._library.product(ctypes.addressof(asked), torch.get_num_threads())
+        return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], self.shape[0])
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """Rows of W by number, as float32. Raises IndexError for a number that it has not."""
@@ -158,13 +159,16 @@ class PackedMatrix(nn.Module):
 
 
 class PackedLinear(PackedMatrix):
-    """Stands for an nn.Linear, for the norm that is absorbed before it and for the activation behind it."""
+    """Stands for an nn.Linear, for the norm that is absorbed before it and for the activation behind it. What it reads is where it was at
+    the first product.
+    """
 
     def __init__(self, linear: nn.Linear, quantized: bool) -> None:
         super().__init__(linear.out_features, linear.in_features, quantized)
         self.bias = linear.bias
         self.activation = "none"
         self._norms: tuple[PackedNorm, ...] = ()
+        self._asked: Product | None = None
 
     def absorb(self, norm: PackedNorm) -> None:
         """Applies this norm to its x from now on. The norm keeps its place among the decoder's modules, and its parameters."""
@@ -172,7 +176,9 @@ class PackedLinear(PackedMatrix):
         norm.absorbed = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.bias, self.activation, *self._norms)
+        if self._asked is None:
+            self._asked = self._asks(self.bias, self.activation, *self._norms)
+        return self._product(x, self._asked)
 
 
 class PackedEmbedding(PackedMatrix):
@@ -186,7 +192,7 @@ class PackedEmbedding(PackedMatrix):
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """x_SD -> logits_SV"""
-        return self.product(x_SD)
+        return self._product(x_SD, self._asks())
 
 
 def pack_modules(root: nn.Module, quantized: bool) -> None:
@@ -208,7 +214,7 @@ def pack_modules(root: nn.Module, quantized: bool) -> None:
             if module.gated:
                 module.between = Gate(up, names[module.activation])
             else:
-                up.activation, module.between = names[module.activation], nn.Identity()
+                up.activation, module.between = names[module.activation], None
     for module in root.modules():
         if isinstance(module, Block):
             _absorb_norms(module)

@@ -50,7 +50,7 @@ class CpuBackend:
         return "torch"
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
-        return tuple(self._group(group) for group in batch.groups)
+        return tuple(self._group(group) for group in batch.groups())
 
     def _group(self, group: GroupBatch) -> GroupPlan:
         rows_by_shape: dict[tuple[int, int], list[RowSpan]] = defaultdict(list)

@@ -6,13 +6,15 @@ Shape letters: T tokens of the step, H query heads, d columns of a key, v of a v
 """
 
 import ctypes
+from array import array
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cache.layout import LayerGroup
 from cache.pool import KVPool
-from model.batch import Batch, GroupBatch
+from model.batch import Batch
 from model.native import library, name_of
 
 MULTIPLE = 16
@@ -23,24 +25,20 @@ class Step(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("queries", "new_keys", "new_values", "outputs", "keys", "values", "slots", "pages", "spans")
-        ),
+        *((name, ctypes.c_void_p) for name in ("queries", "new_keys", "new_values", "outputs", "keys", "values", "spans")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride", "num_tokens", "num_spans")),
-        *((name, ctypes.c_int64) for name in ("num_heads", "key_dim", "value_dim", "page_size")),
+        *((name, ctypes.c_int64) for name in ("stack", "num_heads", "key_dim", "value_dim", "page_size")),
         ("scale", ctypes.c_float),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What the layers of one group share. `spans_N6` are the kernel's Spans; the addresses are of these tensors."""
+    """What the layers of one group share: the kernel's Spans, and the lists of pages whose addresses they hold."""
 
-    slots_nT: Tensor
-    pages: Tensor
-    spans_N6: Tensor
-    addresses: tuple[int, int, int]
+    spans: "array[int]"
+    pages: "list[array[int]]"
+    address: int
 
 
 def supports(pool: KVPool) -> bool:
@@ -55,45 +53,56 @@ class NativeBackend:
     def __init__(self, pool: KVPool, scale: float) -> None:
         found = library()
         assert found is not None and supports(pool)
-        self.pool, self.scale, self._library = pool, scale, found
-        self._sizes = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1], pool.page_size
-        layers = (pool.layer(layer) for layer in range(len(pool.layout.places)))
-        self._addresses = [(keys.data_ptr(), None if pool.value_in_key else values.data_ptr()) for keys, values in layers]
+        self.pool, self._library = pool, found
+        key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
+        self._value_dim = value_dim
+        self._steps = []
+        for layer, place in enumerate(pool.layout.places):
+            keys, values = (x.data_ptr() for x in pool.layer(layer))
+            sizes = {"key_dim": key_dim, "value_dim": value_dim, "page_size": pool.page_size}
+            step = Step(keys=keys, values=None if pool.value_in_key else values, stack=place.stack, **sizes, scale=scale)
+            self._steps.append((step, ctypes.addressof(step), place.group))
 
     @property
     def name(self) -> str:
         return name_of(self._library)
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
-        return tuple(_plan(group) for group in batch.groups)
+        return tuple(_plan(batch, number, group) for number, group in enumerate(batch.layout.groups))
 
     def run(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
         assert q_THd.dtype is k_Td.dtype is v_Tv.dtype is torch.float32
-        place = self.pool.layout.places[layer]
-        group = plan[place.group]
         num_tokens, num_heads, key_dim = q_THd.shape
-        if q_THd.stride()[1:] != (key_dim, 1):
-            q_THd = q_THd.contiguous()
-        k_Td, v_Tv = (x if x.stride(-1) == 1 else x.contiguous() for x in (k_Td, v_Tv))
-        o_THv = q_THd.new_empty(num_tokens, num_heads, self._sizes[1])
-        slots, pages, spans = group.addresses
-        step = Step(
-            q_THd.data_ptr(), k_Td.data_ptr(), v_Tv.data_ptr(), o_THv.data_ptr(), *self._addresses[layer],
-            slots + place.stack * num_tokens * 8, pages + place.stack * 8, spans,
-            q_THd.stride(0), k_Td.stride(0), v_Tv.stride(0), num_tokens, len(group.spans_N6), num_heads, *self._sizes, self.scale,
-        )  # fmt: skip
-        self._library.attend(ctypes.byref(step), ctypes.c_int64(torch.get_num_threads()))
+        query_stride, *within = q_THd.stride()
+        if within != [key_dim, 1]:
+            q_THd, query_stride = q_THd.contiguous(), num_heads * key_dim
+        if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
+            k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
+        o_THv = q_THd.new_empty(num_tokens, num_heads, self._value_dim)
+        step, address, number = self._steps[layer]
+        group = plan[number]
+        step.queries, step.new_keys, step.new_values = q_THd.data_ptr(), k_Td.data_ptr(), v_Tv.data_ptr()
+        step.query_stride, step.key_stride, step.value_stride = query_stride, k_Td.stride(0), v_Tv.stride(0)
+        step.outputs, step.spans, step.num_spans = o_THv.data_ptr(), group.address, len(group.pages)
+        step.num_tokens, step.num_heads = num_tokens, num_heads
+        self._library.attend(address, torch.get_num_threads())
         return o_THv
 
 
-def _plan(group: GroupBatch) -> GroupPlan:
-    pages: list[int] = []
-    spans = []
-    for row in group.rows:
-        spans.append((row.first, row.num_tokens, row.num_keys, row.window or 0, len(pages), group.num_stacks))
-        pages += row.pages
-    tensors = group.slots_nT, torch.tensor(pages), torch.tensor(spans)
-    return GroupPlan(*tensors, (tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr()))
+def _plan(batch: Batch, number: int, group: LayerGroup) -> GroupPlan:
+    """Nothing here grows with how long the sequences have become."""
+    spans, all_pages = array("q"), []
+    stacks, page_size, window = group.num_stacks, batch.layout.page_size, group.window
+    for row, first in zip(batch.rows, batch.firsts, strict=True):
+        pages = row.pages[number]
+        if type(pages) is not array:
+            pages = array("q", pages)
+        all_pages.append(pages)
+        num_tokens = len(row.tokens)
+        unseen = 0 if window is None else group.first_seen(row.start) // page_size
+        num_keys = row.start + num_tokens - unseen * page_size
+        spans.extend((first, num_tokens, num_keys, window or 0, pages.buffer_info()[0] + unseen * stacks * 8, stacks))
+    return GroupPlan(spans, all_pages, spans.buffer_info()[0])
 
 
 def create(pool: KVPool, scale: float) -> NativeBackend:

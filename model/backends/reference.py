@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cache.pool import KVPool
-from model.batch import Batch
+from model.batch import Batch, GroupBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class ReferenceBackend:
     def name(self) -> str:
         return "reference"
 
-    def plan(self, batch: Batch) -> Batch:
-        return batch
+    def plan(self, batch: Batch) -> tuple[GroupBatch, ...]:
+        return batch.groups()
 
-    def run(self, plan: Batch, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
+    def run(self, plan: tuple[GroupBatch, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
         place = self.pool.layout.places[layer]
-        group = plan.groups[place.group]
+        group = plan[place.group]
         self.pool.write(layer, group.slots_nT[place.stack], k_Td, v_Tv)
         keys_PSd, values_PSv = self.pool.layer(layer)
         o_THv = q_THd.new_empty(*q_THd.shape[:-1], v_Tv.shape[-1])

@@ -16,7 +16,7 @@ log = logging.getLogger("onehead.engine")
 
 FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma"), "portable": ()}
 """What a processor must have for each, widest first."""
-INTERFACE = 3
+INTERFACE = 4
 """Of the kernels' structs and functions, as product.cpp has it."""
 
 
@@ -45,6 +45,7 @@ def _load(path: str) -> ctypes.CDLL | None:
         return None
     found.isa.restype = ctypes.c_char_p
     found.panel.restype = ctypes.c_int64
+    found.attend.argtypes = found.product.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     return found
 
 

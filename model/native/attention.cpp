@@ -20,24 +20,30 @@ extern "C" const char *isa() { return ISA; }
 
 // What one row of the step (some tokens of one sequence) reads and writes; model/backends/native.py has the same fields.
 struct Span {
-    int64_t first_token, num_tokens, num_keys, window, first_page, page_stride;
+    int64_t first_token, num_tokens, num_keys, window;
+    const int64_t *pages;  // From the one that holds key 0; those of one stack of layers are page_stride apart.
+    int64_t page_stride;
 };
 
 struct Step {
     const float *queries, *new_keys, *new_values;  // [T, H, d], [T, d] and [T, v], with the strides below from a token to the next
     float *outputs;                                // [T, H, v]
     float *keys, *values;                          // The layer's pages; values may be null.
-    const int64_t *slots, *pages;                  // Of each token: page * page_size + offset.
     const Span *spans;
-    int64_t query_stride, key_stride, value_stride, num_tokens, num_spans, num_heads, key_dim, value_dim, page_size;
+    int64_t query_stride, key_stride, value_stride, num_tokens, num_spans, stack, num_heads, key_dim, value_dim, page_size;
     float scale;
 };
 
-static void write(const Step &step, int64_t t) {
-    const int64_t size = step.page_size, page = step.slots[t] / size, offset = step.slots[t] % size;
-    float *key = step.keys + page * size * step.key_dim + offset;
-    for (int64_t i = 0; i < step.key_dim; i++) key[i * size] = step.new_keys[t * step.key_stride + i];
-    if (step.values) memcpy(step.values + step.slots[t] * step.value_dim, step.new_values + t * step.value_stride, step.value_dim * sizeof(float));
+static void write(const Step &step, const Span &span) {
+    const int64_t size = step.page_size;
+    for (int64_t t = 0; t < span.num_tokens; t++) {
+        const int64_t place = span.num_keys - span.num_tokens + t, token = span.first_token + t;
+        const int64_t page = span.pages[place / size * span.page_stride + step.stack], offset = place % size;
+        const float *new_key = step.new_keys + token * step.key_stride, *new_value = step.new_values + token * step.value_stride;
+        float *key = step.keys + page * size * step.key_dim + offset;
+        for (int64_t i = 0; i < step.key_dim; i++) key[i * size] = new_key[i];
+        if (step.values) memcpy(step.values + (page * size + offset) * step.value_dim, new_value, step.value_dim * sizeof(float));
+    }
 }
 
 // Where a page is.
@@ -187,7 +193,7 @@ static void attend_rows(const Step &step, const Span &span, int64_t first_row, i
         Page pages[2];
         for (int i = 0; i < 2; i++) {
             const int64_t place = (number + i) * size < end ? number + i : number;
-            const int64_t page = step.pages[span.first_page + place * span.page_stride];
+            const int64_t page = span.pages[place * span.page_stride + step.stack];
             pages[i].keys = step.keys + page * size * step.key_dim;
             pages[i].values = step.values ? step.values + page * size * step.value_dim : made.data();
         }
@@ -223,7 +229,7 @@ extern "C" void attend(const Step *step, int64_t num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_parts > 1)
     {
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < step->num_tokens; t++) write(*step, t);
+        for (int64_t i = 0; i < step->num_spans; i++) write(*step, step->spans[i]);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_parts; i++) attend_rows(*step, *parts[i].span, parts[i].first, parts[i].last);
     }

@@ -11,11 +11,12 @@
 
 constexpr int PANEL = 2 * LANES, ROWS = LANES == 16 ? 14 : LANES == 8 ? 6 : 3;
 constexpr int BYTE_ROWS = LANES == 16 ? 14 : 2;
+constexpr int FEW_ROWS = 4, APART = 16;
 
 extern "C" int64_t panel() { return PANEL; }
 
 // Of the structs that come from Python, as model/native/__init__.py has it: raised with every change of either.
-extern "C" int64_t interface() { return 3; }
+extern "C" int64_t interface() { return 4; }
 
 struct Product {
     const float *x;
@@ -29,7 +30,8 @@ struct Product {
     Norm norm;
 };
 
-// The rows as the sums take them: normalised, and in int8 quantized.
+// The rows as the sums take them: normalised, and in int8 quantized. They lie a little apart: at distances that are multiples of a page of
+// memory, the rows of a tile would have the same places in the nearest cache.
 struct Prepared {
     const float *floats;
     const uint8_t *bytes;
@@ -95,11 +97,12 @@ template <int COUNT> static void float_rows(const Product &p, const Prepared &x,
 }
 
 // sums[r][c] over k of x W, in integers: exact.
-template <int COUNT> static void byte_sums(const uint8_t *x, int64_t stride, const int8_t *panel, Ahead ahead, int32_t (*sums)[PANEL]) {
+template <int COUNT>
+static void byte_sums(const uint8_t *x, int64_t stride, int64_t inputs, const int8_t *panel, Ahead ahead, int32_t (*sums)[PANEL]) {
 #if defined(__AVX512VNNI__)
     __m512i left[COUNT], right[COUNT];
     UNROLL for (int r = 0; r < COUNT; r++) left[r] = right[r] = _mm512_setzero_si512();
-    for (int64_t k = 0; k < stride; k += 4, panel += 4 * PANEL) {
+    for (int64_t k = 0; k < inputs; k += 4, panel += 4 * PANEL) {
         const __m512i w_left = _mm512_loadu_si512(panel), w_right = _mm512_loadu_si512(panel + 64);
         ahead.step();
         UNROLL for (int r = 0; r < COUNT; r++) {
@@ -119,7 +122,7 @@ template <int COUNT> static void byte_sums(const uint8_t *x, int64_t stride, con
     // Products of bytes with signed bytes do not fit into 16 bits in pairs: they are widened first. Two lanes a column.
     __m256i parts[COUNT][4];
     UNROLL for (int i = 0; i < COUNT * 4; i++) parts[i / 4][i % 4] = _mm256_setzero_si256();
-    for (int64_t k = 0; k < stride; k += 4, panel += 4 * PANEL) {
+    for (int64_t k = 0; k < inputs; k += 4, panel += 4 * PANEL) {
         __m256i weights[4];
         UNROLL for (int n = 0; n < 4; n++) weights[n] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(panel + n * 16)));
         ahead.step();
@@ -138,7 +141,7 @@ template <int COUNT> static void byte_sums(const uint8_t *x, int64_t stride, con
 #else
     for (int r = 0; r < COUNT; r++) {
         memset(sums[r], 0, sizeof sums[r]);
-        for (int64_t k = 0; k < stride; k++)
+        for (int64_t k = 0; k < inputs; k++)
             for (int c = 0; c < PANEL; c++) sums[r][c] += x[r * stride + k] * panel[(k & ~3) * PANEL + c * 4 + (k & 3)];
     }
 #endif
@@ -146,7 +149,7 @@ template <int COUNT> static void byte_sums(const uint8_t *x, int64_t stride, con
 
 template <int COUNT> static void byte_rows(const Product &p, const Prepared &x, const Panel &panel, int64_t m, Ahead ahead) {
     int32_t sums[COUNT][PANEL];
-    byte_sums<COUNT>(x.bytes + m * x.stride, x.stride, (const int8_t *)panel.weights, ahead, sums);
+    byte_sums<COUNT>(x.bytes + m * x.stride, x.stride, (p.inputs + 3) / 4 * 4, (const int8_t *)panel.weights, ahead, sums);
     for (int r = 0; r < COUNT; r++) {
         const Quantized &row = x.quantized[m + r];
         for (int c = 0; c < PANEL; c++) sums[r][c] -= row.zero * panel.row_sums[c];
@@ -185,25 +188,27 @@ extern "C" void product(const Product *product, int64_t num_threads) {
     const Product &p = *product;
     if (!p.rows) return;
     const int64_t num_panels = (p.outputs + PANEL - 1) / PANEL, padded = (p.inputs + 3) / 4 * 4;
+    const int64_t stride = (p.scales ? padded : p.inputs) + APART;
     const int64_t panel_bytes = p.scales ? padded * PANEL : p.inputs * PANEL * int64_t(sizeof(float));
-    const bool prepares = p.scales || p.norm.kind;
-    float *normed = p.norm.kind ? floats.of<float>((p.scales ? num_threads : p.rows) * p.inputs) : nullptr;
-    uint8_t *to_bytes = p.scales ? bytes.of<uint8_t>(p.rows * padded) : nullptr;
+    const bool copies = !p.scales && (p.norm.kind || p.rows > FEW_ROWS);
+    float *copy = copies || p.norm.kind ? floats.of<float>((p.scales ? num_threads : p.rows) * (p.inputs + APART)) : nullptr;
+    uint8_t *to_bytes = p.scales ? bytes.of<uint8_t>(p.rows * stride) : nullptr;
     Quantized *to_scales = p.scales ? quantized.of<Quantized>(p.rows) : nullptr;
-    const bool in_floats = !p.scales && p.norm.kind;
-    const Prepared x = {in_floats ? normed : p.x, to_bytes, to_scales, p.scales ? padded : in_floats ? p.inputs : p.x_stride};
+    const Prepared x = {copies ? copy : p.x, to_bytes, to_scales, p.scales || copies ? stride : p.x_stride};
 #pragma omp parallel num_threads(num_threads)
     {
-        if (prepares) {
+        if (p.scales || copies) {
 #pragma omp for schedule(static)
             for (int64_t m = 0; m < p.rows; m++) {
                 const float *row = p.x + m * p.x_stride;
+                float *place = copy + (p.scales ? omp_get_thread_num() : m) * (p.inputs + APART);
                 if (p.norm.kind) {
-                    float *place = normed + (p.scales ? omp_get_thread_num() : m) * p.inputs;
                     normalise(row, place, p.inputs, p.norm);
                     row = place;
+                } else if (copies) {
+                    memcpy(place, row, p.inputs * sizeof(float));
                 }
-                if (p.scales) to_scales[m] = quantize(row, to_bytes + m * padded, p.inputs);
+                if (p.scales) to_scales[m] = quantize(row, to_bytes + m * stride, p.inputs);
             }
         }
 #pragma omp for schedule(static)
@@ -231,8 +236,11 @@ template <class Number, int GROUP> static void pack(Number *packed, const Number
 }
 
 template <class Number, int GROUP> static void take(const Number *packed, const int64_t *rows, int64_t count, int64_t inputs, Number *out) {
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t k = 0; k < inputs; k++) out[i * inputs + k] = *place<const Number, GROUP>(packed, rows[i], k, inputs);
+    for (int64_t i = 0; i < count; i++) {
+        const Number *from = place<const Number, GROUP>(packed, rows[i], 0, inputs);
+        for (int64_t k = 0; k < inputs; k += GROUP, from += PANEL * GROUP)
+            for (int64_t j = 0; j < std::min<int64_t>(GROUP, inputs - k); j++) out[i * inputs + k + j] = from[j];
+    }
 }
 
 extern "C" {
