@@ -222,15 +222,14 @@ class Scheduler:
         sequence.table.grow(sequence.num_tokens, end)
         return True
 
-    def _preempt(self, sequence: Sequence) -> list[int]:
-        """Back to its place in the queue without pages: its tokens stay, and are computed again. The pages that are free now."""
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to its place in the queue without pages: its tokens stay, and are computed again."""
         del self.running[sequence.id]
         self._unclaim(sequence)
-        freed = sequence.table.release()
+        sequence.table.release()
         sequence.num_computed = 0
         self._wait(sequence)
         self.num_preemptions += 1
-        return freed
 
     def _admit(self, budget: int) -> Sequence | None:
         """Moves the head of the queue into the running set, if there is a place, with slots to compute `budget` of its tokens."""
@@ -336,10 +335,10 @@ class Scheduler:
 
     def _doubt(self, sequence: Sequence) -> None:
         """Numbers that are not finite may be a wrong guess's alone, and reach the tokens before it through masked slots: what is to come
-        of this sequence is seen when it is computed again without guesses, over clean pages.
+        of this sequence is seen when it is computed again without guesses, over clean pages. It keeps its place meanwhile.
         """
-        sequence.drafter = None
-        self._unclean.extend(self._preempt(sequence))
+        sequence.drafter, sequence.num_computed = None, 0
+        self._unclean.extend(sequence.table.release())
 
     def _advance(self, sequence: Sequence, outcomes: list[Drawn | NotDrawn]) -> list[Advance]:
         """Appends tokens up to the one that ends the sequence, if one does."""
