@@ -68,6 +68,14 @@ class PageTable:
             self._allocator.release(pages[last:end])
             pages[last:end] = array("q", [DROPPED]) * (end - last)
 
+    def trim(self, num_tokens: int) -> None:
+        """Gives back the pages behind so many tokens."""
+        for group, pages in zip(self._layout.groups, self.pages, strict=True):
+            end = pages_for(num_tokens, self._layout.page_size) * group.num_stacks
+            self._allocator.release(pages[end:])
+            del pages[end:]
+        self._measure()
+
     def block(self, index: int) -> list[int]:
         """The pages of its block `index`: of each group in turn, one for each stack; DROPPED where one was given back."""
         pages: list[int] = []

@@ -1,6 +1,6 @@
 """StepPlan -> the tensors of one step. Built from the plan and thrown away after it; nothing here outlives the step.
 
-Shape letters: T tokens of the step, n stacks of pages of a group of layers, S rows that sample.
+Shape letters: T tokens of the step, n stacks of pages of a group of layers, S draws.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class Batch:
     layout: CacheLayout
     token_ids_T: Tensor
     position_ids_T: Tensor
-    last_tokens_S: Tensor
-    """Index on T of the last token of each row that samples."""
+    sampled_S: Tensor
+    """Index on T of each token behind which one is drawn: of every row that samples the last, and those before its drafts."""
     firsts: tuple[int, ...]
     """Index on T of each row's first token."""
 
@@ -68,16 +68,16 @@ def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Ba
     """The tensors of `plan`, on `device`."""
     token_ids: list[int] = []
     positions: list[int] = []
-    last_tokens: list[int] = []
+    sampled: list[int] = []
     firsts: list[int] = []
     for row in plan.rows:
         firsts.append(len(token_ids))
         token_ids.extend(row.tokens)
         positions.extend(range(row.start, row.start + len(row.tokens)))
         if row.sample is not None:
-            last_tokens.append(len(token_ids) - 1)
-    ids_T, positions_T, last_S = (torch.tensor(x, dtype=torch.long, device=device) for x in (token_ids, positions, last_tokens))
-    return Batch(plan.rows, layout, ids_T, positions_T, last_S, tuple(firsts))
+            sampled.extend(range(len(token_ids) - 1 - row.drafts, len(token_ids)))
+    ids_T, positions_T, sampled_S = (torch.tensor(x, dtype=torch.long, device=device) for x in (token_ids, positions, sampled))
+    return Batch(plan.rows, layout, ids_T, positions_T, sampled_S, tuple(firsts))
 
 
 def _span(row: Row, first: int, number: int, group: LayerGroup, page_size: int) -> RowSpan:

@@ -3,7 +3,7 @@
 It computes and decides nothing: which rows, which pages and when is the scheduler's. Invariant: between two calls it holds no
 state of any sequence but what lies in the pool's pages.
 
-Shape letters: T tokens of the step, S rows that sample, D hidden size, V vocabulary.
+Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
 
 import os
@@ -122,15 +122,28 @@ class ModelRunner:
         batch = build_batch(plan, self.pool.layout, self.device)
         attend = partial(self.backend.run, self.backend.plan(batch))
         x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, attend)
-        samples = [row.sample for row in plan.rows if row.sample is not None]
-        drawn = iter(draw(self.decoder.logits(x_TD[batch.last_tokens_S]), samples) if samples else ())
-        results = [None if row.sample is None else next(drawn) for row in plan.rows]
+        drawn, accepted = self._draw(plan, batch, x_TD)
         scored = self._score(plan, batch, x_TD)
         finite_T = x_TD.isfinite().all(dim=-1).tolist()
         for i, (row, first) in enumerate(zip(plan.rows, batch.firsts, strict=True)):
             if not all(finite_T[first : first + len(row.tokens)]):
-                results[i] = NOT_FINITE_STATES
-        return StepResult(tuple(results), scored)
+                drawn[i] = NOT_FINITE_STATES
+                accepted.pop(i, None)
+        return StepResult(tuple(drawn), scored, accepted)
+
+    def _draw(self, plan: StepPlan, batch: Batch, x_TD: torch.Tensor) -> tuple[list[Drawn | NotDrawn | None], dict[int, list[Drawn]]]:
+        """What every row draws, all places of all rows at once, and the drafts among it that came true."""
+        samples = [row.samples for row in plan.rows]
+        together = [sample for places in samples for sample in places]
+        draws = iter(draw(self.decoder.logits(x_TD[batch.sampled_S]), together) if together else ())
+        drawn: list[Drawn | NotDrawn | None] = [None] * len(plan.rows)
+        accepted: dict[int, list[Drawn]] = {}
+        for i, (row, places) in enumerate(zip(plan.rows, samples, strict=True)):
+            if places:
+                come_true, drawn[i] = row.settle([next(draws) for _ in places])
+                if come_true:
+                    accepted[i] = come_true
+        return drawn, accepted
 
     def _score(self, plan: StepPlan, batch: Batch, x_TD: torch.Tensor) -> dict[int, list[Drawn]]:
         """Scores of every row that asks for any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts."""

@@ -6,7 +6,7 @@ can be scored on the way.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,25 @@ class Row:
     sample: Sample | None
     """None where the sequence has further tokens to compute before it can draw."""
     scoring: Scoring | None = None
+    drafts: int = 0
+    """How many of `tokens`, the last ones, are guesses: the row draws before each of them, too, as long as they come true."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """One for each place at which the row draws: behind its last known token, and behind each guess as if that were output."""
+        if self.sample is None:
+            return []
+        guesses, output = self.tokens[len(self.tokens) - self.drafts :], self.sample.output
+        return [self.sample, *(replace(self.sample, output=[*output, *guesses[: i + 1]]) for i in range(self.drafts))]
+
+    def settle(self, draws: Sequence["Drawn | NotDrawn"]) -> tuple[list["Drawn"], "Drawn | NotDrawn"]:
+        """Of the draws at those places: the ones that equal the guesses, up to the first that does not, and that one."""
+        accepted: list[Drawn] = []
+        for draw, guess in zip(draws, self.tokens[len(self.tokens) - self.drafts :], strict=False):
+            if not isinstance(draw, Drawn) or draw.token != guess:
+                break
+            accepted.append(draw)
+        return accepted, draws[len(accepted)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +131,12 @@ class NotDrawn:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """For each row of the plan, in its order, the token it drew; None where it did not sample."""
+    """For each row of the plan, in its order, the token it drew; None where it did not sample. Of a row with drafts, the first that equals
+    none.
+    """
 
     drawn: tuple[Drawn | NotDrawn | None, ...]
     scored: Mapping[int, Sequence[Drawn]] = field(default_factory=dict)
     """Index of a row that scores -> its targets' log-probabilities, in their order."""
+    accepted: Mapping[int, Sequence[Drawn]] = field(default_factory=dict)
+    """Index of a row with drafts -> what it drew before that, which equals the first of them."""

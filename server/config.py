@@ -114,6 +114,11 @@ class EngineSection(Section):
     max_context: int | None = Field(None, ge=1, description="most tokens of prompt and output; default: the checkpoint's positions")
     max_running: int = Field(64, ge=1, le=4096, description="sequences computed together")
     step_tokens: int = Field(512, ge=1, le=65536, description="most tokens computed in one step")
+    speculation: Literal["none", "ngram"] = Field(
+        "none",
+        description="ngram: guess tokens from the text so far and check several in one step; changes no output, but on torch's "
+        "kernels the last bits",
+    )
     serve_pooled: bool = Field(False, description="serve a converted checkpoint whose heads were only pooled, and not trained since")
 
     @model_validator(mode="after")

@@ -22,6 +22,8 @@ class Metrics:
         self.preemptions = self._counter("preemptions", "Sequences put back into the queue for want of pages.")
         self.prefix_cache_queries = self._counter("prefix_cache_queries", "Tokens of sequences that were let into the running set.")
         self.prefix_cache_hits = self._counter("prefix_cache_hits", "Those among them that were found in the cache.")
+        self.drafted_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens guessed by speculation.")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Those among them that came true.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.engine_restarts = self._counter("engine_restarts", "Engines started in place of a dead one.")
@@ -46,7 +48,10 @@ class Metrics:
         self._num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
         self.idle()
-        for counter in (self.preemptions, self.prefix_cache_queries, self.prefix_cache_hits):
+        for counter in (
+            *(self.preemptions, self.prefix_cache_queries, self.prefix_cache_hits),
+            *(self.drafted_tokens, self.accepted_tokens),
+        ):
             self._reached.pop(counter, None)
 
     def idle(self) -> None:
@@ -64,6 +69,8 @@ class Metrics:
         self.reach(self.preemptions, gauges.preemptions)
         self.reach(self.prefix_cache_queries, gauges.queried_tokens)
         self.reach(self.prefix_cache_hits, gauges.hit_tokens)
+        self.reach(self.drafted_tokens, gauges.drafted_tokens)
+        self.reach(self.accepted_tokens, gauges.accepted_tokens)
         self.generation_tokens.inc(num_tokens)
         if gauges.step_seconds:
             self.step_time.observe(gauges.step_seconds)

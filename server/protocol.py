@@ -5,7 +5,7 @@ Everything on the pipe is the msgpack bytes of one of these; nothing is pickled.
 
 import msgspec
 
-VERSION = 5
+VERSION = 6
 MAX_FRAME_BYTES = 64 * 2**20
 # What a grammar may cost, in llguidance's units: checked on one side, kept to on the other. The library's defaults are ten times these.
 GRAMMAR_LIMITS = {
@@ -40,6 +40,7 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     max_context: int | None
     max_running: int
     step_tokens: int
+    speculation: str
     page_size: int
     pages: int | None
     memory: float | None
@@ -179,6 +180,9 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
     """Of all sequences, when they were let in first."""
     hit_tokens: int = 0
     """Those among them that were found computed."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Those among them that came true."""
 
 
 class Tokens(Message, frozen=True, tag=True, array_like=True):

@@ -61,6 +61,7 @@ def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSec
         max_context=engine.max_context,
         max_running=engine.max_running,
         step_tokens=engine.step_tokens,
+        speculation=engine.speculation,
         page_size=cache.page_size,
         pages=cache.pages,
         memory=cache.memory,

@@ -48,6 +48,7 @@ FORBIDDEN = {
     "server.engine": ("fastapi", "uvicorn", "pydantic", "server.api", "server.supervisor", "server.text", "server.config", "torch"),
     "server.engine.scheduler": ("time", "random", "asyncio", "server.protocol", "model.runner"),
     "server.engine.sequence": ("time", "random", "asyncio", "server.protocol", "model.runner"),
+    "server.engine.drafts": ("time", "random", "asyncio", "server.protocol", "model", "cache"),
 }
 # Nothing that serves imports the teaching side or the tools.
 SERVING = """

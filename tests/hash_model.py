@@ -5,7 +5,7 @@ that another sequence has overwritten, fails here, loudly, rather than as odd te
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cache.layout import CacheLayout
 from model.step import Drawn, Row, StepPlan, StepResult
@@ -19,11 +19,17 @@ def next_token(tokens: list[int], seed: int, end_rate: float, may_end: bool) -> 
     return 1 + digest[1] % 63
 
 
-def oracle(prompt: list[int], max_new: int, min_new: int, stops: frozenset[int], seed: int, end_rate: float) -> list[int]:
+Next = Callable[[list[int], int, float, bool], int]
+"""As next_token."""
+
+
+def oracle(
+    prompt: list[int], max_new: int, min_new: int, stops: frozenset[int], seed: int, end_rate: float, give: Next = next_token
+) -> list[int]:
     """The output of a request served alone by nobody: what every schedule must give."""
     output: list[int] = []
     while len(output) < max_new:
-        output.append(next_token(prompt + output, seed, end_rate, may_end=len(output) >= min_new or 0 not in stops))
+        output.append(give(prompt + output, seed, end_rate, len(output) >= min_new or 0 not in stops))
         if output[-1] in stops:
             break
     return output
@@ -35,11 +41,12 @@ def one_group(page_size: int) -> CacheLayout:
 
 
 class HashModel:
-    """A Runner over plans. `end_rate` is the chance of the end token at each draw."""
+    """A Runner over plans. `end_rate` is the chance of the end token at each draw; `give` is the model."""
 
-    def __init__(self, layout: CacheLayout, end_rate: float = 0.0) -> None:
+    def __init__(self, layout: CacheLayout, end_rate: float = 0.0, give: Next = next_token) -> None:
         self.layout = layout
         self.end_rate = end_rate
+        self.give = give
         self.last_rows: dict[int, Sequence[int]] = {}
         self.progress = 0
         self.slots: dict[tuple[int, int], tuple[int, int, tuple[int, int]]] = {}
@@ -57,8 +64,8 @@ class HashModel:
             for position in range(row.start, row.start + len(row.tokens)):
                 for kind in self._kinds():
                     self.slots[self._slot(row, position, kind)] = (position, states[position], kind)
-        drawn = tuple(self._draw(row) for row in plan.rows)
-        return StepResult(drawn, {i: self._score(row) for i, row in enumerate(plan.rows) if row.scoring is not None})
+        scored = {i: self._score(row) for i, row in enumerate(plan.rows) if row.scoring is not None}
+        return result(plan, [self._draw(row) for row in plan.rows], scored)
 
     def _states_before(self, row: Row) -> list[int]:
         """What stands before a row: what this sequence has computed, or what the pages hold that it was given."""
@@ -105,14 +112,22 @@ class HashModel:
                 assert stored_position == position and stored_kind == kind, "a slot holds another position's token, or another layer's"
                 assert stored == states[position], "a slot holds another sequence's token"
 
-    def _draw(self, row: Row) -> Drawn | None:
-        if row.sample is None:
-            self._check(row, [])
-            return None
-        tokens = [*row.sample.prompt, *row.sample.output]
-        assert len(tokens) == row.start + len(row.tokens)
-        self._check(row, tokens)
-        return Drawn(next_token(tokens, row.sample.sampling.seed, self.end_rate, may_end=not row.sample.forbidden), -1.0)
+    def _draw(self, row: Row) -> list[Drawn]:
+        """The draw at each of the row's places."""
+        draws = []
+        for number, sample in enumerate(row.samples, start=1):
+            tokens = [*sample.prompt, *sample.output]
+            assert len(tokens) == row.start + len(row.tokens) - row.drafts + number - 1
+            draws.append(Drawn(self.give(tokens, sample.sampling.seed, self.end_rate, not sample.forbidden), -1.0))
+        self._check(row, tokens if draws else [])
+        return draws
+
+
+def result(plan: StepPlan, draws: list[list[Drawn]], scored: dict[int, list[Drawn]]) -> StepResult:
+    """What a step brought whose rows drew this at their places."""
+    settled = [row.settle(places) if places else ([], None) for row, places in zip(plan.rows, draws, strict=True)]
+    accepted = {i: come_true for i, (come_true, _) in enumerate(settled) if come_true}
+    return StepResult(tuple(drawn for _, drawn in settled), scored, accepted)
 
 
 def _after(state: int, token: int) -> int:

@@ -17,11 +17,13 @@ from cache.layout import CacheLayout
 from model.step import NotDrawn, Row, StepPlan, StepResult
 from server import protocol
 from server.engine.core import EngineCore
+from server.engine.drafts import Drafter
 from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, Scheduler
-from server.engine.sequence import ConstraintFailed
+from server.engine.sequence import ConstraintFailed, Sequence
 from server.engine.worker import Worker
 from tests.fake_engine import READY
+from tests.guesser import Guesser
 from tests.hash_model import HashModel
 from tests.simulation_model import DRIFT, PagedHash, Poisoned
 from tests.test_scheduler import Forcing
@@ -143,7 +145,7 @@ class FaultyRunner:
         faults: dict[int, tuple[Row, str]] = {}
         for i, row in enumerate(plan.rows):
             choice = choices[row.sequence]
-            if choice.fault and row.sample is not None and len(row.sample.output) == choice.fails_at:
+            if choice.fault and row.sample is not None and 0 <= choice.fails_at - len(row.sample.output) <= row.drafts:
                 faults[i] = row, choice.fault
                 self._poison(choice.fault)
         if engine.world.drift and isinstance(self.model, PagedHash):
@@ -166,13 +168,17 @@ class FaultyRunner:
             raise {"poison: kills": Died, "poison: hangs": Hung, "poison: crashes": Crashed}[fault]("poison")
 
     def _with(self, faults: dict[int, tuple[Row, str]], result: StepResult) -> StepResult:
-        drawn = list(result.drawn)
+        drawn, accepted = list(result.drawn), dict(result.accepted)
         for i, (row, fault) in faults.items():
-            if fault in CAUSES:
+            assert row.sample is not None
+            place = self.engine.world.choices[row.sequence].fails_at - len(row.sample.output)
+            if fault == "nan":  # Wherever in the row it is: its numbers reach the others through masked slots.
+                self.poisoned.spoil(row, self.layout)
+                place = 0
+            if fault in CAUSES and place <= len(accepted.get(i, ())):
                 drawn[i] = NotDrawn(fault, code=CAUSES[fault])
-                if fault == "nan":
-                    self.poisoned.spoil(row, self.layout)
-        return replace(result, drawn=tuple(drawn))
+                accepted[i] = accepted.get(i, ())[:place]
+        return replace(result, drawn=tuple(drawn), accepted=accepted)
 
 
 class Pipe:
@@ -229,7 +235,8 @@ class SimulatedEngine:
         scenario = world.scenario
         layout = scenario.layout
         model = world.new_model()
-        scheduler = Scheduler(Limits(scenario.pages, layout, scenario.max_context, scenario.max_running, scenario.step_tokens))
+        limits = Limits(scenario.pages, layout, scenario.max_context, scenario.max_running, scenario.step_tokens)
+        scheduler = Scheduler(limits, self._drafter if scenario.speculates else None)
         self.runner = FaultyRunner(self, model, layout)
         self.core = EngineCore(scheduler, self.runner)
         if world.sweeping:
@@ -237,6 +244,11 @@ class SimulatedEngine:
             scheduler.allocator.allocate = lambda count: self.operation("allocate") or allocate(count)  # type: ignore[func-returns-value, method-assign]
         self.worker = Worker(self.pipe, self.core, world.grammars)  # type: ignore[arg-type]
         world.at(world.now + script.load_seconds, self._load)
+
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        """Guesses by the model itself, and wrong ones among them: a history is too short for anything to recur in it."""
+        give = self.world.next_token
+        return Guesser(sequence.prompt, lambda tokens: give(tokens, self.world.choices[sequence.id].seed))
 
     # --- the supervisor's side
 

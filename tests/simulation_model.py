@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from model.step import Drawn, Row, StepPlan, StepResult
+from tests.hash_model import result
 
 MASK = 2**64 - 1
 START = 0x243F6A8885A308D3
@@ -62,9 +63,8 @@ class PagedHash:
         rows = plan.rows
         for row in rows:
             self._write(row)
-        drawn = tuple([self._draw(row) for row in rows])
         scored = {i: score(row) for i, row in enumerate(rows) if row.scoring is not None}
-        return StepResult(drawn, scored)
+        return result(plan, [self._draw(row) for row in rows], scored)
 
     def _write(self, row: Row) -> None:
         size, pages, numbers = self.page_size, self._pages, row.pages[0]
@@ -79,7 +79,8 @@ class PagedHash:
             pages[page][position % size] = state
             position += 1
 
-    def _draw(self, row: Row) -> Drawn | None:
+    def _draw(self, row: Row) -> list[Drawn]:
+        """The draw at each of the row's places."""
         pages, end, sample = self._pages, row.start + len(row.tokens), row.sample
         found: list[int] = []
         for page in row.pages[0][: -(-end // self.page_size)]:
@@ -91,10 +92,14 @@ class PagedHash:
         if found[: len(known)] != known[:end]:
             raise AssertionError(f"a page of sequence {row.sequence} does not hold what it should")
         if sample is None:
-            return None
-        if len(known) != end:
-            raise AssertionError(f"sequence {row.sequence} draws behind {end} of its {len(known)} tokens")
-        return Drawn(draw(found[-1], sample.sampling.seed + self.drift, self.end_rate, not sample.forbidden), -1.0)
+            return []
+        first = end - row.drafts
+        if len(known) != first:
+            raise AssertionError(f"sequence {row.sequence} draws behind {first} of its {len(known)} tokens")
+        if row.drafts and found[first:] != chain(row.tokens[len(row.tokens) - row.drafts :], found[first - 1]):
+            raise AssertionError(f"a page of sequence {row.sequence} does not hold its drafts")
+        seed = sample.sampling.seed + self.drift
+        return [Drawn(draw(state, seed, self.end_rate, not sample.forbidden), -1.0) for state in found[first - 1 :]]
 
 
 def score(row: Row) -> list[Drawn]:

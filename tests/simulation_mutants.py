@@ -22,10 +22,12 @@ from rich.table import Table
 
 from cache.prefix import PrefixCache
 from cache.table import PageTable
+from model.step import Row
 from server.deaths import Deaths
 from server.engine import core
 from server.engine.core import EngineCore
 from server.engine.scheduler import Scheduler
+from server.engine.sequence import Sequence
 from server.engine.worker import Worker
 from server.journal import OpenSequence
 from server.stream_buffer import StreamBuffer, StreamStore
@@ -107,6 +109,13 @@ MUTANTS = (
     Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._unclaim(sequence)", "pass"),
     Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
     Mutant("the last token is not computed", Scheduler, "_admit", "sequence.num_skippable", "sequence.num_tokens"),
+    # --- guesses
+    Mutant("a wrong guess is taken for computed", Sequence, "take_computed", "len(row.tokens) - row.drafts +", "len(row.tokens) +"),
+    Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != guess", "False"),
+    Mutant("NaN left by a guess", Scheduler, "_doubt", "self._unclean.extend(sequence.table.release())", "sequence.table.release()"),
+    Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and isinstance", "if False and isinstance"),
+    Mutant("a failure goes before its tokens", Worker, "_tell", "failures.append(", "self._send("),
+    Mutant("guesses are lost with memory", core, "_undrafted", "drafts=0", "drafts=row.drafts"),
     # --- streams
     Mutant("resumed one event too early", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen - first)"),
     Mutant("resumed one event too late", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen + 2 - first)"),

@@ -72,6 +72,7 @@ class Scenario:
     step_seconds: float
     reading_seconds: float
     drift: bool = False
+    speculates: bool = False
     heals_at: float = 12.0
     """From here on nothing new goes wrong."""
     max_context: int = MAX_CONTEXT

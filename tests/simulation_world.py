@@ -15,7 +15,7 @@ from server import protocol
 from server.deaths import MAX_BACKOFF_SECONDS, MAX_DEATHS, MAX_QUARANTINES
 from server.stream_buffer import StreamStore
 from server.supervisor import LIVE, State, Supervisor
-from tests import hash_model
+from tests import hash_model, simulation_model
 from tests.simulation_checks import check_ends, check_idle, check_outcome
 from tests.simulation_engine import KILLED, Crashed, Died, Hung, Script, SimulatedEngine, SimulatedGrammars
 from tests.simulation_front import Choice, Request, Violation
@@ -107,6 +107,11 @@ class World:
         self.seen["path: layers with windows"] += 1
         return hash_model.HashModel(scenario.layout, END_RATE)
 
+    def next_token(self, tokens: list[int], seed: int) -> int:
+        """What the model gives behind these."""
+        give = hash_model.next_token if self.windows else simulation_model.next_token
+        return give(tokens, seed, END_RATE, True)
+
     def _states(self, id: int) -> list[int]:
         return self.choices[id].states
 
@@ -152,6 +157,9 @@ class World:
             self.seen["path: preempted"] += scheduler.num_preemptions
         if scheduler.num_hit_tokens:
             self.seen["path: pages shared"] += 1
+        if scheduler.num_drafted_tokens:
+            self.seen["path: a guess came true"] += scheduler.num_accepted_tokens > 0
+            self.seen["path: a guess was wrong"] += scheduler.num_accepted_tokens < scheduler.num_drafted_tokens
         waiting = {id for id, sequence in scheduler.waiting.items() if not sequence.started}
         # Those too that have ended there, until that is known here.
         began = sorted(

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.sampling import draw, exponentials
+from model.native import library
+from model.sampling import draw, exponentials, score
 from model.step import Drawn, NotDrawn, Sample, Sampling
 from server.protocol import SamplingParams
 
@@ -21,6 +22,24 @@ PROBS = LOGITS.softmax(0).tolist()
 def token_of(drawn: Drawn | NotDrawn) -> int:
     assert isinstance(drawn, Drawn)
     return drawn.token
+
+
+@pytest.mark.skipif(library() is None, reason="without the kernels, the normaliser's bits depend on the batch")
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(typical_p=0.7)])
+def test_a_row_alone_has_the_bits_of_one_in_company(sampling: Sampling) -> None:
+    """So large that torch sums a single row by several threads."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(12, 49_152)
+    samples = [Sample(replace(sampling, seed=seed), [], [seed]) for seed in range(12)]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = draw(logits, samples)
+        assert [draw(logits[i : i + 1], [sample])[0] for i, sample in enumerate(samples)] == together
+        targets = [3] * 12
+        assert [score(logits[i : i + 1], [3], [2])[0] for i in range(12)] == score(logits, targets, [2] * 12)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def tokens(sampling: Sampling, draws: int = 400, logits: torch.Tensor = LOGITS, **sample: object) -> Counter[int]:

@@ -10,7 +10,7 @@ from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
 from server.engine.sequence import Sequence
-from tests.hash_model import HashModel, next_token, one_group, oracle
+from tests.hash_model import HashModel, Next, next_token, one_group, oracle
 
 SEEDS = 10_000
 
@@ -47,11 +47,13 @@ class Forcing:
         self.output += self.forced
 
 
-def forced_oracle(prompt: list[int], max_new: int, min_new: int, stops: frozenset[int], seed: int, end_rate: float) -> list[int]:
+def forced_oracle(
+    prompt: list[int], max_new: int, min_new: int, stops: frozenset[int], seed: int, end_rate: float, give: Next = next_token
+) -> list[int]:
     """The output under that grammar, of a request served alone."""
     output: list[int] = []
     while len(output) < max_new:
-        output.append(next_token(prompt + output, seed, end_rate, may_end=len(output) >= min_new or 0 not in stops))
+        output.append(give(prompt + output, seed, end_rate, len(output) >= min_new or 0 not in stops))
         if output[-1] in stops:
             break
         for token in forced_after(output):
@@ -111,8 +113,8 @@ class History:
 
     def expected(self, id: int) -> list[int]:
         prompt, max_new, min_new, stops, forces = self.requests[id]
-        give = forced_oracle if forces else oracle
-        return give(prompt, max_new, min_new, stops, id, self.model.end_rate)
+        outcome = forced_oracle if forces else oracle
+        return outcome(prompt, max_new, min_new, stops, id, self.model.end_rate, self.model.give)
 
     def submit(self) -> None:
         rng, id = self.rng, len(self.requests)

@@ -16,7 +16,8 @@ from server.engine.core import EngineCore
 from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.worker import Worker
-from tests.hash_model import HashModel, one_group, oracle
+from tests.guesser import Guesser
+from tests.hash_model import HashModel, next_token, one_group, oracle
 
 
 class SlowModel(HashModel):
@@ -75,6 +76,27 @@ def test_tokens_come_in_order_with_gauges(engine: Engine) -> None:
     assert [token.finish for token in tokens] == [None] * 5 + ["length"]
     assert engine.started == [1]
     assert reports[0].gauges.pages_used == 1 and reports[-1].gauges.pages_used == 0
+
+
+def test_tokens_that_came_true_together_come_in_one_report() -> None:
+    ours, theirs = Pipe()
+    model = HashModel(one_group(4))
+    scheduler = Scheduler(
+        Limits(20, one_group(4), 80, 4, 16), lambda sequence: Guesser(sequence.prompt, lambda t: next_token(t, 1, 0.0, True))
+    )
+    for message in (submit(1, [3, 4, 5], 30), protocol.Shutdown()):
+        ours.send_bytes(protocol.encode(message))
+    worker = Worker(theirs, EngineCore(scheduler, model), Grammars(Path(), 64))
+    worker._handle(protocol.decode_to_engine(theirs.recv_bytes()))  # type: ignore[arg-type]
+    while scheduler.has_work:
+        worker._tell(worker.core.step(), 0.0)
+    reports: list[Any] = [protocol.decode_from_engine(ours.recv_bytes()) for _ in range(model.progress)]
+    tokens = [token for report in reports for token in report.tokens]
+    assert [token.token for token in tokens] == oracle([3, 4, 5], 30, 0, frozenset(), seed=1, end_rate=0.0)
+    assert [token.index for token in tokens] == list(range(30)) and len(reports) < 25
+    gauges = reports[-1].gauges
+    assert gauges.accepted_tokens == 30 - len(reports) and gauges.accepted_tokens < gauges.drafted_tokens
+    ours.close()
 
 
 def test_a_cancelled_sequence_has_no_pages_two_reports_later(engine: Engine) -> None:

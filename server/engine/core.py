@@ -1,7 +1,7 @@
 """EngineCore: scheduler and runner, and the loop of four lines that they make. Knows no processes, pipes or clocks.
 
-A step that does not fit into memory is not the end: it is computed in halves, down to a single token, and only a row that does not
-fit even so fails.
+A step that does not fit into memory is not the end: it is computed without its drafts, then in halves, down to a single token, and only
+a row that does not fit even so fails.
 """
 
 import logging
@@ -54,6 +54,8 @@ class EngineCore:
         except MemoryError as error:
             num_tokens = sum(len(row.tokens) for row in plan.rows)
             log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, error)
+        if any(row.drafts for row in plan.rows):
+            return self._run(replace(plan, rows=tuple(_undrafted(row) for row in plan.rows)))
         if num_tokens == 1:
             return self._run_again(plan)
         if len(plan.rows) == 1:
@@ -78,6 +80,11 @@ class EngineCore:
         behind = self._run(StepPlan((second,)))
         scored: list[Drawn] = [*before.scored.get(0, ()), *behind.scored.get(0, ())]
         return StepResult(behind.drawn, {0: scored} if scored else {})
+
+
+def _undrafted(row: Row) -> Row:
+    """The row without its guesses; who planned them takes them for wrong ones."""
+    return replace(row, tokens=row.tokens[: len(row.tokens) - row.drafts], drafts=0)
 
 
 def _halves(row: Row) -> tuple[Row, Row]:

@@ -8,6 +8,7 @@ before whom no more arrive.
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -17,7 +18,8 @@ from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.prefix import Block, PrefixCache
 from cache.table import DROPPED, PageTable
-from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
+from model.step import Drawn, NotDrawn, Row, Sampling, StepPlan, StepResult
+from server.engine.drafts import MOST_SPECULATED, Drafter, share
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
 
 log = logging.getLogger("onehead.engine")
@@ -65,12 +67,15 @@ class PromptScored:
 
 
 class Scheduler:
-    """Owns every open sequence and every page. `plan`, run the plan, `commit`; `submit` and `cancel` in between."""
+    """Owns every open sequence and every page. `plan`, run the plan, `commit`; `submit` and `cancel` in between. `drafter_for` gives each
+    sequence somebody who guesses its next tokens; None speculates on nothing.
+    """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, drafter_for: Callable[[Sequence], Drafter] | None = None) -> None:
         if limits.step_tokens < limits.max_running:
             raise ValueError(f"step_tokens {limits.step_tokens} is below max_running {limits.max_running}: each running one needs a token")
         self.limits = limits
+        self._drafter_for = drafter_for
         self._capacity = limits.capacity
         self.allocator = PageAllocator(limits.num_pages)
         self.waiting: dict[int, Sequence] = {}
@@ -90,6 +95,9 @@ class Scheduler:
         """Of all sequences, when they were let in first."""
         self.num_hit_tokens = 0
         """Those among them whose pages were there."""
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
+        """Those among them that came true."""
 
     @property
     def has_work(self) -> bool:
@@ -133,6 +141,8 @@ class Scheduler:
         )
         if sequence.most_tokens > self._capacity:
             raise NeverFits(f"sequence {id} may grow to {sequence.most_tokens} tokens; at most {self._capacity} fit")
+        if self._drafter_for is not None and constraint is None:
+            sequence.drafter = self._drafter_for(sequence)
         self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
@@ -178,10 +188,28 @@ class Scheduler:
         while budget and self.num_preemptions == preemptions and (newcomer := self._admit(budget)):
             counts[newcomer.id] = min(newcomer.num_pending, budget)
             budget -= counts[newcomer.id]
+        drafts = self._draft(counts) if self._drafter_for is not None else {}
         clear: tuple[int, ...] = ()
         if counts:  # A plan without rows is not run.
             clear, self._unclean = tuple(self._unclean), []
-        return StepPlan(tuple(self.running[id].row(number) for id, number in counts.items()), clear)
+        return StepPlan(tuple(self.running[id].row(number, drafts.get(id)) for id, number in counts.items()), clear)
+
+    def _draft(self, counts: dict[int, int]) -> dict[int, list[int]]:
+        """Guesses to be checked in a step of these rows, with slots for them: only where rows and pages are to spare. What is wrong gives
+        its pages back at once, so that a guess never takes the place of a token.
+        """
+        room = min(MOST_SPECULATED, self.limits.step_tokens) - len(counts)
+        if room < 1 or any(number > 1 for number in counts.values()):
+            return {}
+        wishes = {id: guesses for id in counts if (guesses := self.running[id].draft(room))}
+        drafts = {}
+        for id, number in share(room, {id: len(guesses) for id, guesses in wishes.items()}).items():
+            sequence, guesses = self.running[id], wishes[id][:number]
+            while guesses and sequence.table.missing(*[sequence.num_tokens + len(guesses)] * 2) > self.allocator.num_available:
+                guesses.pop()
+            sequence.table.grow(*[sequence.num_tokens + len(guesses)] * 2)
+            drafts[id] = guesses
+        return drafts
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Gives `sequence` slots to compute `count` more tokens, preempting the last in order as needed; False where that was itself."""
@@ -279,19 +307,38 @@ class Scheduler:
             sequence = self.running.get(row.sequence)
             if sequence is None:
                 continue
-            sequence.num_computed += len(row.tokens)
-            self.num_computed_tokens += len(row.tokens)
+            if row.drafts and isinstance(drawn, NotDrawn) and drawn.code == "numerical_error":
+                self._doubt(sequence)
+                continue
+            outcomes: list[Drawn | NotDrawn] = list(result.accepted.get(index, ()))
+            num_new = self._count(sequence, row, [draw.token for draw in result.accepted.get(index, ())])
             first = sequence.num_scored
             prompt_scores, forced = sequence.take_scored(list(result.scored.get(index, ())))
-            if prompt_scores and not isinstance(drawn, NotDrawn):
-                news.append(PromptScored(sequence.id, first, prompt_scores))
             if not isinstance(drawn, NotDrawn):
-                self._publish(sequence, len(row.tokens))
+                news.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
+                self._publish(sequence, num_new)
                 sequence.table.drop(sequence.num_computed)
-            outcomes: list[Drawn | NotDrawn] = [] if isinstance(drawn, NotDrawn) else list(forced)
+                outcomes += forced
             outcomes += [] if drawn is None else [drawn]
             news.extend(self._advance(sequence, outcomes))
         return news
+
+    def _count(self, sequence: Sequence, row: Row, accepted: list[int]) -> int:
+        """Takes a row's tokens for computed, but for guesses that were wrong; how many that is."""
+        num_new = sequence.take_computed(row, accepted)
+        self.num_computed_tokens += num_new
+        self.num_drafted_tokens += row.drafts
+        self.num_accepted_tokens += len(accepted)
+        if row.drafts > len(accepted):
+            sequence.table.trim(sequence.num_computed)
+        return num_new
+
+    def _doubt(self, sequence: Sequence) -> None:
+        """Numbers that are not finite may be a wrong guess's alone, and reach the tokens before it through masked slots: what is to come
+        of this sequence is seen when it is computed again without guesses, over clean pages. It keeps its place meanwhile.
+        """
+        sequence.drafter, sequence.num_computed = None, 0
+        self._unclean.extend(sequence.table.release())
 
     def _advance(self, sequence: Sequence, outcomes: list[Drawn | NotDrawn]) -> list[Advance]:
         """Appends tokens up to the one that ends the sequence, if one does."""

@@ -11,6 +11,7 @@ from typing import Protocol
 from cache.prefix import Block, Chain, Link
 from cache.table import PageTable
 from model.step import Drawn, Row, Sample, Sampling, Scoring
+from server.engine.drafts import Drafter
 
 
 class ConstraintFailed(Exception):
@@ -59,6 +60,8 @@ class Sequence:
     """What it has put into the prefix cache."""
     found: list[Block] = field(default_factory=list)
     """What it found there when it was let in."""
+    drafter: Drafter | None = None
+    """Guesses its next tokens; None where nobody does."""
     chain: Chain = field(init=False)
     num_scored: int = field(init=False)
     """Prompt tokens that need no score any more; the first never does, as nothing stands before it."""
@@ -102,8 +105,18 @@ class Sequence:
             self.chain.extend(self._tokens(index * page_size, (index + 1) * page_size))
         return links[:count]
 
-    def row(self, count: int) -> Row:
-        """The row that computes its next `count` tokens, and draws one more if these are the last."""
+    def draft(self, most: int) -> list[int]:
+        """Up to `most` guesses at its next tokens, each of which could be kept: none while its last token is not the only one to compute,
+        or while what may be drawn changes from one token to the next for other reasons than the text.
+        """
+        if self.drafter is None or self.num_pending != 1 or self.num_scored < len(self.prompt) or self.constraint is not None:
+            return []
+        if len(self.output) < self.min_new_tokens:
+            return []
+        return self.drafter.draft(self.output, min(most, self.max_new_tokens - len(self.output) - 1))
+
+    def row(self, count: int, drafts: list[int] | None = None) -> Row:
+        """The row that computes its next `count` tokens, and draws one more if these are the last; then guesses may follow them."""
         start, end = self.num_computed, self.num_computed + count
         sample = None
         if end == self.num_tokens:
@@ -111,7 +124,19 @@ class Sequence:
             forbidden = self.forbidden if len(history) < self.min_new_tokens else ()
             mask = None if self.constraint is None else self.constraint.mask
             sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask)
-        return Row(self.id, self._tokens(start, end), start, self.table.pages, sample, self._scoring(start, end))
+        drafts = drafts or []
+        return Row(self.id, self._tokens(start, end) + drafts, start, self.table.pages, sample, self._scoring(start, end), len(drafts))
+
+    def take_computed(self, row: Row, accepted: list[int]) -> int:
+        """Counts a row's tokens as computed, and of its guesses those that came true, which `append` takes one by one as it takes forced
+        tokens; how many these are together.
+        """
+        if row.drafts and self.drafter is not None:
+            self.drafter.settle(len(self.output) + len(accepted) + 1, row.drafts, len(accepted))
+            self.forced = accepted
+        count = len(row.tokens) - row.drafts + len(accepted)
+        self.num_computed += count
+        return count
 
     def _tokens(self, start: int, end: int) -> list[int]:
         split = len(self.prompt)

@@ -22,6 +22,7 @@ from model.step import Drawn, Sampling
 from server import logs, protocol
 from server.child import die_with_parent
 from server.engine.core import EngineCore
+from server.engine.drafts import Drafter
 from server.engine.grammar import Grammars
 from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
 from server.engine.sequence import ConstraintFailed
@@ -77,7 +78,8 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
             for context in (*(context for context in spec.contexts() if context < max_context), max_context)
         ],
     )
-    return EngineCore(Scheduler(limits), runner), ready, grammars
+    drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.speculation == "ngram" else None
+    return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
 
 
 def _check_conversion(start: protocol.Start, folder: Path) -> None:
@@ -144,7 +146,7 @@ class Worker:
                 heard = True
             began = time.perf_counter()
             news = self.core.step(self._announce)
-            self._report(self._tell(news), time.perf_counter() - began)
+            self._tell(news, time.perf_counter() - began)
 
     def _announce(self) -> None:
         """Says who is in a step for the first time, before it is computed."""
@@ -152,9 +154,9 @@ class Worker:
         if started:
             self._send(protocol.Started([s.id for s in started], [s.num_cached for s in started]))
 
-    def _tell(self, news: list[Advance | PromptScored]) -> list[protocol.Token]:
-        """Sends what is no token; the tokens."""
-        tokens = []
+    def _tell(self, news: list[Advance | PromptScored], step_seconds: float) -> None:
+        """Sends what a step brought: scores before tokens, and failures behind them, as a sequence may have got some before it failed."""
+        tokens, failures = [], []
         for event in news:
             if isinstance(event, PromptScored):
                 scores = [protocol.Score(s.token, s.logprob, s.rank, list(s.top)) for s in event.scores]
@@ -163,8 +165,10 @@ class Worker:
                 drawn = event.drawn
                 tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, list(drawn.top)))
             else:
-                self._send(protocol.Failed(event.id, event.drawn.reason, event.drawn.refused, event.drawn.code))
-        return tokens
+                failures.append(protocol.Failed(event.id, event.drawn.reason, event.drawn.refused, event.drawn.code))
+        self._report(tokens, step_seconds)
+        for failed in failures:
+            self._send(failed)
 
     def _handle(self, message: protocol.ToEngine) -> None:
         if isinstance(message, protocol.Cancel):
@@ -203,6 +207,8 @@ class Worker:
             preemptions=scheduler.num_preemptions,
             queried_tokens=scheduler.num_queried_tokens,
             hit_tokens=scheduler.num_hit_tokens,
+            drafted_tokens=scheduler.num_drafted_tokens,
+            accepted_tokens=scheduler.num_accepted_tokens,
             step_seconds=step_seconds,
         )
         self._send(protocol.Tokens(tokens, gauges))

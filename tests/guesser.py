@@ -1,0 +1,29 @@
+"""A drafter that asks the made-up model itself, and is wrong now and then: what a short history needs for guesses to come true in it."""
+
+import random
+from collections.abc import Callable
+
+from server.engine.drafts import Drafter
+
+RIGHT = 0.7
+"""Of its guesses."""
+
+
+class Guesser(Drafter):
+    """`give` is what follows tokens. It neither rests nor learns."""
+
+    def __init__(self, prompt: list[int], give: Callable[[list[int]], int]) -> None:
+        self._prompt = prompt
+        self._give = give
+        self._random = random.Random(len(prompt)).random
+
+    def draft(self, output: list[int], most: int) -> list[int]:  # type: ignore[override]
+        tokens = [*self._prompt, *output]
+        known = len(tokens)
+        while len(tokens) < known + most and self._random() > 0.2:
+            token = self._give(tokens)
+            tokens.append(token if self._random() < RIGHT else token ^ 1)
+        return tokens[known:]
+
+    def settle(self, num_output: int, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted and num_drafted
