@@ -1,6 +1,6 @@
 """The conditions that an answer must not depend on, each as a pass over the same requests on an engine in this process.
 
-A trace is everything that the engine said of a request, floats by their bits; the reference is each request alone in a scheduler of its own.
+A trace is all that the engine said of a request, floats by their bits; the reference is each request alone in a scheduler of its own.
 Companions are the other requests, in a random order and at random steps, so that a pass costs little more than the reference. It knows
 neither HTTP nor how anything is computed.
 """
@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from math import exp, log
 from typing import Any
 
 import torch
 
+from cache.table import PageTable
 from model.runner import ModelRunner
 from model.step import Drawn, Sampling
 from server.engine.core import EngineCore
@@ -28,6 +30,8 @@ STEP_TOKENS = 512
 """Of every pass that is not about them; the server's default."""
 FEW = 4
 """Requests at once where company is not what the pass is about."""
+THIEVING = 0.1
+"""Chance that a step finds the free pages taken, or given back where they were."""
 SCRAMBLED = 1
 """Tokens of a primer behind what it shares with its request."""
 
@@ -55,6 +59,8 @@ class Outcome:
     traces: dict[int, Trace] = field(default_factory=dict)
     occurred: bool = True
     evidence: str = ""
+    preempted: set[int] = field(default_factory=set)
+    """Cases that had to give up their pages and were computed again."""
 
 
 # --- requests
@@ -74,14 +80,14 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def make_cases(count: int, vocab_size: int, context: int, seed: int) -> list[Case]:
+def make_cases(number_of_cases: int, vocab_size: int, context: int, seed: int) -> list[Case]:
     """Requests greedy and drawn, some with alternatives, some with their prompts scored; lengths log-uniform from 1 to all that fits. Every
     other prompt repeats itself, so that there is something to guess from.
     """
     rng = random.Random(seed)
     longest = min(MOST_PROMPT, context - MOST_OUTPUT)
     cases = []
-    for number in range(count):
+    for number in range(number_of_cases):
         length = {0: 1, 1: longest}.get(number, int(exp(rng.uniform(0, log(longest + 1)))))
         words = rng.choices(range(vocab_size), k=length if number % 2 else rng.randint(2, 12))
         sampling = Sampling(**SAMPLINGS[number % len(SAMPLINGS)], seed=rng.getrandbits(32))
@@ -122,9 +128,9 @@ def submit(core: EngineCore, id: int, case: Case, salt: str = "") -> None:
     scheduler.submit(id, case.prompt, case.tokens, case.sampling, salt=salt, **wishes)
 
 
-def step(core: EngineCore, traces: dict[int, Trace]) -> int:
-    """One step of the engine; how many requests it ended."""
-    ended = 0
+def step(core: EngineCore, traces: dict[int, Trace]) -> list[int]:
+    """One step of the engine; the requests that it ended."""
+    ended = []
     for event in core.step():
         trace = traces.setdefault(event.id, [])
         if isinstance(event, PromptScored):
@@ -132,10 +138,10 @@ def step(core: EngineCore, traces: dict[int, Trace]) -> int:
         elif isinstance(event, Advance) and isinstance(event.drawn, Drawn):
             drawn = event.drawn
             trace.append(("drawn", drawn.token, drawn.logprob.hex(), event.finish, _bits(drawn.top)))
-            ended += event.finish is not None
+            ended += [] if event.finish is None else [event.id]
         else:
             trace.append(("failed", event.drawn.reason))
-            ended += 1
+            ended.append(event.id)
     core.scheduler.take_started()
     return ended
 
@@ -169,25 +175,38 @@ def alone(engine: Engine, cases: list[Case], ended: Ended, name: str = "alone") 
     return [outcome]
 
 
-def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most: int) -> Outcome:
-    """All cases in a random order: at random steps new ones come, while fewer than `most` are open."""
-    rng, outcome = random.Random(name), Outcome(name)
+def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most: int, thief: bool = False) -> Outcome:
+    """All cases in a random order: at random steps new ones come, while fewer than `most` are open. A thief has all free pages at times."""
+    rng, outcome, scheduler = random.Random(name), Outcome(name), core.scheduler
     coming = rng.sample(range(len(cases)), len(cases))
-    num_open = num_most = 0
-    while coming or num_open:
+    num_most, stolen = 0, PageTable(core.scheduler.allocator, core.scheduler.limits.layout)
+    while coming or scheduler.has_work:
+        num_open = len(scheduler.running) + len(scheduler.waiting)
         while coming and num_open < most and (num_open == 0 or rng.random() < most / (most + 2)):
             number = coming.pop()
             submit(core, number, cases[number])
             num_open += 1
+        if thief and rng.random() < THIEVING:
+            _steal_or_give_back(core, stolen)
         gone = step(core, outcome.traces)
-        num_most = max(num_most, len(core.scheduler.running) + gone)
-        num_open -= gone
-        ended(gone)
-    problems = core.scheduler.integrity()
+        num_most = max(num_most, len(scheduler.running) + len(gone))
+        outcome.preempted |= {id for id, sequence in scheduler.waiting.items() if sequence.started}
+        ended(len(gone))
+    stolen.release()
+    problems = scheduler.integrity()
     if problems:
         raise SystemExit(f"{name}: {problems[0]}")
     outcome.occurred, outcome.evidence = 2 * num_most >= min(most, len(cases)), f"up to {num_most} at once"
     return outcome
+
+
+def _steal_or_give_back(core: EngineCore, stolen: PageTable) -> None:
+    layout, num_free = core.scheduler.limits.layout, core.scheduler.allocator.num_available
+    if stolen.owned:
+        stolen.release()
+    elif num_free >= layout.pages_per_step:
+        tokens = num_free // layout.pages_per_step * layout.page_size
+        stolen.grow(tokens, tokens)
 
 
 def batches(engine: Engine, cases: list[Case], ended: Ended, size: int) -> list[Outcome]:
@@ -221,26 +240,27 @@ def prefixes(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
 
 
 def preemptions(engine: Engine, cases: list[Case], ended: Ended, most: int = 16) -> list[Outcome]:
-    """A pool that holds the longest case and little more, and steps so small that prompts of several are under way at once."""
-    layout = engine.runner.pool.layout
+    """A pool that just holds the longest case, and at times less: whoever grows then takes the pages of the last in order."""
+    layout, step_tokens = engine.runner.pool.layout, 2 * most
     longest = max(len(case.prompt) + case.tokens for case in cases)
-    core = engine.core(most, 2 * most, layout.most_pages(longest, 2 * most) + layout.pages_per_step)
-    outcome = together(core, cases, ended, "preempted", most)
-    count = core.scheduler.num_preemptions
-    outcome.occurred, outcome.evidence = count > 0, f"{count} preemptions"
+    pages = next(pages for pages in count(1) if layout.most_tokens(pages, step_tokens, engine.context) >= longest)
+    core = engine.core(most, step_tokens, pages)
+    outcome = together(core, cases, ended, "preempted", most, thief=True)
+    outcome.occurred = bool(outcome.preempted)
+    outcome.evidence = f"{len(outcome.preempted)} preempted, {core.scheduler.num_preemptions} preemptions"
     return [outcome]
 
 
-def threads(engine: Engine, cases: list[Case], ended: Ended, count: int, size: int) -> list[Outcome]:
-    with torch_threads(count):
-        name = f"{count} threads, {'alone' if size == 1 else f'batches of {size}'}"
+def threads(engine: Engine, cases: list[Case], ended: Ended, number: int, size: int) -> list[Outcome]:
+    with torch_threads(number):
+        name = f"{number} threads, {'alone' if size == 1 else f'batches of {size}'}"
         return alone(engine, cases, ended, name) if size == 1 else [together(engine.core(size), cases, ended, name, size)]
 
 
 @contextmanager
-def torch_threads(count: int) -> Iterator[None]:
+def torch_threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(number)
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from typing import Any
 from rich.progress import Progress
 
 from bench.conditions import Case, Engine, Outcome, Trace, alone, compare, make_cases, passes, torch_threads
-from bench.live import ANSWER_SECONDS, Answer, Ask, Event, Server, exchange, http_request, receive
+from bench.live import ANSWER_SECONDS, Answer, Ask, Server, exchange, http_request, receive
 from bench.report import Check, Found, conclude, progress, show
 from server.config import EngineSettings
 from server.offline import OfflineSettings, info_of, load_engine

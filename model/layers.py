@@ -93,7 +93,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Not torch's: it takes a tensor's last few numbers by another function than all before them, so a token's would depend on its place."""
+    """Not torch's: it takes a tensor's last numbers by another function than all before them, so a token's would depend on its place."""
     return 1.0 / (1.0 + (-x).exp())
 
 
