@@ -79,7 +79,7 @@ class MixtureOfExperts(nn.Module):
         options = self.options
         # The router works in float32, whatever the weights are stored in: a tie that rounds the other way is another expert.
         logits_TE = self.router(x_TD) if x_TD.dtype is torch.float32 else F.linear(x_TD.float(), self.router.weight.float())
-        scores_TE = logits_TE.softmax(dim=-1) if self.choice_bias is None else logits_TE.sigmoid()
+        scores_TE = logits_TE.softmax(dim=-1) if self.choice_bias is None else _sigmoid(logits_TE)
         choice_TE = scores_TE if self.choice_bias is None else scores_TE + self.choice_bias.float()
         if options.num_groups > 1:
             grouped_Tge = choice_TE.unflatten(-1, (options.num_groups, -1))
@@ -92,6 +92,11 @@ class MixtureOfExperts(nn.Module):
         if options.normalised:
             weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
         return weights_Tk * options.scale, chosen_Tk
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Not torch's: it takes a tensor's last numbers by another function than all before them, so a token's would depend on its place."""
+    return 1.0 / (1.0 + (-x).exp())
 
 
 class RMSNorm(nn.Module):

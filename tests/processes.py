@@ -46,10 +46,10 @@ def alive(pid: int) -> bool:
 class ServerProcess:
     """`onehead serve` on a free port, ready."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, launcher: tuple[str, ...] = ("server.cli",)) -> None:
         # Nobody balances between the servers of a test: one that is told to go has nobody to wait for.
         grace = [] if "--server.lb_grace" in arguments else ["--server.lb_grace", "0"]
-        command = [sys.executable, "-m", "server.cli", "serve", "--model", str(folder), "--port", "0", *grace, *arguments]
+        command = [sys.executable, "-m", *launcher, "serve", "--model", str(folder), "--port", "0", *grace, *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

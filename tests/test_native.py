@@ -2,8 +2,13 @@
 machine runs.
 """
 
+import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +23,7 @@ from model.batch import build_batch
 from model.step import Row, StepPlan
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[1]
 WIDTHS = [width for width in native.FEATURES if native.library(width) is not None]
 
 
@@ -33,14 +39,24 @@ class Case:
     """Sequences of random lengths, each with some tokens to compute, over pages of random numbers in a random order."""
 
     def __init__(
-        self, seed: int, num_heads: int, key_dim: int, value_dim: int, page_size: int, window: int | None, most: int = 200
+        self,
+        seed: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        page_size: int,
+        window: int | None,
+        most: int = 200,
+        value_in_key: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         torch.manual_seed(seed)
         self.layout = CacheLayout.of(1, (window,) if window else (), page_size)
         self.num_heads, self.dims = num_heads, (key_dim, value_dim)
         self.allocator = PageAllocator(100)
-        self.keys, self.values = torch.randn(1, 100, page_size, key_dim), torch.randn(1, 100, page_size, value_dim)
+        self.value_in_key = value_in_key
+        self.keys = torch.randn(1, 100, page_size, key_dim)
+        self.values = self.keys[..., :value_dim] if value_in_key else torch.randn(1, 100, page_size, value_dim)
         self.rows: list[Row] = []
         self.inputs: list[tuple[torch.Tensor, ...]] = []
         for id in range(self.rng.randint(1, 6)):
@@ -49,9 +65,9 @@ class Case:
             self.allocator._free = self.rng.sample(self.allocator._free, len(self.allocator._free))
             table.grow(start + count, start + count)
             self.rows.append(Row(id, [0] * count, start, table.pages, None))
-            self.inputs.append(
-                (torch.randn(count, num_heads, key_dim) * 3, torch.randn(count, key_dim), torch.randn(count, value_dim)),
-            )
+            k_nd = torch.randn(count, key_dim)
+            v_nv = k_nd[:, :value_dim] if value_in_key else torch.randn(count, value_dim)
+            self.inputs.append((torch.randn(count, num_heads, key_dim) * 3, k_nd, v_nv))
 
     def run(self, chosen: list[int], pool: KVPool | None = None) -> list[torch.Tensor]:
         """The outputs of these rows, computed together."""
@@ -64,7 +80,7 @@ class Case:
 
     def pool(self) -> KVPool:
         transposed = self.keys.transpose(2, 3).contiguous().view(self.keys.shape)
-        return KVPool(self.layout, transposed, self.values.clone())
+        return KVPool(self.layout, transposed, transposed[..., : self.dims[1]] if self.value_in_key else self.values.clone())
 
     def exact(self, i: int) -> torch.Tensor:
         """softmax(q K^T * scale) V of row i in float64, by the formula."""
@@ -97,20 +113,73 @@ def cases(count: int) -> Iterator[Case]:
         yield Case(seed, num_heads, rng.choice([32, 64, 80]), rng.choice([16, 64, 96]), page_size, rng.choice([None, None, 5, 70]))
 
 
+def check_exact(case: Case, most: float = 2e-5) -> None:
+    for i, actual in enumerate(case.run(list(range(len(case.rows))))):
+        assert (actual - case.exact(i)).abs().max() < most
+
+
 @torch.inference_mode()
 def test_attention_is_float64s_on_ragged_batches(width: str) -> None:
     for case in cases(60):
-        for i, actual in enumerate(case.run(list(range(len(case.rows))))):
-            assert (actual - case.exact(i)).abs().max() < 5e-6
+        check_exact(case, 5e-6)
 
 
 @pytest.mark.parametrize("num_heads", range(1, 72, 5))
 @torch.inference_mode()
 def test_every_number_of_heads_and_width_of_keys(width: str, num_heads: int) -> None:
     for key_dim in (32, 48, 128, 256, 576):
-        case = Case(num_heads, num_heads, key_dim, min(key_dim, 512), 64, None, most=100)
-        for i, actual in enumerate(case.run(list(range(len(case.rows))))):
-            assert (actual - case.exact(i)).abs().max() < 2e-5
+        check_exact(Case(num_heads, num_heads, key_dim, min(key_dim, 512), 64, None, most=100))
+
+
+LATENT = [(7, 288, 256, 64), (1, 48, 32, 16), (16, 576, 512, 64), (5, 80, 80, 128)]
+"""(heads, columns of a key, of the value that is its beginning, slots of a page)"""
+
+
+@pytest.mark.parametrize(("num_heads", "key_dim", "value_dim", "page_size"), LATENT)
+@torch.inference_mode()
+def test_values_that_are_the_beginning_of_the_key(width: str, num_heads: int, key_dim: int, value_dim: int, page_size: int) -> None:
+    for seed in range(3):
+        case = Case(seed, num_heads, key_dim, value_dim, page_size, None, most=100, value_in_key=True)
+        check_exact(case)
+        everyone = list(range(len(case.rows)))
+        together = case.run(everyone)
+        for i in everyone:
+            assert torch.equal(case.run([i])[0], together[i])
+            assert torch.equal(case.cut(i, case.rng.randint(0, len(case.rows[i].tokens))), together[i])
+
+
+KEY_DIMS = range(32, 577, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_heads", range(1, 72))
+@torch.inference_mode()
+def test_every_number_of_heads_and_width_of_keys_at_length(width: str, num_heads: int) -> None:
+    """Every number of heads, each with some of the widths; every width, with some of the numbers. Half of them with latents."""
+    rng = random.Random(num_heads)
+    widths = {KEY_DIMS[num_heads % len(KEY_DIMS)], *rng.sample(KEY_DIMS, 3)}
+    for number, key_dim in enumerate(sorted(widths)):
+        latent = (number + num_heads) % 2 == 0
+        value_dim = rng.randrange(16, key_dim + 1, 16) if latent else rng.choice(KEY_DIMS)
+        window = rng.choice([None, None, 5, 70])
+        seed = 1000 * num_heads + key_dim
+        check_exact(Case(seed, num_heads, key_dim, value_dim, rng.choice([16, 64, 128]), window, most=100, value_in_key=latent))
+
+
+@pytest.mark.slow
+def test_it_installs_without_a_compiler(tmp_path: Path) -> None:
+    for name in ("server", "model", "cache", "pyproject.toml", "README.md", "LICENSE"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / "source" / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(source, tmp_path / "source" / name)
+    installed = str(tmp_path / "installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", installed, str(tmp_path / "source")]
+    subprocess.run(pip, check=True, env=os.environ | {"CC": "false", "CXX": "false"})
+    program = "from model import native; print(native.__file__, native.library())"
+    found = subprocess.run([sys.executable, "-c", program], cwd=installed, check=True, capture_output=True, text=True).stdout
+    assert found == f"{installed}/model/native/__init__.py None\n"
 
 
 @torch.inference_mode()

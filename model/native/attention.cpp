@@ -111,20 +111,27 @@ static float soften(Tile &tile, int r, float *scores, int64_t page_first, int64_
         return 1.0f;
     }
     const float hidden = -std::numeric_limits<float>::infinity();
-    std::fill(scores, scores + first, hidden);
-    std::fill(scores + last, scores + page_size, hidden);
+    const bool whole = first == 0 && last == page_size;
+    if (!whole) {
+        std::fill(scores, scores + first, hidden);
+        std::fill(scores + last, scores + page_size, hidden);
+    }
     Vector most = all(hidden);
     for (int64_t s = 0; s < page_size; s += LANES) most = max(load(scores + s), most);
-    float now = std::max(tile.greatest[r], greatest(most));
+    const float now = std::max(tile.greatest[r], greatest(most));
     Vector sums = all(0.0f);
     for (int64_t s = 0; s < page_size; s += LANES) {
-        Vector weight = exp_of_negative(sub(load(scores + s), all(now)));
+        const Vector weight = exp_of_negative(sub(load(scores + s), all(now)));
         store(scores + s, weight);
+        sums = add(sums, weight);
     }
-    // The exponential of what is hidden is e^-87 rather than 0.
-    std::fill(scores, scores + first, 0.0f);
-    std::fill(scores + last, scores + page_size, 0.0f);
-    for (int64_t s = 0; s < page_size; s += LANES) sums = add(sums, load(scores + s));
+    if (!whole) {
+        // The exponential of what is hidden is e^-87 rather than 0.
+        std::fill(scores, scores + first, 0.0f);
+        std::fill(scores + last, scores + page_size, 0.0f);
+        sums = all(0.0f);
+        for (int64_t s = 0; s < page_size; s += LANES) sums = add(sums, load(scores + s));
+    }
     float lanes[LANES];
     store(lanes, exp_of_negative(all(tile.greatest[r] - now)));
     float shrink = tile.sum[r] == 0.0f ? 0.0f : lanes[0];

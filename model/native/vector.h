@@ -12,6 +12,7 @@
 
 // Loops over registers must be unrolled whole, or the compiler keeps what they hold in memory.
 #define UNROLL _Pragma("GCC unroll 32")
+#define INLINE __attribute__((always_inline)) inline
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -108,19 +109,29 @@ inline void store_some(float *p, Vector v, int64_t count) {
     memcpy(p, lanes, count * sizeof(float));
 }
 
+// The upper half of the lanes is added to the lower one until one lane is left.
 inline float total(Vector v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(v);
+#else
     float lanes[LANES];
     store(lanes, v);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
     return lanes[0];
+#endif
 }
 
+// Of lanes that are numbers.
 inline float greatest(Vector v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(v);
+#else
     float lanes[LANES], most = -std::numeric_limits<float>::infinity();
     store(lanes, v);
     for (int i = 0; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
     return most;
+#endif
 }
 
 // e^x for |x| <= 87, to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series.
