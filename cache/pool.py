@@ -8,7 +8,9 @@ Shape letters: L layers of a page, P pages, S slots of a page, d columns of a ke
 """
 
 from dataclasses import dataclass
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,10 +44,10 @@ class KVPool:
     ) -> "KVPool":
         """A zeroed pool (a slot that was never written must not hold a NaN: attention multiplies masked slots by 0)."""
         shape = (layout.layers_per_page, num_pages, layout.page_size)
-        keys_LPSd = torch.zeros(*shape, key_dim, dtype=dtype, device=device)
+        keys_LPSd = _zeros((*shape, key_dim), dtype, device)
         if value_in_key:
             return cls(layout, keys_LPSd, keys_LPSd[..., :value_dim])
-        return cls(layout, keys_LPSd, torch.zeros(*shape, value_dim, dtype=dtype, device=device))
+        return cls(layout, keys_LPSd, _zeros((*shape, value_dim), dtype, device))
 
     @property
     def num_pages(self) -> int:
@@ -81,3 +83,13 @@ class KVPool:
         keys_PSd.flatten(0, 1).index_copy_(0, slots_T, k_Td)
         if not self.value_in_key:
             values_PSv.flatten(0, 1).index_copy_(0, slots_T, v_Tv)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, memory that is there when it is first written to: torch writes its zeros, and a pool would take all of its room at once."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    try:
+        return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    except (MemoryError, ValueError) as error:  # numpy's ways of saying that it is too much.
+        raise MemoryError(f"{prod(shape) * dtype.itemsize} bytes cannot be had") from error

@@ -27,7 +27,7 @@ class PageTable:
         self.pages: tuple[GroupPages, ...] = tuple(array("q") for _ in layout.groups)
         self._allocator = allocator
         self._layout = layout
-        self._room = 0
+        self.room = 0
         """Tokens that have slots in every group."""
 
     @property
@@ -37,7 +37,7 @@ class PageTable:
 
     def missing(self, num_tokens: int, num_computed: int) -> int:
         """Pages to allocate before `num_tokens` tokens have slots; in layers with a window only the first `num_computed` of them."""
-        if num_tokens <= self._room:
+        if num_tokens <= self.room:
             return 0
         counts = (self._goal(group, num_tokens, num_computed) for group in self._layout.groups)
         return sum(max(0, count - len(pages)) for count, pages in zip(counts, self.pages, strict=True))
@@ -47,8 +47,6 @@ class PageTable:
 
     def grow(self, num_tokens: int, num_computed: int) -> None:
         """Makes room as `missing` counts it. Raises OutOfPages, and then changes nothing."""
-        if num_tokens <= self._room:
-            return
         taken = iter(self._allocator.allocate(self.missing(num_tokens, num_computed)))
         for group, pages in zip(self._layout.groups, self.pages, strict=True):
             pages.extend(next(taken) for _ in range(self._goal(group, num_tokens, num_computed) - len(pages)))
@@ -56,7 +54,7 @@ class PageTable:
 
     def _measure(self) -> None:
         counts = (len(pages) // group.num_stacks for group, pages in zip(self._layout.groups, self.pages, strict=True))
-        self._room = min(counts) * self._layout.page_size
+        self.room = min(counts) * self._layout.page_size
 
     def drop(self, position: int) -> None:
         """Gives back the pages that no token from `position` on sees."""
@@ -97,6 +95,6 @@ class PageTable:
         owned = self.owned
         for pages in self.pages:
             del pages[:]
-        self._room = 0
+        self.room = 0
         # The first pages are of use to the most others: they are to stay the longest.
         return self._allocator.release(reversed(owned))

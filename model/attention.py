@@ -67,7 +67,7 @@ class LatentAttention(nn.Module):
         self.query = Linear(latent.query_rank or spec.hidden_size, query_size, bias=False)
         self.key_value_down = Linear(spec.hidden_size, latent.rank + latent.rotary_dim, bias=spec.qkv_bias)
         self.latent_norm = RMSNorm(latent.rank, latent.norm_epsilon)
-        self.key_value_up = HeadProjections(spec.num_query_heads * (latent.plain_dim + latent.value_dim), latent.rank)
+        self.key_value_up = HeadProjections(spec.num_query_heads, latent)
         self.out = Linear(spec.num_query_heads * latent.value_dim, spec.hidden_size, bias=spec.out_bias)
 
     def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
@@ -80,18 +80,32 @@ class LatentAttention(nn.Module):
         c_Tc = self.latent_norm(c_Tc)
         if rotation is not None:
             q_THr, k_Tr = rotation(q_THr), rotation(k_Tr[:, None])[:, 0]
-        up_Hxc = self.key_value_up.weight.unflatten(0, (self.num_query_heads, -1))
-        key_up_Hpc, value_up_Hvc = up_Hxc.split([latent.plain_dim, latent.value_dim], dim=1)
-        q_THc = torch.einsum("thp,hpc->thc", q_THp, key_up_Hpc)
+        q_THc = self.key_value_up.keys(q_THp)
         k_Td = torch.cat([c_Tc, k_Tr], dim=-1)
         o_THc = attend(layer, torch.cat([q_THc, q_THr], dim=-1), k_Td, c_Tc)
-        y_TD: Tensor = self.out(torch.einsum("thc,hvc->thv", o_THc, value_up_Hvc).flatten(-2))
+        y_TD: Tensor = self.out(self.key_value_up.values(o_THc).flatten(-2))
         return y_TD
 
 
 class HeadProjections(nn.Module):
-    """A matrix that is never applied as one: each head takes its own rows of it."""
+    """A matrix that is never applied as one: each head takes its own rows of it, first those of its keys, then those of its values."""
 
-    def __init__(self, num_rows: int, num_columns: int) -> None:
+    def __init__(self, num_heads: int, latent: Latent) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_rows, num_columns))
+        self.num_heads, self.latent = num_heads, latent
+        self.weight = nn.Parameter(torch.empty(num_heads * (latent.plain_dim + latent.value_dim), latent.rank))
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """-> key_up_Hpc, value_up_Hvc"""
+        key_up_Hpc, value_up_Hvc = self.weight.unflatten(0, (self.num_heads, -1)).split(
+            [self.latent.plain_dim, self.latent.value_dim], dim=1
+        )
+        return key_up_Hpc, value_up_Hvc
+
+    def keys(self, q_THp: Tensor) -> Tensor:
+        """What each head asks of the latent. -> q_THc"""
+        return torch.einsum("thp,hpc->thc", q_THp, self.parts()[0])
+
+    def values(self, o_THc: Tensor) -> Tensor:
+        """What each head makes of its mixture of latents. -> o_THv"""
+        return torch.einsum("thc,hvc->thv", o_THc, self.parts()[1])

@@ -71,9 +71,13 @@ def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Ba
     sampled: list[int] = []
     firsts: list[int] = []
     for row in plan.rows:
-        firsts.append(len(token_ids))
-        token_ids.extend(row.tokens)
-        positions.extend(range(row.start, row.start + len(row.tokens)))
+        first, tokens = len(token_ids), row.tokens
+        firsts.append(first)
+        token_ids += tokens
+        if len(tokens) == 1:
+            positions.append(row.start)
+        else:
+            positions.extend(range(row.start, row.start + len(tokens)))
         if row.sample is not None:
             sampled.extend(range(len(token_ids) - 1 - row.drafts, len(token_ids)))
     ids_T, positions_T, sampled_S = (torch.tensor(x, dtype=torch.long, device=device) for x in (token_ids, positions, sampled))

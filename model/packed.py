@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
-from model.attention import MultiQueryAttention
+from model.attention import HeadProjections, MultiQueryAttention
 from model.decoder import Block
 from model.layers import ACTIVATIONS, MLP, Embedding, Linear, RMSNorm
 from model.native import library, name_of
@@ -195,17 +195,53 @@ class PackedEmbedding(PackedMatrix):
         return self._product(x_SD, self._asks())
 
 
+class PackedHeads(HeadProjections):
+    """The same with a product for each head. Loaded as it is, then packed."""
+
+    def pack(self) -> None:
+        """Puts packed matrices in the place of the weight."""
+        key_up_Hpc, value_up_Hvc = self.parts()
+        self.matrices = nn.ModuleList(_packed(matrix) for matrix in (*key_up_Hpc.transpose(1, 2), *value_up_Hvc))
+        self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+    def keys(self, q_THp: Tensor) -> Tensor:
+        return self._each(q_THp, 0)
+
+    def values(self, o_THc: Tensor) -> Tensor:
+        return self._each(o_THc, self.num_heads)
+
+    def _each(self, x_THi: Tensor, first: int) -> Tensor:
+        return torch.stack([self.matrices[first + head](x_THi[:, head]) for head in range(self.num_heads)], dim=1)
+
+
+def _packed(matrix: Tensor) -> PackedLinear:
+    rows, columns = matrix.shape
+    with torch.device("meta"):
+        linear = PackedLinear(Linear(columns, rows, bias=False), quantized=False)
+    linear.allocate(matrix.device)
+    linear.set_rows(0, matrix)
+    return linear
+
+
+def _stand_in(name: str, module: nn.Module, quantized: bool) -> nn.Module | None:
+    if type(module) is Linear:
+        return PackedLinear(module, quantized and not name.endswith("router"))
+    if type(module) is Embedding:
+        return PackedEmbedding(module, quantized)
+    if type(module) is HeadProjections:
+        with torch.device("meta"):
+            return PackedHeads(module.num_heads, module.latent)
+    return PackedNorm(module) if isinstance(module, nn.LayerNorm | RMSNorm) else None
+
+
 def pack_modules(root: nn.Module, quantized: bool) -> None:
-    """Puts packed stand-ins, still without values, in the place of every linear layer, table and norm. Routers, which decide and are small,
-    stay in float.
+    """Puts packed stand-ins, still without values, in the place of every linear layer, table and norm. Routers stay in float: they
+    decide, and are small.
     """
     for name, module in list(root.named_modules()):
-        if type(module) is Linear:
-            root.set_submodule(name, PackedLinear(module, quantized and not name.endswith("router")))
-        elif type(module) is Embedding:
-            root.set_submodule(name, PackedEmbedding(module, quantized))
-        elif isinstance(module, nn.LayerNorm | RMSNorm):
-            root.set_submodule(name, PackedNorm(module))
+        stand_in = _stand_in(name, module, quantized)
+        if stand_in is not None:
+            root.set_submodule(name, stand_in)
     names = {function: name for name, function in ACTIVATIONS.items()}
     for module in root.modules():
         if isinstance(module, MLP):

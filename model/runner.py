@@ -79,7 +79,7 @@ class ModelRunner:
         dims = spec.key_dim, spec.value_dim
         try:
             pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key)
-        except RuntimeError as error:  # torch's way of saying that memory is short.
+        except (RuntimeError, MemoryError) as error:  # RuntimeError is torch's way of saying that memory is short.
             wanted = num_pages * page_bytes
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"

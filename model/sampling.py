@@ -112,20 +112,13 @@ def _likeliest(logits_SV: Tensor, normaliser_S: Tensor, num_tops: Sequence[int])
 
 def _adjust(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Logits after penalties, bias and forbidden tokens. Copies only where some row asks for any of them."""
-    rows = [i for i, sample in enumerate(samples) if _adjusts(sample)]
+    rows = [i for i, sample in enumerate(samples) if sample.sampling.adjusts or sample.forbidden or sample.mask is not None]
     if not rows:
         return logits_SV
     adjusted_SV = logits_SV.clone()
     for i in rows:
         _adjust_row(adjusted_SV[i], samples[i])
     return adjusted_SV
-
-
-def _adjusts(sample: Sample) -> bool:
-    s = sample.sampling
-    penalised = s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
-    restricted = bool(s.allowed_token_ids) or bool(s.bad_words) or sample.mask is not None
-    return penalised or restricted or bool(s.logit_bias) or bool(sample.forbidden)
 
 
 def _adjust_row(logits_V: Tensor, sample: Sample) -> None:

@@ -21,7 +21,7 @@ from model.decoder import Decoder, meta_decoder
 from model.families import family_of
 from model.names import Part
 from model.native import library
-from model.packed import PackedMatrix, pack_modules
+from model.packed import PackedHeads, PackedMatrix, pack_modules
 from model.quantization import Int8Embedding, Int8Linear, quantize_modules
 from model.safetensors_file import DTYPES, Entry, SafetensorsFile
 from model.spec import CheckpointError, ModelSpec
@@ -128,6 +128,9 @@ def load_decoder(
         quantize_modules(decoder, dtype)
     for ours, parts in names.items():
         _put(decoder, ours, checkpoint, parts, dtype, device)
+    for module in decoder.modules():
+        if isinstance(module, PackedHeads):
+            module.pack()
     return decoder.requires_grad_(False).eval()
 
 

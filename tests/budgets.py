@@ -20,7 +20,7 @@ FORBIDDEN = {
     "cache.pages": ("torch", "cache"),
     "cache.layout": ("torch", "cache"),
     "cache.table": ("torch", "cache.pool"),
-    "model": ("server", "fastapi", "pydantic", "uvicorn", "msgspec"),
+    "model": ("server", "fastapi", "pydantic", "uvicorn"),
     "model.step": ("torch", "cache", "model"),
     "model.spec": ("torch", "cache", "model"),
     "model.config": ("torch", "cache"),

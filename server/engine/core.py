@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from msgspec.structs import replace as replace_in
+
 from model.step import Drawn, NotDrawn, Row, Scoring, StepPlan, StepResult
 from server.engine.scheduler import Advance, PromptScored, Scheduler
 
@@ -84,7 +86,7 @@ class EngineCore:
 
 def _undrafted(row: Row) -> Row:
     """The row without its guesses; who planned them takes them for wrong ones."""
-    return replace(row, tokens=row.tokens[: len(row.tokens) - row.drafts], drafts=0)
+    return replace_in(row, tokens=row.tokens[: len(row.tokens) - row.drafts], drafts=0)
 
 
 def _halves(row: Row) -> tuple[Row, Row]:
@@ -97,6 +99,6 @@ def _halves(row: Row) -> tuple[Row, Row]:
         early = Scoring(first, targets[:cut], num_top) if cut else None
         late = Scoring(max(0, first - half), targets[cut:], num_top) if cut < len(targets) else None
     return (
-        replace(row, tokens=row.tokens[:half], sample=None, scoring=early),
-        replace(row, tokens=row.tokens[half:], start=row.start + half, scoring=late),
+        replace_in(row, tokens=row.tokens[:half], sample=None, scoring=early),
+        replace_in(row, tokens=row.tokens[half:], start=row.start + half, scoring=late),
     )

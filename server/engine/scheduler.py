@@ -14,6 +14,8 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from operator import attrgetter
 
+from msgspec import Struct
+
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.prefix import Block, PrefixCache
@@ -47,8 +49,7 @@ class Limits:
         return self.layout.most_tokens(self.num_pages, self.step_tokens, self.max_context)
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
+class Advance(Struct, frozen=True):
     """A sequence got one more token: which, its place in the output, and why it is the last, if it is. Or it failed, and is gone."""
 
     id: int
@@ -77,6 +78,7 @@ class Scheduler:
         self.limits = limits
         self._drafter_for = drafter_for
         self._capacity = limits.capacity
+        self._has_windows = any(group.window is not None for group in limits.layout.groups)
         self.allocator = PageAllocator(limits.num_pages)
         self.waiting: dict[int, Sequence] = {}
         self.running: dict[int, Sequence] = {}
@@ -213,6 +215,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Gives `sequence` slots to compute `count` more tokens, preempting the last in order as needed; False where that was itself."""
+        if sequence.num_tokens <= sequence.table.room:
+            return True
         end = sequence.num_computed + count
         while sequence.table.missing(sequence.num_tokens, end) > self.allocator.num_available:
             last = max(self.running.values(), key=_key)
@@ -287,6 +291,8 @@ class Scheduler:
         """Lists the blocks that the last `num_new` tokens completed."""
         page_size = self.limits.layout.page_size
         first, last = (sequence.num_computed - num_new) // page_size, sequence.num_computed // page_size
+        if first == last:
+            return
         for index, link in enumerate(sequence.links(last, page_size)[first:], start=first):
             block = self.prefixes.publish(link, sequence.table, index)
             if block is not None:
@@ -310,23 +316,29 @@ class Scheduler:
             if row.drafts and isinstance(drawn, NotDrawn) and drawn.code == "numerical_error":
                 self._doubt(sequence)
                 continue
-            outcomes: list[Drawn | NotDrawn] = list(result.accepted.get(index, ()))
-            num_new = self._count(sequence, row, [draw.token for draw in result.accepted.get(index, ())])
-            first = sequence.num_scored
-            prompt_scores, forced = sequence.take_scored(list(result.scored.get(index, ())))
+            outcomes: list[Drawn | NotDrawn] = list(result.accepted[index]) if index in result.accepted else []
+            num_new = self._count(sequence, row, outcomes)
+            if index in result.scored:
+                first = sequence.num_scored
+                prompt_scores, forced = sequence.take_scored(list(result.scored[index]))
+                if not isinstance(drawn, NotDrawn):
+                    news.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
+                    outcomes += forced
             if not isinstance(drawn, NotDrawn):
-                news.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
                 self._publish(sequence, num_new)
-                sequence.table.drop(sequence.num_computed)
-                outcomes += forced
-            outcomes += [] if drawn is None else [drawn]
-            news.extend(self._advance(sequence, outcomes))
+                if self._has_windows:
+                    sequence.table.drop(sequence.num_computed)
+            if drawn is not None:
+                outcomes.append(drawn)
+            self._advance(sequence, outcomes, news)
         return news
 
-    def _count(self, sequence: Sequence, row: Row, accepted: list[int]) -> int:
+    def _count(self, sequence: Sequence, row: Row, accepted: list[Drawn | NotDrawn]) -> int:
         """Takes a row's tokens for computed, but for guesses that were wrong; how many that is."""
-        num_new = sequence.take_computed(row, accepted)
+        num_new = sequence.take_computed(row, [draw.token for draw in accepted if isinstance(draw, Drawn)] if row.drafts else [])
         self.num_computed_tokens += num_new
+        if not row.drafts:
+            return num_new
         self.num_drafted_tokens += row.drafts
         self.num_accepted_tokens += len(accepted)
         if row.drafts > len(accepted):
@@ -340,9 +352,8 @@ class Scheduler:
         sequence.drafter, sequence.num_computed = None, 0
         self._unclean.extend(sequence.table.release())
 
-    def _advance(self, sequence: Sequence, outcomes: list[Drawn | NotDrawn]) -> list[Advance]:
-        """Appends tokens up to the one that ends the sequence, if one does."""
-        advances = []
+    def _advance(self, sequence: Sequence, outcomes: list[Drawn | NotDrawn], news: list[Advance | PromptScored]) -> None:
+        """Appends tokens up to the one that ends the sequence, if one does, and tells of each."""
         for outcome in outcomes:
             index, finish = len(sequence.output), None
             if isinstance(outcome, Drawn):
@@ -355,7 +366,7 @@ class Scheduler:
                 except BaseException:  # A panic of a library's is no Exception.
                     log.exception("sequence %d cannot go on", sequence.id)
                     outcome = NotDrawn("an internal error in following its grammar", code="grammar_error")
-            advances.append(Advance(sequence.id, index, outcome, finish))
+            news.append(Advance(sequence.id, index, outcome, finish))
             if isinstance(outcome, NotDrawn):
                 # Numbers may be wrong in what it found, too.
                 for block in sequence.published + (sequence.found if outcome.code == "numerical_error" else []):
@@ -365,7 +376,6 @@ class Scheduler:
                 self.cancel(sequence.id)
             if sequence.id not in self.running:
                 break
-        return advances
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""

@@ -66,17 +66,17 @@ class Sequence:
     num_scored: int = field(init=False)
     """Prompt tokens that need no score any more; the first never does, as nothing stands before it."""
     forbidden: tuple[int, ...] = field(init=False)
+    key: tuple[int, int] = field(init=False)
+    """Its place in the order of service: least first."""
+    _sample: Sample | None = field(init=False, default=None)
+    """The last one, for as long as nothing in it but the output's length changes."""
 
     def __post_init__(self) -> None:
+        self.key = self.priority, self.id
         self.chain = Chain(self.salt)
         self.forbidden = tuple(sorted(self.stop_token_ids))
         self.num_scored = 1 if self.score_prompt else len(self.prompt)
         self._take_forced()
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Its place in the order of service: least first."""
-        return self.priority, self.id
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +123,9 @@ class Sequence:
             history = self.output + self.forced if self.forced else self.output
             forbidden = self.forbidden if len(history) < self.min_new_tokens else ()
             mask = None if self.constraint is None else self.constraint.mask
-            sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask)
+            sample = self._sample
+            if sample is None or sample.output is not history or sample.forbidden is not forbidden or sample.mask is not mask:
+                sample = self._sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask)
         drafts = drafts or []
         return Row(self.id, self._tokens(start, end) + drafts, start, self.table.pages, sample, self._scoring(start, end), len(drafts))
 
@@ -141,10 +143,14 @@ class Sequence:
     def _tokens(self, start: int, end: int) -> list[int]:
         split = len(self.prompt)
         generated = self.output + self.forced if self.forced else self.output
+        if start >= split:
+            return generated[start - split : end - split]
         return self.prompt[start:end] + generated[max(0, start - split) : max(0, end - split)]
 
     def _scoring(self, start: int, end: int) -> Scoring | None:
         """What the states of positions start .. end - 1 are to score: prompt tokens that still want it, and forced tokens."""
+        if not self.forced and self.num_scored >= len(self.prompt):
+            return None
         unscored = self.num_scored if self.num_scored < len(self.prompt) else len(self.prompt) + len(self.output)
         first, last = max(unscored, start + 1), min(end, self.num_tokens - 1)
         if first > last:
