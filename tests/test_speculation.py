@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from model.families import read_spec
 from model.native import library
@@ -330,7 +331,7 @@ def test_a_guess_that_is_not_a_number_harms_nobody(tmp_path: Path) -> None:
     guessed, scheduler = outcomes(runner, runner.pool.layout, requests, lambda sequence: Wrong(sequence.prompt))
     assert scheduler.num_drafted_tokens == 0, "a row with guesses was taken in"
     for id, advances in without.items():
-        assert [replace(a, drawn=None) for a in advances] == [replace(a, drawn=None) for a in guessed[id]]  # type: ignore[arg-type]
+        assert [structs.replace(a, drawn=None) for a in advances] == [structs.replace(a, drawn=None) for a in guessed[id]]  # type: ignore[arg-type]
         for a, b in zip(advances, guessed[id], strict=True):
             assert isinstance(a.drawn, Drawn) and isinstance(b.drawn, Drawn)
             assert a.drawn.token == b.drawn.token and abs(a.drawn.logprob - b.drawn.logprob) < 1e-4
