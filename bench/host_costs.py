@@ -29,7 +29,7 @@ RUNNING = 64
 STEP_TOKENS = 65536
 """So many that a state is reached in few steps; steps of generation use a token of it for each sequence."""
 MAX_CONTEXT = 2**20
-HUGE = 400
+HUGE = 4000
 """Pages that the first in the queue wants where it waits for pages."""
 
 

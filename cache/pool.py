@@ -64,7 +64,7 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is allocated."""
+        """Bytes of all that is allocated; on a CPU they are taken from memory page by page, when they are first written to."""
         return self.keys_LPSd.nbytes + (0 if self.value_in_key else self.values_LPSv.nbytes)
 
     def clear(self, pages: list[int]) -> None:

@@ -170,8 +170,13 @@ class PackedLinear(PackedMatrix):
         self._norms: tuple[PackedNorm, ...] = ()
         self._asked: Product | None = None
 
+    def allocate(self, device: torch.device) -> None:
+        super().allocate(device)
+        self._asked = None
+
     def absorb(self, norm: PackedNorm) -> None:
         """Applies this norm to its x from now on. The norm keeps its place among the decoder's modules, and its parameters."""
+        self._asked = None
         self._norms = (norm,)
         norm.absorbed = True
 

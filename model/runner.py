@@ -76,11 +76,13 @@ class ModelRunner:
             allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
             needed = layout.pages_per_step
             raise MemoryError(f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}, {needed * page_bytes} bytes")
-        dims = spec.key_dim, spec.value_dim
+        dims, wanted = (spec.key_dim, spec.value_dim), num_pages * page_bytes
+        if device.type == "cpu" and wanted > (free := free_bytes(device)):
+            # Its memory is taken when it is used: what is not there would be missed only under load.
+            raise MemoryError(f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower cache.pages or cache.memory")
         try:
             pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key)
         except (RuntimeError, MemoryError) as error:  # RuntimeError is torch's way of saying that memory is short.
-            wanted = num_pages * page_bytes
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
             ) from error

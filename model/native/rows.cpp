@@ -1,4 +1,4 @@
-// What is done to each row of a matrix by itself, without weights: normalisation, gates, and the normaliser of logits.
+// What is done to each row of a matrix by itself, without a product: normalisation, gates, and the normaliser of logits.
 
 #include "rows.h"
 

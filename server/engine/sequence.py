@@ -1,8 +1,8 @@
 """Sequence: tokens, and how many of them are computed. That is all the state there is; there are no phases.
 
-Its tokens are the prompt, the output, and behind that the forced tokens: what a grammar leaves no choice about. Those are computed like
-any others, and become output when the state before them has scored them. Invariant: 0 <= num_computed < num_tokens while it is open, and
-its page table has a slot for every computed token.
+Its tokens are the prompt, the output, and behind that the forced tokens: what a grammar leaves no choice about, and guesses that came
+true. Those are computed like any others, and become output when the state before them has scored them. Invariant: between steps
+0 <= num_computed < num_tokens while it is open, and its page table has a slot for every computed token.
 """
 
 from dataclasses import dataclass, field
