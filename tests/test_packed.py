@@ -11,6 +11,7 @@ from model import native
 from model.layers import ACTIVATIONS, Embedding
 from model.packed import PackedEmbedding, PackedLinear
 from model.quantization import Int8Linear, product_in_floats, quantize_tokens, quantize_weights
+from model.sampling import summary
 from tests.test_native import WIDTHS
 
 
@@ -19,6 +20,7 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """The kernels of one width, in place of this processor's widest."""
     chosen = native.library(request.param)
     monkeypatch.setattr("model.packed.library", lambda: chosen)
+    monkeypatch.setattr("model.sampling.library", lambda: chosen)
     yield request.param
 
 
@@ -116,3 +118,29 @@ def test_a_packed_table_gives_its_rows(width: str, quantized: bool) -> None:
     expected: Tensor = table(ids)
     assert (stand_in(ids) - expected).abs().max() <= (0.03 if quantized else 0)
     assert (stand_in.logits(expected) - expected @ table.weight.T).abs().max() < (0.5 if quantized else 1e-5)
+
+
+@torch.inference_mode()
+def test_the_summary_of_logits(width: str) -> None:
+    for vocab_size in (1, 2, 5, 15, 16, 17, 33, 100, 1000):
+        torch.manual_seed(vocab_size)
+        logits = torch.randn(9, vocab_size) * 20
+        logits[1] = logits[1, 0]  # The first of equal ones is the greatest.
+        logits[2, 1:] = -torch.inf
+        logits[3] += 1e4
+        normaliser, largest, tokens = summary(logits)
+        assert torch.equal(largest, logits.max(dim=-1).values) and torch.equal(tokens, logits.argmax(dim=-1))
+        assert (normaliser - logits.double().logsumexp(dim=-1)).abs().max() < 1e-3 and int(tokens[1]) == 0
+        assert all(torch.equal(summary(logits[i : i + 1])[0], normaliser[i : i + 1]) for i in range(9))
+
+
+@torch.inference_mode()
+def test_the_summary_of_what_is_not_finite_is_not(width: str) -> None:
+    for vocab_size in (1, 15, 16, 33):
+        for wrong in (torch.nan, torch.inf):
+            for place in {0, vocab_size // 2, vocab_size - 1}:
+                logits = torch.randn(3, vocab_size)
+                logits[1, place] = wrong
+                normaliser, _, tokens = summary(logits)
+                assert normaliser.isfinite().tolist() == [True, False, True] and 0 <= int(tokens[1]) < vocab_size
+        assert not summary(torch.full((1, vocab_size), -torch.inf))[0].isfinite().any()
