@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from server import protocol
 from server.engine import grammar, worker
 from tests.faults.faulty_server import time_jumps
@@ -114,7 +116,7 @@ class FaultyRunner:
         for rule in self.faults.rules.named("sampling_fails"):
             for index in self.rows(rule, plan):
                 if rows[index].sample is not None and self.faults.rules.strike(rule):
-                    rows[index] = dataclasses.replace(rows[index], sample=dataclasses.replace(rows[index].sample, forbidden=Unreadable()))
+                    rows[index] = structs.replace(rows[index], sample=structs.replace(rows[index].sample, forbidden=Unreadable()))
         return dataclasses.replace(plan, rows=tuple(rows))
 
 
