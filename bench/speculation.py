@@ -106,10 +106,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--output_tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = sys.argv[1:]
-    split = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parser.parse_args(arguments[:split])
-    engines = [Engine(options.model, arguments[split + 1 :], kind) for kind in ("none", "ngram")]
+    parser.add_argument("engine", nargs="*", help="options of engine and cache, after --")
+    options = parser.parse_args()
+    engines = [Engine(options.model, options.engine, kind) for kind in ("none", "ngram")]
     codec, rng = TextCodec(options.model), random.Random(0)
     code = [codec.encode(code_prompt(number)) for number in range(options.prompts)]
     noise = [rng.choices(range(engines[0].ready.vocab_size), k=len(code[0])) for _ in range(options.prompts)]

@@ -71,13 +71,14 @@ class ModelRunner:
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
         page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, dtype.itemsize)
-        num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device)
+        free = free_bytes(device)
+        num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
             allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
             needed = layout.pages_per_step
             raise MemoryError(f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}, {needed * page_bytes} bytes")
         dims, wanted = (spec.key_dim, spec.value_dim), num_pages * page_bytes
-        if device.type == "cpu" and wanted > (free := free_bytes(device)):
+        if device.type == "cpu" and wanted > free:
             # Its memory is taken when it is used: what is not there would be missed only under load.
             raise MemoryError(f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower cache.pages or cache.memory")
         try:
@@ -185,8 +186,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtypes[name]
 
 
-def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions, device: torch.device) -> int:
-    free = free_bytes(device)
+def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions, device: torch.device, free: int) -> int:
     memory = options.memory or (CPU_SHARE if device.type == "cpu" else GPU_SHARE)
     budget = memory * free if memory <= 1.0 else memory
     useful = options.max_running * layout.most_pages(options.max_context + options.page_size, options.step_tokens)

@@ -41,6 +41,14 @@ class Metrics:
         self.streams_detached = self._gauge("streams_detached", "Resumable streams that go on without a reader.")
         self.resume_bytes = self._gauge("resume_bytes", "Bytes kept for readers of resumable streams.")
         self._reached: dict[Counter, int] = {}
+        self._engine_totals = {
+            self.preemptions: "preemptions",
+            self.prefix_cache_queries: "queried_tokens",
+            self.prefix_cache_hits: "hit_tokens",
+            self.drafted_tokens: "drafted_tokens",
+            self.accepted_tokens: "accepted_tokens",
+        }
+        """What an engine counts from its start -> the field of Gauges that says it."""
         self._num_pages = 0
 
     def loaded(self, ready: Ready) -> None:
@@ -48,10 +56,7 @@ class Metrics:
         self._num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
         self.idle()
-        for counter in (
-            *(self.preemptions, self.prefix_cache_queries, self.prefix_cache_hits),
-            *(self.drafted_tokens, self.accepted_tokens),
-        ):
+        for counter in self._engine_totals:
             self._reached.pop(counter, None)
 
     def idle(self) -> None:
@@ -66,11 +71,8 @@ class Metrics:
         self.kv_pages_used.set(gauges.pages_used)
         self.kv_cache_usage_ratio.set(gauges.pages_used / self._num_pages)
         self.kv_pages_cached.set(gauges.pages_cached)
-        self.reach(self.preemptions, gauges.preemptions)
-        self.reach(self.prefix_cache_queries, gauges.queried_tokens)
-        self.reach(self.prefix_cache_hits, gauges.hit_tokens)
-        self.reach(self.drafted_tokens, gauges.drafted_tokens)
-        self.reach(self.accepted_tokens, gauges.accepted_tokens)
+        for counter, field in self._engine_totals.items():
+            self.reach(counter, getattr(gauges, field))
         self.generation_tokens.inc(num_tokens)
         if gauges.step_seconds:
             self.step_time.observe(gauges.step_seconds)

@@ -6,10 +6,9 @@ a row that does not fit even so fails.
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
-from msgspec.structs import replace as replace_in
+from msgspec.structs import replace
 
 from model.step import Drawn, NotDrawn, Row, Scoring, StepPlan, StepResult
 from server.engine.scheduler import Advance, PromptScored, Scheduler
@@ -57,7 +56,7 @@ class EngineCore:
             num_tokens = sum(len(row.tokens) for row in plan.rows)
             log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, error)
         if any(row.drafts for row in plan.rows):
-            return self._run(replace(plan, rows=tuple(_undrafted(row) for row in plan.rows)))
+            return self._run(StepPlan(tuple(_undrafted(row) for row in plan.rows), plan.clear))
         if num_tokens == 1:
             return self._run_again(plan)
         if len(plan.rows) == 1:
@@ -86,7 +85,7 @@ class EngineCore:
 
 def _undrafted(row: Row) -> Row:
     """The row without its guesses; who planned them takes them for wrong ones."""
-    return replace_in(row, tokens=row.tokens[: len(row.tokens) - row.drafts], drafts=0)
+    return replace(row, tokens=row.tokens[: len(row.tokens) - row.drafts], drafts=0)
 
 
 def _halves(row: Row) -> tuple[Row, Row]:
@@ -99,6 +98,6 @@ def _halves(row: Row) -> tuple[Row, Row]:
         early = Scoring(first, targets[:cut], num_top) if cut else None
         late = Scoring(max(0, first - half), targets[cut:], num_top) if cut < len(targets) else None
     return (
-        replace_in(row, tokens=row.tokens[:half], sample=None, scoring=early),
-        replace_in(row, tokens=row.tokens[half:], start=row.start + half, scoring=late),
+        replace(row, tokens=row.tokens[:half], sample=None, scoring=early),
+        replace(row, tokens=row.tokens[half:], start=row.start + half, scoring=late),
     )
