@@ -31,6 +31,8 @@ from server.offline import OfflineSettings, info_of, load_engine
 QUANTIZATIONS = "none", "int8"
 KILL_AT = 0.15, 0.45, 0.75
 """Shares of all tokens that have come when the engine is killed."""
+PAGE_SIZE = 16
+"""So small that outputs of a few tokens grow past a page, and can be preempted."""
 POOL_CONTEXTS = 24
 """Whole contexts that the cache holds: in a pass that is not about it, preemptions are allowed and rare."""
 RESTARTS = "onehead_engine_restarts_total"
@@ -138,9 +140,8 @@ async def killed(folder: Path, options: list[str], cases: list[Case], reference:
 
 def settings_of(options: argparse.Namespace, quantization: str) -> OfflineSettings:
     """The engine of one quantization: in float32, on one thread, its cache of the least pages that the passes ask for."""
-    page_size = 16 if options.context <= 1024 else 64
     engine = {"quantization": quantization, "threads": 1, "dtype": "float32", "device": "cpu"}
-    cache = {"page_size": page_size, "pages": POOL_CONTEXTS * (options.context // page_size + 1)}
+    cache = {"page_size": PAGE_SIZE, "pages": POOL_CONTEXTS * (options.context // PAGE_SIZE + 1)}
     return OfflineSettings.model_validate({"model": options.model, "concurrency": [1], "engine": engine, "cache": cache})
 
 
