@@ -8,9 +8,12 @@ HTTP, fields or events.
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from server import protocol
 from server.errors import GenerationFailed, InvalidRequest, QueueTimeout, RequestError, Unavailable
@@ -28,8 +31,7 @@ RETRY_SECONDS = 5
 Top = Sequence[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """One token and the text that became certain with it. `finish` is set on a sequence's last: length, eos_token, stop_sequence or
     timeout; `stop` is then the stop string or the token id that ended it, where there is one.
 
@@ -131,15 +133,22 @@ class OpenStreams:
         self.generation = generation
         self.choices = [Choice(index, request) for index, request in enumerate(requests)]
         self._texts = [ChoiceText(generation, choice) for choice in self.choices]
-        self._inbox: asyncio.Queue[tuple[int, Delivery, float]] = asyncio.Queue()
-        timeout = requests[0].timeout_s
-        self._deadline = None if timeout is None else self.choices[0].arrival + timeout
+        self._inbox: deque[tuple[int, protocol.Token | protocol.Failed, float]] = deque()
+        self._arrived = asyncio.Event()
+        """Set where there is something in the inbox, or time is up."""
+        self._num_open = len(self.choices)
         self._cut: list[Piece] = []
+        self._error: RequestError | None = None
+        self._late = False
+        timeout = requests[0].timeout_s
+        self._deadline = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._run_late)
         for choice, submit in zip(self.choices, submits, strict=True):
             choice.id = generation.supervisor.submit(submit, self._receiver(choice))
             generation.wait(choice)
 
     def _receiver(self, choice: Choice) -> Callable[[Delivery], None]:
+        metrics = self.generation.metrics
+
         def deliver(delivery: Delivery) -> None:
             """Takes the times as tokens come, not as the client reads them."""
             now = time.monotonic()
@@ -147,7 +156,6 @@ class OpenStreams:
                 choice.prompt_scores.extend(delivery.scores)
                 return
             if isinstance(delivery, protocol.Token):
-                metrics = self.generation.metrics
                 if choice.num_tokens == 0:
                     choice.first = now
                     metrics.time_to_first_token.observe(now - choice.arrival)
@@ -155,7 +163,8 @@ class OpenStreams:
                     metrics.inter_token_latency.observe(now - choice.last)
                 choice.last = now
                 choice.num_tokens += 1
-            self._inbox.put_nowait((choice.index, delivery, now))
+            self._inbox.append((choice.index, delivery, now))
+            self._arrived.set()
 
         return deliver
 
@@ -164,31 +173,47 @@ class OpenStreams:
 
     async def __anext__(self) -> Piece:
         """The next piece. Raises GenerationFailed where the engine could not go on, QueueTimeout where it had not begun in time."""
-        while True:
-            if self._cut:
-                return self._cut.pop(0)
-            if all(choice.outcome is not None for choice in self.choices):
+        while (piece := self.take()) is None:
+            if self._error is not None:
+                raise self._error
+            if self._num_open == 0:
                 raise StopAsyncIteration
-            received = await self._receive()
-            if received is None:
+            if self._late:
                 self._time_out()
                 continue
-            index, delivery, came = received
+            self._arrived.clear()
+            await self._arrived.wait()
+        return piece
+
+    def take(self) -> Piece | None:
+        """The next piece, if it has come."""
+        while self._inbox and self._error is None:
+            index, delivery, came = self._inbox.popleft()
             choice = self.choices[index]
             if choice.outcome is not None:
                 continue
-            if isinstance(delivery, protocol.Failed):
-                self._end(choice, "refused" if delivery.refused else "failed")
-                if delivery.code == "numerical_error":
-                    self.generation.numerical_error()
-                raise _error(delivery)
-            assert isinstance(delivery, protocol.Token)
-            piece = self._piece(choice, delivery)
-            if piece.finish is not None:
-                self.generation.metrics.e2e_latency.observe(came - choice.arrival)
-                self.generation.run_seconds.append(came - (choice.started or choice.arrival))
-                self._end(choice, piece.finish)
-            return piece
+            try:
+                return self._take(choice, delivery, came)
+            except RequestError as error:
+                self._error = error
+        return self._cut.pop(0) if self._cut else None
+
+    def _take(self, choice: Choice, delivery: protocol.Token | protocol.Failed, came: float) -> Piece:
+        if isinstance(delivery, protocol.Failed):
+            self._end(choice, "refused" if delivery.refused else "failed")
+            if delivery.code == "numerical_error":
+                self.generation.numerical_error()
+            raise _error(delivery)
+        piece = self._piece(choice, delivery)
+        if piece.finish is not None:
+            self.generation.metrics.e2e_latency.observe(came - choice.arrival)
+            self.generation.run_seconds.append(came - (choice.started or choice.arrival))
+            self._end(choice, piece.finish)
+        return piece
+
+    def _run_late(self) -> None:
+        self._late = True
+        self._arrived.set()
 
     def _time_out(self) -> None:
         waited = all(choice.id in self.generation.unstarted for choice in self.choices)
@@ -196,7 +221,8 @@ class OpenStreams:
         for choice in self.choices:
             self._end(choice, "timeout")
         if waited:
-            raise QueueTimeout("the request's time limit was over before its turn came", RETRY_SECONDS, code="queue_timeout")
+            self._cut = []
+            self._error = QueueTimeout("the request's time limit was over before its turn came", RETRY_SECONDS, code="queue_timeout")
 
     def _piece(self, choice: Choice, token: protocol.Token) -> Piece:
         try:
@@ -205,14 +231,6 @@ class OpenStreams:
             log.exception("a token could not be made text")
             self._end(choice, "failed")
             raise GenerationFailed("Request failed during generation: an internal error", code="text_error") from None
-
-    async def _receive(self) -> tuple[int, Delivery, float] | None:
-        """What comes next; None when time is up first."""
-        try:
-            async with asyncio.timeout(None if self._deadline is None else max(0.0, self._deadline - time.monotonic())):
-                return await self._inbox.get()
-        except TimeoutError:
-            return None
 
     async def begin(self, patience: float) -> Piece | None:
         """The first piece, so that a failure before it can still have a status of its own; None where it takes longer than that."""
@@ -225,6 +243,9 @@ class OpenStreams:
     def _end(self, choice: Choice, outcome: str) -> None:
         if choice.outcome is None:
             choice.outcome = outcome
+            self._num_open -= 1
+            if self._num_open == 0 and self._deadline is not None:
+                self._deadline.cancel()
             self.generation.supervisor.cancel(choice.id)
             self.generation.begun(choice.id)
             self.generation.metrics.requests.labels(outcome).inc()

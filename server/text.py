@@ -1,5 +1,6 @@
 """Text on the API's side of the pipe: the tokenizer, incremental detokenization, stop strings. Knows nothing of requests or HTTP."""
 
+import codecs
 import json
 import re
 from functools import cached_property
@@ -47,6 +48,7 @@ class TextCodec:
         self.files = CheckpointFiles(folder)
         end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
+        self._written: dict[int, bytes] = {}
 
     @property
     def largest_id(self) -> int:
@@ -107,6 +109,21 @@ class TextCodec:
     def _byte_level(self) -> bool:
         return '"ByteLevel"' in json.dumps(json.loads(self.tokenizer.to_str()).get("decoder"))
 
+    @cached_property
+    def is_bytes(self) -> bool:
+        """Whether decoding is to put tokens' bytes end to end, and to read them as UTF-8."""
+        decoder = json.loads(self.tokenizer.to_str()).get("decoder") or {}
+        return decoder.get("type") == "ByteLevel"
+
+    def written(self, id: int) -> bytes:
+        """Those bytes. A token with a letter that stands for none is its text."""
+        found = self._written.get(id)
+        if found is None:
+            text = self.tokenizer.id_to_token(id) or ""
+            whole = all(letter in BYTE_OF for letter in text)
+            found = self._written[id] = bytes(BYTE_OF[letter] for letter in text) if whole else text.encode()
+        return found
+
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids in one go."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -115,7 +132,7 @@ class TextCodec:
 
 class Detokenizer:
     """Token by token to text. The concatenation of everything given out is `decode` of all tokens; only a last, unfinished
-    character is held back, and `flush` gives it up.
+    character is held back, and `flush` gives it up. Where tokens are bytes, none is decoded twice.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -123,9 +140,12 @@ class Detokenizer:
         self._window: list[int] = []
         self._given = 0
         """Characters of the window's text that have been given out."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if codec.is_bytes else None
 
     def push(self, token: int) -> str:
         """The text that has become certain with this token."""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._codec.written(token))
         self._window.append(token)
         text = self._codec.decode(self._window)
         certain = len(text) - min(MOST_HELD, len(text) - len(text.rstrip(REPLACEMENT)))
@@ -139,6 +159,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is still held back, as the tokenizer would print it at the end of the text."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
         text = self._codec.decode(self._window)
         new, self._given = text[self._given :], len(text)
         return new
@@ -165,6 +187,8 @@ class StopStrings:
         """(what is certain to be text, up to the first completed stop string; that one, if there is any). Unsearched text still
         counts as the beginning of a later match.
         """
+        if not self._stops:
+            return text, None
         before = len(self._seen)
         both = self._seen + text
         given = before - self._held

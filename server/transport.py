@@ -1,5 +1,5 @@
-"""EngineProcess: an engine's process and its pipe. Two threads move bytes, so neither a busy engine nor a stopped one holds the
-event loop; callbacks arrive on the loop. It knows nothing of requests.
+"""EngineProcess: an engine's process and its pipe. Everything happens on the event loop but writing, which a thread does, as an engine
+that is stopped takes nothing; what is read is read as far as it has come. It knows nothing of requests.
 """
 
 import asyncio
@@ -7,22 +7,51 @@ import contextlib
 import errno
 import logging
 import queue
+import socket
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
-from typing import TypeVar
 
 import msgspec
 
 from server import protocol
 
-Value = TypeVar("Value")
 log = logging.getLogger("onehead.supervisor")
 
 EXIT_SECONDS = 1.0
 ENGINE_MODULE = "server.engine.worker"
+READ_BYTES = 2**18
+"""At once, before others get their turn."""
+_LENGTH = struct.Struct("!i")
+"""What multiprocessing puts before every message of less than 2 GiB."""
+
+
+class Frames:
+    """Bytes of a multiprocessing pipe, as they come, to messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def push(self, data: bytes) -> Iterator[protocol.FromEngine]:
+        """The messages that are complete now. Raises MsgspecError for what is none, ValueError for one that is too long."""
+        self._data += data
+        begin = 0
+        try:
+            while len(self._data) >= begin + _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._data, begin)
+                if not 0 <= length <= protocol.MAX_FRAME_BYTES:
+                    raise ValueError(f"a message of {length} bytes; the most is {protocol.MAX_FRAME_BYTES}")
+                end = begin + _LENGTH.size + length
+                if len(self._data) < end:
+                    break
+                frame = bytes(self._data[begin + _LENGTH.size : end])
+                begin = end
+                yield protocol.decode_from_engine(frame)
+        finally:
+            del self._data[:begin]
 
 
 class EngineProcess:
@@ -45,11 +74,14 @@ class EngineProcess:
         self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0)
         theirs.close()  # The child has the only copy now, so its death is an EOF here.
         try:
-            for target in (self._read, self._write):
-                threading.Thread(target=target, daemon=True).start()
+            threading.Thread(target=self._write, daemon=True).start()
         except RuntimeError as error:  # No more threads: as little of an engine as no process.
             self.process.kill()
             raise OSError(errno.EAGAIN, "no thread can be started") from error
+        self._frames = Frames()
+        # The pipe itself blocks, for the thread that writes.
+        self._socket = socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
+        self._loop.add_reader(self._socket, self._read)
         self.send(start)
 
     def send(self, message: protocol.ToEngine) -> None:
@@ -70,26 +102,35 @@ class EngineProcess:
 
     def _read(self) -> None:
         try:
-            while True:
-                message = protocol.decode_from_engine(self._pipe.recv_bytes(protocol.MAX_FRAME_BYTES))
-                self._call(self._on_message, message)
-        except (EOFError, OSError, msgspec.MsgspecError) as error:
-            if not isinstance(error, EOFError):
-                log.error("the engine broke the protocol: %s", error)
+            data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        try:
+            for message in self._frames.push(data):
+                self._hear(message)
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.error("the engine broke the protocol: %s", error)
+            data = b""
+        if not data:
             # Gone, or no longer speaking the protocol: either way its state is lost. One that is going leaves its own status.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(EXIT_SECONDS)
-            self.process.kill()
-        status = self.process.wait()
-        self._outbox.put(None)
-        self._call(self._on_exit, status)
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._loop.call_later(EXIT_SECONDS, self.kill)
+            self._outbox.put(None)
+
+    def _hear(self, message: protocol.FromEngine) -> None:
+        try:
+            self._on_message(message)
+        except Exception:  # Of one message: those behind it are for others.
+            log.exception("a message of the engine's could not be taken")
 
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
             with contextlib.suppress(OSError):  # The reader sees the EOF and reports it.
                 self._pipe.send_bytes(protocol.encode(message))
         self._pipe.close()
-
-    def _call(self, callback: Callable[[Value], None], value: Value) -> None:
+        status = self.process.wait()
         with contextlib.suppress(RuntimeError):  # The loop has closed: nobody is left to tell.
-            self._loop.call_soon_threadsafe(callback, value)
+            self._loop.call_soon_threadsafe(self._on_exit, status)

@@ -19,9 +19,9 @@ def test_an_event_is_one_data_line_whatever_the_text() -> None:
     assert json.loads(lines[0].removeprefix("data: ")) == {"text": text}
 
 
-async def events() -> AsyncIterator[bytes]:
+async def events() -> AsyncIterator[list[bytes]]:
     while True:
-        yield event(1)
+        yield [event(1)]
 
 
 async def never() -> Any:
@@ -61,11 +61,11 @@ async def test_a_client_that_leaves_while_a_write_is_paused_closes_the_stream_at
 async def test_a_comment_in_every_silence_and_none_before_the_start_or_behind_the_end() -> None:
     sent: list[Any] = []
 
-    async def slow() -> AsyncIterator[bytes]:
+    async def slow() -> AsyncIterator[list[bytes]]:
         await asyncio.sleep(0.1)
-        yield event(1)
+        yield [event(1)]
         await asyncio.sleep(0.1)
-        yield event(2)
+        yield [event(2)]
 
     async def send(message: Any) -> None:
         sent.append(message)

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.refusals import refusal
+from server.api.sse import WRITE
 from server.connection import SAFETY_HEADERS
 from server.errors import Conflict, NotFound, RequestError, Unauthorized
 from server.generation import Generation, Place, current_place
@@ -80,6 +81,7 @@ class FrontDoor:
         if ENTRY not in scope:
             self.admits(scope)
         entry: Entry = scope[ENTRY]
+        scope[WRITE] = send
         exchange = Exchange(scope, send, self.generation)
         current_request_id.set(exchange.request_id)
         current_place.set(entry.place)

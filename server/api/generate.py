@@ -336,22 +336,26 @@ class Reply:
         seed = sequence.choice.request.sampling.seed if self.parameters.samples else None
         return {"finish_reason": sequence.finish, "generated_tokens": len(sequence.tokens), "seed": seed}
 
-    async def events(self, first: Piece | None) -> AsyncIterator[bytes]:
-        """One event for each token; the last has the whole text. Raises RequestError."""
+    async def events(self, first: Piece | None) -> AsyncIterator[list[bytes]]:
+        """One event for each token, and together those of all tokens that there are; the last has the whole text. Raises RequestError."""
         if first is not None:
-            yield self._event(first)
+            yield [self._event(first)]
         async for piece in self.streams:
-            yield self._event(piece)
+            events = [self._event(piece)]
+            while (more := self.streams.take()) is not None:
+                events.append(self._event(more))
+            yield events
 
     def _event(self, piece: Piece) -> bytes:
         sequence, token = self._take(piece)
-        last = piece.finish is not None
-        event: dict[str, Any] = {"index": len(sequence.tokens), "token": token}
         if piece.token is None:  # Time was up between two tokens: there is none to tell of, but clients expect one.
-            event["token"] = {"id": 0, "text": piece.text, "logprob": None, "special": not piece.text}
+            token = {"id": 0, "text": piece.text, "logprob": None, "special": not piece.text}
+        event: dict[str, Any] = {"index": len(sequence.tokens), "token": token}
         if self.parameters.top_n_tokens:
             event["top_tokens"] = self._top(piece.top)
-        details = self._summary(sequence) | {"input_length": len(sequence.choice.request.prompt)}
-        return sse.event(
-            event | {"generated_text": sequence.text if last else None, "details": details if last and self.parameters.details else None}
-        )
+        event["generated_text"] = event["details"] = None
+        if piece.finish is not None:
+            event["generated_text"] = sequence.text
+            if self.parameters.details:
+                event["details"] = self._summary(sequence) | {"input_length": len(sequence.choice.request.prompt)}
+        return sse.event(event)

@@ -189,12 +189,16 @@ def _error_event(error: RequestError) -> bytes:
     return sse.event(error_body(error))
 
 
-async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[bytes]:
-    """One event for each chunk. Raises RequestError."""
-    for chunk in (*reply.first(), *(reply.chunks(first) if first is not None else ())):
-        yield sse.event(chunk)
+async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[list[bytes]]:
+    """One event for each chunk, and together those of all pieces that there are. Raises RequestError."""
+    chunks = [*reply.first(), *(reply.chunks(first) if first is not None else ())]
+    if chunks:
+        yield [sse.event(chunk) for chunk in chunks]
     async for piece in reply.streams:
-        for chunk in reply.chunks(piece):
-            yield sse.event(chunk)
-    for chunk in reply.last():
-        yield sse.event(chunk)
+        chunks = reply.chunks(piece)
+        while (more := reply.streams.take()) is not None:
+            chunks += reply.chunks(more)
+        if chunks:
+            yield [sse.event(chunk) for chunk in chunks]
+    if chunks := reply.last():
+        yield [sse.event(chunk) for chunk in chunks]

@@ -21,6 +21,8 @@ KEEP_ALIVE = b": keep-alive\n\n"
 BREATH = 32
 """Events after which others get their turn, however fast they can be written."""
 DONE = b"data: [DONE]\n\n"
+WRITE = "onehead.write"
+"""Where a request's scope has the `send` nearest to the socket. Parts of a body pass nobody else: each layer between costs every token."""
 
 
 def event(data: Any) -> bytes:
@@ -28,23 +30,25 @@ def event(data: Any) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
-async def closing(events: AsyncIterator[bytes], error_event: Callable[[RequestError], bytes], last: bytes = b"") -> AsyncIterator[bytes]:
+async def closing(
+    events: AsyncIterator[list[bytes]], error_event: Callable[[RequestError], bytes], last: bytes = b""
+) -> AsyncIterator[list[bytes]]:
     """`events` with an end in any case: what goes wrong is an event too, and `last` stands behind everything."""
     try:
         async for each in events:
             yield each
     except RequestError as error:
-        yield error_event(error)
+        yield [error_event(error)]
     except Exception:
         log.exception("a stream failed")
-        yield error_event(RequestError("internal error; the server's log has it under the request id"))
+        yield [error_event(RequestError("internal error; the server's log has it under the request id"))]
     if last:
-        yield last
+        yield [last]
 
 
 class EventResponse(StreamingResponse):
-    """A 200 that sends each event as it comes, a comment where none comes for `keep_alive` seconds, and calls `close` when it ends,
-    however it ends.
+    """A 200 that sends events as they come, those that come together in one piece, and a comment where none comes for `keep_alive`
+    seconds; it calls `close` when it ends, however it ends.
 
     Starlette drops its iterator without closing it when a client leaves while a write is paused; what the iterator holds would wait
     for the garbage collector.
@@ -52,48 +56,59 @@ class EventResponse(StreamingResponse):
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncIterator[list[bytes]],
         close: Callable[[], None],
         headers: Mapping[str, str],
         keep_alive: float,
         comment: bytes = KEEP_ALIVE,
     ) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={**HEADERS, **headers})
+        super().__init__(iter(()), media_type="text/event-stream", headers={**HEADERS, **headers})
+        self._events = events
         self._close = close
         self._keep_alive = keep_alive
         self._comment_bytes = comment
         self._gone = False
-        self._num_sent = 0
         self._last: float | None = None
         """When something was last sent; None before the first and after the last."""
+        self._write: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def noted(message: Message) -> None:
-            over = message["type"] == "http.response.body" and not message.get("more_body", False)
-            self._last = None if over else time.monotonic()
-            self._num_sent += 1
-            if self._num_sent % BREATH == 0:
-                await asyncio.sleep(0)  # To one who has left, writing never waits: whoever should say so would not get a word in.
-            if not self._gone:
-                await send(message)
+        self._write = scope.get(WRITE, send)
 
         async def watched() -> Message:
             message = await receive()
             self._gone = self._gone or message["type"] == "http.disconnect"
             return message
 
-        comments = asyncio.create_task(self._comment(send))
+        comments = asyncio.create_task(self._comment())
         try:
-            await super().__call__(scope, watched, noted)
+            await super().__call__(scope, watched, send)
         finally:
             comments.cancel()
             self._close()
 
-    async def _comment(self, send: Send) -> None:
+    async def stream_response(self, send: Send) -> None:
+        self._last = time.monotonic()
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        num_sent = 0
+        async for together in self._events:
+            num_sent += 1
+            if num_sent % BREATH == 0:
+                await asyncio.sleep(0)  # To one who has left, writing never waits: whoever should say so would not get a word in.
+            await self._send_part(b"".join(together))
+        self._last = None
+        if not self._gone:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_part(self, data: bytes) -> None:
+        self._last = time.monotonic()
+        if not self._gone:
+            await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _comment(self) -> None:
         """A comment in every silence of `keep_alive` seconds: proxies close what says nothing."""
         while True:
             silence = 0.0 if self._last is None else time.monotonic() - self._last
             await asyncio.sleep(max(0.0, self._keep_alive - silence))
             if self._last is not None and time.monotonic() - self._last >= self._keep_alive:
-                self._last = time.monotonic()
-                await send({"type": "http.response.body", "body": self._comment_bytes, "more_body": True})
+                await self._send_part(self._comment_bytes)

@@ -44,7 +44,7 @@ class Publications:
     def publish(
         self,
         http: HttpRequest,
-        events: AsyncIterator[bytes],
+        events: AsyncIterator[list[bytes]],
         close: Callable[[], None],
         error_event: Callable[[RequestError], bytes],
         headers: dict[str, str],
@@ -66,8 +66,9 @@ class Publications:
 
         async def write() -> None:
             try:
-                async for event in sse.closing(events, error_event, last):
-                    self._append(buffer, event)
+                async for together in sse.closing(events, error_event, last):
+                    for event in together:
+                        self._append(buffer, event)
             except asyncio.CancelledError:
                 reason = reasons[0] if reasons else "the server is shutting down"
                 self._append(buffer, error_event(StreamCancelled(reason, code="cancelled")))
@@ -101,16 +102,16 @@ class Publications:
         )
 
 
-async def _events(reader: Reader, changed: asyncio.Event) -> AsyncIterator[bytes]:
+async def _events(reader: Reader, changed: asyncio.Event) -> AsyncIterator[list[bytes]]:
     while True:
         changed.clear()
         gap, events = reader.take()
         if gap:
-            yield reader.buffer.gap
-        for _, event in events:
-            yield event
+            yield [reader.buffer.gap]
+        if events:
+            yield [event for _, event in events]
         if reader.superseded:
-            yield SUPERSEDED
+            yield [SUPERSEDED]
             return
         if reader.finished:
             return

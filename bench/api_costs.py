@@ -1,0 +1,165 @@
+"""What a streamed token costs the API process: `python -m bench.api_costs --output DIR`.
+
+The server is the production one; in place of an engine it starts a process that gives every open sequence a token in each step, at a
+pace or as fast as the pipe takes them. Processor seconds of the API process alone are counted, from its first token to its last.
+Invariant: every stream must bring every token. It knows nothing of models.
+"""
+
+import argparse
+import json
+import os
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.live import http_request
+from bench.report import show
+from server import protocol
+from server.bench import circumstances
+
+ROOT = Path(__file__).resolve().parents[1]
+PACE = "BENCH_PUPPET_PACE"
+"""Milliseconds from one step to the next, in the puppet's environment."""
+PROMPT_TOKENS, FIRST_ID, IDS = 16, 100, 4000
+BEAT_SECONDS = 1.0
+DIALECTS = {
+    "tgi": ("/generate_stream", lambda n: {"inputs": "def f(", "parameters": {"max_new_tokens": n, "ignore_eos": True}}),
+    "openai": (
+        "/v1/completions",
+        lambda n: {"prompt": [7] * PROMPT_TOKENS, "max_tokens": n, "ignore_eos": True, "stream": True, "return_token_ids": True},
+    ),
+}
+
+
+def puppet(pipe: Connection, pace: float) -> None:
+    """An engine without a model. It ends with the pipe, or when it is told to."""
+    start = protocol.decode_to_engine(pipe.recv_bytes())
+    assert isinstance(start, protocol.Start)
+    sizes = {"page_size": 64, "num_pages": 10**6, "kv_bytes_per_token": 1, "page_bytes": 64, "multi_head_bytes_per_token": 1}
+    context = {"max_context": 8192, "capacity": 8192, "sequences": [(8192, 1)], "vocab_size": start.largest_token_id + 1}
+    told = {"model_type": "puppet", "dtype": "float32", "device": "cpu", "end_token_ids": [], "num_parameters": 0}
+    pipe.send_bytes(protocol.encode(protocol.Ready(**told, **context, **sizes, quantization="none", weight_bytes=0, kernels="none")))
+    open_: dict[int, int] = {}
+    wanted: dict[int, int] = {}
+    due = beat = time.monotonic()
+    while True:
+        while pipe.poll(0 if open_ else BEAT_SECONDS):
+            message = protocol.decode_to_engine(pipe.recv_bytes())
+            if isinstance(message, protocol.Shutdown):
+                return
+            if isinstance(message, protocol.Submit):
+                open_[message.id], wanted[message.id] = 0, message.max_new_tokens
+                pipe.send_bytes(protocol.encode(protocol.Started([message.id], [0])))
+            elif isinstance(message, protocol.Cancel):
+                open_.pop(message.id, None)
+        if open_:
+            tokens = []
+            for id, index in open_.items():
+                last = index + 1 == wanted[id]
+                tokens.append(protocol.Token(id, index, FIRST_ID + (index * 37 + id) % IDS, -0.5, "length" if last else None))
+            pipe.send_bytes(protocol.encode(protocol.Tokens(tokens, protocol.Gauges(len(open_), 0, 1, 0, pace))))
+            open_ = {id: index + 1 for id, index in open_.items() if index + 1 < wanted[id]}
+        now = time.monotonic()
+        if now - beat > BEAT_SECONDS:
+            beat = now
+            pipe.send_bytes(protocol.encode(protocol.Beat(int(now))))
+        due = max(due + pace, now)
+        time.sleep(max(0.0, due - now))
+
+
+def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int) -> dict[str, float]:
+    """All streams at once. Processor seconds of process `pid`, wall seconds and writes, each for a token. Raises ValueError for a loss."""
+    path, body = DIALECTS[dialect]
+    request = http_request("POST", path, body(num_tokens))
+    waiting = selectors.DefaultSelector()
+    events, pieces = dict.fromkeys(range(num_streams), 0), 0
+    for number in range(num_streams):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(request)
+        waiting.register(connection, selectors.EVENT_READ, number)
+    began: tuple[float, float] | None = None
+    while waiting.get_map():
+        for key, _ in waiting.select():
+            data = key.fileobj.recv(2**18)  # type: ignore[union-attr]
+            if began is None and b"data: " in data:
+                began = processor_seconds(pid), time.monotonic()
+            events[key.data] += data.count(b"data: {")
+            pieces += 1
+            if not data:
+                waiting.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+    assert began is not None
+    cpu, wall = processor_seconds(pid) - began[0], time.monotonic() - began[1]
+    count = num_streams * num_tokens
+    if any(number != num_tokens for number in events.values()):
+        raise ValueError(f"{min(events.values())} events came of {num_tokens}")
+    return {"cpu_us": cpu / count * 1e6, "wall_us": wall / count * 1e6, "writes": pieces / count}
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process without its children, by the scheduler's own count: the usual one is in hundredths of a second."""
+    return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+@contextmanager
+def server(pace: float) -> Iterator[tuple[int, int]]:
+    """A server over a puppet. -> (its port, its process)"""
+    environment = {**os.environ, PACE: str(pace * 1e3)}
+    command = [sys.executable, "-m", "bench.api_costs", "serve", "--port", "0", "--server.log_level", "warning"]
+    process = subprocess.Popen([*command, "--engine.max_running", "512"], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    port = int(process.stdout.readline().rsplit(b":", 1)[1])
+    try:
+        yield port, process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> int:
+    if PACE in os.environ:
+        return _as_server()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for api_costs.json")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=500, help="of each stream")
+    parser.add_argument("--streams", default="1,8,32,256")
+    parser.add_argument("--pace", type=float, default=10.0, help="milliseconds from step to step; 0: as fast as it goes")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for dialect in DIALECTS:
+        for num_streams in map(int, options.streams.split(",")):
+            with server(options.pace / 1e3) as (port, pid):
+                measure(port, pid, dialect, num_streams, 32)
+                found = [measure(port, pid, dialect, num_streams, options.tokens) for _ in range(options.rounds)]
+            row = {name: round(statistics.median(each[name] for each in found), 2) for name in found[0]}
+            rows.append({"dialect": dialect, "streams": num_streams, **row})
+    show(rows[0], (row.values() for row in rows), "microseconds and writes a token")
+    value = circumstances({"pace_ms": options.pace}) | {"rows": rows}
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "api_costs.json").write_text(json.dumps(value, indent=1) + "\n")
+    return 0
+
+
+def _as_server() -> int:
+    if sys.argv[1].isdigit():
+        puppet(Connection(int(sys.argv[1])), float(os.environ[PACE]) / 1e3)
+        return 0
+    from server import cli, transport
+
+    # Engines are started with -P, which keeps them from finding this package by themselves.
+    os.environ["PYTHONPATH"] = str(ROOT)
+    transport.ENGINE_MODULE = "bench.api_costs"
+    return cli.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
