@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from model.attention import HeadProjections, MultiQueryAttention
 from model.decoder import Block
+from model.huge_pages import HugePages
 from model.layers import ACTIVATIONS, MLP, Embedding, Linear, RMSNorm
 from model.native import library, name_of
 from model.quantization import quantize_weights
@@ -44,6 +45,7 @@ class Product(ctypes.Structure):
 
 
 NO_NORM = Norm()
+_memory = HugePages()
 
 
 class PackedNorm(nn.Module):
@@ -109,9 +111,10 @@ class PackedMatrix(nn.Module):
 
     def allocate(self, device: torch.device) -> None:
         """Memory for the values, which `set_rows` brings."""
+        assert device.type == "cpu"
         for name, parameter in list(self.named_parameters(recurse=False)):
             if name in ("weight", "scale", "row_sums"):
-                setattr(self, name, nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=False))
+                setattr(self, name, nn.Parameter(_memory.zeros(parameter.shape, parameter.dtype), requires_grad=False))
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         """Takes rows of the float matrix from number `first` on."""

@@ -1,0 +1,44 @@
+"""Zeroed memory for weights, in huge pages where the system has them.
+
+A product reads weights as a few long streams, and a processor's own reading ahead stops at the end of a page: of 4 KiB, every 64 lines.
+Invariant: what was given out is never given out again; it lives as long as a tensor over it. It knows nothing of what is stored.
+"""
+
+import ctypes
+import mmap
+from math import prod
+
+import torch
+from torch import Tensor
+
+HUGE, LINE = 2**21, 64
+"""Bytes of a huge page on the processors that there are kernels for, and of a line of their caches."""
+CHUNK = 32 * HUGE
+"""Bytes that are mapped at once; what is not used of them takes no memory."""
+
+
+class HugePages:
+    """Tensors one behind the other in large maps."""
+
+    def __init__(self) -> None:
+        self._free: Tensor = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor that begins with a line of the cache. Raises MemoryError."""
+        num_bytes = prod(shape) * dtype.itemsize
+        rounded = -(-num_bytes // LINE) * LINE
+        if rounded > len(self._free):
+            self._free = _map(max(CHUNK, -(-rounded // HUGE) * HUGE))
+        taken, self._free = self._free[:num_bytes], self._free[rounded:]
+        return taken.view(dtype).view(shape)
+
+
+def _map(num_bytes: int) -> Tensor:
+    try:
+        mapped = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes for weights cannot be had") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    skipped = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % HUGE
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=skipped)
