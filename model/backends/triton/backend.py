@@ -22,7 +22,7 @@ from model.backends.triton.write import scatter
 from model.batch import Batch
 
 SCRATCH_BYTES = 64 * 2**20
-"""For the parts of outputs of sequences that are split; more only where one sequence could need it. A step that needs more goes in waves."""
+"""For the parts of split sequences' outputs; more only where one sequence could need it. A step that needs more goes in waves."""
 JOINED_AT_ONCE = 16
 """Splits whose parts are summed at once."""
 LEAST_BLOCK = 16
@@ -43,7 +43,7 @@ class GroupPlan:
 
 
 class TritonBackend:
-    """Three launches for each layer: keys and values to their slots, attention, and where sequences are split, the joining of their parts."""
+    """Three launches for each layer: keys and values to their slots, attention, and where there are splits, the joining of their parts."""
 
     name = "triton"
 

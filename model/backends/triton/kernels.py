@@ -1,15 +1,16 @@
 """The two kernels of attention: queries of any number of tokens over one head of paged keys, and what joins the splits of long sequences.
 
-The H queries of a token are H rows of one matrix over the same keys. A sequence's tokens make a matrix of tokens * H rows, row r being head
-r % H of token r // H; a tile is BLOCK_M of these, wherever tokens begin. A program takes one tile through one split: SPLIT keys from a multiple
-of SPLIT on. Single tokens, drafts, chunks and what follows a cached prefix are all such tiles.
+The H queries of a token are H rows of one matrix over the same keys. A sequence's tokens make a matrix of tokens * H rows, row r being
+head r % H of token r // H; a tile is BLOCK_M of these, wherever tokens begin. A program takes one tile through one split: SPLIT keys from
+a multiple of SPLIT on. Single tokens, drafts, chunks and what follows a cached prefix are all such tiles.
 
 Invariant: what a row becomes depends on its own sequence alone. Blocks, splits and the groups of splits that are summed at once lie at
 fixed positions of the sequence, not of the tile; whatever a row does not see leaves its sums as they were, bit for bit.
 The kernels know nothing of layers, steps and requests: they get lists that plan.py makes.
 
-A block of keys is a page, or a part of one where pages are large: BLOCK_N divides PAGE. Widths that are no powers of two are padded by masks.
-A key may have a tail behind its first columns, multiplied by a dot of its own; if VALUE_IN_KEY those first columns are the value, loaded once.
+A block of keys is a page, or a part of one where pages are large: BLOCK_N divides PAGE. Widths that are no powers of two are padded by
+masks. A key may have a tail behind its first columns, multiplied by a dot of its own; if VALUE_IN_KEY those first columns are the value,
+loaded once. Logits are scaled in float32: a bfloat16 query that was scaled before the product would be rounded twice.
 
 Shape letters: M rows of a tile, N keys of a block, D first columns of a key, R its tail's, V of a value, C splits that are summed at once.
 """
@@ -18,9 +19,9 @@ import triton
 import triton.language as tl
 
 SPAN_FIELDS = 4
-"""Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page that its table lists."""
+"""Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
 TILE_FIELDS = 5
-"""Of a tile: row of the step, first row of the sequence's matrix, first split, number of splits (0: padding), its first place in the scratch."""
+"""Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch."""
 
 
 @triton.jit

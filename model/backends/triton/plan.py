@@ -1,7 +1,7 @@
 """A step's rows -> the lists of numbers that the kernels read: one array of 32-bit integers for a group of layers. No torch, no Triton.
 
-Invariant: every row of every sequence's matrix of queries is in exactly one tile, and every tile in exactly one wave; the tiles of a wave share
-the scratch and no two of their splits a place in it. It knows nothing of devices and of what a slot stores.
+Invariant: every row of every sequence's matrix of queries is in exactly one tile, and every tile in exactly one wave; no two splits of a
+wave's tiles share a place in the scratch. It knows nothing of devices and of what a slot stores.
 
 Work in Python grows with the rows of the step, not with how long their sequences are; the lists' lengths are rounded up, what is added is
 padding that the kernels skip, so that steps of about a size have lists of one size.
@@ -47,7 +47,13 @@ class GroupLists:
 
 
 def plan_group(
-    rows: Sequence[Row], firsts: Sequence[int], layout: CacheLayout, number: int, num_heads: int, configuration: Configuration, capacity: int
+    rows: Sequence[Row],
+    firsts: Sequence[int],
+    layout: CacheLayout,
+    number: int,
+    num_heads: int,
+    configuration: Configuration,
+    capacity: int,
 ) -> GroupLists:
     """The lists of group `number`; `capacity` is how many splits of a tile the scratch holds."""
     group, page_size = layout.groups[number], layout.page_size
