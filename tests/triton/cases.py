@@ -43,6 +43,7 @@ class Case:
         self.num_heads, self.key_dim, self.value_dim = num_heads, key_dim, value_dim or key_dim
         self.value_in_key = value_dim is not None
         self.configuration = configuration
+        self.capacity: int | None = None
         allocator = PageAllocator(120)
         shape = self.layout.layers_per_page, allocator.num_pages, page_size
         self.keys = torch.full((*shape, key_dim), torch.nan, dtype=dtype)
@@ -82,7 +83,9 @@ class Case:
             return create_backend(name, pool, scale, self.num_heads)
         from model.backends.triton.backend import TritonBackend
 
-        return TritonBackend(pool, scale, self.num_heads, self.configuration)
+        backend = TritonBackend(pool, scale, self.num_heads, self.configuration)
+        backend.capacity = self.capacity or backend.capacity
+        return backend
 
     def run(self, chosen: list[int], layer: int = 0, name: str = "triton", pool: KVPool | None = None) -> list[torch.Tensor]:
         """The outputs of these rows, computed together; keys and values are written to `pool`."""

@@ -27,6 +27,7 @@ JOINED_AT_ONCE = 16
 """Splits whose parts are summed at once."""
 LEAST_BLOCK = 16
 """The least size that a tensor core's instruction takes."""
+JOIN_SIZES = ("HEADS", "NUM_V", "BLOCK_V", "BLOCK_M", "SPANS", "TILES")
 EXACT = {"enable_fp_fusion": False}
 """Products and sums become one instruction where the kernels say so, and not where a compiler likes: bits would hang on its taste."""
 
@@ -53,24 +54,13 @@ class TritonBackend:
         key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
         self._dims = key_dim, value_dim
         first_columns = value_dim if pool.value_in_key else key_dim
-        on_cpu, device = pool.keys_LPSd.device.type == "cpu", pool.keys_LPSd.device
-        self._sizes: dict[str, Any] = {"HEADS": num_heads, "NUM_V": value_dim, "BLOCK_V": _block(value_dim), "BLOCK_M": configuration.rows}
-        self._sizes |= {"SPANS": SPAN_FIELDS, "TILES": TILE_FIELDS}
-        self._attend_sizes: dict[str, Any] = self._sizes | {
-            "NUM_D": first_columns,
-            "NUM_R": key_dim - first_columns,
-            "BLOCK_D": _block(first_columns),
-            "BLOCK_R": _block(key_dim - first_columns),
-            "BLOCK_N": configuration.keys,
-            "PAGE": pool.page_size,
-            "SPLIT": configuration.split,
-            "VALUE_IN_KEY": pool.value_in_key,
-            # The interpreter multiplies bfloat16's bit patterns as if they were integers.
-            "UPCAST": on_cpu and pool.keys_LPSd.dtype == torch.bfloat16,
-            "num_warps": configuration.warps,
-            "num_stages": configuration.stages,
-            **EXACT,
-        }
+        device = pool.keys_LPSd.device
+        self._sizes = sizes_of(num_heads, first_columns, key_dim - first_columns, value_dim, configuration)
+        self._join_sizes = {name: self._sizes[name] for name in JOIN_SIZES} | EXACT
+        self._sizes |= {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key}
+        # The interpreter multiplies bfloat16's bit patterns as if they were integers.
+        self._sizes["UPCAST"] = device.type == "cpu" and pool.keys_LPSd.dtype == torch.bfloat16
+        self._sizes |= {"num_warps": configuration.warps, "num_stages": configuration.stages, **EXACT}
         part_bytes = configuration.rows * value_dim * 4
         longest = pages_for(pool.num_pages * pool.page_size, configuration.split) + 1
         self.capacity = max(SCRATCH_BYTES // part_bytes, longest)
@@ -104,14 +94,32 @@ class TritonBackend:
             attend[(wave.num_tiles, wave.most_splits)](
                 q_THd, keys, values, o_THv, group.spans, group.tiles, group.tables, self._partial, self._peaks, self._sums,
                 wave.first_tile, q_THd.stride(0), group.tables.shape[1], place.stack, layer_group.num_stacks, self._factor,
-                WINDOW=layer_group.window or 0, **self._attend_sizes,
+                WINDOW=layer_group.window or 0, **self._sizes,
             )  # fmt: skip
             if wave.most_splits > 1:
                 join[(wave.num_tiles, self.configuration.rows)](
                     o_THv, group.spans, group.tiles, self._partial, self._peaks, self._sums, wave.first_tile,
-                    BLOCK_C=JOINED_AT_ONCE, **self._sizes, **EXACT,
+                    BLOCK_C=JOINED_AT_ONCE, **self._join_sizes,
                 )  # fmt: skip
         return o_THv
+
+
+def sizes_of(num_heads: int, first_columns: int, tail_columns: int, value_dim: int, configuration: Configuration) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    return {
+        "HEADS": num_heads,
+        "NUM_D": first_columns,
+        "NUM_R": tail_columns,
+        "NUM_V": value_dim,
+        "BLOCK_D": _block(first_columns),
+        "BLOCK_R": _block(tail_columns),
+        "BLOCK_V": _block(value_dim),
+        "BLOCK_M": configuration.rows,
+        "BLOCK_N": configuration.keys,
+        "SPLIT": configuration.split,
+        "SPANS": SPAN_FIELDS,
+        "TILES": TILE_FIELDS,
+    }
 
 
 def _block(num: int) -> int:

@@ -37,7 +37,8 @@ TABLE = (
     (1024, 256, 2, Configuration(64, 64, 1024, 4, 2)),
     (1024, 576, 2, Configuration(64, 32, 1024, 8, 2)),
     # Without tensor cores, for who wants float32's digits.
-    (1024, 128, 4, Configuration(16, 32, 512, 4, 1)),
+    (32, 128, 4, Configuration(16, 32, 256, 4, 1)),
+    (1024, 128, 4, Configuration(64, 32, 1024, 4, 1)),
     (1024, 576, 4, Configuration(16, 16, 512, 4, 1)),
 )
 
