@@ -1,11 +1,10 @@
-"""`python -m tests.triton.compile_kernels ARCHITECTURES WINDOWS LINES`, numbers with commas between: compiles the kernels as these lines of
-the table ship them, for GPUs that need not be there. Prints a line of JSON for each: shared memory in bytes, and how often each instruction
+"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW...`: compiles the kernels as these lines of the table ship them, for
+GPUs that need not be there. Prints a line of JSON for each: shared memory in bytes, and how often each instruction
 stands in the code.
 """
 
 import json
 import sys
-from itertools import product
 from typing import Any
 
 import triton
@@ -41,18 +40,17 @@ def compiled(kernel: Any, number: str, architecture: int, constants: dict[str, A
 
 
 def main() -> None:
-    architectures, windows, lines = ([int(x) for x in argument.split(",")] for argument in sys.argv[1:])
-    for architecture, line in product(architectures, lines):
+    for wanted in sys.argv[1:]:
+        architecture, line, window = map(int, wanted.split(":"))
         most_heads, columns, size, configuration = TABLE[line]
         num_d, num_r = LATENT.get(columns, (columns, 0))
-        for window in windows:
-            constants = sizes_of(min(most_heads, 128), num_d, num_r, num_d, configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
-            constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False, "KEY_DIM": columns, "VALUE_DIM": num_d}
-            constants |= {"BLOCK_KEY": triton.next_power_of_2(columns), "BLOCK_VALUE": num_d}
-            for kernel in (kernels.attend,) if window else (kernels.attend, kernels.join, write.scatter):
-                options = {"num_warps": configuration.warps, "num_stages": configuration.stages} if kernel is kernels.attend else {}
-                found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, constants, options)
-                print(json.dumps({"line": line, "window": window, "architecture": architecture} | found), flush=True)
+        constants = sizes_of(min(most_heads, 128), num_d, num_r, num_d, configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
+        constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False, "KEY_DIM": columns, "VALUE_DIM": num_d}
+        constants |= {"BLOCK_KEY": triton.next_power_of_2(columns), "BLOCK_VALUE": num_d}
+        for kernel in (kernels.attend,) if window else (kernels.attend, kernels.join, write.scatter):
+            options = {"num_warps": configuration.warps, "num_stages": configuration.stages} if kernel is kernels.attend else {}
+            found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, constants, options)
+            print(json.dumps({"line": line, "window": window, "architecture": architecture} | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ def check(family: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatc
     outputs = []
     for name in ("reference", "triton"):
         monkeypatch.setattr("model.runner.backend_for", lambda pool, num_heads, name=name: name)
-        core = make_core(checkpoint, num_pages=60)  # type: ignore[arg-type]
-        core.scheduler.submit(0, ids[:21], 22, GREEDY)
+        core = make_core(checkpoint, num_pages=40, page_size=32)  # type: ignore[arg-type]
+        core.scheduler.submit(0, ids[:21], 21, GREEDY)
         core.scheduler.submit(1, ids[30:33], 5, GREEDY)
         outputs.append(finish(core))
-    assert outputs[0] == outputs[1] and [len(outputs[0][i]) for i in (0, 1)] == [22, 5]
+    assert outputs[0] == outputs[1] and [len(outputs[0][i]) for i in (0, 1)] == [21, 5]
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -65,12 +65,12 @@ def test_logits_and_greedy_tokens_of_the_others(family: str, number: int, tmp_pa
 def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make(family, number, tmp_path)
     monkeypatch.setattr("model.runner.backend_for", lambda pool, num_heads: "triton")
-    prompts = [list(range(3, 60)), list(range(100, 120)), [7]]
+    prompts = [list(range(3, 50)), list(range(100, 112)), [7]]
 
     def drawn(submitted: list[int], step_tokens: int) -> dict[int, list[Drawn]]:
-        core = make_core(checkpoint, num_pages=60, max_running=8, step_tokens=step_tokens)  # type: ignore[arg-type]
+        core = make_core(checkpoint, num_pages=40, page_size=32, max_running=8, step_tokens=step_tokens)  # type: ignore[arg-type]
         for i in submitted:
-            core.scheduler.submit(i, prompts[i], 6, Sampling(seed=i))
+            core.scheduler.submit(i, prompts[i], 4, Sampling(seed=i))
         found: dict[int, list[Drawn]] = {i: [] for i in submitted}
         while core.scheduler.has_work:
             for advance in core.step():
@@ -79,7 +79,7 @@ def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, 
         return found
 
     together = drawn([0, 1, 2], 64)
-    assert [len(together[i]) for i in range(3)] == [6, 6, 6]
+    assert [len(together[i]) for i in range(3)] == [4, 4, 4]
     assert drawn([2, 1, 0], 16) == together
     assert {i: drawn([i], 64)[i] for i in range(3)} == together
 

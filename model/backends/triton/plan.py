@@ -18,7 +18,7 @@ from model.backends.triton.configurations import Configuration
 from model.step import Row
 
 Numbers = NDArray[np.int32]
-TILE_BUCKET = 8
+TILE_BUCKET = 4
 """The number of tiles is a multiple of it."""
 ALIGNMENT = 4
 """Each list begins at a multiple of it, which is 16 bytes: kernels are compiled for what addresses are multiples of."""
