@@ -44,7 +44,7 @@ class Case:
         self.value_in_key = value_dim is not None
         self.configuration = configuration
         self.capacity: int | None = None
-        allocator = PageAllocator(120)
+        allocator = PageAllocator(200)
         shape = self.layout.layers_per_page, allocator.num_pages, page_size
         self.keys = torch.full((*shape, key_dim), torch.nan, dtype=dtype)
         self.values = self.keys[..., : self.value_dim] if self.value_in_key else torch.full_like(self.keys, torch.nan)

@@ -75,6 +75,16 @@ def test_the_same_bits_alone_in_company_and_in_pieces(seed: int) -> None:
 
 
 @torch.inference_mode()
+def test_many_splits_are_summed_in_groups_that_a_tile_does_not_move() -> None:
+    """A window of more splits than are summed at once: the tiles of a chunk begin at another split than a single token's."""
+    case = Case(23, 1, 16, None, 64, window=262, most=500, configuration=Configuration(16, 16, 16, 4, 1))
+    i = max(case.everyone(), key=lambda i: case.rows[i].start * (len(case.rows[i].tokens) > 20))
+    count = len(case.rows[i].tokens)
+    assert case.rows[i].start > 300 and count > 20
+    assert torch.equal(case.cut(i, [7] * (count // 7) + [count % 7] * (count % 7 > 0), 1), case.run([i], 1)[0])
+
+
+@torch.inference_mode()
 def test_the_same_bits_when_the_scratch_is_short() -> None:
     case = Case(3, 4, 32, most=200)
     whole = case.run(case.everyone())
