@@ -32,13 +32,13 @@ TABLE = (
     (32, 128, 2, Configuration(32, 64, 256, 4, 3)),
     (32, 256, 2, Configuration(32, 64, 256, 4, 2)),
     (64, 128, 2, Configuration(64, 64, 512, 4, 3)),
-    (64, 256, 2, Configuration(64, 64, 512, 4, 2)),
+    (64, 256, 2, Configuration(64, 64, 512, 8, 2)),
     (1024, 128, 2, Configuration(128, 64, 1024, 8, 3)),
-    (1024, 256, 2, Configuration(64, 64, 1024, 4, 2)),
+    (1024, 256, 2, Configuration(64, 64, 1024, 8, 2)),
     (1024, 576, 2, Configuration(64, 32, 1024, 8, 2)),
     # Without tensor cores, for who wants float32's digits.
     (32, 128, 4, Configuration(16, 32, 256, 4, 1)),
-    (1024, 128, 4, Configuration(64, 32, 1024, 4, 1)),
+    (1024, 128, 4, Configuration(32, 32, 1024, 8, 1)),
     (1024, 576, 4, Configuration(16, 16, 512, 4, 1)),
 )
 
