@@ -122,4 +122,4 @@ def _invented(plan: StepPlan) -> StepResult:
 def _backend() -> Backend:
     """What serves on this machine; planning looks at no page."""
     pool = KVPool.allocate(CacheLayout.of(1, (), PAGE_SIZE), 1, 64, 64, torch.float32, torch.device("cpu"))
-    return create_backend(backend_for(pool), pool, 1.0)
+    return create_backend(backend_for(pool, 16), pool, 1.0, 16)

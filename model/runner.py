@@ -87,7 +87,8 @@ class ModelRunner:
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
             ) from error
-        return cls(decoder, pool, create_backend(backend_for(pool), pool, spec.attention_scale), device)
+        heads = spec.num_query_heads
+        return cls(decoder, pool, create_backend(backend_for(pool, heads), pool, spec.attention_scale, heads), device)
 
     @property
     def weight_bytes(self) -> int:

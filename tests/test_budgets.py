@@ -23,6 +23,8 @@ def test_budgets() -> None:
         ("server.engine.scheduler", "import time"),
         ("model.families.gpt_bigcode", "import pickle"),
         ("model.backends.cpu", "from model.backends.reference import create"),
+        ("model.backends.cpu", "from model.backends.triton import plan"),
+        ("model.backends.triton.plan", "from model.backends import cpu"),
         ("cache.pages", "from server import config"),
         ("model.families.gpt_bigcode", "from server import errors"),
         ("server.engine.scheduler", "import uvicorn"),

@@ -48,8 +48,9 @@ def logits_by_chunks(decoder: Decoder, backend_name: str, ids: list[int], chunks
     num_pages = len(ids) // page_size + 5
     pool = make_pool(decoder, num_pages, page_size)
     # Our own kernels take pages and heads of whole vectors only; the server falls back in the same way.
-    name = backend_for(pool) if backend_name == "native" else backend_name
-    backend = create_backend(name, pool, decoder.spec.attention_scale)
+    heads = decoder.spec.num_query_heads
+    name = backend_for(pool, heads) if backend_name == "native" else backend_name
+    backend = create_backend(name, pool, decoder.spec.attention_scale, heads)
     scrambled = random.Random(1).sample(range(pool.num_pages), pool.num_pages)
     ends = list(accumulate((num_pages * group.num_stacks for group in pool.layout.groups), initial=0))
     pages = [scrambled[a:b] for a, b in pairwise(ends)]
@@ -184,7 +185,7 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
         outputs, pools = [], []
         for name in ("reference", "cpu"):
             pool = KVPool(layout, filled[0].clone(), filled[1].clone())
-            backend = create_backend(name, pool, head_dim**-0.5)
+            backend = create_backend(name, pool, head_dim**-0.5, num_heads)
             outputs.append(backend.run(backend.plan(batch), 1, q_THd, k_Td, v_Td))
             pools.append(pool)
         assert (outputs[0] - outputs[1]).abs().max() < 1e-5, seed

@@ -74,7 +74,7 @@ class Case:
         pool = pool or self.pool()
         batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, CPU)
         q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]) for part in range(3))
-        backend = create_backend("native", pool, self.dims[0] ** -0.5)
+        backend = create_backend("native", pool, self.dims[0] ** -0.5, self.num_heads)
         o_THv = backend.run(backend.plan(batch), 0, q_THd, k_Td, v_Tv)
         return list(o_THv.split([len(self.rows[i].tokens) for i in chosen]))
 

@@ -4,6 +4,7 @@ Backends never import each other. Only the one asked for is imported.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from cache.pool import KVPool
 from model.batch import Batch
 
-BACKENDS = {name: f"model.backends.{name}" for name in ("reference", "cpu", "native")}
+BACKENDS = {name: f"model.backends.{name}" for name in ("reference", "cpu", "native", "triton")}
 
 
 class Backend(Protocol):
@@ -31,15 +32,20 @@ class Backend(Protocol):
         ...
 
 
-def backend_for(pool: KVPool) -> str:
-    """The fastest backend there is for the device, dtype and sizes of a pool."""
+def backend_for(pool: KVPool, num_heads: int) -> str:
+    """The fastest backend there is for the device, dtype and sizes of a pool and so many query heads."""
     if pool.keys_LPSd.device.type != "cpu":
-        return "reference"
+        # What torch for CUDA brings along on Linux, and is missing elsewhere.
+        if find_spec("triton") is None:
+            return "reference"
+        from model.backends import triton
+
+        return "triton" if triton.supports(pool, num_heads) else "reference"
     from model.backends.native import supports
 
     return "native" if supports(pool) else "cpu"
 
 
-def create_backend(name: str, pool: KVPool, scale: float) -> Backend:
+def create_backend(name: str, pool: KVPool, scale: float, num_heads: int) -> Backend:
     """The backend `name` over `pool`; logits are multiplied by `scale`. Raises KeyError for an unknown name."""
-    return cast(Backend, import_module(BACKENDS[name]).create(pool, scale))
+    return cast(Backend, import_module(BACKENDS[name]).create(pool, scale, num_heads))

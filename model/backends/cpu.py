@@ -107,5 +107,5 @@ def _gather(pages_PSd: Tensor, pages_Gp: Tensor, num_keys: int) -> Tensor:
     return gathered_GPSd.view(num_rows, 1, num_pages * pages_PSd.shape[1], -1)[:, :, :num_keys]
 
 
-def create(pool: KVPool, scale: float) -> CpuBackend:
+def create(pool: KVPool, scale: float, num_heads: int) -> CpuBackend:
     return CpuBackend(pool, scale)

@@ -105,5 +105,5 @@ def _plan(batch: Batch, number: int, group: LayerGroup) -> GroupPlan:
     return GroupPlan(spans, all_pages, spans.buffer_info()[0])
 
 
-def create(pool: KVPool, scale: float) -> NativeBackend:
+def create(pool: KVPool, scale: float, num_heads: int) -> NativeBackend:
     return NativeBackend(pool, scale)

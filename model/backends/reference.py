@@ -46,5 +46,5 @@ class ReferenceBackend:
         return o_THv
 
 
-def create(pool: KVPool, scale: float) -> ReferenceBackend:
+def create(pool: KVPool, scale: float, num_heads: int) -> ReferenceBackend:
     return ReferenceBackend(pool, scale)

@@ -1,0 +1,134 @@
+"""TritonBackend: the kernels' launches, and the memory that stays between them.
+
+Where torch's device is a CPU it runs under Triton's interpreter or not at all. It knows nothing of how the kernels do what they do.
+
+Shape letters: T tokens of the step, H query heads, d columns of a key, v of a value.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.layout import pages_for
+from cache.pool import KVPool
+from model.backends.triton.configurations import Configuration
+from model.backends.triton.kernels import SPAN_FIELDS, TILE_FIELDS, attend, join
+from model.backends.triton.plan import GroupLists, Wave, plan_group
+from model.backends.triton.write import scatter
+from model.batch import Batch
+
+SCRATCH_BYTES = 64 * 2**20
+"""For the parts of split sequences' outputs; more only where one sequence could need it. A step that needs more goes in waves."""
+JOINED_AT_ONCE = 16
+"""Splits whose parts are summed at once."""
+LEAST_BLOCK = 16
+"""The least size that a tensor core's instruction takes."""
+JOIN_SIZES = ("HEADS", "NUM_V", "BLOCK_V", "BLOCK_M", "SPANS", "TILES")
+EXACT = {"enable_fp_fusion": False}
+"""Products and sums become one instruction where the kernels say so, and not where a compiler likes: bits would hang on its taste."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What the layers of one group share, on the device."""
+
+    spans: Tensor
+    tiles: Tensor
+    tables: Tensor
+    slots: Tensor
+    waves: tuple[Wave, ...]
+
+
+class TritonBackend:
+    """Three launches for each layer: keys and values to their slots, attention, and where there are splits, the joining of their parts."""
+
+    name = "triton"
+
+    def __init__(self, pool: KVPool, scale: float, num_heads: int, configuration: Configuration) -> None:
+        self.pool, self.num_heads, self.configuration = pool, num_heads, configuration
+        self._factor = scale / math.log(2)
+        key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
+        self._dims = key_dim, value_dim
+        first_columns = value_dim if pool.value_in_key else key_dim
+        device = pool.keys_LPSd.device
+        self._sizes = sizes_of(num_heads, first_columns, key_dim - first_columns, value_dim, configuration)
+        self._join_sizes = {name: self._sizes[name] for name in JOIN_SIZES} | EXACT
+        self._sizes |= {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key}
+        # The interpreter multiplies bfloat16's bit patterns as if they were integers.
+        self._sizes["UPCAST"] = device.type == "cpu" and pool.keys_LPSd.dtype == torch.bfloat16
+        self._sizes |= {"num_warps": configuration.warps, "num_stages": configuration.stages, **EXACT}
+        part_bytes = configuration.rows * value_dim * 4
+        longest = pages_for(pool.num_pages * pool.page_size, configuration.split) + 1
+        self.capacity = max(SCRATCH_BYTES // part_bytes, longest)
+        self._partial = torch.empty(self.capacity * configuration.rows * value_dim, dtype=torch.float32, device=device)
+        self._peaks, self._sums = torch.empty(2, self.capacity * configuration.rows, dtype=torch.float32, device=device)
+
+    def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
+        """All lists of the step in one copy to the device."""
+        lists = [
+            plan_group(batch.rows, batch.firsts, batch.layout, number, self.num_heads, self.configuration, self.capacity)
+            for number in range(len(batch.layout.groups))
+        ]
+        return _upload(lists, self.pool.keys_LPSd.device)
+
+    def run(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
+        place = self.pool.layout.places[layer]
+        group, layer_group = plan[place.group], self.pool.layout.groups[place.group]
+        key_dim, value_dim = self._dims
+        if q_THd.stride()[1:] != (key_dim, 1):
+            q_THd = q_THd.contiguous()
+        if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
+            k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
+        keys, values = self.pool.layer(layer)
+        slots = group.slots[place.stack]
+        scatter[(len(slots),)](
+            k_Td, v_Tv, keys, values, slots, k_Td.stride(0), v_Tv.stride(0),
+            key_dim, value_dim, _block(key_dim), _block(value_dim), self.pool.value_in_key, num_warps=1,
+        )  # fmt: skip
+        o_THv = q_THd.new_empty(len(q_THd), self.num_heads, value_dim)
+        for wave in group.waves:
+            attend[(wave.num_tiles, wave.most_splits)](
+                q_THd, keys, values, o_THv, group.spans, group.tiles, group.tables, self._partial, self._peaks, self._sums,
+                wave.first_tile, q_THd.stride(0), group.tables.shape[1], place.stack, layer_group.num_stacks, self._factor,
+                WINDOW=layer_group.window or 0, **self._sizes,
+            )  # fmt: skip
+            if wave.most_splits > 1:
+                join[(wave.num_tiles, self.configuration.rows)](
+                    o_THv, group.spans, group.tiles, self._partial, self._peaks, self._sums, wave.first_tile,
+                    BLOCK_C=JOINED_AT_ONCE, **self._join_sizes,
+                )  # fmt: skip
+        return o_THv
+
+
+def sizes_of(num_heads: int, first_columns: int, tail_columns: int, value_dim: int, configuration: Configuration) -> dict[str, Any]:
+    """What the kernels are compiled for."""
+    return {
+        "HEADS": num_heads,
+        "NUM_D": first_columns,
+        "NUM_R": tail_columns,
+        "NUM_V": value_dim,
+        "BLOCK_D": _block(first_columns),
+        "BLOCK_R": _block(tail_columns),
+        "BLOCK_V": _block(value_dim),
+        "BLOCK_M": configuration.rows,
+        "BLOCK_N": configuration.keys,
+        "SPLIT": configuration.split,
+        "SPANS": SPAN_FIELDS,
+        "TILES": TILE_FIELDS,
+    }
+
+
+def _block(num: int) -> int:
+    """Columns of a block that holds so many."""
+    return max(LEAST_BLOCK, 1 << (num - 1).bit_length()) if num else 0
+
+
+def _upload(lists: list[GroupLists], device: torch.device) -> tuple[GroupPlan, ...]:
+    parts = [part for group in lists for part in (group.spans, group.tiles, group.tables, group.slots)]
+    on_device = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)
+    tensors = (x.view(part.shape) for x, part in zip(on_device.split([part.size for part in parts]), parts, strict=True))
+    return tuple(GroupPlan(next(tensors), next(tensors), next(tensors), next(tensors), group.waves) for group in lists)

@@ -1,0 +1,187 @@
+"""The two kernels of attention: queries of any number of tokens over one head of paged keys, and what joins the splits of long sequences.
+
+The H queries of a token are H rows of one matrix over the same keys. A sequence's tokens make a matrix of tokens * H rows, row r being
+head r % H of token r // H; a tile is BLOCK_M of these, wherever tokens begin. A program takes one tile through one split: SPLIT keys from
+a multiple of SPLIT on. Single tokens, drafts, chunks and what follows a cached prefix are all such tiles.
+
+Invariant: what a row becomes depends on its own sequence alone. Blocks, splits and the groups of splits that are summed at once lie at
+fixed positions of the sequence, not of the tile; whatever a row does not see leaves its sums as they were, bit for bit.
+The kernels know nothing of layers, steps and requests: they get lists that plan.py makes.
+
+A block of keys is a page, or a part of one where pages are large: BLOCK_N divides PAGE. Widths that are no powers of two are padded by
+masks. A key may have a tail behind its first columns, multiplied by a dot of its own; if VALUE_IN_KEY those first columns are the value,
+loaded once. Logits are scaled in float32: a bfloat16 query that was scaled before the product would be rounded twice.
+
+Shape letters: M rows of a tile, N keys of a block, D first columns of a key, R its tail's, V of a value, C splits that are summed at once.
+"""
+
+import triton
+import triton.language as tl
+
+SPAN_FIELDS = 4
+"""Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
+TILE_FIELDS = 5
+"""Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch."""
+
+
+@triton.jit
+def _columns(
+    start_ptr, rows, visible, cols,
+    NUM: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Some columns of some rows of a matrix; 0 where a row is not visible (what lies there may be a NaN) or a column only padding."""
+    pointers = start_ptr + rows[:, None] * STRIDE + cols[None, :]
+    if MASKED:
+        found = tl.load(pointers, mask=visible[:, None] & (cols[None, :] < NUM), other=0.0)
+    elif NUM == BLOCK:
+        found = tl.load(pointers)
+    else:
+        found = tl.load(pointers, mask=cols[None, :] < NUM, other=0.0)
+    return found.to(tl.float32) if UPCAST else found
+
+
+@triton.jit
+def _queries(q_ptr, stride, token_M, head_M, WIDTH: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    pointers = q_ptr + (token_M.to(tl.int64) * stride + head_M * WIDTH)[:, None] + cols[None, :]
+    q = tl.load(pointers, mask=cols[None, :] < NUM, other=0.0)
+    return q.to(tl.float32) if UPCAST else q
+
+
+@triton.jit
+def _through(
+    low, high, q_MD, q_MR, peak_M, sum_M, o_MV, position_M, num_keys, table_ptr, num_stacks, keys_ptr, values_ptr, factor,
+    NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Takes the rows through blocks low .. high - 1: their largest logit, sum of weights and weighted values (Milakov, Gimelshein 2018)."""
+    index_N, cols_D, cols_V = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    for block in range(low, high):
+        position_N = block * BLOCK_N + index_N
+        written_N = position_N < num_keys
+        # In 64 bits: the elements of a large pool do not count in 32.
+        page = tl.load(table_ptr + block // (PAGE // BLOCK_N) * num_stacks).to(tl.int64)
+        slot = page * PAGE + block % (PAGE // BLOCK_N) * BLOCK_N
+        key_ptr = keys_ptr + slot * (NUM_D + NUM_R)
+        k_ND = _columns(key_ptr, index_N, written_N, cols_D, NUM_D, BLOCK_D, NUM_D + NUM_R, UPCAST, MASKED)
+        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+        if NUM_R > 0:
+            cols_R = tl.arange(0, BLOCK_R)
+            k_NR = _columns(key_ptr + NUM_D, index_N, written_N, cols_R, NUM_R, BLOCK_R, NUM_D + NUM_R, UPCAST, MASKED)
+            s_MN = tl.dot(q_MR, tl.trans(k_NR), s_MN, input_precision="ieee")
+        if MASKED:
+            seen_MN = position_N[None, :] <= position_M[:, None]
+            if WINDOW > 0:
+                seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
+            s_MN = tl.where(seen_MN, s_MN, float("-inf"))
+        new_peak_M = tl.maximum(peak_M, tl.max(s_MN, 1) * factor)
+        # A row that has seen no key yet has no largest logit; less 0, its weights are 0.
+        base_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M) if MASKED else new_peak_M
+        weight_MN = tl.exp2(tl.fma(s_MN, factor, -base_M[:, None]))
+        shrink_M = tl.exp2(peak_M - base_M)
+        v_NV = k_ND
+        if not VALUE_IN_KEY:
+            v_NV = _columns(values_ptr + slot * NUM_V, index_N, written_N, cols_V, NUM_V, BLOCK_V, NUM_V, UPCAST, MASKED)
+        o_MV = tl.dot(weight_MN.to(v_NV.dtype), v_NV, o_MV * shrink_M[:, None], input_precision="ieee")
+        peak_M, sum_M = new_peak_M, sum_M * shrink_M + tl.sum(weight_MN, 1)
+    return peak_M, sum_M, o_MV
+
+
+@triton.jit
+def _bounds(split, first_position, last_position, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
+    """Blocks low .. high - 1 of the split are seen by some row, and inner .. outer - 1 by every row whole."""
+    low, high = split * (SPLIT // BLOCK_N), tl.minimum((split + 1) * SPLIT, last_position + BLOCK_N) // BLOCK_N
+    inner = low
+    if WINDOW > 0:
+        low = tl.maximum(low, tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N)
+        inner = tl.minimum(tl.maximum(tl.maximum(last_position - WINDOW + BLOCK_N, 0) // BLOCK_N, low), high)
+    outer = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N, high), inner)
+    return low, inner, outer, high
+
+
+@triton.jit(do_not_specialize=["first_tile", "table_stride", "stack", "num_stacks"])
+def attend(
+    q_ptr, keys_ptr, values_ptr, output_ptr, spans_ptr, tiles_ptr, tables_ptr, partial_ptr, peaks_ptr, sums_ptr,
+    first_tile, q_stride, table_stride, stack, num_stacks, factor,
+    HEADS: tl.constexpr, NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    VALUE_IN_KEY: tl.constexpr, UPCAST: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, i): the tile's rows over split i of those it sees. The output itself where that is the only one, else its part."""
+    tile_ptr = tiles_ptr + (first_tile + tl.program_id(0)) * TILES
+    number, num_splits = tl.program_id(1), tl.load(tile_ptr + 3)
+    if number >= num_splits:
+        return
+    row, begin = tl.load(tile_ptr), tl.load(tile_ptr + 1)
+    span_ptr = spans_ptr + row * SPANS
+    first, num_tokens, start, first_page = tl.load(span_ptr), tl.load(span_ptr + 1), tl.load(span_ptr + 2), tl.load(span_ptr + 3)
+    # Rows behind the sequence's last stand for that one, and are not stored.
+    last_row = num_tokens * HEADS - 1
+    index_M, row_M = tl.arange(0, BLOCK_M), tl.minimum(begin + tl.arange(0, BLOCK_M), last_row)
+    token_M, head_M = row_M // HEADS, row_M % HEADS
+    q_MD = _queries(q_ptr, q_stride, first + token_M, head_M, NUM_D + NUM_R, NUM_D, BLOCK_D, UPCAST)
+    q_MR = q_MD
+    if NUM_R > 0:
+        q_MR = _queries(q_ptr + NUM_D, q_stride, first + token_M, head_M, NUM_D + NUM_R, NUM_R, BLOCK_R, UPCAST)
+    first_position, last_position = start + begin // HEADS, start + tl.minimum(begin + BLOCK_M - 1, last_row) // HEADS
+    low, inner, outer, high = _bounds(tl.load(tile_ptr + 2) + number, first_position, last_position, BLOCK_N, SPLIT, WINDOW)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride + stack - first_page * num_stacks
+    peak_M, sum_M = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    o_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
+        part_low, part_high = (low, inner) if part == 0 else ((inner, outer) if part == 1 else (outer, high))
+        peak_M, sum_M, o_MV = _through(
+            part_low, part_high, q_MD, q_MR, peak_M, sum_M, o_MV, start + token_M, start + num_tokens, table_ptr, num_stacks, keys_ptr,
+            values_ptr, factor, NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_N, PAGE, WINDOW, VALUE_IN_KEY, UPCAST, part != 1,
+        )  # fmt: skip
+    cols_V = tl.arange(0, BLOCK_V)
+    stored_MV = (begin + index_M <= last_row)[:, None] & (cols_V[None, :] < NUM_V)
+    if num_splits == 1:
+        output_ptrs = output_ptr + (((first + token_M).to(tl.int64) * HEADS + head_M) * NUM_V)[:, None] + cols_V[None, :]
+        tl.store(output_ptrs, (o_MV * (1.0 / sum_M)[:, None]).to(output_ptr.dtype.element_ty), mask=stored_MV)
+    else:
+        place_M = (tl.load(tile_ptr + 4) + number).to(tl.int64) * BLOCK_M + index_M
+        tl.store(peaks_ptr + place_M, peak_M)
+        tl.store(sums_ptr + place_M, sum_M)
+        tl.store(partial_ptr + place_M[:, None] * NUM_V + cols_V[None, :], o_MV, mask=stored_MV)
+
+
+@triton.jit(do_not_specialize=["first_tile"])
+def join(
+    output_ptr, spans_ptr, tiles_ptr, partial_ptr, peaks_ptr, sums_ptr, first_tile,
+    HEADS: tl.constexpr, NUM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    SPANS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, m): row m of the tile, from its parts. Nothing where the tile has but one split: that has been stored already."""
+    tile_ptr = tiles_ptr + (first_tile + tl.program_id(0)) * TILES
+    row, begin, first_split, num_splits = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
+    if num_splits <= 1:
+        return
+    span_ptr = spans_ptr + row * SPANS
+    first, num_tokens = tl.load(span_ptr), tl.load(span_ptr + 1)
+    sequence_row = begin + tl.program_id(1)
+    if sequence_row >= num_tokens * HEADS:
+        return
+    scratch = tl.load(tile_ptr + 4).to(tl.int64)
+    end_split = first_split + num_splits
+    index_C, cols_V = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_V)
+    peak = float("-inf")
+    for group in range(first_split // BLOCK_C, (end_split + BLOCK_C - 1) // BLOCK_C):
+        split_C = group * BLOCK_C + index_C
+        there_C = (split_C >= first_split) & (split_C < end_split)
+        place_C = (scratch + split_C - first_split) * BLOCK_M + tl.program_id(1)
+        peak = tl.maximum(peak, tl.max(tl.load(peaks_ptr + place_C, mask=there_C, other=float("-inf")), 0))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total, o_V = 0.0, tl.zeros([BLOCK_V], tl.float32)
+    for group in range(first_split // BLOCK_C, (end_split + BLOCK_C - 1) // BLOCK_C):
+        split_C = group * BLOCK_C + index_C
+        there_C = (split_C >= first_split) & (split_C < end_split)
+        place_C = (scratch + split_C - first_split) * BLOCK_M + tl.program_id(1)
+        weight_C = tl.exp2(tl.load(peaks_ptr + place_C, mask=there_C, other=float("-inf")) - base)
+        total += tl.sum(weight_C * tl.load(sums_ptr + place_C, mask=there_C, other=0.0), 0)
+        places_CV = partial_ptr + place_C[:, None] * NUM_V + cols_V[None, :]
+        o_CV = tl.load(places_CV, mask=there_C[:, None] & (cols_V[None, :] < NUM_V), other=0.0)
+        o_V += tl.sum(weight_C[:, None] * o_CV, 0)
+    output_row = (first + sequence_row // HEADS).to(tl.int64) * HEADS + sequence_row % HEADS
+    o_V = o_V * (1.0 / total)
+    tl.store(output_ptr + output_row * NUM_V + cols_V, o_V.to(output_ptr.dtype.element_ty), mask=cols_V < NUM_V)

@@ -1,0 +1,123 @@
+"""Random sequences over paged keys, to be attended to by the GPU's kernels and by the reference."""
+
+import random
+from typing import Any
+
+import torch
+
+from cache.layout import CacheLayout
+from cache.pages import PageAllocator
+from cache.pool import KVPool
+from cache.table import PageTable
+from model.backends import create_backend
+from model.backends.triton.configurations import Configuration
+from model.batch import build_batch
+from model.step import Row, StepPlan
+
+CPU = torch.device("cpu")
+SMALL = Configuration(16, 16, 32, 4, 1)
+"""Short splits, so that short sequences have several."""
+
+
+class Case:
+    """Sequences of random lengths, each with some tokens to compute. What nobody wrote is NaN; pages before a window are given back.
+
+    With a window there are three layers: the first sees all, the others, stacked on pages of their own, see the window.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        page_size: int = 16,
+        window: int | None = None,
+        most: int = 150,
+        dtype: torch.dtype = torch.float32,
+        configuration: Configuration | None = SMALL,
+    ) -> None:
+        self.rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.layout = CacheLayout.of(3, (None, window, window), page_size) if window else CacheLayout.of(1, (), page_size)
+        self.num_heads, self.key_dim, self.value_dim = num_heads, key_dim, value_dim or key_dim
+        self.value_in_key = value_dim is not None
+        self.configuration = configuration
+        self.capacity: int | None = None
+        allocator = PageAllocator(200)
+        shape = self.layout.layers_per_page, allocator.num_pages, page_size
+        self.keys = torch.full((*shape, key_dim), torch.nan, dtype=dtype)
+        self.values = self.keys[..., : self.value_dim] if self.value_in_key else torch.full_like(self.keys, torch.nan)
+        self.rows: list[Row] = []
+        self.inputs: list[tuple[torch.Tensor, ...]] = []
+        for id in range(self.rng.randint(2, 5)):
+            start, count = self.rng.choice([0, self.rng.randrange(most)]), self.rng.choice([1, 1, 4, self.rng.randint(1, 40)])
+            table = PageTable(allocator, self.layout)
+            allocator._free = self.rng.sample(allocator._free, len(allocator._free))
+            table.grow(start + count, start + count)
+            self._fill(table, start)
+            table.drop(start)
+            self.rows.append(Row(id, [0] * count, start, table.pages, None))
+            k_nd = torch.randn(count, key_dim, dtype=dtype)
+            v_nv = k_nd[:, : self.value_dim] if self.value_in_key else torch.randn_like(k_nd)
+            self.inputs.append((torch.randn(count, num_heads, key_dim, dtype=dtype) * 3, k_nd, v_nv))
+
+    def _fill(self, table: PageTable, num_tokens: int) -> None:
+        """Keys and values of the tokens that were computed before."""
+        size = self.layout.page_size
+        for group, pages in zip(self.layout.groups, table.pages, strict=True):
+            for stack in range(group.num_stacks):
+                for number, page in enumerate(pages[stack :: group.num_stacks]):
+                    end = min(size, max(0, num_tokens - number * size))
+                    self.keys[:, page, :end] = torch.randn(end, self.key_dim, dtype=self.keys.dtype)
+                    if not self.value_in_key:
+                        self.values[:, page, :end] = torch.randn(end, self.value_dim, dtype=self.keys.dtype)
+
+    def pool(self) -> KVPool:
+        keys = self.keys.clone()
+        return KVPool(self.layout, keys, keys[..., : self.value_dim] if self.value_in_key else self.values.clone())
+
+    def backend(self, name: str, pool: KVPool) -> Any:
+        scale = self.key_dim**-0.5
+        if name == "reference" or self.configuration is None:
+            return create_backend(name, pool, scale, self.num_heads)
+        from model.backends.triton.backend import TritonBackend
+
+        backend = TritonBackend(pool, scale, self.num_heads, self.configuration)
+        backend.capacity = self.capacity or backend.capacity
+        return backend
+
+    def run(self, chosen: list[int], layer: int = 0, name: str = "triton", pool: KVPool | None = None) -> list[torch.Tensor]:
+        """The outputs of these rows, computed together; keys and values are written to `pool`."""
+        backend = self.backend(name, pool or self.pool())
+        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, CPU)
+        q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]) for part in range(3))
+        o_THv = backend.run(backend.plan(batch), layer, q_THd, k_Td, v_Tv)
+        return list(o_THv.split([len(self.rows[i].tokens) for i in chosen]))
+
+    def everyone(self) -> list[int]:
+        return list(range(len(self.rows)))
+
+    def cut(self, i: int, pieces: list[int], layer: int = 0) -> torch.Tensor:
+        """The output of row i, so many tokens at a time."""
+        row, inputs = self.rows[i], self.inputs[i]
+        pool, outputs, first = self.pool(), [], 0
+        for count in pieces:
+            self.rows[i] = Row(row.sequence, row.tokens[first : first + count], row.start + first, row.pages, None)
+            self.inputs[i] = tuple(x[first : first + count] for x in inputs)
+            outputs += self.run([i], layer, pool=pool)
+            first += count
+        assert first == len(row.tokens)
+        self.rows[i], self.inputs[i] = row, inputs
+        return torch.cat(outputs)
+
+    def check(self, relative: float, layer: int = 0) -> None:
+        """Attention and what it wrote are the reference's."""
+        pools = self.pool(), self.pool()
+        outputs = [self.run(self.everyone(), layer, name, pool) for name, pool in zip(("reference", "triton"), pools, strict=True)]
+        for expected, actual in zip(*outputs, strict=True):
+            assert actual.dtype is expected.dtype and actual.isfinite().all()
+            assert ((actual.float() - expected.float()).abs() <= relative * (1 + expected.float().abs())).all()
+        assert torch.equal(pools[0].keys_LPSd.isnan(), pools[1].keys_LPSd.isnan())
+        assert torch.equal(pools[0].keys_LPSd.nan_to_num(), pools[1].keys_LPSd.nan_to_num())
+        assert torch.equal(pools[0].values_LPSv.nan_to_num(), pools[1].values_LPSv.nan_to_num())

@@ -1,0 +1,143 @@
+"""The GPU's kernels under Triton's interpreter: the reference's numbers on ragged batches, and their own bits in any company."""
+
+import random
+
+import pytest
+import torch
+
+from model.backends.triton.configurations import Configuration
+from tests.triton.cases import SMALL, Case
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+EXACT = 1e-5
+# The interpreter cuts bfloat16 off instead of rounding it: two units of the last place.
+NEAR = {torch.float32: EXACT, torch.float16: 2e-3, torch.bfloat16: 2.0**-6}
+
+FAMILIES = [
+    ("starcoderbase-1b", 16, 128, None),
+    ("starcoder", 48, 128, None),
+    ("falcon-7b", 71, 64, None),
+    ("gemma-2b", 8, 256, None),
+    ("gemma-3-1b", 4, 256, None),
+    ("phi-like", 32, 96, None),
+    ("odd", 5, 80, None),
+    ("narrow", 3, 6, None),
+    ("deepseek-v2-lite", 16, 576, 512),
+    ("deepseek-v3", 128, 576, 512),
+    ("minicpm3", 40, 288, 256),
+    ("tiny latent", 7, 40, 24),
+]
+"""(name, query heads, columns of a key, of the value that is its beginning)"""
+
+
+@pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(("num_heads", "key_dim", "value_dim"), [family[1:] for family in FAMILIES], ids=[name for name, *_ in FAMILIES])
+@torch.inference_mode()
+def test_every_head_count_and_width_of_the_families(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype) -> None:
+    """As they are shipped."""
+    Case(num_heads, num_heads, key_dim, value_dim, 64, most=90, dtype=dtype, configuration=None).check(NEAR[dtype])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@torch.inference_mode()
+def test_ragged_batches_pages_windows_and_splits(seed: int) -> None:
+    rng = random.Random(seed)
+    page_size, rows = rng.choice([16, 32, 64, 256]), rng.choice([16, 32])
+    configuration = Configuration(rows, 16, rng.choice([32, 64]), 4, 1)
+    window = rng.choice([None, 1, 5, 33, 70])
+    case = Case(seed, rng.choice([1, 2, 3, 7, 12]), 32, None, page_size, window, configuration=configuration)
+    for layer in (0, 2) if window else (0,):
+        case.check(EXACT, layer)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@torch.inference_mode()
+def test_blocks_that_are_pages(page_size: int) -> None:
+    case = Case(page_size, 4, 32, None, page_size, configuration=Configuration(16, page_size, 2 * page_size, 4, 1))
+    case.check(EXACT)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 5])
+@torch.inference_mode()
+def test_the_same_bits_alone_in_company_and_in_pieces(seed: int) -> None:
+    window = (None, 20)[seed % 2]
+    case = Case(seed, (3, 16, 7)[seed % 3], 32, (None, 16)[seed // 2 % 2], window=window, most=200)
+    layer = 1 if window else 0
+    everyone = case.everyone()
+    together = case.run(everyone, layer)
+    for i in everyone:
+        assert torch.equal(case.run([i], layer)[0], together[i])
+        count = len(case.rows[i].tokens)
+        cut = case.rng.randint(1, count)
+        for pieces in ([cut, count - cut], [1] * min(count, 6) + [count - 6] * (count > 6)):
+            assert torch.equal(case.cut(i, [n for n in pieces if n], layer), together[i])
+
+
+@torch.inference_mode()
+def test_many_splits_are_summed_in_groups_that_a_tile_does_not_move() -> None:
+    """A window of more splits than are summed at once: the tiles of a chunk begin at another split than a single token's."""
+    case = Case(23, 1, 16, None, 64, window=262, most=500, configuration=Configuration(16, 16, 16, 4, 1))
+    i = max(case.everyone(), key=lambda i: case.rows[i].start * (len(case.rows[i].tokens) > 20))
+    count = len(case.rows[i].tokens)
+    assert case.rows[i].start > 300 and count > 20
+    assert torch.equal(case.cut(i, [7] * (count // 7) + [count % 7] * (count % 7 > 0), 1), case.run([i], 1)[0])
+
+
+@torch.inference_mode()
+def test_the_same_bits_when_the_scratch_is_short() -> None:
+    case = Case(3, 4, 32, most=200)
+    whole = case.run(case.everyone())
+    case.capacity = 12
+    for expected, actual in zip(whole, case.run(case.everyone()), strict=True):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("part", range(3))
+@torch.inference_mode()
+def test_a_nan_stays_one_and_stays_where_it_is(part: int) -> None:
+    case = Case(1, 4, 32)
+    everyone = case.everyone()
+    before = case.run(everyone)
+    case.inputs[1][part][0] = torch.nan
+    after = case.run(everyone)
+    assert after[1][0].isnan().all()
+    assert all(torch.equal(before[i], after[i]) for i in everyone if i != 1)
+
+
+@torch.inference_mode()
+def test_padding_computes_and_writes_nothing() -> None:
+    case = Case(5, 4, 32)
+    pool = case.pool()
+    backend = case.backend("triton", pool)
+    from model.batch import build_batch
+    from model.step import StepPlan
+
+    plan = backend.plan(build_batch(StepPlan(tuple(case.rows)), case.layout, torch.device("cpu")))
+    plan[0].tiles[:, 3] = 0
+    plan[0].slots[:] = -1
+    q_THd, k_Td, v_Tv = (torch.cat([inputs[part] for inputs in case.inputs]) for part in range(3))
+    before = pool.keys_LPSd.clone(), pool.values_LPSv.clone()
+    backend._partial.fill_(7.0)
+    backend.run(plan, 0, q_THd, k_Td, v_Tv)
+    assert torch.equal(before[0].nan_to_num(9.0), pool.keys_LPSd.nan_to_num(9.0))
+    assert torch.equal(before[1].nan_to_num(9.0), pool.values_LPSv.nan_to_num(9.0))
+    assert (backend._partial == 7.0).all()
+
+
+@torch.inference_mode()
+def test_queries_keys_and_values_as_the_projection_lays_them_out() -> None:
+    """Columns of one matrix, read where they lie."""
+    case = Case(2, 4, 32)
+    apart = case.run(case.everyone())
+    for i, (q_nHd, k_nd, v_nv) in enumerate(case.inputs):
+        qkv_nE = torch.cat([q_nHd.flatten(1), k_nd, v_nv], dim=1)
+        q_nE, k_nd, v_nv = qkv_nE.split([128, 32, 32], dim=1)
+        case.inputs[i] = q_nE.view(-1, 4, 32), k_nd, v_nv
+    for i, expected in enumerate(apart):
+        assert torch.equal(case.run([i])[0], expected)
+
+
+def test_short_splits_are_several() -> None:
+    """What the tests above stand on."""
+    assert any(row.start + len(row.tokens) > 2 * SMALL.split for row in Case(0, 4, 32, most=300).rows)

@@ -1,0 +1,103 @@
+"""The lists that the kernels read: every row of every matrix once, every page and slot where it is, no two parts in one place."""
+
+import random
+from array import array
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.layout import CacheLayout, pages_for
+from cache.table import DROPPED
+from model.backends.triton.configurations import Configuration
+from model.backends.triton.plan import ALIGNMENT, TILE_BUCKET, GroupLists, plan_group
+from model.step import Row
+
+ROWS = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40) | st.just(1)), min_size=1, max_size=12)
+
+
+class Step:
+    """Rows of these (start, number of tokens), their pages any numbers; those that no token sees are dropped."""
+
+    def __init__(self, rows: list[tuple[int, int]], num_heads: int, window: int | None, page_size: int, capacity: int) -> None:
+        rng = random.Random(0)
+        self.layout = CacheLayout.of(3, (None, window, window), page_size) if window else CacheLayout.of(1, (), page_size)
+        self.num_heads, self.configuration, self.capacity = num_heads, Configuration(16, 16, 64, 4, 1), capacity
+        self.rows, self.firsts, first = [], [], 0
+        for start, count in rows:
+            tables = []
+            for group in self.layout.groups:
+                pages = array("q", (rng.randrange(10_000) for _ in range(pages_for(start + count, page_size) * group.num_stacks)))
+                unseen = group.first_seen(start) // page_size * group.num_stacks
+                pages[:unseen] = array("q", [DROPPED]) * unseen
+                tables.append(pages)
+            self.rows.append(Row(0, [0] * count, start, tables, None))
+            self.firsts.append(first)
+            first += count
+        self.num_tokens = first
+
+    def lists(self, number: int) -> GroupLists:
+        return plan_group(self.rows, self.firsts, self.layout, number, self.num_heads, self.configuration, self.capacity)
+
+
+STEPS = st.builds(
+    Step,
+    ROWS,
+    st.sampled_from([1, 3, 16, 71]),
+    st.sampled_from([None, 1, 30, 64, 200]),
+    st.sampled_from([16, 64, 256]),
+    st.sampled_from([12, 40, 10_000]),
+)
+
+
+@given(STEPS)
+def test_every_row_is_in_one_tile_with_the_splits_it_sees(step: Step) -> None:
+    for number, group in enumerate(step.layout.groups):
+        lists, rows, split = step.lists(number), step.configuration.rows, step.configuration.split
+        assert len(lists.tiles) % TILE_BUCKET == 0
+        tiles = [tile for tile in lists.tiles.tolist() if tile[0] >= 0]
+        assert all(tile == [-1, 0, 0, 0, tile[4]] for tile in lists.tiles.tolist()[len(tiles) :])
+        expected = [(i, begin) for i, row in enumerate(step.rows) for begin in range(0, len(row.tokens) * step.num_heads, rows)]
+        assert [(row, begin) for row, begin, *_ in tiles] == expected
+        for i, begin, first_split, num_splits, _ in tiles:
+            row = step.rows[i]
+            last = min(begin + rows, len(row.tokens) * step.num_heads) - 1
+            first_key, last_key = group.first_seen(row.start + begin // step.num_heads), row.start + last // step.num_heads
+            assert (first_split, first_split + num_splits - 1) == (first_key // split, last_key // split)
+
+
+@given(STEPS)
+def test_tables_and_slots_are_the_pages(step: Step) -> None:
+    size = step.layout.page_size
+    for number, group in enumerate(step.layout.groups):
+        lists, stacks = step.lists(number), group.num_stacks
+        assert lists.spans[:, :3].tolist() == [[a, len(row.tokens), row.start] for a, row in zip(step.firsts, step.rows, strict=True)]
+        assert lists.slots.shape[1] % ALIGNMENT == 0 and (lists.slots[:, step.num_tokens :] == -1).all()
+        for line, span, row in zip(lists.tables, lists.spans.tolist(), step.rows, strict=True):
+            first, count, start, first_page = span
+            for stack in range(stacks):
+                for position in {group.first_seen(start), start, start + count - 1}:
+                    place = position // size * stacks + stack
+                    assert line[place - first_page * stacks] == row.pages[number][place] != DROPPED
+                slots = [row.pages[number][p // size * stacks + stack] * size + p % size for p in range(start, start + count)]
+                assert lists.slots[stack, first : first + count].tolist() == slots
+
+
+@given(STEPS)
+def test_no_two_parts_of_a_wave_share_a_place(step: Step) -> None:
+    for number in range(len(step.layout.groups)):
+        lists, end = step.lists(number), 0
+        for wave in lists.waves:
+            assert wave.first_tile == end and wave.num_tiles > 0
+            end += wave.num_tiles
+            tiles = lists.tiles[wave.first_tile : end]
+            assert wave.most_splits == tiles[:, 3].max()
+            places = [place for *_, num_splits, first in tiles.tolist() if num_splits > 1 for place in range(first, first + num_splits)]
+            assert len(places) == len(set(places)) and all(0 <= place < step.capacity for place in places)
+        assert end == len(lists.tiles)
+
+
+def test_lists_are_of_32_bits_and_padded_to_whole_words() -> None:
+    lists = Step([(5, 1), (0, 3)], 3, None, 16, 100).lists(0)
+    for part in (lists.spans, lists.tiles, lists.tables, lists.slots):
+        assert part.dtype == np.int32 and part.size % ALIGNMENT == 0
