@@ -171,7 +171,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 def _host_panel(axes: Any, axis: str, points: list[dict[str, Any]]) -> None:
     lines = {part: [point[part] for point in points] for part in (*PARTS, "step")}
     title = f"host's part of a step, us, by {axis}"
-    _panel(axes, title, [max(point[FIELD[axis]], 1) for point in points], lines, logs="x" if axis == "waiting" else "xy")
+    _panel(axes, title, [max(point[FIELD[axis]], 1) for point in points], lines, logs="xy" if axis == "running" else "x")
 
 
 def _panel(axes: Any, title: str, places: list[int], lines: dict[str, list[float]], logs: str) -> None:
@@ -183,12 +183,13 @@ def _panel(axes: Any, title: str, places: list[int], lines: dict[str, list[float
         axes.plot(places, values, ".-", linewidth=1.0, label=name)
     if "x" in logs:
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
     if "y" in logs:
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.35 * max(map(max, lines.values())))
     if len(lines) > 1:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left", ncols=1 if "y" in logs else 3)
     axes.grid(alpha=0.25)
 
 
