@@ -30,6 +30,7 @@ PACE = "BENCH_PUPPET_PACE"
 """Milliseconds from one step to the next, in the puppet's environment."""
 PROMPT_TOKENS, FIRST_ID, IDS = 16, 100, 4000
 BEAT_SECONDS = 1.0
+EVENT = b"data: {"
 DIALECTS = {
     "tgi": ("/generate_stream", lambda n: {"inputs": "def f(", "parameters": {"max_new_tokens": n, "ignore_eos": True}}),
     "openai": (
@@ -80,7 +81,7 @@ def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int
     path, body = DIALECTS[dialect]
     request = http_request("POST", path, body(num_tokens))
     waiting = selectors.DefaultSelector()
-    events, pieces = dict.fromkeys(range(num_streams), 0), 0
+    tails, events, pieces = [b""] * num_streams, [0] * num_streams, 0
     for number in range(num_streams):
         connection = socket.create_connection(("127.0.0.1", port))
         connection.sendall(request)
@@ -91,7 +92,10 @@ def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int
             data = key.fileobj.recv(2**18)  # type: ignore[union-attr]
             if began is None and b"data: " in data:
                 began = processor_seconds(pid), time.monotonic()
-            events[key.data] += data.count(b"data: {")
+            if b'"error"' in data:
+                raise ValueError(f"a stream failed: {data!r}")
+            tails[key.data] = tails[key.data][1 - len(EVENT) :] + data
+            events[key.data] += tails[key.data].count(EVENT)
             pieces += 1
             if not data:
                 waiting.unregister(key.fileobj)
@@ -99,8 +103,8 @@ def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int
     assert began is not None
     cpu, wall = processor_seconds(pid) - began[0], time.monotonic() - began[1]
     count = num_streams * num_tokens
-    if any(number != num_tokens for number in events.values()):
-        raise ValueError(f"{min(events.values())} events came of {num_tokens}")
+    if any(number != num_tokens for number in events):
+        raise ValueError(f"{min(events)} events came of {num_tokens}")
     return {"cpu_us": cpu / count * 1e6, "wall_us": wall / count * 1e6, "writes": pieces / count}
 
 

@@ -1,11 +1,12 @@
 """Zeroed memory for weights, in huge pages where the system has them.
 
 A product reads weights as a few long streams, and a processor's own reading ahead stops at the end of a page: of 4 KiB, every 64 lines.
-Invariant: what was given out is never given out again; it lives as long as a tensor over it. It knows nothing of what is stored.
+Invariant: what was given out is never given out again; a chunk lives as long as any tensor in it. It knows nothing of what is stored.
 """
 
 import ctypes
 import mmap
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 HUGE, LINE = 2**21, 64
 """Bytes of a huge page on the processors that there are kernels for, and of a line of their caches."""
 CHUNK = 32 * HUGE
-"""Bytes that are mapped at once; what is not used of them takes no memory."""
+"""Bytes that are mapped at once; what is not used of them takes no memory, but for the rest of a huge page."""
 
 
 class HugePages:
@@ -39,6 +40,7 @@ def _map(num_bytes: int) -> Tensor:
     except OSError as error:
         raise MemoryError(f"{num_bytes} bytes for weights cannot be had") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # A kernel without them takes that for a mistake.
+            mapped.madvise(mmap.MADV_HUGEPAGE)
     skipped = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % HUGE
     return torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=skipped)

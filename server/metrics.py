@@ -3,6 +3,7 @@
 What every token and every step say is only noted, and becomes a metric when somebody looks.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
@@ -23,7 +24,7 @@ class Histogram(Collector):
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name, self._text = name, text
         self._counts = [0] * (len(_LATENCY) + 1)
-        self.sum = 0.0
+        self.sum, self._created = 0.0, time.time()
         registry.register(self)
 
     def observe(self, seconds: float) -> None:
@@ -34,7 +35,9 @@ class Histogram(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """As the registry wants it."""
         bounds = [*map(str, _LATENCY), "+Inf"]
-        yield HistogramMetricFamily(self._name, self._text, list(zip(bounds, accumulate(self._counts), strict=True)), self.sum)
+        family = HistogramMetricFamily(self._name, self._text, list(zip(bounds, accumulate(self._counts), strict=True)), self.sum)
+        family.add_sample(f"{self._name}_created", {}, self._created)
+        yield family
 
 
 class Metrics:

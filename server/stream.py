@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -138,7 +139,8 @@ class OpenStreams:
         """Set where there is something in the inbox, or time is up."""
         self._num_open = len(self.choices)
         self._cut: list[Piece] = []
-        self._error: RequestError | None = None
+        self._error: Callable[[], RequestError] | None = None
+        """What ends the request, made when it is raised: an error that was raised holds all that this does."""
         self._late = False
         timeout = requests[0].timeout_s
         self._deadline = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._run_late)
@@ -175,7 +177,7 @@ class OpenStreams:
         """The next piece. Raises GenerationFailed where the engine could not go on, QueueTimeout where it had not begun in time."""
         while (piece := self.take()) is None:
             if self._error is not None:
-                raise self._error
+                raise self._error()
             if self._num_open == 0:
                 raise StopAsyncIteration
             if self._late:
@@ -192,24 +194,31 @@ class OpenStreams:
             choice = self.choices[index]
             if choice.outcome is not None:
                 continue
-            try:
-                return self._take(choice, delivery, came)
-            except RequestError as error:
-                self._error = error
+            if isinstance(delivery, protocol.Failed):
+                self._fail(choice, delivery)
+            elif (piece := self._take(choice, delivery, came)) is not None:
+                return piece
         return self._cut.pop(0) if self._cut else None
 
-    def _take(self, choice: Choice, delivery: protocol.Token | protocol.Failed, came: float) -> Piece:
-        if isinstance(delivery, protocol.Failed):
-            self._end(choice, "refused" if delivery.refused else "failed")
-            if delivery.code == "numerical_error":
-                self.generation.numerical_error()
-            raise _error(delivery)
-        piece = self._piece(choice, delivery)
+    def _take(self, choice: Choice, token: protocol.Token, came: float) -> Piece | None:
+        try:
+            piece = self._texts[choice.index].piece(token)
+        except Exception:
+            log.exception("a token could not be made text")
+            self._end(choice, "failed")
+            self._error = partial(GenerationFailed, "Request failed during generation: an internal error", code="text_error")
+            return None
         if piece.finish is not None:
             self.generation.metrics.e2e_latency.observe(came - choice.arrival)
             self.generation.run_seconds.append(came - (choice.started or choice.arrival))
             self._end(choice, piece.finish)
         return piece
+
+    def _fail(self, choice: Choice, failed: protocol.Failed) -> None:
+        self._end(choice, "refused" if failed.refused else "failed")
+        if failed.code == "numerical_error":
+            self.generation.numerical_error()
+        self._error = partial(_error, failed)
 
     def _run_late(self) -> None:
         self._late = True
@@ -222,15 +231,8 @@ class OpenStreams:
             self._end(choice, "timeout")
         if waited:
             self._cut = []
-            self._error = QueueTimeout("the request's time limit was over before its turn came", RETRY_SECONDS, code="queue_timeout")
-
-    def _piece(self, choice: Choice, token: protocol.Token) -> Piece:
-        try:
-            return self._texts[choice.index].piece(token)
-        except Exception:
-            log.exception("a token could not be made text")
-            self._end(choice, "failed")
-            raise GenerationFailed("Request failed during generation: an internal error", code="text_error") from None
+            text = "the request's time limit was over before its turn came"
+            self._error = partial(QueueTimeout, text, RETRY_SECONDS, code="queue_timeout")
 
     async def begin(self, patience: float) -> Piece | None:
         """The first piece, so that a failure before it can still have a status of its own; None where it takes longer than that."""

@@ -6,7 +6,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from server.checkpoint import CheckpointFiles
 from server.errors import ConfigurationError
@@ -112,11 +112,12 @@ class TextCodec:
     @cached_property
     def is_bytes(self) -> bool:
         """Whether decoding is to put tokens' bytes end to end, and to read them as UTF-8."""
-        decoder = json.loads(self.tokenizer.to_str()).get("decoder") or {}
-        return decoder.get("type") == "ByteLevel"
+        return isinstance(self.tokenizer.decoder, decoders.ByteLevel)
 
     def written(self, id: int) -> bytes:
-        """Those bytes. A token with a letter that stands for none is its text."""
+        """Those bytes, as the decoder reads tokens: of one with a letter that stands for no byte, its text. (`token_bytes` is what a token
+        stands for to a client, whatever the decoder.)
+        """
         found = self._written.get(id)
         if found is None:
             text = self.tokenizer.id_to_token(id) or ""

@@ -1,5 +1,5 @@
-"""EngineProcess: an engine's process and its pipe. Everything happens on the event loop but writing, which a thread does, as an engine
-that is stopped takes nothing; what is read is read as far as it has come. It knows nothing of requests.
+"""EngineProcess: an engine's process and its pipe. What has come is read on the event loop; a thread writes, as an engine that is stopped
+takes nothing, and in the end waits for the process. It knows nothing of requests.
 """
 
 import asyncio
@@ -67,8 +67,11 @@ class EngineProcess:
         self._on_message = on_message
         self._on_exit = on_exit
         self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
+        self._frames = Frames()
         self._pipe, theirs = Pipe(duplex=True)
         fd = theirs.fileno()
+        # The pipe itself blocks, for the thread that writes.
+        self._socket = socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
         # What a terminal says to its group is for us alone (we drain first), so the engine is in a group of its own.
         command = [sys.executable, "-P", "-m", ENGINE_MODULE, str(fd)]
         self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0)
@@ -78,9 +81,6 @@ class EngineProcess:
         except RuntimeError as error:  # No more threads: as little of an engine as no process.
             self.process.kill()
             raise OSError(errno.EAGAIN, "no thread can be started") from error
-        self._frames = Frames()
-        # The pipe itself blocks, for the thread that writes.
-        self._socket = socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
         self._loop.add_reader(self._socket, self._read)
         self.send(start)
 
@@ -127,10 +127,15 @@ class EngineProcess:
             log.exception("a message of the engine's could not be taken")
 
     def _write(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            with contextlib.suppress(OSError):  # The reader sees the EOF and reports it.
-                self._pipe.send_bytes(protocol.encode(message))
-        self._pipe.close()
-        status = self.process.wait()
-        with contextlib.suppress(RuntimeError):  # The loop has closed: nobody is left to tell.
-            self._loop.call_soon_threadsafe(self._on_exit, status)
+        try:
+            while (message := self._outbox.get()) is not None:
+                with contextlib.suppress(OSError):  # The reader sees the EOF and reports it.
+                    self._pipe.send_bytes(protocol.encode(message))
+        except Exception:
+            log.exception("a message to the engine could not be written")
+            self.process.kill()  # What it has not been told, the next one will be.
+        finally:
+            self._pipe.close()
+            status = self.process.wait()
+            with contextlib.suppress(RuntimeError):  # The loop has closed: nobody is left to tell.
+                self._loop.call_soon_threadsafe(self._on_exit, status)

@@ -1,5 +1,7 @@
 """Memory for weights: every tensor zeroed, aligned and its own."""
 
+import errno
+import mmap
 import random
 
 import pytest
@@ -34,3 +36,12 @@ def test_what_is_larger_than_a_chunk_has_one_of_its_own_and_outlives_the_rest() 
 def test_what_cannot_be_had_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="cannot be had"):
         HugePages().zeros(torch.Size([2**55]), torch.int8)
+
+
+def test_a_kernel_that_knows_no_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("model.huge_pages.mmap.mmap", Refusing)
+    assert HugePages().zeros(torch.Size([3]), torch.int8).tolist() == [0, 0, 0]

@@ -81,7 +81,6 @@ class FrontDoor:
         if ENTRY not in scope:
             self.admits(scope)
         entry: Entry = scope[ENTRY]
-        scope[WRITE] = send
         exchange = Exchange(scope, send, self.generation)
         current_request_id.set(exchange.request_id)
         current_place.set(entry.place)
@@ -90,8 +89,10 @@ class FrontDoor:
                 headers = {"www-authenticate": "Bearer"} if isinstance(entry.error, Unauthorized) else {}
                 await refusal(Request(scope), entry.error, headers)(scope, receive, exchange.send)
             else:
+                scope[WRITE] = send
                 await self.app(scope, receive, exchange.send)
         finally:
+            scope.pop(WRITE, None)  # It holds this scope.
             if not entry.kept:
                 entry.release()
             exchange.log()

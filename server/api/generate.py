@@ -337,12 +337,12 @@ class Reply:
         return {"finish_reason": sequence.finish, "generated_tokens": len(sequence.tokens), "seed": seed}
 
     async def events(self, first: Piece | None) -> AsyncIterator[list[bytes]]:
-        """One event for each token, and together those of all tokens that there are; the last has the whole text. Raises RequestError."""
+        """One event for each token, and together those of tokens that have come; the last has the whole text. Raises RequestError."""
         if first is not None:
             yield [self._event(first)]
         async for piece in self.streams:
             events = [self._event(piece)]
-            while (more := self.streams.take()) is not None:
+            while len(events) < sse.BREATH and (more := self.streams.take()) is not None:
                 events.append(self._event(more))
             yield events
 

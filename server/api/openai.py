@@ -190,13 +190,13 @@ def _error_event(error: RequestError) -> bytes:
 
 
 async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[list[bytes]]:
-    """One event for each chunk, and together those of all pieces that there are. Raises RequestError."""
+    """One event for each chunk, and together those of pieces that have come. Raises RequestError."""
     chunks = [*reply.first(), *(reply.chunks(first) if first is not None else ())]
     if chunks:
         yield [sse.event(chunk) for chunk in chunks]
     async for piece in reply.streams:
         chunks = reply.chunks(piece)
-        while (more := reply.streams.take()) is not None:
+        while len(chunks) < sse.BREATH and (more := reply.streams.take()) is not None:
             chunks += reply.chunks(more)
         if chunks:
             yield [sse.event(chunk) for chunk in chunks]

@@ -108,8 +108,8 @@ async def _events(reader: Reader, changed: asyncio.Event) -> AsyncIterator[list[
         gap, events = reader.take()
         if gap:
             yield [reader.buffer.gap]
-        if events:
-            yield [event for _, event in events]
+        for begin in range(0, len(events), sse.BREATH):
+            yield [event for _, event in events[begin : begin + sse.BREATH]]
         if reader.superseded:
             yield [SUPERSEDED]
             return
