@@ -226,13 +226,13 @@ class OpenStreams:
 
     def _time_out(self) -> None:
         waited = all(choice.id in self.generation.unstarted for choice in self.choices)
-        self._cut = [self._texts[choice.index].cut() for choice in self.choices if choice.outcome is None]
-        for choice in self.choices:
-            self._end(choice, "timeout")
         if waited:
-            self._cut = []
             text = "the request's time limit was over before its turn came"
             self._error = partial(QueueTimeout, text, RETRY_SECONDS, code="queue_timeout")
+        else:
+            self._cut = [self._texts[choice.index].cut() for choice in self.choices if choice.outcome is None]
+        for choice in self.choices:
+            self._end(choice, "timeout")
 
     async def begin(self, patience: float) -> Piece | None:
         """The first piece, so that a failure before it can still have a status of its own; None where it takes longer than that."""

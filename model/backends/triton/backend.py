@@ -16,8 +16,8 @@ from torch import Tensor
 from cache.layout import pages_for
 from cache.pool import KVPool
 from model.backends.triton.configurations import Configuration
-from model.backends.triton.kernels import SPAN_FIELDS, TILE_FIELDS, attend, join
-from model.backends.triton.plan import GroupLists, Wave, plan_group
+from model.backends.triton.kernels import attend, join
+from model.backends.triton.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Wave, plan_group
 from model.backends.triton.write import scatter
 from model.batch import Batch
 

@@ -18,11 +18,6 @@ Shape letters: M rows of a tile, N keys of a block, D first columns of a key, R 
 import triton
 import triton.language as tl
 
-SPAN_FIELDS = 4
-"""Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
-TILE_FIELDS = 5
-"""Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch."""
-
 
 @triton.jit
 def _columns(

@@ -18,6 +18,10 @@ from model.backends.triton.configurations import Configuration
 from model.step import Row
 
 Numbers = NDArray[np.int32]
+SPAN_FIELDS = 4
+"""Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
+TILE_FIELDS = 5
+"""Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch."""
 TILE_BUCKET = 4
 """The number of tiles is a multiple of it."""
 ALIGNMENT = 4
@@ -35,7 +39,7 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class GroupLists:
-    """What the layers of a group share. Each line of `spans` and `tiles` is what kernels.py says."""
+    """What the layers of a group share. A line of `spans` has SPAN_FIELDS, one of `tiles` TILE_FIELDS."""
 
     spans: Numbers
     tiles: Numbers
@@ -94,7 +98,7 @@ def _tiles(
     end_t = np.minimum(begin_t + configuration.rows, matrix_r[row_t])
     first_split_t = _first_seen(start_r[row_t] + begin_t // num_heads, window) // configuration.split
     last_split_t = (start_r[row_t] + (end_t - 1) // num_heads) // configuration.split
-    tiles = np.zeros((-(-len(row_t) // TILE_BUCKET) * TILE_BUCKET, 5), np.int32)
+    tiles = np.zeros((-(-len(row_t) // TILE_BUCKET) * TILE_BUCKET, TILE_FIELDS), np.int32)
     tiles[:, 0] = -1
     tiles[: len(row_t), :4] = np.stack([row_t, begin_t, first_split_t, last_split_t - first_split_t + 1], axis=1)
     return tiles
