@@ -167,7 +167,7 @@ def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
     if typical:
         probs_SV[typical] = _keep_typical(probs_SV[typical], [samples[i] for i in typical])
     probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
-    keys = [(s.sampling.seed, s.sampling.choice, len(s.output)) for s in samples]
+    keys = [(s.sampling.seed, s.sampling.choice, s.index) for s in samples]
     times_SV = torch.from_numpy(np.stack([exponentials(*key, probs_SV.shape[-1]) for key in keys])).to(probs_SV.device)
     # No time is 0: a token of probability 0 would win.
     return probs_SV.div_(times_SV.clamp_(min=SHORTEST)).argmax(dim=-1)

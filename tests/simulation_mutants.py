@@ -28,6 +28,7 @@ from server.engine import core
 from server.engine.core import EngineCore
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
+from server.engine.sharing import Sharing
 from server.engine.worker import Worker
 from server.journal import OpenSequence
 from server.stream_buffer import StreamBuffer, StreamStore
@@ -98,22 +99,22 @@ MUTANTS = (
     Mutant("a leaked page", PageTable, "release", "release(reversed(owned))", "release(owned[1:])"),
     Mutant("a page forgotten in preemption", Scheduler, "_preempt", "sequence.table.release()", "sequence.table = None or sequence.table"),
     Mutant("preempted, and taken for computed", Scheduler, "_preempt", "sequence.num_computed = 0", "pass"),
-    Mutant("NaN left in a page", Scheduler, "_advance", "self._unclean.extend(self._remove(sequence.id))", "self._remove(sequence.id)"),
+    Mutant("NaN left in a page", Scheduler, "_distrust", "sequence.spoilt = True", "pass"),
     Mutant(
         "a block is published before it is whole",
-        Scheduler,
-        "_publish",
-        "sequence.num_computed // page_size",
-        "-(-sequence.num_computed // page_size)",
+        Sharing,
+        "publish",
+        "end // self._page_size",
+        "-(-end // self._page_size)",
     ),
-    Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._unclaim(sequence)", "pass"),
+    Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._sharing.withdraw(sequence)", "pass"),
     Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
-    Mutant("the last token is not computed", Scheduler, "_admit", "sequence.num_skippable", "sequence.num_tokens"),
+    Mutant("the last token is not computed", Sharing, "find", "sequence.num_skippable", "sequence.num_tokens"),
     # --- guesses
-    Mutant("a wrong guess is taken for computed", Sequence, "take_computed", "len(row.tokens) - row.drafts +", "len(row.tokens) +"),
+    Mutant("a wrong guess is taken for computed", Sequence, "take_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
     Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != guess", "False"),
     Mutant("NaN left by a guess", Scheduler, "_doubt", "self._unclean.extend(sequence.table.release())", "sequence.table.release()"),
-    Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and isinstance", "if False and isinstance"),
+    Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and _is_spoilt", "if False and _is_spoilt"),
     Mutant("a failure goes before its tokens", Worker, "_tell", "failures.append(", "self._send("),
     Mutant("guesses are lost with memory", core, "_undrafted", "drafts=0", "drafts=row.drafts"),
     # --- streams
