@@ -4,7 +4,6 @@ What a plan refers to is copied when it is launched and no later, as a real runn
 is what that sequence drew in the step launched before, whatever the engine has come to believe since.
 """
 
-import random
 from collections import deque
 from collections.abc import Callable
 
@@ -30,7 +29,7 @@ class DelayedFlight:
     def compute(self) -> None:
         plan = StepPlan(tuple(self._seen(row) for row in self.plan.rows), self.plan.clear)
         self.before = None
-        self.found = self.runner.run(plan)
+        self.found = self.runner.finish(plan)
         self.drawn = {row.sequence: drawn for row, drawn in zip(plan.rows, self.found.drawn, strict=True)}
 
     def _seen(self, row: Row) -> Row:
@@ -47,28 +46,28 @@ class DelayedFlight:
 
 
 class DelayedRunner:
-    """`run` of another, late. `fits` raises MemoryError for a plan that is not to be launched."""
+    """A step at once is `run`; launched, it begins with `begin`, which may raise MemoryError, and `finish` computes it late."""
 
     def __init__(
         self,
         run: Callable[[StepPlan], StepResult],
-        rng: random.Random | None = None,
-        fits: Callable[[StepPlan], None] = lambda plan: None,
+        finish: Callable[[StepPlan], StepResult] | None = None,
+        begin: Callable[[StepPlan], None] = lambda plan: None,
+        random: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self.run, self.fits = run, fits
-        self.rng = rng or random.Random(0)
+        self.run, self.finish, self.begin, self.random = run, finish or run, begin, random
         self.queue: deque[DelayedFlight] = deque()
         self.last: DelayedFlight | None = None
         self.progress = 0
         self.most_in_flight = 0
 
     def launch(self, plan: StepPlan) -> DelayedFlight:
-        self.fits(plan)
+        self.begin(plan)
         self.last = DelayedFlight(self, StepPlan(tuple(map(_copy, plan.rows)), tuple(plan.clear)), self.last)
         self.queue.append(self.last)
         flight = self.last
         self.most_in_flight = max(self.most_in_flight, len(self.queue))
-        while self.queue and self.rng.random() < 0.2:
+        while self.queue and self.random() < 0.2:
             self.compute_one()
         return flight
 

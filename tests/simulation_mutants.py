@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant("crossed streams", Worker, "_tell", "protocol.Token(event.id,", "protocol.Token(news[0].id,"),
     Mutant("a replay without its tokens", OpenSequence, "resubmission", "output=self.output", "output=[]"),
     Mutant("scores told again", Supervisor, "_take_scores", "message.scores[sequence.num_scored - message.first :]", "message.scores"),
-    Mutant("the halves of a step the wrong way round", EngineCore, "_run", "left.drawn + right.drawn", "right.drawn + left.drawn"),
+    Mutant("the halves of a step the wrong way round", EngineCore, "_run_less", "left.drawn + right.drawn", "right.drawn + left.drawn"),
     Mutant("half a row in the wrong place", core, "_halves", "start=row.start + half", "start=row.start"),
     # --- epochs and ends
     Mutant("the words of a dead engine", Supervisor, "_hear", "epoch != self._epoch", "False"),
@@ -108,6 +108,10 @@ MUTANTS = (
         "-(-end // self._page_size)",
     ),
     Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._sharing.withdraw(sequence)", "pass"),
+    Mutant("pages of a row in flight are given away", Scheduler, "cancel", "if sequence.num_in_flight", "if False"),
+    Mutant("a row in flight is taken for another's", Scheduler, "commit", "self.running.get(row.sequence) is not sequence", "False"),
+    Mutant("planned behind a token that it must know", Scheduler, "plan", "if not sequence.must_wait", "if True"),
+    Mutant("NaN left by a row in flight", Scheduler, "_see_off", "if _is_spoilt(drawn)", "if False"),
     Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
     Mutant("the last token is not computed", Sharing, "find", "sequence.num_skippable", "sequence.num_tokens"),
     # --- guesses

@@ -22,7 +22,7 @@ class OverlappedHistory(History):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.short = self.rng.random() < 0.2
-        self.runner = DelayedRunner(self.model.run, self.rng, self.fits)
+        self.runner = DelayedRunner(self.model.run, None, self.fits, self.rng.random)
         self.core.runner = self.runner
         self.idle = 0
 
@@ -92,7 +92,6 @@ class Watched(DelayedRunner):
 
     def __init__(self, model: HashModel) -> None:
         super().__init__(model.run)
-        self.rng.random = lambda: 1.0  # type: ignore[method-assign]
         self.plans: list[StepPlan] = []
 
     def launch(self, plan: StepPlan):  # type: ignore[no-untyped-def]
@@ -148,9 +147,16 @@ def test_a_cancelled_sequence_keeps_its_pages_until_its_row_is_back() -> None:
     core.step()
     scheduler.cancel(0)
     assert scheduler.allocator.num_owned == 1 and scheduler.integrity() == []
-    with pytest.raises(ValueError, match="used id"):
-        scheduler.submit(0, [1], 5, Sampling())
     assert core.step() == [] and scheduler.allocator.num_owned == 0 and not scheduler.has_work
+
+
+def test_an_id_that_comes_again_gets_nothing_of_the_row_that_was_in_flight() -> None:
+    scheduler, _, core = watched()
+    scheduler.submit(0, [1, 2, 3], 50, Sampling())
+    core.step()
+    scheduler.cancel(0)
+    scheduler.submit(0, [4, 5], 6, Sampling())
+    assert outputs_of(core) == {0: oracle([4, 5], 6, 0, frozenset(), 0, 0.0)}
 
 
 def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:

@@ -8,7 +8,7 @@ induction so does everyone before whom no more arrive.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -83,10 +83,10 @@ class Scheduler:
         self.allocator = PageAllocator(limits.num_pages)
         self.waiting = WaitingSequences()
         self.running: dict[int, Sequence] = {}
-        self._leaving: dict[int, Sequence] = {}
-        """Who has ended with a row in flight, that holds its pages."""
-        self._num_in_flight = 0
-        """Steps that were planned and not committed."""
+        self._leaving: set[Sequence] = set()
+        """Who has ended with a row in flight, and holds its pages."""
+        self._in_flight: deque[list[Sequence]] = deque()
+        """Of each step that was planned and not committed, whose rows it has: an id may come again before its row is back."""
         self._sharing = Sharing(self.allocator, limits.layout)
         self._unclean: list[int] = []
         """Free pages that may hold NaN: a masked slot still counts 0 * NaN, so they are cleared before anyone has them."""
@@ -104,7 +104,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence is open, or any step in flight."""
-        return bool(self.running or self.waiting or self._num_in_flight)
+        return bool(self.running or self.waiting or self._in_flight)
 
     def submit(
         self,
@@ -124,7 +124,7 @@ class Scheduler:
     ) -> None:
         """Admits a sequence to the queue. Raises NeverFits, and ValueError for an empty prompt, a used id or nothing to generate."""
         output = list(output or ())
-        if not prompt or max_new_tokens <= len(output) or id in self.running or id in self.waiting or id in self._leaving:
+        if not prompt or max_new_tokens <= len(output) or id in self.running or id in self.waiting:
             raise ValueError(f"sequence {id}: {len(prompt)} prompt tokens, {len(output)} of {max_new_tokens} generated, or a used id")
         sequence = Sequence(
             id,
@@ -155,7 +155,7 @@ class Scheduler:
             return
         self._sharing.withdraw(sequence)
         if sequence.num_in_flight:
-            self._leaving[id] = sequence
+            self._leaving.add(sequence)
         else:
             self._release(sequence)
 
@@ -178,7 +178,7 @@ class Scheduler:
                 break  # Preempted for one before it, and so is everyone after it.
             count = min(sequence.num_pending, budget - (len(self.running) - num_others - len(counts) - 1))
             if not self._make_room(sequence, count):
-                if self._num_in_flight:
+                if self._in_flight:
                     return StepPlan(())
                 break
             counts[sequence.id] = count
@@ -191,12 +191,11 @@ class Scheduler:
 
     def _launch(self, counts: dict[int, int], drafts: dict[int, list[int]]) -> StepPlan:
         """The plan that computes so many tokens of each, taken for one in flight from here on."""
-        rows = []
-        for id, number in counts.items():
-            sequence = self.running[id]
-            rows.append(sequence.row(number, drafts.get(id)))
-            sequence.take_launched(rows[-1])
-        self._num_in_flight += 1
+        sequences = [self.running[id] for id in counts]
+        rows = [sequence.row(counts[sequence.id], drafts.get(sequence.id)) for sequence in sequences]
+        for sequence, row in zip(sequences, rows, strict=True):
+            sequence.take_launched(row)
+        self._in_flight.append(sequences)
         clear, self._unclean = tuple(self._unclean), []
         return StepPlan(tuple(rows), clear)
 
@@ -225,7 +224,7 @@ class Scheduler:
             return True
         end = sequence.num_computed + count
         while sequence.table.missing(sequence.num_tokens, end) > self.allocator.num_available:
-            if self._num_in_flight:
+            if self._in_flight:
                 return False
             last = max(self.running.values(), key=_key)
             self._preempt(last)
@@ -285,13 +284,11 @@ class Scheduler:
         another step in flight has a row of them.
         """
         news: list[Advance | PromptScored] = []
-        self._num_in_flight -= 1
-        for index, (row, drawn) in enumerate(zip(plan.rows, result.drawn, strict=True)):
-            sequence = self.running.get(row.sequence)
-            if sequence is None:
-                self._see_off(self._leaving[row.sequence], row, drawn)
-                continue
+        for index, (sequence, row, drawn) in enumerate(zip(self._in_flight.popleft(), plan.rows, result.drawn, strict=True)):
             sequence.take_landed(row)
+            if self.running.get(row.sequence) is not sequence:
+                self._see_off(sequence, drawn)
+                continue
             if row.drafts and _is_spoilt(drawn):
                 self._doubt(sequence)
                 continue
@@ -312,13 +309,12 @@ class Scheduler:
             self._advance(sequence, outcomes, news)
         return news
 
-    def _see_off(self, sequence: Sequence, row: Row, drawn: Drawn | NotDrawn | None) -> None:
-        """Takes in the row of a sequence that has ended meanwhile: of no use, but for what it may have done to its pages."""
-        sequence.take_landed(row)
+    def _see_off(self, sequence: Sequence, drawn: Drawn | NotDrawn | None) -> None:
+        """Takes in what a sequence brought that has ended meanwhile: of no use, but for what it may have done to its pages."""
         if _is_spoilt(drawn):
             self._distrust(sequence, found=True)
         if not sequence.num_in_flight:
-            del self._leaving[sequence.id]
+            self._leaving.remove(sequence)
             self._release(sequence)
 
     def _distrust(self, sequence: Sequence, found: bool) -> None:
@@ -370,13 +366,13 @@ class Scheduler:
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""
         problems = self.allocator.integrity() + self._sharing.integrity(list(self.running.values()))
-        holders = [*self.running.values(), *self._leaving.values()]
+        holders = [*self.running.values(), *self._leaving]
         owners = Counter(page for sequence in holders for page in sequence.table.owned)
         if len(owners) != self.allocator.num_owned or any(self.allocator.owners(page) != number for page, number in owners.items()):
             problems.append(f"tables list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
         if any(sequence.table.owned or sequence.num_in_flight for sequence in self.waiting.values()):
             problems.append("a waiting sequence holds pages or has a row in flight")
-        if not all(sequence.num_in_flight for sequence in self._leaving.values()):
+        if not all(sequence.num_in_flight for sequence in self._leaving):
             problems.append("a sequence that has ended holds pages for no step in flight")
         return problems
 
