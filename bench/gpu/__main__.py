@@ -10,7 +10,8 @@ numerics   logits and greedy tokens beside the CPU's reference; the same bits al
 peers      transformers on that workload: generate with a static cache, continuous batching
 
 Each part is a process with a share of the time, and what it finds is written as it goes: DIR/PART.json and, after every part, gpu.json
-and gpu.png. A part that fails or is out of time is written down as such, and the others run. Shares and floors need `ceilings`.
+and gpu.png. A part that fails or is out of time is written down as such, and the others run. Shares and floors need `ceilings`,
+ratios `serve`.
 `--device cpu --small` runs every line on tiny shapes without a GPU, where speeds are not judged. Exit status 1 where a bar is missed.
 """
 
@@ -92,7 +93,7 @@ def run_all(options: argparse.Namespace) -> int:
             write(options, found)
             bar.advance(task)
     tables(found)
-    machine = next((part["on"] for part in found.values() if "on" in part), {})
+    machine: Found = next((part["on"] for part in found.values() if "on" in part), {})
     judged = options.device == "cuda" and not options.small
     return conclude("gpu", options.output, machine, told(options, found), bars(found, wanted, judged))
 

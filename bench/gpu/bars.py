@@ -16,6 +16,7 @@ ENGINE_SHARE, HTTP_SHARE = 0.55, 0.50
 HOST_SECONDS, BUSY_SHARE = 1e-3, 0.90
 EXACT, ROUNDING = 1e-3, 2.0
 """Largest distance of a float32 logit from the reference's; how many times what bfloat16 does to the reference itself."""
+PEERS = {"transformers, static cache": "peers/static", "transformers, continuous batching": "peers/continuous"}
 MISSING = "not measured"
 
 
@@ -60,12 +61,7 @@ def rates(found: Found) -> dict[str, float]:
         workload = nano_vllm(*at(found, "checkpoint/workload"))
         lengths = [len(prompt) for prompt in workload.prompts]
         result["floor"] = workload.num_tokens / workload_seconds(Shape(**shape), lengths, workload.outputs, limits)
-    for name, path in (
-        ("engine", "serve/engine/1"),
-        ("http", "serve/http/1"),
-        ("transformers, static cache", "peers/static"),
-        ("transformers, continuous batching", "peers/continuous"),
-    ):
+    for name, path in {"engine": "serve/engine/1", "http": "serve/http/1", **PEERS}.items():
         rate = at(found, f"{path}/output_tokens_per_second")
         if rate is not None:
             result[name] = rate
@@ -84,71 +80,77 @@ def notes(found: Found, kind: str, path: str = "") -> Iterator[str]:
 # --- the bars
 
 
-def speed(found: Found) -> list[Check]:
-    checks = []
-    ours = [row for row in attention_rows(found) if row["kernel"] == "onehead"]
-    full = [row for row in ours if row["bytes"] >= FULL_BYTES and row["share"]]
-    for heads in sorted({row["heads"] for row in ours}) or ["every model"]:
-        shares = {row["case"]: row["share"] for row in full if row["heads"] == heads}
+def kernel(found: Found) -> list[Check]:
+    ours, checks = [row for row in attention_rows(found) if row["kernel"] == "onehead"], []
+    for heads in at(found, "attention/onehead") or ["every model"]:
+        shares = {r["case"]: r["share"] for r in ours if r["heads"] == heads and r["bytes"] >= FULL_BYTES and r["share"]}
         words = ", ".join(f"{case} {share:.0%}" for case, share in shares.items()) or MISSING
         what = f"attention of {heads}: {COPY_SHARE:.0%} of the copy's bandwidth from {FULL_BYTES / 1e6:.0f} MB on"
         checks.append(Check(what, bool(shares) and min(shares.values()) >= COPY_SHARE, words))
-        found_us = [row["seconds"] for row in ours if row["heads"] == heads and row["case"] == LATENCY_CASE]
-        words = f"{found_us[0] * 1e6:.1f} us" if found_us else MISSING
-        checks.append(
-            Check(f"attention of {heads}: {LATENCY * 1e6:.0f} us for {LATENCY_CASE}", bool(found_us) and found_us[0] <= LATENCY, words)
-        )
-    rate = rates(found)
+        one = at(found, f"attention/onehead/{heads}/{LATENCY_CASE}/seconds")
+        words = f"{one * 1e6:.1f} us" if one else MISSING
+        checks.append(Check(f"attention of {heads}: {LATENCY * 1e6:.0f} us for {LATENCY_CASE}", bool(one) and one <= LATENCY, words))
+    return checks
+
+
+def service(found: Found) -> list[Check]:
+    rate, checks = rates(found), []
     for name, share in (("engine", ENGINE_SHARE), ("http", HTTP_SHARE)):
-        reached = rate[name] / rate["floor"] if name in rate and "floor" in rate else None
-        words = MISSING if reached is None else f"{reached:.1%}, {rate[name]:,.0f} of {rate['floor']:,.0f} tokens/s"
-        checks.append(Check(f"{name}: {share:.0%} of the floor's rate", reached is not None and reached >= share, words))
-    for name in list(rate)[1:]:
-        if name.startswith("transformers") and "engine" in rate:
-            ratio = rate["engine"] / rate[name]
-            checks.append(Check(f"engine: faster than {name}", ratio > 1, f"{ratio:.2f} times, {rate[name]:,.0f} tokens/s"))
+        reached = rate.get(name, 0.0) / rate["floor"] if "floor" in rate else 0.0
+        words = f"{reached:.1%}, {rate[name]:,.0f} of {rate['floor']:,.0f} tokens/s" if reached else MISSING
+        checks.append(Check(f"{name}: {share:.0%} of the floor's rate", reached >= share, words))
     return [*checks, *host(found)]
 
 
+def ratios(found: Found) -> list[Check]:
+    rate, checks = rates(found), []
+    for name, path in PEERS.items():
+        ratio = rate.get("engine", 0.0) / rate[name] if name in rate else 0.0
+        words = f"{ratio:.2f} times: {rate['engine']:,.0f} beside {rate[name]:,.0f} tokens/s" if ratio else MISSING
+        finished, requests = at(found, f"{path}/finished"), at(found, f"{path}/requests")
+        words += f", cut at {finished} of {requests} requests" if finished != requests else ""
+        checks.append(Check(f"engine: faster than {name}", ratio > 1, words))
+    return checks
+
+
 def host(found: Found) -> list[Check]:
-    figures = at(found, "serve/host") or {}
-    seconds, busy = figures.get("host"), figures.get("gpu")
-    words = MISSING if seconds is None else f"{seconds * 1e3:.2f} ms of a step with {figures['sequences']} sequences"
-    checks = [Check(f"the host's part of a step: under {HOST_SECONDS * 1e3:.0f} ms", seconds is not None and seconds < HOST_SECONDS, words)]
-    share = busy / figures["step"] if busy else None
-    words = MISSING if share is None else f"{share:.0%}: {busy * 1e3:.2f} of {figures['step'] * 1e3:.2f} ms"
-    return [
-        *checks,
-        Check(f"the host is overlapped: the GPU busy {BUSY_SHARE:.0%} of a step", share is not None and share >= BUSY_SHARE, words),
-    ]
+    seconds, step, busy = (at(found, f"serve/host/{name}") for name in ("host", "step", "gpu"))
+    words = f"{seconds * 1e3:.2f} ms, with {at(found, 'serve/host/sequences')} sequences" if seconds else MISSING
+    short = Check(f"the host's part of a step: under {HOST_SECONDS * 1e3:.0f} ms", bool(seconds) and seconds < HOST_SECONDS, words)
+    share = busy / step if busy else 0.0
+    words = f"{share:.0%}: {busy * 1e3:.2f} of {step * 1e3:.2f} ms" if busy else MISSING
+    return [short, Check(f"the host is overlapped: the GPU busy {BUSY_SHARE:.0%} of a step", share >= BUSY_SHARE, words)]
 
 
 def numbers(found: Found) -> list[Check]:
-    checks, figures = [], at(found, "numerics/logits") or {}
-    if "float32" in figures:
-        exact, rounded, allowed = figures["float32"], figures["bfloat16"], ROUNDING * figures["reference_bfloat16"]
-        checks.append(Check(f"float32 logits: within {EXACT} of the CPU's reference", exact <= EXACT, f"{exact:.2g}"))
-        what = f"bfloat16 logits: within {ROUNDING:g} times what bfloat16 does to the reference"
-        checks.append(Check(what, rounded <= allowed, f"{rounded:.3g} of {allowed:.3g}; the largest logit is {figures['largest']:.3g}"))
-    figures = at(found, "numerics/greedy") or {}
-    if "tokens" in figures:
-        same = figures["first_difference"] is None and figures["tokens"] == figures["asked"]
-        words = f"{figures['tokens']} tokens" if same else f"token {figures['first_difference']} differs, by {figures['gap']} of a logit"
-        checks.append(Check("greedy tokens in float32: the CPU's reference's", same, words))
-    for heads, figures in (at(found, "numerics/kernel") or {}).items():
-        if "differ" in figures:
-            words = f"{figures['differ']} of {figures['rows']} rows differ"
-            checks.append(Check(f"kernel of {heads}: the same bits alone and in company", not figures["differ"], words))
-    figures = at(found, "numerics/engine") or {}
-    if figures.get("deterministic"):
-        words = figures["first_difference"] or f"{figures['requests']} requests"
-        checks.append(Check("engine.deterministic: the same bits alone and in company", not figures["differ"], words))
-    return checks or [Check("numerics", False, MISSING)]
+    logits, greedy, engine = (at(found, f"numerics/{name}") or {} for name in ("logits", "greedy", "engine"))
+    distance = logits.get("float32")
+    words = MISSING if distance is None else f"{distance:.2g}"
+    checks = [Check(f"float32 logits: within {EXACT} of the CPU's reference", distance is not None and distance <= EXACT, words)]
+    distance, allowed = logits.get("bfloat16"), ROUNDING * logits.get("reference_bfloat16", 0.0)
+    words = MISSING if distance is None else f"{distance:.3g} of {allowed:.3g}; the largest logit is {logits['largest']:.3g}"
+    what = f"bfloat16 logits: within {ROUNDING:g} times what bfloat16 does to the reference"
+    checks.append(Check(what, distance is not None and distance <= allowed, words))
+    different = greedy.get("first_difference")
+    same = different is None and greedy.get("tokens", 0) == greedy.get("asked")
+    words = f"{greedy['tokens']} tokens" if "tokens" in greedy else MISSING
+    words = words if different is None else f"token {different} differs, by {greedy['gap']:.3g} of a logit"
+    checks.append(Check("greedy tokens in float32: the CPU's reference's", same, words))
+    for heads, rows in (at(found, "numerics/kernel") or {"every model": {}}).items():
+        words = f"{rows['differ']} of {rows['rows']} rows differ" if "differ" in rows else MISSING
+        checks.append(Check(f"kernel of {heads}: the same bits alone and in company", rows.get("differ") == 0, words))
+    if engine.get("deterministic"):
+        words = engine["first_difference"] or f"{engine['requests']} requests"
+        checks.append(Check("engine.deterministic: the same bits alone and in company", not engine["differ"], words))
+    return checks
+
+
+BARS = {"attention": kernel, "serve": service, "numerics": numbers, "peers": ratios}
 
 
 def bars(found: Found, parts: list[str], judged: bool) -> list[Check]:
-    """All of them, of the parts that were to run."""
+    """All of the parts that were to run; where speeds are not judged, of the numbers."""
     failed, missing = (list(notes(found, kind)) for kind in ("failed", "missing"))
     words = "; ".join(failed) or ", ".join(parts) + (f"; without {missing[0]}" if missing else "")
-    checks = [Check("every part ran whole", not failed, words), *(numbers(found) if "numerics" in parts else [])]
-    return checks + speed(found) if judged else checks
+    chosen = [judge for part, judge in BARS.items() if part in parts and (judged or judge is numbers)]
+    return [Check("every part ran whole", not failed, words), *(check for judge in chosen for check in judge(found))]

@@ -104,7 +104,7 @@ def versions(device: str) -> Found:
             found[name] = None
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "memory": properties.total_memory, "l2": properties.L2_cache_size, "cuda": torch.version.cuda}
+        found |= {"gpu": properties.name, "memory": properties.total_memory, "cuda": torch.version.cuda}
     return found
 
 
@@ -151,7 +151,7 @@ def median_seconds(call: Callable[[], object], device: str, repeats: int) -> flo
         call()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
 
 # --- the checkpoint and an engine over it
@@ -160,6 +160,7 @@ def median_seconds(call: Callable[[], object], device: str, repeats: int) -> flo
 def make_checkpoint(part: Part) -> None:
     """A gpt_bigcode folder of random weights, made on the device: the embedded model's with other sizes. Its shape is noted."""
     import torch
+    from tokenizers import Tokenizer
 
     from model.decoder import meta_decoder
     from model.families import read_spec
@@ -169,6 +170,9 @@ def make_checkpoint(part: Part) -> None:
     config = json.loads((part.checkpoint / "config.json").read_text()) | SIZES[part.small]
     (part.checkpoint / "config.json").write_text(json.dumps(config))
     spec = read_spec(part.checkpoint)
+    tokenizer = Tokenizer.from_file(str(part.checkpoint / "tokenizer.json"))
+    tokenizer.add_tokens([f" token{id}" for id in range(tokenizer.get_vocab_size(), spec.vocab_size)])  # What is drawn is to have a text.
+    tokenizer.save(str(part.checkpoint / "tokenizer.json"))
     torch.manual_seed(0)
     decoder = meta_decoder(spec).to_empty(device=part.device)
     with torch.no_grad():
@@ -190,4 +194,4 @@ def engine(part: Part, model: Path, *options: str) -> "tuple[EngineCore, protoco
 
 def where(part: Part, model: Path) -> list[str]:
     """Options of every engine. On a CPU one thread: the small form has nothing to share, and others may be at work."""
-    return ["--model", str(model), "--engine.device", part.device, "--engine.threads", "1" if part.device == "cpu" else "8"]
+    return ["--model", str(model), "--engine.device", part.device, *(["--engine.threads", "1"] if part.device == "cpu" else [])]

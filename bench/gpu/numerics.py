@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from bench.conditions import Engine, alone, batches, compare, make_cases
-from bench.gpu.attention import Problem, backend_name
+from bench.gpu.attention import HEADS, SMALL_HEADS, Problem, backend_name
 from bench.gpu.common import Part, engine
+from bench.report import Found
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
 from model.backends import create_backend
@@ -75,7 +76,7 @@ def greedy(part: Part, reference: Model) -> None:
     core, _ = engine(part, EMBEDDED_MODEL, "--engine.dtype", "float32", "--cache.pages", "64")
     outcomes, _ = ClosedLoop(core, count, lambda: None).run(1, [ids])
     tokens = outcomes[0].token_ids
-    found = {"tokens": len(tokens), "asked": count, "first_difference": None, "gap": None}
+    found: Found = {"tokens": len(tokens), "asked": count, "first_difference": None, "gap": None}
     for number, token in enumerate(tokens):
         logits_V = reference.logits(ids + tokens[:number], last=1)[0]
         if int(logits_V.argmax()) != token:
@@ -87,14 +88,14 @@ def greedy(part: Part, reference: Model) -> None:
 @torch.inference_mode()
 def kernel_alone(part: Part) -> None:
     """Rows of the decode kernel that differ in a bit when they are computed by themselves."""
-    heads = ((4, 32),) if part.small else ((16, 128), (48, 128), (71, 64), (8, 256))
-    most = 100 if part.small else 5000
+    heads, count, most = (SMALL_HEADS[:1], 3, 100) if part.small else (HEADS, COMPANY, 5000)
+    contexts = [random.Random(i).randint(1, most) for i in range(count)]
     for num_heads, head_dim in heads:
-        contexts = [random.Random(i).randint(1, most) for i in range(3 if part.small else COMPANY)]
-        problem = Problem(num_heads, head_dim, contexts, part.dtype, part.device)
-        together = problem.ours()(0).clone()
-        differ = [i for i in range(len(contexts)) if not torch.equal(problem.part([i])(0)[0], together[i])]
-        part.note(f"kernel/{num_heads}x{head_dim}", {"rows": len(contexts), "differ": len(differ)})
+        with part.guarded(f"kernel/{num_heads}x{head_dim}"):
+            problem = Problem(num_heads, head_dim, contexts, part.dtype, part.device)
+            together = problem.ours()(0)
+            differ = sum(not torch.equal(problem.ours([i])(0)[0], together[i]) for i in range(len(contexts)))
+            part.note(f"kernel/{num_heads}x{head_dim}", {"rows": len(contexts), "differ": differ})
 
 
 def engine_alone(part: Part) -> None:
@@ -115,7 +116,6 @@ def measure(part: Part) -> None:
         logits(part, reference)
     with part.guarded("greedy"):
         greedy(part, reference)
-    with part.guarded("kernel"):
-        kernel_alone(part)
+    kernel_alone(part)
     with part.guarded("engine"):
         engine_alone(part)

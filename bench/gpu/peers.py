@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteriaList
 
 from bench.gpu.common import Part
 
@@ -18,7 +18,7 @@ WARMUP_TOKENS = 8
 def load(part: Part) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(part.checkpoint, dtype=part.dtype, attn_implementation="sdpa")
     model = model.to(part.device).eval()
-    model.generation_config = GenerationConfig(pad_token_id=0, do_sample=False)
+    model.generation_config = GenerationConfig(pad_token_id=0, do_sample=False)  # type: ignore[no-untyped-call]
     return model
 
 
@@ -53,11 +53,15 @@ def static(part: Part, model: Any) -> None:
 
 def continuous(part: Part, model: Any) -> None:
     """Every request with its own length; SDPA over gathered pages where flash-attention is missing, which is a handicap."""
+    from transformers import ContinuousBatchingConfig
+
     workload = part.workload
     sizes: dict[str, Any] = {"max_requests_per_batch": len(workload.prompts), "allow_block_sharing": False}
     if part.device == "cpu":
         sizes |= {"page_size": 32, "num_blocks": 64, "max_batch_tokens": 256, "use_cuda_graph": False, "use_async_batching": False}
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.outputs))
+    generation = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.outputs)
+    )
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**sizes), timeout=5
     ) as manager:

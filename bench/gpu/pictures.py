@@ -42,7 +42,7 @@ def _titled(axes: Any, title: str, anything: bool) -> bool:
 
 def _ours(axes: Any, found: Found) -> None:
     rows = [row for row in attention_rows(found) if row["kernel"] == "onehead" and row["share"]]
-    if not _titled(axes, "our attention: share of the copy's bandwidth, by MB of K and V that a call reads", bool(rows)):
+    if not _titled(axes, "attention: share of the copy's bandwidth, by MB of K and V", bool(rows)):
         return
     for heads in dict.fromkeys(row["heads"] for row in rows):
         points = sorted((row["bytes"] / 1e6, row["share"]) for row in rows if row["heads"] == heads)
@@ -56,7 +56,7 @@ def _ours(axes: Any, found: Found) -> None:
 def _beside(axes: Any, found: Found) -> None:
     rows = list(attention_rows(found))
     cases = list(dict.fromkeys((row["heads"], row["case"]) for row in rows if row["kernel"] != "onehead"))
-    if not _titled(axes, "attention beside others: us a call, by heads x columns and sequences x keys", bool(cases)):
+    if not _titled(axes, "attention: us a call, beside others", bool(cases)):
         return
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     for number, kernel in enumerate(kernels):
@@ -71,7 +71,7 @@ def _beside(axes: Any, found: Found) -> None:
 
 def _steps(axes: Any, found: Found) -> None:
     rows = list(step_rows(found))
-    if not _titled(axes, "a step: ms, by sequences x context, and its floor", bool(rows)):
+    if not _titled(axes, "a step: ms, by sequences x context", bool(rows)):
         return
     for offset, name, label in ((-0.2, "seconds", "onehead"), (0.2, "floor", "floor")):
         axes.bar([place + offset for place in range(len(rows))], [row[name] * 1e3 for row in rows], 0.4, label=label)
@@ -85,7 +85,7 @@ def _service(axes: Any, found: Found) -> None:
     if not _titled(axes, "the workload: output tokens/s", bool(rate)):
         return
     names = list(rate)[::-1]
-    drawn = axes.barh(names, [rate[name] for name in names])
+    drawn = axes.barh([name.replace(", ", ",\n") for name in names], [rate[name] for name in names])
     axes.bar_label(drawn, [f"{rate[name]:,.0f}" for name in names], padding=3, fontsize=8)
     axes.set_xscale("log" if max(rate.values()) > 100 * min(rate.values()) else "linear")
     axes.margins(x=0.15)

@@ -65,8 +65,11 @@ def told(outcomes: list[Outcome], workload: Workload) -> Found:
 def on_engine(part: Part) -> None:
     core, ready = engine(part, part.checkpoint, *options(part))
     part.note("kernels", ready.kernels)
-    for round in range(ROUNDS):
-        outcomes, steps = Lengths(core, part.workload).run(len(part.workload.prompts), part.workload.prompts)
+    prompts = part.workload.prompts
+    for round, asked in enumerate(([prompt[::-1] for prompt in prompts], prompts)):  # Nothing is to be found in the cache.
+        outcomes, steps = Lengths(core, part.workload).run(len(asked), asked)
+        if core.scheduler.num_hit_tokens:
+            raise RuntimeError(f"{core.scheduler.num_hit_tokens} tokens of prompts were not computed, but found in the cache")
         part.note(f"engine/{round}", told(outcomes, part.workload) | {"step": steps.figures()})
     with part.guarded("host"):
         part.note("host", steady(part, core))
@@ -104,18 +107,20 @@ def steady(part: Part, core: "EngineCore") -> Found:
         core.step()
         whole.append(time.perf_counter() - began)
         host.append(sum(seconds))
-    busy = gpu_seconds(core, few) / few if part.device == "cuda" else None
-    return {"sequences": len(scheduler.running), "host": statistics.median(host), "step": statistics.median(whole), "gpu": busy}
+    found = {"sequences": len(scheduler.running), "host": statistics.median(host), "step": statistics.median(whole)}
+    return found | {"gpu": gpu_seconds(core, few) / few}
 
 
 def gpu_seconds(core: "EngineCore", steps: int) -> float:
-    """Of kernels and copies, over so many steps."""
+    """Of kernels and copies, over so many steps: 0 without a GPU."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as profiled:
         for _ in range(steps):
             core.step()
-    return sum(float(event.self_device_time_total) for event in profiled.key_averages()) / 1e6
+    events = [event for event in profiled.key_averages() if event.device_type.name == "CUDA"]
+    return sum(float(event.self_device_time_total) for event in events) / 1e6
 
 
 # --- over HTTP
