@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import common
 from bench.gpu.__main__ import child
 from bench.gpu.attention import PAGE_SIZE, Problem, flashinfer
 from bench.gpu.bars import bars
@@ -187,14 +186,19 @@ def test_calls_are_timed_by_events_behind_a_flush(monkeypatch: pytest.MonkeyPatc
     fakes = {name: FakeCapture for name in ("Stream", "stream", "CUDAGraph", "graph", "current_stream")}
     for name, fake in (fakes | {"Event": FakeEvent, "synchronize": lambda: None}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(common, "FLUSH_BYTES", 64)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, device, **more: zeros(*sizes, **more))
+    log: list[str] = []
+
+    def flush() -> None:
+        FakeEvent.now += 100.0
+        log.append("flush")
 
     def call() -> None:
         FakeEvent.now += 3.0
+        log.append("call")
 
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: SimpleNamespace(sum=flush))
     assert median_seconds(call, "cuda", 4) == pytest.approx(3e-3)
+    assert log == ["call"] * 3 + ["flush", "call"] * 4
     assert median_seconds(captured(call), "cuda", 4) == pytest.approx(5e-3)
 
 

@@ -31,11 +31,14 @@ from bench.gpu.bars import bars
 from bench.gpu.common import Part, make_checkpoint, versions
 from bench.gpu.pictures import draw, tables
 from bench.report import Found, conclude, progress
+from server.bench import circumstances
 
 SHARES = {"checkpoint": 0.06, "ceilings": 0.04, "attention": 0.27, "step": 0.1, "serve": 0.18, "numerics": 0.12, "peers": 0.23}
 """Of the time, in the order in which parts run; what one leaves goes to those behind it."""
 PARTS = tuple(name for name in SHARES if name != "checkpoint")
 ON_CHECKPOINT = {"step", "serve", "peers"}
+CLOSING_SECONDS = 5.0
+"""Kept back for the report."""
 INTERPRETED = {"attention", "numerics"}
 """Parts that call the kernels themselves, on a CPU under Triton's interpreter."""
 
@@ -82,7 +85,7 @@ def child(options: argparse.Namespace, name: str, scratch: Path, seconds: float)
 def run_all(options: argparse.Namespace) -> int:
     """Every part in turn; gpu.json and gpu.png after each."""
     wanted = [name for name in SHARES if name in options.only or (name == "checkpoint" and ON_CHECKPOINT & set(options.only))]
-    end, found = time.monotonic() + options.minutes * 60, Found()
+    end, found = time.monotonic() + options.minutes * 60 - CLOSING_SECONDS, Found()
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, progress() as bar:
         task = bar.add_task("gpu", total=len(wanted))
@@ -93,9 +96,13 @@ def run_all(options: argparse.Namespace) -> int:
             write(options, found)
             bar.advance(task)
     tables(found)
-    machine: Found = next((part["on"] for part in found.values() if "on" in part), {})
     judged = options.device == "cuda" and not options.small
-    return conclude("gpu", options.output, machine, told(options, found), bars(found, wanted, judged))
+    return conclude("gpu", options.output, machine(found), told(options, found), bars(found, wanted, judged))
+
+
+def machine(found: Found) -> Found:
+    """The device and the libraries, as the first part that got to say so has them."""
+    return next((part["on"] for part in found.values() if "on" in part), {})
 
 
 def told(options: argparse.Namespace, found: Found) -> Found:
@@ -105,7 +112,8 @@ def told(options: argparse.Namespace, found: Found) -> Found:
 
 def write(options: argparse.Namespace, found: Found) -> None:
     """What there is so far, for who is killed."""
-    (options.output / "gpu.json").write_text(json.dumps(told(options, found), indent=1) + "\n", encoding="utf-8")
+    whole = circumstances(machine(found)) | told(options, found)
+    (options.output / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if find_spec("matplotlib") is not None:
         draw(found, options.output / "gpu.png")
 

@@ -76,7 +76,6 @@ def _steps(axes: Any, found: Found) -> None:
     for offset, name, label in ((-0.2, "seconds", "onehead"), (0.2, "floor", "floor")):
         axes.bar([place + offset for place in range(len(rows))], [row[name] * 1e3 for row in rows], 0.4, label=label)
     axes.set_xticks(range(len(rows)), [row["case"] for row in rows], fontsize=7)
-    axes.set_yscale("log")
     axes.legend(fontsize=8)
 
 
