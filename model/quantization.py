@@ -139,5 +139,5 @@ def quantize_modules(root: nn.Module, dtype: torch.dtype) -> None:
     kinds: dict[type[nn.Module], Any] = {Linear: Int8Linear, Embedding: Int8Embedding}
     for name, module in list(root.named_modules()):
         kind = kinds.get(type(module))
-        if kind is not None and not name.endswith("router"):
+        if kind is not None:
             root.set_submodule(name, kind(module, dtype))

@@ -25,6 +25,8 @@ from model.step import Drawn, NotDrawn, StepPlan, StepResult
 from model.weights import load_decoder
 
 SCORED_AT_ONCE = 128
+INVARIANT = "native", "triton"
+"""How the names of kernels begin by which a row's bits come from that row alone."""
 NOT_FINITE_STATES = NotDrawn("a numerical error: the model's states for this request are not finite", code="numerical_error")
 CPU_SHARE, GPU_SHARE = 0.4, 0.9
 """Default share of free memory that the cache may take: a CPU's memory is also everybody else's."""
@@ -45,6 +47,8 @@ class RunnerOptions:
     step_tokens: int
     """What the scheduler will ask for at most: a larger pool would never be used."""
     quantization: str = "none"
+    deterministic: bool = False
+    """What must not depend on the company: on a GPU by products of ours, on a CPU as it is, or not at all."""
 
 
 class ModelRunner:
@@ -63,7 +67,14 @@ class ModelRunner:
         dtype = choose_dtype(options.dtype, device)
         if device.type == "cpu" and options.threads:
             torch.set_num_threads(options.threads)
-        return cls.over(load_decoder(folder, spec, dtype, device, options.quantization, packed=True), dtype, device, options)
+        if options.deterministic:
+            _check_deterministic(spec, dtype, device, options.page_size)
+        decoder = load_decoder(folder, spec, dtype, device, options.quantization, packed=True)
+        if options.deterministic and device.type == "cuda":
+            from model.gpu.modules import stand_in
+
+            stand_in(decoder)
+        return cls.over(decoder, dtype, device, options)
 
     @classmethod
     def over(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions) -> "ModelRunner":
@@ -98,9 +109,22 @@ class ModelRunner:
 
     @property
     def kernels(self) -> str:
-        """What computes attention and products: kernels of ours and their width of vectors, or torch."""
-        packed = next((module for module in self.decoder.modules() if isinstance(module, PackedMatrix)), None)
-        return self.backend.name if packed is None or packed.isa in self.backend.name else f"{self.backend.name}+{packed.isa}"
+        """What computes attention, and what products where that is another: kernels of ours (and their width of vectors), or torch's."""
+        attention, products = self.backend.name, self._products
+        return attention if attention == products else f"{attention}+{products}"
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether what a sequence gets depends on that sequence alone, bit for bit."""
+        return self.backend.name.startswith(INVARIANT) and self._products.startswith(INVARIANT)
+
+    @property
+    def _products(self) -> str:
+        for module in self.decoder.modules():
+            if isinstance(module, PackedMatrix):
+                return module.isa
+        # A norm tells: every decoder has one, quantized or not.
+        return str(getattr(self.decoder.final_norm, "computed_by", "torch" if self.device.type == "cpu" else "cublas"))
 
     @property
     def progress(self) -> int:
@@ -163,6 +187,24 @@ class ModelRunner:
             for row, drawn in zip(rows, score(self.decoder.logits(x_TD[list(states)]), targets, num_tops), strict=True):
                 scored.setdefault(row, []).append(drawn)
         return scored
+
+
+def _check_deterministic(spec: ModelSpec, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
+    """Raises OptionError, before weights are read, where answers would depend on what is computed with them."""
+    layout = CacheLayout.of(spec.num_layers, spec.windows, page_size)
+    sizes = spec.key_dim, spec.value_dim, dtype
+    pool = KVPool.allocate(layout, layout.pages_per_step, *sizes, torch.device("meta"), value_in_key=spec.value_in_key)
+    found = backend_for(pool, spec.num_query_heads, device)
+    if not found.startswith(INVARIANT):
+        expected = {
+            "cpu": "engine.dtype float32, cache.page_size and the columns of keys and values multiples of 16, and kernels that were "
+            "compiled when onehead was installed",
+            "cuda": "triton (pip install 'onehead[gpu]'), cache.page_size a power of two from 16, and keys of at most 576 columns",
+        }[device.type]
+        raise OptionError(
+            f"engine.deterministic is true, but attention by {found!r} on {device.type}, in {str(dtype).removeprefix('torch.')} with "
+            f"pages of {page_size} and keys of {spec.key_dim} columns, depends on the company; expected {expected}"
+        )
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -133,6 +133,10 @@ def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     By our kernel where there is one: torch's sum of a row depends on how many rows there are.
     """
+    if logits_SV.device.type == "cuda" and find_spec("triton") is not None:
+        from model.gpu.launches import summary as by_triton
+
+        return by_triton(logits_SV)
     kernels = library() if logits_SV.device.type == "cpu" else None
     if kernels is None:
         return logits_SV.logsumexp(dim=-1), *logits_SV.max(dim=-1)
@@ -173,8 +177,11 @@ class _Tops:
         if self._rows:
             most = min(max(num_tops), logits_SV.shape[-1])
             rows = _rows(self._rows, logits_SV)
-            values_FK, ids_FK = logits_SV[rows].topk(most, dim=-1)
-            self._ids_FK, self._logprobs_FK = download(ids_FK), download(values_FK - normaliser_S[rows, None])
+            chosen_FV = logits_SV[rows]
+            # A GPU's topk goes about it in another way where there are many rows, and takes others of equal logits.
+            ordered_FV = chosen_FV if chosen_FV.device.type == "cpu" else _order(chosen_FV)
+            ids_FK = ordered_FV.topk(most, dim=-1).indices
+            self._ids_FK, self._logprobs_FK = download(ids_FK), download(chosen_FV.gather(1, ids_FK) - normaliser_S[rows, None])
 
     def read(self) -> list[tuple[tuple[int, float], ...]]:
         tops: list[tuple[tuple[int, float], ...]] = [()] * len(self._num_tops)
@@ -182,6 +189,14 @@ class _Tops:
             for i, ids, logprobs in zip(self._rows, self._ids_FK.tolist(), self._logprobs_FK.tolist(), strict=True):
                 tops[i] = tuple(zip(ids, logprobs, strict=True))[: self._num_tops[i]]
         return tops
+
+
+def _order(logits_FV: Tensor) -> Tensor:
+    """Whole numbers, no two of a row alike, that are ordered as the logits are, equal ones with the first id first."""
+    bits_FV = logits_FV.contiguous().view(torch.int32)
+    # A float's bits count up with it from 0 on, and down below.
+    ordered_FV = torch.where(bits_FV < 0, bits_FV ^ 0x7FFFFFFF, bits_FV).long()
+    return (ordered_FV << 32) - torch.arange(logits_FV.shape[-1], device=logits_FV.device)
 
 
 def _adjust(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -232,7 +247,9 @@ def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
     together. Drawn from the cumulative sum, every token's edge would move a little.
     """
     temperature_S = upload([s.sampling.temperature for s in samples], logits_SV.device, torch.float64)
-    probs_SV = (logits_SV.double() / temperature_S[:, None]).softmax(dim=-1)
+    scaled_SV = logits_SV.double() / temperature_S[:, None]
+    # Up to a factor, of which nothing here depends: torch's sum of a row may depend on where the row lies.
+    probs_SV = (scaled_SV - scaled_SV.amax(dim=-1, keepdim=True)).exp()
     min_p_S = upload([s.sampling.min_p for s in samples], logits_SV.device, torch.float64)
     sorts = [i for i, s in enumerate(samples) if s.sampling.top_k > 0 or s.sampling.top_p < 1.0]
     if sorts:
@@ -257,10 +274,7 @@ def _keep_likeliest(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
     sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab_size, device=probs_FV.device)
     sorted_FV = sorted_FV.masked_fill(rank_V >= top_k_F[:, None], 0.0)
-    before_FV = sorted_FV.cumsum(dim=-1) - sorted_FV
-    limit_F1 = top_p_F[:, None] * _total(sorted_FV)
-    outside_FV = (before_FV >= limit_F1) & (top_p_F < 1.0)[:, None]
-    outside_FV[:, 0] = False  # However small top_p is, the likeliest token stays.
+    outside_FV = _outside(sorted_FV, top_p_F) & (top_p_F < 1.0)[:, None]
     return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))
 
 
@@ -274,11 +288,30 @@ def _keep_typical(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
     entropy_F1 = _total(torch.special.entr(normal_FV))
     order_FV = (surprise_FV - entropy_F1).abs().sort(dim=-1, stable=True).indices
     sorted_FV = normal_FV.gather(1, order_FV)
-    outside_FV = sorted_FV.cumsum(dim=-1) - sorted_FV >= typical_p_F[:, None]
-    outside_FV[:, 0] = False
+    outside_FV = _outside(sorted_FV, typical_p_F)
     return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))
 
 
+def _outside(sorted_FV: Tensor, share_F: Tensor) -> Tensor:
+    """What lies behind the first numbers of a row that hold this share of its sum. However small that is, the first one is among them."""
+    parts_FV = _whole(sorted_FV)
+    outside_FV = parts_FV.cumsum(dim=-1) - parts_FV >= share_F[:, None] * parts_FV.sum(dim=-1, keepdim=True)
+    outside_FV[:, 0] = False
+    return outside_FV
+
+
 def _total(x_FV: Tensor) -> Tensor:
-    """The sum of each row, from its first to its last number: torch's sum depends on how many rows there are. -> x_F1"""
-    return x_FV.cumsum(dim=-1)[:, -1:]
+    """The sum of each row. -> x_F1"""
+    return _whole(x_FV).sum(dim=-1, keepdim=True).double() / _unit(x_FV)
+
+
+def _whole(x_FV: Tensor) -> Tensor:
+    """Numbers from 0 to 1 as multiples of a tiny one: sums of integers are the same in every order, and torch's order depends on how many
+    rows there are, and on a GPU on the moment.
+    """
+    return (x_FV * _unit(x_FV)).round().long()
+
+
+def _unit(x_FV: Tensor) -> float:
+    """How many of them are 1: the sum of a row fits into 64 bits."""
+    return 2.0 ** (62 - x_FV.shape[-1].bit_length())

@@ -110,6 +110,10 @@ class EngineSection(Section):
         "auto", description="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
     )
     quantization: Literal["none", "int8"] = Field("none", description="int8: weights in 8 bits, a scale for each output channel")
+    deterministic: bool = Field(
+        False,
+        description="the same bits whatever else is computed: on a GPU by products of our own; refused where it cannot be had",
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: OMP_NUM_THREADS, else the cgroup's quota")
     max_context: int | None = Field(None, ge=1, description="most tokens of prompt and output; default: the checkpoint's positions")
     max_running: int = Field(64, ge=1, le=4096, description="sequences computed together")

@@ -5,7 +5,7 @@ Everything on the pipe is the msgpack bytes of one of these; nothing is pickled.
 
 import msgspec
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 64 * 2**20
 # What a grammar may cost, in llguidance's units: checked on one side, kept to on the other. The library's defaults are ten times these.
 GRAMMAR_LIMITS = {
@@ -36,6 +36,7 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     device: str
     dtype: str
     quantization: str
+    deterministic: bool
     threads: int
     max_context: int | None
     max_running: int
@@ -123,7 +124,9 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     weight_bytes: int
     page_bytes: int
     kernels: str
-    """What computes attention and products: kernels of ours and their width of vectors, or torch."""
+    """What computes attention, and what products where that is another: kernels of ours (and their width of vectors), or torch's."""
+    deterministic: bool
+    """Whether what a request gets depends on that request alone, bit for bit."""
     multi_head_bytes_per_token: int
     """What a token's keys and values would take with a head for every query head."""
     sequences: list[tuple[int, int]]

@@ -52,6 +52,7 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         max_running=start.max_running,
         step_tokens=start.step_tokens,
         quantization=start.quantization,
+        deterministic=start.deterministic,
     )
     runner = ModelRunner.load(folder, spec, options)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
@@ -72,14 +73,18 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         weight_bytes=runner.weight_bytes,
         page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
         kernels=runner.kernels,
+        deterministic=runner.deterministic,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(dtype.itemsize),
-        sequences=[
-            (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
-            for context in (*(context for context in spec.contexts() if context < max_context), max_context)
-        ],
+        sequences=_sequences(limits, spec.contexts()),
     )
     drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.speculation == "ngram" else None
     return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
+
+
+def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
+    """How many sequences of each of these lengths fit, and of the longest that is taken."""
+    lengths = [*(context for context in contexts if context < limits.max_context), limits.max_context]
+    return [(context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens)) for context in lengths]
 
 
 def _check_conversion(start: protocol.Start, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW...`: compiles the kernels as these lines of the table ship them, for
-GPUs that need not be there. Prints a line of JSON for each: shared memory in bytes, and how often each instruction
-stands in the code.
+"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW... ARCHITECTURE:productLINE...`: compiles the kernels as these lines of
+attention's table, or of the products', ship them, for GPUs that need not be there. Prints a line of JSON for each: shared memory in bytes,
+and how often each instruction stands in the code.
 """
 
 import json
@@ -12,25 +12,35 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.backends.triton import kernels, write
-from model.backends.triton.backend import EXACT, JOINED_AT_ONCE, sizes_of
+from model.backends.triton.backend import JOINED_AT_ONCE, sizes_of
 from model.backends.triton.configurations import TABLE
+from model.gpu import EXACT, products, rows, tiles
 
 INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
 POINTERS = {"spans_ptr": "*i32", "tiles_ptr": "*i32", "tables_ptr": "*i32", "slots_ptr": "*i32"}
 POINTERS |= {"partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
+POINTERS |= {"logits_ptr": "*fp32", "normalisers_ptr": "*fp32", "largest_ptr": "*fp32", "tokens_ptr": "*i64"}
+FLOATS = "factor", "epsilon", "offset"
+WIDTHS = 2048, 2304
+"""Inputs and outputs of the products: StarCoderBase-1B's."""
 
 
-def compiled(kernel: Any, number: str, architecture: int, constants: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def compiled(
+    kernel: Any, number: str, architecture: int, constants: dict[str, Any], options: dict[str, Any], weights: str | None = None
+) -> dict[str, Any]:
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name], attributes[(place,)] = POINTERS.get(name, "*" + number), [["tt.divisibility", 16]]
+            signature[name], attributes[(place,)] = (
+                POINTERS.get(name, "*" + (weights or number if name == "weight_ptr" else number)),
+                [["tt.divisibility", 16]],
+            )
         else:
-            signature[name] = "fp32" if name == "factor" else "i32"
+            signature[name] = "fp32" if name in FLOATS else "i32"
     source = ASTSource(
         kernel, signature, constexprs={name: constants[name] for name in kernel.arg_names if name in constants}, attrs=attributes
     )
@@ -39,8 +49,30 @@ def compiled(kernel: Any, number: str, architecture: int, constants: dict[str, A
     return {"kernel": kernel.__name__, "shared": made.metadata.shared, "counts": counts, "cubin": len(made.asm["cubin"])}
 
 
+def compile_products(architecture: int, line: int) -> None:
+    """Plain, gated, and with weights that lie the other way round; and the kernels for rows."""
+    _, size, tile = tiles.TABLE[line]
+    number, (inputs, outputs) = {2: "bf16", 4: "fp32"}[size], WIDTHS
+    sizes: dict[str, Any] = {"GROUPS": 1, "INPUTS": inputs, "OUTPUTS": outputs, "STEP_G": 2 * inputs * outputs, "UPCAST": False}
+    sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    for gated, steps in ((False, (inputs, 1)), (True, (inputs, 1)), (False, (1, outputs))):
+        constants = sizes | {"ACTIVATION": "gelu", "GATED": gated, "STEP_O": steps[0], "STEP_I": steps[1]}
+        # A router's weights are of 16 bits under rows in float32.
+        found = compiled(products.product, number, architecture, constants, options, "bf16")
+        print(json.dumps({"line": line, "architecture": architecture} | found), flush=True)
+    constants = {"COLUMNS": inputs, "BLOCK": inputs, "CENTRED": True}
+    print(json.dumps({"architecture": architecture} | compiled(rows.normalise, number, architecture, constants, {})), flush=True)
+    constants = {"COLUMNS": 50257, "BLOCK": 4096}
+    print(json.dumps({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {})), flush=True)
+
+
 def main() -> None:
     for wanted in sys.argv[1:]:
+        architecture_name, _, product_line = wanted.partition(":product")
+        if product_line:
+            compile_products(int(architecture_name), int(product_line))
+            continue
         architecture, line, window = map(int, wanted.split(":"))
         most_heads, columns, size, configuration = TABLE[line]
         num_d, num_r = LATENT.get(columns, (columns, 0))

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from model.backends.triton.configurations import TABLE
+from model.gpu import tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
@@ -29,29 +31,53 @@ def expected_instruction(architecture: int, rows: int, size: int) -> str:
     return {90: "wgmma.mma_async", 100: "tcgen05.mma"}[architecture]
 
 
-def check(wanted: list[tuple[int, int, int]], cache: Path) -> None:
-    """Compiles (architecture, line of the table, window)."""
+def compiled(wanted: list[str], cache: Path) -> list[dict[str, Any]]:
+    """What compile_kernels says of these. All of it fits."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    command = [sys.executable, "-m", "tests.triton.compile_kernels", *(":".join(map(str, numbers)) for numbers in wanted)]
+    command = [sys.executable, "-m", "tests.triton.compile_kernels", *wanted]
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(cache)}, check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    attended = [made for made in found if made["kernel"] == "attend"]
-    assert len(attended) == len(wanted) and {made["kernel"] for made in found} == KERNELS
+    found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     for made in found:
         assert made["shared"] <= SHARED_KIB[made["architecture"]] * 1024 and made["cubin"] > 0, made
+    return found
+
+
+def check_instruction(made: dict[str, Any], rows: int, size: int) -> None:
+    instruction = expected_instruction(made["architecture"], rows, size)
+    others = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"} - {instruction}
+    assert made["counts"][instruction] > 0 and not any(made["counts"][other] for other in others), made
+    assert size == 4 or made["counts"]["cp.async.c"] > 0, made
+
+
+def check(wanted: list[tuple[int, int, int]], cache: Path) -> None:
+    """Compiles (architecture, line of the table, window)."""
+    found = compiled([":".join(map(str, numbers)) for numbers in wanted], cache)
+    attended = [made for made in found if made["kernel"] == "attend"]
+    assert len(attended) == len(wanted) and {made["kernel"] for made in found} == KERNELS
     for made in attended:
         *_, size, configuration = TABLE[made["line"]]
-        instruction = expected_instruction(made["architecture"], configuration.rows, size)
-        others = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"} - {instruction}
-        assert made["counts"][instruction] > 0 and not any(made["counts"][other] for other in others), made
-        assert size == 4 or made["counts"]["cp.async.c"] > 0, made
+        check_instruction(made, configuration.rows, size)
+
+
+def check_products(wanted: list[tuple[int, int]], cache: Path) -> None:
+    """Compiles (architecture, line of the products' table)."""
+    found = compiled([f"{architecture}:product{line}" for architecture, line in wanted], cache)
+    products = [made for made in found if made["kernel"] == "product"]
+    assert len(products) == 3 * len(wanted) and {made["kernel"] for made in found} == {"product", "normalise", "summarise"}
+    for made in products:
+        _, size, tile = tiles.TABLE[made["line"]]
+        check_instruction(made, tile.rows, size)
 
 
 def test_a_sample_compiles_with_the_expected_instructions(tmp_path: Path) -> None:
     check(SAMPLE, tmp_path)
+
+
+def test_a_sample_of_the_products_compiles_with_the_expected_instructions(tmp_path: Path) -> None:
+    check_products([(80, 2), (90, 0), (100, 3)], tmp_path)
 
 
 @pytest.mark.slow
@@ -59,3 +85,4 @@ def test_a_sample_compiles_with_the_expected_instructions(tmp_path: Path) -> Non
 @pytest.mark.parametrize("architecture", SHARED_KIB)
 def test_every_configuration_compiles_with_the_expected_instructions(architecture: int, tmp_path: Path) -> None:
     check([(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)], tmp_path)
+    check_products([(architecture, line) for line in range(len(tiles.TABLE))], tmp_path)
