@@ -43,7 +43,7 @@ def arrival_times(keys: Sequence[tuple[int, int, int]], count: int, device: torc
     for the step.
     """
     if device.type != "cpu" and find_spec("triton") is not None:
-        from model.backends.triton.noise import exponentials_SV
+        from model.gpu.noise import exponentials_SV
 
         return exponentials_SV(keys, count, device)
     return upload(torch.from_numpy(np.stack([exponentials(*key, count) for key in keys])), device)

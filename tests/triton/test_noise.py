@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_row_is_the_same_in_any_company_and_length() -> None:
-    from model.backends.triton.noise import exponentials_SV
+    from model.gpu.noise import exponentials_SV
 
     keys = [(7, 0, 0), (7, 0, 1), (7, 1, 0), (2**64 - 1, 0, 0), (8, 0, 0), (-1, 0, 0)]
     times_SV = exponentials_SV(keys, 1500, CPU)
@@ -20,7 +20,7 @@ def test_a_row_is_the_same_in_any_company_and_length() -> None:
 
 
 def test_it_is_exponential() -> None:
-    from model.backends.triton.noise import exponentials_SV
+    from model.gpu.noise import exponentials_SV
 
     times = exponentials_SV([(3, 0, index) for index in range(8)], 4096, CPU).ravel()
     assert times.isfinite().all() and (times >= 0).all()
