@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cache.layout import CacheLayout
+from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool, bytes_per_page
 from model.backends import Backend, backend_for, create_backend
 from model.batch import Batch, build_batch
@@ -25,13 +25,15 @@ from model.flight import StepFlight
 from model.packed import PackedMatrix
 from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
-from model.step import StepPlan, StepResult
+from model.step import Row, Sample, Sampling, StepPlan, StepResult
 from model.transfer import download, upload
 from model.weights import load_decoder
 
 SCORED_AT_ONCE = 128
 INVARIANT = "native", "triton"
 """How the names of kernels begin by which a row's bits come from that row alone."""
+CAPTURED_TOO = 2
+"""A GPU's captured steps have memory of their own, in which others cannot be computed."""
 CPU_SHARE, GPU_SHARE = 0.4, 0.9
 """Default share of free memory that the cache may take: a CPU's memory is also everybody else's."""
 
@@ -87,6 +89,8 @@ class ModelRunner:
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
         page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, dtype.itemsize)
         free = free_bytes(device)
+        if device.type == "cuda":
+            free -= CAPTURED_TOO * cls._largest_step_bytes(decoder, dtype, device, options, layout)
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
             allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
@@ -104,6 +108,25 @@ class ModelRunner:
             ) from error
         heads = spec.num_query_heads
         return cls(decoder, pool, create_backend(backend_for(pool, heads), pool, spec.attention_scale, heads), device)
+
+    @classmethod
+    def _largest_step_bytes(
+        cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions, layout: CacheLayout
+    ) -> int:
+        """What the largest step takes on a GPU besides weights and cache, measured by computing it over a cache of next to nothing."""
+        spec = decoder.spec
+        dims = spec.key_dim, spec.value_dim
+        pool = KVPool.allocate(layout, layout.pages_per_step, *dims, dtype, device, value_in_key=spec.value_in_key)
+        heads = spec.num_query_heads
+        runner = cls(decoder, pool, create_backend(backend_for(pool, heads), pool, spec.attention_scale, heads), device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.run(largest_step(layout, options.step_tokens, options.max_running, options.max_context))
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        del runner, pool
+        torch.cuda.empty_cache()
+        return peak
 
     @property
     def weight_bytes(self) -> int:
@@ -140,6 +163,8 @@ class ModelRunner:
         with memory_errors(self.device), torch.inference_mode():
             flight, batch = self._begin(plan)
             self._compute(plan, flight, batch, self.backend.plan(batch))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             return flight.result()
 
     def _begin(self, plan: StepPlan) -> tuple[StepFlight, Batch]:
@@ -171,6 +196,22 @@ class ModelRunner:
             rows, states, targets, num_tops = (list(part) for part in zip(*wanted[begin : begin + SCORED_AT_ONCE], strict=True))
             logits_SV = self.decoder.logits(x_TD[upload(states, self.device)])
             flight.scores.append((rows, Scores(logits_SV, targets, num_tops)))
+
+
+def largest_step(layout: CacheLayout, step_tokens: int, max_running: int, max_context: int) -> StepPlan:
+    """A step that takes as much memory as any: all the tokens that there can be, and as many draws, by which all are sorted. What it
+    computes means nothing: all its keys lie in page 0.
+    """
+    sample = Sample(Sampling(top_p=0.9, typical_p=0.9), (), ())
+    counts, left = [1] * max_running, step_tokens - max_running
+    while left > 0:
+        counts.append(min(left, max_context))
+        left -= counts[-1]
+    rows = []
+    for number, count in enumerate(counts):
+        pages = [[0] * (pages_for(count, layout.page_size) * group.num_stacks) for group in layout.groups]
+        rows.append(Row(number, [0] * count, 0, pages, sample if number < max_running else None))
+    return StepPlan(tuple(rows))
 
 
 @contextmanager

@@ -7,7 +7,8 @@ step; whoever waits in the engine's queue is charged for it from when its client
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from server.errors import ConfigurationError, ResourceError, UsageError
 if TYPE_CHECKING:
     from model.step import StepPlan, StepResult
     from server import protocol
-    from server.engine.core import EngineCore, Runner
+    from server.engine.core import EngineCore, Flight, OverlappingRunner, Runner
 
 
 class OfflineSettings(Cases, EngineSettings):
@@ -50,11 +51,45 @@ class Stopwatch:
         return self._runner.progress
 
     def run(self, plan: "StepPlan") -> "StepResult":
+        with self._counted():
+            return self._runner.run(plan)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
-            return self._runner.run(plan)
+            yield
         finally:
             self.seconds += time.perf_counter() - began
+
+
+class LaunchingStopwatch(Stopwatch):
+    """One for a runner that computes beside us: what it counts is waiting."""
+
+    def __init__(self, runner: "OverlappingRunner") -> None:
+        super().__init__(runner)
+        self._launch = runner.launch
+
+    def launch(self, plan: "StepPlan") -> "Flight":
+        return _Timed(self._launch(plan), self)
+
+
+class _Timed:
+    """A Flight whose waiting is counted."""
+
+    def __init__(self, flight: "Flight", stopwatch: Stopwatch) -> None:
+        self._flight, self._stopwatch = flight, stopwatch
+
+    def result(self) -> "StepResult":
+        with self._stopwatch._counted():
+            return self._flight.result()
+
+
+def stopwatch_for(runner: "Runner") -> Stopwatch:
+    """One that launches where its runner does."""
+    from server.engine.core import OverlappingRunner
+
+    return LaunchingStopwatch(runner) if isinstance(runner, OverlappingRunner) else Stopwatch(runner)
 
 
 @dataclass(slots=True)
@@ -75,7 +110,7 @@ class ClosedLoop:
 
     def __init__(self, core: "EngineCore", output_tokens: int, on_end: Callable[[], None]) -> None:
         self._core = core
-        self._stopwatch = Stopwatch(core.runner)
+        self._stopwatch = stopwatch_for(core.runner)
         self._output_tokens = output_tokens
         self._on_end = on_end
         self._outcomes: list[Outcome] = []

@@ -11,6 +11,7 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,18 @@ class FaultyRunner:
         runner.decoder = FaultyDecoder(runner.decoder, self)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.runner, name)
+        found = getattr(self.runner, name)
+        return partial(self._do, found) if name == "launch" else found
 
     def run(self, plan: Any) -> Any:
+        return self._do(self.runner.run, plan)
+
+    def _do(self, run: Any, plan: Any) -> Any:
         for rule in self.faults.rules.named(*self.BEFORE):
             if self.rows(rule, plan):
                 self.faults.carry_out(rule)
         self.plan = self._break_sampling(plan)
-        return self.runner.run(self.plan)
+        return run(self.plan)
 
     def rows(self, rule: Rule, plan: Any) -> list[int]:
         """The rows of a step that a rule speaks of; none where the step is too small for it."""

@@ -17,10 +17,11 @@ from cache.layout import pages_for
 from cache.pool import KVPool
 from model.backends.triton.configurations import Configuration
 from model.backends.triton.kernels import attend, join
-from model.backends.triton.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Wave, plan_group
+from model.backends.triton.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Numbers, Shape, Wave, filled, plan_group, shape_of
 from model.backends.triton.write import scatter
 from model.batch import Batch
 from model.gpu import EXACT
+from model.transfer import upload
 
 SCRATCH_BYTES = 64 * 2**20
 """For the parts of split sequences' outputs; more only where one sequence could need it. A step that needs more goes in waves."""
@@ -68,11 +69,31 @@ class TritonBackend:
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         """All lists of the step in one copy to the device."""
-        lists = [
+        lists = self._lists(batch)
+        return _laid_out(lists, upload(torch.from_numpy(_words(lists)), self.pool.keys_LPSd.device))
+
+    def _lists(self, batch: Batch) -> list[GroupLists]:
+        return [
             plan_group(batch.rows, batch.firsts, batch.layout, number, self.num_heads, self.configuration, self.capacity)
             for number in range(len(batch.layout.groups))
         ]
-        return _upload(lists, self.pool.keys_LPSd.device)
+
+    def pack(self, batch: Batch, num_rows: int) -> tuple[Numbers, Shape] | None:
+        """The lists of a step of single tokens, filled up to `num_rows` rows and to its class of contexts, in one array. None where a wave
+        does not hold them.
+        """
+        lists, shape = self._lists(batch), shape_of(batch.rows, num_rows, self.pool.page_size)
+        if any(len(group.waves) > 1 for group in lists):
+            return None
+        return _words([filled(group, into) for group, into in zip(lists, self._padding(shape), strict=True)]), shape
+
+    def unpack(self, words: Tensor, shape: Shape) -> tuple[GroupPlan, ...]:
+        """The plan whose lists are these on the device."""
+        return _laid_out(self._padding(shape), words)
+
+    def _padding(self, shape: Shape) -> list[GroupLists]:
+        layout = self.pool.layout
+        return [shape.of(group, layout.page_size, self.num_heads, self.configuration) for group in layout.groups]
 
     def run(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
         place = self.pool.layout.places[layer]
@@ -126,8 +147,16 @@ def _block(num: int) -> int:
     return max(LEAST_BLOCK, 1 << (num - 1).bit_length()) if num else 0
 
 
-def _upload(lists: list[GroupLists], device: torch.device) -> tuple[GroupPlan, ...]:
-    parts = [part for group in lists for part in (group.spans, group.tiles, group.tables, group.slots)]
-    on_device = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)
-    tensors = (x.view(part.shape) for x, part in zip(on_device.split([part.size for part in parts]), parts, strict=True))
+def _parts(group: GroupLists) -> tuple[Numbers, ...]:
+    return group.spans, group.tiles, group.tables, group.slots
+
+
+def _words(lists: list[GroupLists]) -> Numbers:
+    return np.concatenate([part.ravel() for group in lists for part in _parts(group)])
+
+
+def _laid_out(lists: list[GroupLists], words: Tensor) -> tuple[GroupPlan, ...]:
+    """Plans of lists of these sizes, whose numbers are on the device."""
+    parts = [part for group in lists for part in _parts(group)]
+    tensors = (x.view(part.shape) for x, part in zip(words.split([part.size for part in parts]), parts, strict=True))
     return tuple(GroupPlan(next(tensors), next(tensors), next(tensors), next(tensors), group.waves) for group in lists)

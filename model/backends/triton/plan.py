@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.layout import CacheLayout
+from cache.layout import CacheLayout, LayerGroup, pages_for
 from model.backends.triton.configurations import Configuration
 from model.step import Row
 
@@ -22,6 +22,8 @@ SPAN_FIELDS = 4
 """Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
 TILE_FIELDS = 5
 """Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch."""
+CLASS_STEP = 4
+"""Contexts of a class are at most this many times as long as those of the one before."""
 TILE_BUCKET = 4
 """The number of tiles is a multiple of it."""
 ALIGNMENT = 4
@@ -132,3 +134,47 @@ def _slots(
     for stack in range(stacks):
         slots[stack, :num_tokens] = tables[row_T, column_T + stack] * page_size + position_T % page_size
     return slots
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the lists of a step of single tokens, which are those of all such steps of so many rows and contexts within a class."""
+
+    num_rows: int
+    num_keys: int
+    """The longest context of the class."""
+
+    def of(self, group: LayerGroup, page_size: int, num_heads: int, configuration: Configuration) -> GroupLists:
+        """Lists of padding, with the wave that takes them."""
+        pages, splits = pages_for(self.num_keys, page_size), pages_for(self.num_keys, configuration.split)
+        if group.window is not None:
+            # As many as a window can begin and end in.
+            pages = min(pages, pages_for(group.window, page_size) + 1)
+            splits = min(splits, pages_for(group.window, configuration.split) + 1)
+        num_tiles = pages_for(self.num_rows * pages_for(num_heads, configuration.rows), TILE_BUCKET) * TILE_BUCKET
+        tiles = np.zeros((num_tiles, TILE_FIELDS), np.int32)
+        tiles[:, 0] = -1
+        return GroupLists(
+            np.zeros((self.num_rows, SPAN_FIELDS), np.int32),
+            tiles,
+            np.zeros((self.num_rows, pages_for(pages * group.num_stacks, ALIGNMENT) * ALIGNMENT), np.int32),
+            np.full((group.num_stacks, pages_for(self.num_rows, ALIGNMENT) * ALIGNMENT), -1, np.int32),
+            (Wave(0, num_tiles, splits),),
+        )
+
+
+def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape:
+    """The smallest class that these rows of one token are in."""
+    longest, num_keys = max(row.start for row in rows) + 1, page_size
+    while num_keys < longest:
+        num_keys *= CLASS_STEP
+    return Shape(num_rows, num_keys)
+
+
+def filled(lists: GroupLists, into: GroupLists) -> GroupLists:
+    """The larger lists, with what the others hold in them."""
+    for part, larger in ((lists.spans, into.spans), (lists.tables, into.tables), (lists.slots, into.slots)):
+        larger[: part.shape[0], : min(part.shape[1], larger.shape[1])] = part[:, : larger.shape[1]]
+    num_tiles = min(len(lists.tiles), len(into.tiles))
+    into.tiles[:num_tiles] = lists.tiles[:num_tiles]
+    return into
