@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from msgspec import structs
 
 from model.backends.triton.configurations import Configuration
 from tests.triton.cases import SMALL, Case
@@ -141,3 +142,47 @@ def test_queries_keys_and_values_as_the_projection_lays_them_out() -> None:
 def test_short_splits_are_several() -> None:
     """What the tests above stand on."""
     assert any(row.start + len(row.tokens) > 2 * SMALL.split for row in Case(0, 4, 32, most=300).rows)
+
+
+@pytest.mark.parametrize(("seed", "window"), [(0, None), (1, 20), (2, 70), (4, None)])
+@pytest.mark.parametrize("num_rows", [5, 8])
+@torch.inference_mode()
+def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: int | None, num_rows: int) -> None:
+    """As a captured step has them: filled up with rows that are nobody's, and with room for longer contexts."""
+    from model.batch import build_batch
+    from model.step import StepPlan
+
+    case = Case(seed, (3, 16, 20)[seed % 3], 32, window=window, most=200)
+    case.rows = [structs.replace(row, tokens=row.tokens[:1]) for row in case.rows]
+    case.inputs = [tuple(x[:1] for x in inputs) for inputs in case.inputs]
+    batch = build_batch(StepPlan(tuple(case.rows)), case.layout, torch.device("cpu"))
+    nobody = num_rows - len(case.rows)
+    q_THd, k_Td, v_Tv = (
+        torch.cat(
+            [*(inputs[part] for inputs in case.inputs), torch.full_like(case.inputs[0][part], torch.nan).repeat_interleave(nobody, 0)]
+        )
+        for part in range(3)
+    )
+    for layer in (0, 2) if window else (0,):
+        pools = case.pool(), case.pool()
+        expected = torch.cat(case.run(case.everyone(), layer, pool=pools[0]))
+        backend = case.backend("triton", pools[1])
+        words, shape = backend.pack(batch, num_rows)
+        plan = backend.unpack(torch.from_numpy(words), shape)
+        o_THv = backend.run(plan, layer, q_THd, k_Td, v_Tv)
+        assert torch.equal(o_THv[: len(case.rows)], expected)
+        assert torch.equal(pools[0].keys_LPSd.nan_to_num(), pools[1].keys_LPSd.nan_to_num())
+        assert torch.equal(pools[0].values_LPSv.nan_to_num(), pools[1].values_LPSv.nan_to_num())
+        again, same_shape = backend.pack(build_batch(StepPlan(tuple(case.rows[:1])), case.layout, torch.device("cpu")), num_rows)
+        assert len(again) <= len(words) and (len(again) == len(words)) is (same_shape == shape)
+
+
+def test_a_step_that_needs_several_waves_is_not_packed() -> None:
+    from model.batch import build_batch
+    from model.step import StepPlan
+
+    case = Case(3, 4, 32, most=200)
+    rows = tuple(structs.replace(case.rows[0], sequence=i, tokens=[0], start=120, pages=[list(range(10))]) for i in range(3))
+    batch = build_batch(StepPlan(rows), case.layout, torch.device("cpu"))
+    for case.capacity, fits in ((12, True), (11, False)):  # Each has four splits.
+        assert (case.backend("triton", case.pool()).pack(batch, 8) is not None) is fits
