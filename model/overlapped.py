@@ -17,7 +17,7 @@ from model.batch import Batch, build_batch
 from model.decoder import Decoder
 from model.flight import StepFlight
 from model.graphs import ListedBackend, StepGraphs
-from model.runner import ModelRunner, memory_errors
+from model.runner import ModelRunner, RunnerOptions, memory_errors
 from model.step import UNSEEN, Row, Sample, Sampling, StepPlan, StepResult
 from model.streams import CudaStream, Stream
 from model.transfer import download, upload
@@ -44,10 +44,11 @@ class OverlappedRunner(ModelRunner):
             self._graphs = StepGraphs(decoder, backend, stream, self._drawn_S, most_rows)
 
     @classmethod
-    def on_gpu(cls, runner: ModelRunner, max_running: int, step_tokens: int, max_context: int) -> "OverlappedRunner":
+    def on_gpu(cls, runner: ModelRunner, options: RunnerOptions) -> "OverlappedRunner":
         """The same runner over CUDA's stream, with everything captured that it will be asked for."""
-        found = cls(runner.decoder, runner.pool, runner.backend, runner.device, CudaStream(), max_running, step_tokens)
-        found.capture(max_context)
+        parts = runner.decoder, runner.pool, runner.backend, runner.device
+        found = cls(*parts, CudaStream(), options.max_running, options.step_tokens)
+        found.capture(options.max_context)
         return found
 
     def launch(self, plan: StepPlan) -> StepFlight:

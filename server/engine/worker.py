@@ -12,6 +12,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +28,9 @@ from server.engine.grammar import Grammars
 from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
 from server.engine.sequence import ConstraintFailed
 
+if TYPE_CHECKING:
+    from model.runner import ModelRunner, RunnerOptions
+
 log = logging.getLogger("onehead")
 
 
@@ -39,7 +43,7 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     _check_tokenizer(start, spec)
     grammars = Grammars(Path(start.tokenizer), spec.vocab_size)
     grammars.prepare(spec.end_token_ids)
-    from model.runner import ModelRunner, RunnerOptions
+    from model.runner import RunnerOptions
 
     options = RunnerOptions(
         device=start.device,
@@ -54,7 +58,7 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         quantization=start.quantization,
         deterministic=start.deterministic,
     )
-    runner = ModelRunner.load(folder, spec, options)
+    runner = _runner(folder, spec, options)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
     dtype = runner.pool.keys_LPSd.dtype
     ready = protocol.Ready(
@@ -85,6 +89,18 @@ def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
     """How many sequences of each of these lengths fit, and of the longest that is taken."""
     lengths = [*(context for context in contexts if context < limits.max_context), limits.max_context]
     return [(context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens)) for context in lengths]
+
+
+def _runner(folder: Path, spec: ModelSpec, options: "RunnerOptions") -> "ModelRunner":
+    """On a GPU, one that computes while we do something else."""
+    from model.runner import ModelRunner
+
+    runner = ModelRunner.load(folder, spec, options)
+    if runner.device.type == "cpu":
+        return runner
+    from model.overlapped import OverlappedRunner
+
+    return OverlappedRunner.on_gpu(runner, options)
 
 
 def _check_conversion(start: protocol.Start, folder: Path) -> None:
