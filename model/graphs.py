@@ -51,11 +51,11 @@ class StepGraphs:
 
     def __init__(self, decoder: Decoder, backend: ListedBackend, stream: Stream, drawn_S: Tensor, most_rows: int) -> None:
         self._decoder, self._backend, self._stream, self._drawn_S = decoder, backend, stream, drawn_S
-        self.sizes = [size for size in SIZES if size < most_rows] + [min(size for size in (*SIZES, most_rows) if size >= most_rows)]
-        device, spec = drawn_S.device, decoder.spec
-        self._words = torch.zeros(0, dtype=torch.int32, device=device)
-        self._logits_BV = torch.zeros(self.sizes[-1], spec.vocab_size, dtype=decoder.token_embedding.weight.dtype, device=device)
-        self._finite_B = torch.zeros(self.sizes[-1], dtype=torch.bool, device=device)
+        self.sizes = [*(size for size in SIZES if size < most_rows), most_rows]
+        self._words = torch.zeros(0, dtype=torch.int32, device=drawn_S.device)
+        self._logits_BV = torch.zeros(0, 0)
+        """Made by the first step that is captured: it knows their dtype."""
+        self._finite_B = torch.zeros(most_rows, dtype=torch.bool, device=drawn_S.device)
         self._replays: dict[Hashable, Callable[[], None]] = {}
 
     def capture(self, batches: Iterator[Batch]) -> None:
@@ -93,7 +93,10 @@ class StepGraphs:
         ids_B = torch.where(sources_B >= 0, self._drawn_S[sources_B.clamp(min=0)], ids_B)
         attend = partial(self._backend.run, self._backend.unpack(words[FIELDS * width :], shape))
         x_BD = self._decoder(ids_B, positions_B, attend)
-        self._logits_BV[:size].copy_(self._decoder.logits(x_BD))
+        logits_BV = self._decoder.logits(x_BD)
+        if not len(self._logits_BV):
+            self._logits_BV = logits_BV.new_zeros(self.sizes[-1], logits_BV.shape[-1])
+        self._logits_BV[:size].copy_(logits_BV)
         self._finite_B[:size].copy_(x_BD.isfinite().all(dim=-1))
 
     def find(self, batch: Batch, sources: Sequence[int]) -> "Callable[[], tuple[Tensor, Tensor]] | None":

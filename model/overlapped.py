@@ -94,7 +94,7 @@ class OverlappedRunner(ModelRunner):
     def _draw(self, flight: StepFlight, logits_SV: torch.Tensor) -> None:
         super()._draw(flight, logits_SV)
         assert flight.draws is not None
-        self._drawn_S[: len(logits_SV)].copy_(flight.draws.tokens_S)
+        self._drawn_S[: len(logits_SV)].copy_(flight.draws.tokens_S())
 
     def capture(self, max_context: int) -> int:
         """Captures steps of every size, for contexts up to the longest; how many. Before anybody is served: it takes seconds."""

@@ -53,10 +53,12 @@ class Draws:
     """Tokens that have been drawn for some rows, or will have been when the device gets there."""
 
     def __init__(self, parts: "Sequence[_Part | NotDrawn]", device: torch.device) -> None:
-        self._parts = parts
-        zero = torch.zeros(1, dtype=torch.long, device=device)
-        self.tokens_S = torch.cat([part.tokens_S if isinstance(part, _Part) else zero for part in parts])
-        """On the device; any number where none could be drawn."""
+        self._parts, self._device = parts, device
+
+    def tokens_S(self) -> Tensor:
+        """On the device; 0 where none could be drawn."""
+        zero = torch.zeros(1, dtype=torch.long, device=self._device)
+        return torch.cat([part.tokens_S if isinstance(part, _Part) else zero for part in self._parts])
 
     def read(self) -> list[Drawn | NotDrawn]:
         """One outcome for each row, when the device has got there."""

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from model.families import read_spec
 from model.flight import StepFlight
 from model.overlapped import OverlappedRunner
 from model.runner import largest_step
 from model.step import Drawn, Sampling, StepPlan
+from model.weights import load_decoder
 from server.engine.core import EngineCore
 from server.engine.scheduler import Advance, Limits, Scheduler
 from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
@@ -168,3 +170,20 @@ def test_the_largest_step_has_every_token_and_every_draw_there_can_be(tmp_path: 
         assert sum(len(row.tokens) for row in plan.rows) == step_tokens and max(len(row.tokens) for row in plan.rows) <= max_context
         drawn = runner.run(plan).drawn
         assert sum(isinstance(one, Drawn) for one in drawn) == max_running
+
+
+def test_a_captured_step_of_int8_weights(tmp_path: Path) -> None:
+    """Whose table's dtype says nothing of the logits'."""
+    make_checkpoint(SHAPES[1], tmp_path)
+    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU, "int8")
+    outputs = []
+    for captured in (False, True):
+        pool = make_pool(decoder, 10, PAGE)
+        backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
+        runner = Launched(decoder, pool, backend, CPU, stream := RecordingStream(), 4, 64)
+        assert not captured or runner.capture(MAX_CONTEXT)
+        core = EngineCore(Scheduler(Limits(9, pool.layout, 100, 4, 64)), runner)
+        core.scheduler.submit(0, [5, 6, 7], 20, Sampling(temperature=0.0))
+        outputs.append(finish(core))
+        assert bool(stream.num_replays) is captured
+    assert outputs[0] == outputs[1]
