@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from cache.layout import CacheLayout
-from cache.pool import KVPool, bytes_per_page
+from cache.pool import FLOAT8, KVPool, bytes_per_page
 from model.backends import Backend, backend_for, create_backend
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
@@ -26,6 +26,8 @@ from model.weights import load_decoder
 
 SCORED_AT_ONCE = 128
 NOT_FINITE_STATES = NotDrawn("a numerical error: the model's states for this request are not finite", code="numerical_error")
+FLOAT8_CAPABILITY = 8, 9
+"""Of the first GPUs that convert it."""
 CPU_SHARE, GPU_SHARE = 0.4, 0.9
 """Default share of free memory that the cache may take: a CPU's memory is also everybody else's."""
 
@@ -45,6 +47,7 @@ class RunnerOptions:
     step_tokens: int
     """What the scheduler will ask for at most: a larger pool would never be used."""
     quantization: str = "none"
+    cache_dtype: str = "auto"
 
 
 class ModelRunner:
@@ -58,8 +61,9 @@ class ModelRunner:
 
     @classmethod
     def load(cls, folder: Path, spec: ModelSpec, options: RunnerOptions) -> "ModelRunner":
-        """Reads the weights and allocates the pool. Raises CheckpointError, and MemoryError where not one page fits."""
+        """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and MemoryError where not one page fits."""
         device = choose_device(options.device)
+        check_float8(options, device)
         dtype = choose_dtype(options.dtype, device)
         if device.type == "cpu" and options.threads:
             torch.set_num_threads(options.threads)
@@ -67,10 +71,11 @@ class ModelRunner:
 
     @classmethod
     def over(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions) -> "ModelRunner":
-        """A runner of a decoder that is loaded already, its cache in `dtype`. Raises MemoryError where not one page fits."""
+        """A runner of a decoder that is loaded already, its cache in `dtype` or float8. Raises MemoryError where not one page fits."""
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, dtype.itemsize)
+        stored_as = FLOAT8 if options.cache_dtype == "fp8" else dtype
+        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, stored_as.itemsize)
         free = free_bytes(device)
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
@@ -82,7 +87,7 @@ class ModelRunner:
             # Its memory is taken when it is used: what is not there would be missed only under load.
             raise MemoryError(f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower cache.pages or cache.memory")
         try:
-            pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key)
+            pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key, stored_as=stored_as)
         except (RuntimeError, MemoryError) as error:  # RuntimeError is torch's way of saying that memory is short.
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
@@ -100,7 +105,8 @@ class ModelRunner:
     def kernels(self) -> str:
         """What computes attention and products: kernels of ours and their width of vectors, or torch."""
         packed = next((module for module in self.decoder.modules() if isinstance(module, PackedMatrix)), None)
-        return self.backend.name if packed is None or packed.isa in self.backend.name else f"{self.backend.name}+{packed.isa}"
+        products = packed.isa if packed is not None else "torch" if self.device.type == "cpu" else ""
+        return self.backend.name if products in self.backend.name else f"{self.backend.name}+{products}"
 
     @property
     def progress(self) -> int:
@@ -177,6 +183,18 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise OptionError("engine.device is cuda, but torch finds no GPU it can use")
     return torch.device(name)
+
+
+def check_float8(options: RunnerOptions, device: torch.device) -> None:
+    """Raises OptionError where float8 is asked of a GPU that has no instructions for it."""
+    asked = (("engine.quantization", options.quantization), ("cache.dtype", options.cache_dtype))
+    names = " and ".join(name for name, value in asked if value == "fp8")
+    if not names or device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY:
+        return
+    has, needed = (f"{major}.{minor}" for major, minor in (torch.cuda.get_device_capability(device), FLOAT8_CAPABILITY))
+    raise OptionError(
+        f"{names} fp8: this GPU has compute capability {has}, expected {needed} or more; leave it out, or take int8 for weights"
+    )
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

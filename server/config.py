@@ -109,7 +109,9 @@ class EngineSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
     )
-    quantization: Literal["none", "int8"] = Field("none", description="int8: weights in 8 bits, a scale for each output channel")
+    quantization: Literal["none", "int8", "fp8"] = Field(
+        "none", description="weights in 8 bits, a scale for each output channel; int8: activations too; fp8: from compute capability 8.9 on"
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: OMP_NUM_THREADS, else the cgroup's quota")
     max_context: int | None = Field(None, ge=1, description="most tokens of prompt and output; default: the checkpoint's positions")
     max_running: int = Field(64, ge=1, le=4096, description="sequences computed together")
@@ -129,6 +131,7 @@ class EngineSection(Section):
 
 
 class CacheSection(Section):
+    dtype: Literal["auto", "fp8"] = Field("auto", description="auto: engine.dtype; fp8: 8 bits, on GPUs from compute capability 8.9 on")
     memory: Annotated[float, BeforeValidator(_parse_memory), Field(gt=0)] | None = Field(
         None, description="a share up to 1.0 of free memory, or bytes (2GiB); default: 0.4 on a CPU, 0.9 on a GPU"
     )

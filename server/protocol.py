@@ -5,7 +5,7 @@ Everything on the pipe is the msgpack bytes of one of these; nothing is pickled.
 
 import msgspec
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 64 * 2**20
 # What a grammar may cost, in llguidance's units: checked on one side, kept to on the other. The library's defaults are ten times these.
 GRAMMAR_LIMITS = {
@@ -41,6 +41,7 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     max_running: int
     step_tokens: int
     speculation: str
+    cache_dtype: str
     page_size: int
     pages: int | None
     memory: float | None
@@ -116,6 +117,8 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     num_parameters: int
     page_size: int
     num_pages: int
+    kv_dtype: str
+    """What the cache stores keys and values in."""
     kv_bytes_per_token: int
     capacity: int
     """Tokens that one sequence can have at most: the context, or what the cache holds where that is less."""

@@ -52,10 +52,13 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         max_running=start.max_running,
         step_tokens=start.step_tokens,
         quantization=start.quantization,
+        cache_dtype=start.cache_dtype,
     )
     runner = ModelRunner.load(folder, spec, options)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
-    dtype = runner.pool.keys_LPSd.dtype
+    dtype, kv_dtype = runner.pool.compute_dtype, runner.pool.keys_LPSd.dtype
+    if runner.device.type == "cpu" and "fp8" in (start.quantization, start.cache_dtype):
+        log.warning("fp8 on a CPU shows what it does to answers, and is slow: torch converts it for every product; int8 is for speed")
     ready = protocol.Ready(
         model_type=spec.model_type,
         dtype=str(dtype).removeprefix("torch."),
@@ -66,13 +69,14 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         num_parameters=runner.decoder.num_parameters,
         page_size=start.page_size,
         num_pages=runner.pool.num_pages,
-        kv_bytes_per_token=spec.kv_bytes_per_token(dtype.itemsize),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        kv_bytes_per_token=spec.kv_bytes_per_token(kv_dtype.itemsize),
         capacity=limits.capacity,
         quantization=start.quantization,
         weight_bytes=runner.weight_bytes,
         page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
         kernels=runner.kernels,
-        multi_head_bytes_per_token=spec.multi_head_bytes_per_token(dtype.itemsize),
+        multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
         sequences=[
             (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
             for context in (*(context for context in spec.contexts() if context < max_context), max_context)
