@@ -1,13 +1,13 @@
 """How well a checkpoint predicts the held-out modules of the standard library, in bits per byte, beside xz and a byte 5-gram.
 
-    python -m bench.bits_per_byte --model FOLDER [--data DIR] [--context TOKENS] [--forms float32,fp8,...]
+    python -m bench.bits_per_byte --model FOLDER [--data DIR] [--context TOKENS] [--forms float32,fp8,...] [--documents N]
         [--output docs/bench/DATE-bits-per-byte.json]
 
 The model scores every document by itself, from an end-of-text token on, as it was trained; longer documents than its context in
-windows that overlap by half, each token once, and once for each form: what weights and activations are held in (float32, bfloat16,
-int8 or fp8 weights beside float32), and with +kv8 keys and values as a cache in float8 gives them back. xz sees the held-out bytes alone. The 5-gram is counted on the training split, as the
-model was trained on it, and each document starts from four zero bytes; of its smoothings the one that does best here is kept, which
-favours it. Prints a Markdown table.
+windows that overlap by half, each token once. It does so in each form: what weights and activations are held in (float32, bfloat16, int8
+or fp8 weights beside float32), and with +kv8 keys and values as a cache in float8 gives them back. xz sees the held-out bytes alone. The
+5-gram is counted on the training split, as the model was trained on it, and each document starts from four zero bytes; of its smoothings
+the one that does best here is kept, which favours it. Prints a Markdown table.
 """
 
 import argparse
@@ -244,12 +244,13 @@ def score_ngrams(training: list[bytes], held_out: list[bytes], progress: Progres
 # --- the report
 
 
-def measure(model: Path, data: Path | None, context: int | None, forms: list[str], progress: Progress) -> dict[str, Any]:
+def measure(model: Path, data: Path | None, context: int | None, forms: list[str], most: int | None, progress: Progress) -> dict[str, Any]:
     """Every figure of the report."""
     documents = sorted(corpus.read_documents(data), key=lambda document: document.name)
     held_out = [document for document in documents if document.held_out]
     if not held_out or len(held_out) == len(documents):
         raise ValueError(f"{len(documents)} documents give no split into training and held-out ones")
+    held_out = held_out[:: max(1, len(held_out) // (most or len(held_out)))][:most]
     training_bytes = [document.text.encode() for document in documents if not document.held_out]
     held_out_bytes = [document.text.encode() for document in held_out]
     size = sum(map(len, held_out_bytes))
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of *.py files, as it was trained on; default: this Python's standard library")
     parser.add_argument("--context", type=int, help="tokens of a window; default: all positions that the model has")
     parser.add_argument("--forms", default="float32", help=f"of {', '.join(FORMS)}, each with {KV8} or without; separated by commas")
+    parser.add_argument("--documents", type=int, help="held-out documents, taken evenly by name; default: all")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's own choice")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
@@ -305,7 +307,7 @@ def main() -> None:
     if unknown := [form for form in forms if form.removesuffix(KV8) not in FORMS]:
         parser.error(f"--forms {unknown[0]} must be one of {', '.join(FORMS)}, each with {KV8} or without")
     with Progress(console=Console(stderr=True)) as progress:
-        figures = measure(arguments.model, arguments.data, arguments.context, forms, progress)
+        figures = measure(arguments.model, arguments.data, arguments.context, forms, arguments.documents, progress)
     print(table(figures))
     if arguments.output:
         arguments.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

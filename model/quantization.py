@@ -1,9 +1,9 @@
 """Weights in 8 bits with a float32 scale for each output channel: as integers, or as floating point numbers.
 
-int8: activations are quantized token by token as they come, and accumulation is exact. x = s (x_q - z) for each token and W = t W_q for each
-output channel, so y = (x_q W_q^T - z * rowsums(W_q)) * s * t + b. The zero point z is there because what an MLP's activation gives is hardly
-ever negative: without it half the range would lie idle. The sums are integers, so a token's result does not depend on which others are
-computed with it.
+int8: activations are quantized token by token as they come, accumulation is exact. x = s (x_q - z) for each token and W = t W_q for each
+output channel, so y = (x_q W_q^T - z * rowsums(W_q)) * s * t + b. The zero point z is there because what an MLP's activation gives is
+hardly ever negative: without it half the range would lie idle. The sums are integers, so a token's result does not depend on which
+others are computed with it.
 
 fp8 (float8_e4m3fn): activations stay as they are. y = (x W_q^T) * t + b with sums in float32: a GPU's kernel converts as it reads; without
 one, torch does, some rows at a time.
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cache.pool import FLOAT8
+from cache.pool import FLOAT8, in_float8
 from model.layers import Embedding, Linear
 
 LARGEST = 127
@@ -33,14 +33,13 @@ EXACT_COLUMNS = 2**24 // (LARGEST * (LARGEST + 1))
 
 
 def quantize_weights(weight_OI: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """W -> (W_q, t_O): symmetric around 0, a row's largest value being 127 or, in float8, 448. A row of zeros has scale 1."""
+    """W -> (W_q, t_O): symmetric around 0, a row's largest value being 127 or, in float8, 448. A row of nothing has scale 1."""
     weight_OI = weight_OI.float()
     largest_O = weight_OI.abs().amax(dim=-1)
     scale_O = largest_O / (LARGEST if dtype is torch.int8 else torch.finfo(dtype).max)
-    # A quotient too small for a number would divide by 0.
-    scale_O = torch.where(largest_O > 0, scale_O.clamp_(min=torch.finfo(torch.float32).tiny), torch.ones_like(largest_O))
+    scale_O = torch.where(scale_O > 0, scale_O, torch.ones_like(scale_O))
     weight_OI = weight_OI / scale_O[:, None]
-    return (weight_OI.round_() if dtype is torch.int8 else weight_OI).to(dtype), scale_O
+    return weight_OI.round_().to(dtype) if dtype is torch.int8 else in_float8(weight_OI), scale_O
 
 
 def quantize_tokens(x_TI: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,8 +57,7 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     runner = ModelRunner.load(folder, spec, options)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
     dtype, kv_dtype = runner.pool.compute_dtype, runner.pool.keys_LPSd.dtype
-    if runner.device.type == "cpu" and "fp8" in (start.quantization, start.cache_dtype):
-        log.warning("fp8 on a CPU shows what it does to answers, and is slow: torch converts it for every product; int8 is for speed")
+    _warn_of_float8(start, str(runner.device))
     ready = protocol.Ready(
         model_type=spec.model_type,
         dtype=str(dtype).removeprefix("torch."),
@@ -77,13 +76,22 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
         kernels=runner.kernels,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
-        sequences=[
-            (context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens))
-            for context in (*(context for context in spec.contexts() if context < max_context), max_context)
-        ],
+        sequences=_sequences(limits, spec),
     )
     drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.speculation == "ngram" else None
     return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
+
+
+def _sequences(limits: Limits, spec: ModelSpec) -> list[tuple[int, int]]:
+    """(context, how many sequences of that many tokens the cache holds together)"""
+    contexts = *(context for context in spec.contexts() if context < limits.max_context), limits.max_context
+    return [(context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens)) for context in contexts]
+
+
+def _warn_of_float8(start: protocol.Start, device: str) -> None:
+    """It is served on a CPU, to show there what a GPU would answer."""
+    if device == "cpu" and "fp8" in (start.quantization, start.cache_dtype):
+        log.warning("fp8 on a CPU shows what it does to answers, and is slow: torch converts it for every product; int8 is for speed")
 
 
 def _check_conversion(start: protocol.Start, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]...`: compiles the kernels as these lines of the table ship them, for
-GPUs that need not be there; with `fp8` over keys, values and weights in float8. Prints a line of JSON for each: shared memory in bytes, and
-how often each instruction stands in the code.
+"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]...`: compiles the kernels as these lines of the table ship them,
+for GPUs that need not be there; with `fp8` over keys, values and weights in float8. Prints a line of JSON for each: shared memory in
+bytes, and how often each instruction stands in the code.
 """
 
 import json

@@ -11,7 +11,12 @@ from tests.triton.test_kernels import NEAR
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-FAMILIES = [("starcoderbase-1b", 16, 128, None), ("falcon-7b", 71, 64, None), ("deepseek-v2-lite", 16, 576, 512), ("tiny latent", 7, 40, 24)]
+FAMILIES = [
+    ("starcoderbase-1b", 16, 128, None),
+    ("falcon-7b", 71, 64, None),
+    ("deepseek-v2-lite", 16, 576, 512),
+    ("tiny latent", 7, 40, 24),
+]
 
 
 @pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -24,7 +29,7 @@ def test_attention_is_the_references(num_heads: int, key_dim: int, value_dim: in
     case.check(NEAR[dtype])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [1, 2])
 @torch.inference_mode()
 def test_the_same_bits_alone_in_company_and_in_pieces(seed: int) -> None:
     window = (None, 20)[seed % 2]
