@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cache.layout import CacheLayout, LayerGroup, pages_for
 from model.step import Row, StepPlan
+from model.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Batch:
             for stack in range(stacks):
                 slots[stack] += [pages[p // page_size * stacks + stack] * page_size + p % page_size for p in positions]
         spans = tuple(_span(row, first, number, group, page_size) for row, first in zip(self.rows, self.firsts, strict=True))
-        return GroupBatch(torch.tensor(slots, dtype=torch.long, device=self.token_ids_T.device), spans, stacks)
+        return GroupBatch(upload(torch.tensor(slots, dtype=torch.long), self.token_ids_T.device), spans, stacks)
 
 
 def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Batch:
@@ -80,7 +81,7 @@ def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Ba
             positions.extend(range(row.start, row.start + len(tokens)))
         if row.sample is not None:
             sampled.extend(range(len(token_ids) - 1 - row.drafts, len(token_ids)))
-    ids_T, positions_T, sampled_S = (torch.tensor(x, dtype=torch.long, device=device) for x in (token_ids, positions, sampled))
+    ids_T, positions_T, sampled_S = (upload(x, device, torch.long) for x in (token_ids, positions, sampled))
     return Batch(plan.rows, layout, ids_T, positions_T, sampled_S, tuple(firsts))
 
 

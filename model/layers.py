@@ -6,6 +6,7 @@ h heads (1 for the key), d rotated columns, r = d / 2 pairs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,13 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:  # Without memory there is nothing to fill, and trying takes most of the time to build a decoder.
             super().reset_parameters()
+
+
+class Router(Linear):
+    """A linear layer that works in float32, whatever its weights are stored in: a tie that rounds the other way is another expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.weight.float())
 
 
 class MLP(nn.Module):
@@ -60,10 +68,11 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: ModelSpec, experts: Experts) -> None:
         super().__init__()
         self.options = experts
-        self.router = Linear(spec.hidden_size, experts.num_experts, bias=False)
+        self.router = Router(spec.hidden_size, experts.num_experts, bias=False)
         self.choice_bias = nn.Parameter(torch.empty(experts.num_experts)) if experts.scoring == "sigmoid" else None
         self.experts = nn.ModuleList(MLP(spec, experts.intermediate_size) for _ in range(experts.num_experts))
         self.shared = MLP(spec, experts.shared_intermediate_size) if experts.shared_intermediate_size else None
+        self.softmax: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         weights_Tk, chosen_Tk = self.route(x_TD)
@@ -71,27 +80,32 @@ class MixtureOfExperts(nn.Module):
         for number in chosen_Tk.unique().tolist():
             token_n, place_n = torch.where(chosen_Tk == number)
             y_nD = self.experts[number](x_TD[token_n]) * weights_Tk[token_n, place_n, None]
-            y_TD.index_add_(0, token_n, y_nD.to(y_TD.dtype))
+            y_TD[token_n] += y_nD.to(y_TD.dtype)  # Each token once: nothing is added in an order that a device chooses.
         return y_TD
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of each token's experts. A group counts as its best expert, or, with a choice bias, as its best two."""
         options = self.options
-        # The router works in float32, whatever the weights are stored in: a tie that rounds the other way is another expert.
-        logits_TE = self.router(x_TD) if x_TD.dtype is torch.float32 else F.linear(x_TD.float(), self.router.weight.float())
-        scores_TE = logits_TE.softmax(dim=-1) if self.choice_bias is None else _sigmoid(logits_TE)
+        logits_TE = self.router(x_TD)
+        scores_TE = self.softmax(logits_TE) if self.choice_bias is None else _sigmoid(logits_TE)
         choice_TE = scores_TE if self.choice_bias is None else scores_TE + self.choice_bias.float()
         if options.num_groups > 1:
             grouped_Tge = choice_TE.unflatten(-1, (options.num_groups, -1))
             best_Tg = grouped_Tge.topk(1 if self.choice_bias is None else 2, dim=-1).values.sum(dim=-1)
-            groups_Tc = best_Tg.topk(options.num_chosen_groups, dim=-1).indices
+            groups_Tc = _largest(best_Tg, options.num_chosen_groups)
             hidden_Tg = torch.ones_like(best_Tg, dtype=torch.bool).scatter(-1, groups_Tc, False)
             choice_TE = grouped_Tge.masked_fill(hidden_Tg[..., None], -torch.inf).flatten(-2)
-        chosen_Tk = choice_TE.topk(options.num_chosen, dim=-1).indices
+        chosen_Tk = _largest(choice_TE, options.num_chosen)
         weights_Tk = scores_TE.gather(-1, chosen_Tk)
         if options.normalised:
-            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
+            # One after the other: how torch sums a row may depend on how many rows there are.
+            weights_Tk = weights_Tk / (reduce(torch.add, weights_Tk.unbind(dim=-1))[:, None] + 1e-20)
         return weights_Tk * options.scale, chosen_Tk
+
+
+def _largest(x_TE: Tensor, count: int) -> Tensor:
+    """The places of each row's largest numbers, and of equal ones the first: which of them a topk takes is the device's business."""
+    return x_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _sigmoid(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model.attention import HeadProjections, MultiQueryAttention
 from model.decoder import Block
 from model.huge_pages import HugePages
-from model.layers import ACTIVATIONS, MLP, Embedding, Linear, RMSNorm
+from model.layers import ACTIVATIONS, MLP, Embedding, Linear, RMSNorm, Router
 from model.native import library, name_of
 from model.quantization import quantize_weights
 
@@ -231,9 +231,9 @@ def _packed(matrix: Tensor) -> PackedLinear:
     return linear
 
 
-def _stand_in(name: str, module: nn.Module, quantized: bool) -> nn.Module | None:
-    if type(module) is Linear:
-        return PackedLinear(module, quantized and not name.endswith("router"))
+def _stand_in(module: nn.Module, quantized: bool) -> nn.Module | None:
+    if isinstance(module, Linear):
+        return PackedLinear(module, quantized and not isinstance(module, Router))
     if type(module) is Embedding:
         return PackedEmbedding(module, quantized)
     if type(module) is HeadProjections:
@@ -247,7 +247,7 @@ def pack_modules(root: nn.Module, quantized: bool) -> None:
     decide, and are small.
     """
     for name, module in list(root.named_modules()):
-        stand_in = _stand_in(name, module, quantized)
+        stand_in = _stand_in(module, quantized)
         if stand_in is not None:
             root.set_submodule(name, stand_in)
     names = {function: name for name, function in ACTIVATIONS.items()}

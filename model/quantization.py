@@ -5,8 +5,8 @@ output channel, so y = (x_q W_q^T - z * rowsums(W_q)) * s * t + b. The zero poin
 hardly ever negative: without it half the range would lie idle. The sums are integers, so a token's result does not depend on which
 others are computed with it.
 
-fp8 (float8_e4m3fn): activations stay as they are. y = (x W_q^T) * t + b with sums in float32: a GPU's kernel converts as it reads; without
-one, torch does, some rows at a time.
+fp8 (float8_e4m3fn): activations stay as they are. y = (x W_q^T) * t + b with sums in float32: on a GPU by our kernel of products, which
+converts as it reads, and a token's result is its own; without it torch converts, some rows at a time.
 
 Invariant: a quantized matrix keeps no float copy of itself.
 
@@ -86,20 +86,21 @@ def product_in_floats(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return sums_TO
 
 
-def float8_product(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor) -> Tensor:
-    """x W^T * t, summed in float32."""
-    if x_TI.device.type != "cpu" and _kernels_can_be_had():
-        from model.backends.triton.product import product
+def float8_product(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T * t + b in x's dtype, summed in float32."""
+    if _multiplied_by_kernels(x_TI.device.type):
+        from model.gpu.launches import multiply
 
-        return product(x_TI, weight_OI, scale_O)
+        return multiply(x_TI[:, None], weight_OI[None], bias_O, scale_O=scale_O)[:, 0]
     rows = max(1, CONVERTED_AT_ONCE // weight_OI.shape[1])
-    x_TI = x_TI.float()
-    return torch.cat([F.linear(x_TI, weight.float()) for weight in weight_OI.split(rows)], dim=-1).mul_(scale_O)
+    wide_TI = x_TI.float()
+    y_TO = torch.cat([F.linear(wide_TI, weight.float()) for weight in weight_OI.split(rows)], dim=-1).mul_(scale_O)
+    return (y_TO if bias_O is None else y_TO.add_(bias_O)).to(x_TI.dtype)
 
 
 @cache
-def _kernels_can_be_had() -> bool:
-    return find_spec("triton") is not None
+def _multiplied_by_kernels(device_type: str) -> bool:
+    return device_type != "cpu" and find_spec("triton") is not None
 
 
 class QuantizedMatrix(nn.Module):
@@ -131,16 +132,16 @@ class QuantizedMatrix(nn.Module):
         if self.row_sums is not None:
             self.row_sums[first:end] = quantized.sum(dim=-1, dtype=torch.int32)
 
-    def product(self, x: Tensor) -> Tensor:
-        """x W^T in x's dtype."""
+    def product(self, x: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x W^T + b in x's dtype."""
         x_TI = x.reshape(-1, x.shape[-1])
         if self.row_sums is None:
-            y_TO = float8_product(x_TI, self.weight, self.scale)
-        else:
-            x_int8_TI, scale_T, zero_T = quantize_tokens(x_TI)
-            sums_TO = integer_product(x_int8_TI, self.weight)
-            y_TO = sums_TO.addcmul_(zero_T[:, None], self.row_sums, value=-1).float().mul_(scale_T[:, None]).mul_(self.scale)
-        return y_TO.to(x.dtype).view(*x.shape[:-1], -1)
+            return float8_product(x_TI, self.weight, self.scale, bias_O).view(*x.shape[:-1], -1)
+        x_int8_TI, scale_T, zero_T = quantize_tokens(x_TI)
+        sums_TO = integer_product(x_int8_TI, self.weight)
+        y_TO = sums_TO.addcmul_(zero_T[:, None], self.row_sums, value=-1).float().mul_(scale_T[:, None]).mul_(self.scale)
+        y = y_TO.to(x.dtype).view(*x.shape[:-1], -1)
+        return y if bias_O is None else y + bias_O
 
 
 class QuantizedLinear(QuantizedMatrix):
@@ -151,8 +152,7 @@ class QuantizedLinear(QuantizedMatrix):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x)
-        return y if self.bias is None else y + self.bias
+        return self.product(x, self.bias)
 
 
 class QuantizedEmbedding(QuantizedMatrix):
@@ -177,7 +177,7 @@ def quantize_modules(root: nn.Module, kind: str, dtype: torch.dtype) -> None:
     Routers, which decide and are small, stay in float, and so does what heads apply rows of (latent attention's second projection).
     """
     for name, module in list(root.named_modules()):
-        if type(module) is Linear and not name.endswith("router"):
+        if type(module) is Linear:
             root.set_submodule(name, QuantizedLinear(module, kind, dtype))
         elif type(module) is Embedding:
             root.set_submodule(name, QuantizedEmbedding(module, kind, dtype))

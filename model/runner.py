@@ -7,9 +7,12 @@ Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,14 +21,17 @@ from cache.pool import FLOAT8, KVPool, bytes_per_page
 from model.backends import Backend, backend_for, create_backend
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
+from model.flight import StepFlight
 from model.packed import PackedMatrix
-from model.sampling import draw, score
+from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
-from model.step import Drawn, NotDrawn, StepPlan, StepResult
+from model.step import StepPlan, StepResult
+from model.transfer import download, upload
 from model.weights import load_decoder
 
 SCORED_AT_ONCE = 128
-NOT_FINITE_STATES = NotDrawn("a numerical error: the model's states for this request are not finite", code="numerical_error")
+INVARIANT = "native", "triton"
+"""How the names of kernels begin by which a row's bits come from that row alone."""
 FLOAT8_CAPABILITY = 8, 9
 """Of the first GPUs that convert it."""
 CPU_SHARE, GPU_SHARE = 0.4, 0.9
@@ -47,7 +53,13 @@ class RunnerOptions:
     step_tokens: int
     """What the scheduler will ask for at most: a larger pool would never be used."""
     quantization: str = "none"
+    deterministic: bool = False
+    """What must not depend on the company: on a GPU by products of ours, on a CPU as it is, or not at all."""
     cache_dtype: str = "auto"
+
+    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of keys and values in the cache of a model that computes in `dtype`."""
+        return FLOAT8 if self.cache_dtype == "fp8" else dtype
 
 
 class ModelRunner:
@@ -67,14 +79,21 @@ class ModelRunner:
         dtype = choose_dtype(options.dtype, device)
         if device.type == "cpu" and options.threads:
             torch.set_num_threads(options.threads)
-        return cls.over(load_decoder(folder, spec, dtype, device, options.quantization, packed=True), dtype, device, options)
+        if options.deterministic:
+            _check_deterministic(spec, options, dtype, device)
+        decoder = load_decoder(folder, spec, dtype, device, options.quantization, packed=True)
+        if options.deterministic and device.type == "cuda":
+            from model.gpu.modules import stand_in
+
+            stand_in(decoder)
+        return cls.over(decoder, dtype, device, options)
 
     @classmethod
     def over(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions) -> "ModelRunner":
         """A runner of a decoder that is loaded already, its cache in `dtype` or float8. Raises MemoryError where not one page fits."""
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-        stored_as = FLOAT8 if options.cache_dtype == "fp8" else dtype
+        stored_as = options.stored_as(dtype)
         page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, stored_as.itemsize)
         free = free_bytes(device)
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
@@ -103,10 +122,22 @@ class ModelRunner:
 
     @property
     def kernels(self) -> str:
-        """What computes attention and products: kernels of ours and their width of vectors, or torch."""
-        packed = next((module for module in self.decoder.modules() if isinstance(module, PackedMatrix)), None)
-        products = packed.isa if packed is not None else "torch" if self.device.type == "cpu" else ""
-        return self.backend.name if products in self.backend.name else f"{self.backend.name}+{products}"
+        """What computes attention, and what products where that is another: kernels of ours (and their width of vectors), or torch's."""
+        attention, products = self.backend.name, self._products
+        return attention if attention == products else f"{attention}+{products}"
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether what a sequence gets depends on that sequence alone, bit for bit."""
+        return self.backend.name.startswith(INVARIANT) and self._products.startswith(INVARIANT)
+
+    @property
+    def _products(self) -> str:
+        for module in self.decoder.modules():
+            if isinstance(module, PackedMatrix):
+                return module.isa
+        # A norm tells: every decoder has one, quantized or not.
+        return str(getattr(self.decoder.final_norm, "computed_by", "torch" if self.device.type == "cpu" else "cublas"))
 
     @property
     def progress(self) -> int:
@@ -115,60 +146,79 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes every row of `plan` and draws a token for each that samples. Raises MemoryError; a part of the plan may still fit."""
-        try:
-            return self._run(plan)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            reason = str(error).splitlines()[0]
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        raise MemoryError(reason)
+        with memory_errors(self.device), torch.inference_mode():
+            flight, batch = self._begin(plan)
+            self._compute(plan, flight, batch, self.backend.plan(batch))
+            return flight.result()
 
-    @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _begin(self, plan: StepPlan) -> tuple[StepFlight, Batch]:
+        batch = build_batch(plan, self.pool.layout, self.device)
+        return StepFlight(plan.rows, batch.firsts), batch
+
+    def _compute(self, plan: StepPlan, flight: StepFlight, batch: Batch, attended: Any) -> None:
+        """All that the device does for a step. `attended` is the backend's plan."""
         if plan.clear:
             self.pool.clear(list(plan.clear))
-        batch = build_batch(plan, self.pool.layout, self.device)
-        attend = partial(self.backend.run, self.backend.plan(batch))
-        x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, attend)
-        drawn, accepted = self._draw(plan, batch, x_TD)
-        scored = self._score(plan, batch, x_TD)
-        finite_T = x_TD.isfinite().all(dim=-1).tolist()
-        for i, (row, first) in enumerate(zip(plan.rows, batch.firsts, strict=True)):
-            if not all(finite_T[first : first + len(row.tokens)]):
-                drawn[i] = NOT_FINITE_STATES
-                accepted.pop(i, None)
-        return StepResult(tuple(drawn), scored, accepted)
+        x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, partial(self.backend.run, attended))
+        if len(batch.sampled_S):
+            self._draw(flight, self.decoder.logits(x_TD[batch.sampled_S]))
+        self._score(flight, x_TD)
+        flight.finite_T = download(x_TD.isfinite().all(dim=-1))
 
-    def _draw(self, plan: StepPlan, batch: Batch, x_TD: torch.Tensor) -> tuple[list[Drawn | NotDrawn | None], dict[int, list[Drawn]]]:
-        """What every row draws, all places of all rows at once, and the drafts among it that came true."""
-        samples = [row.samples for row in plan.rows]
-        together = [sample for places in samples for sample in places]
-        draws = iter(draw(self.decoder.logits(x_TD[batch.sampled_S]), together) if together else ())
-        drawn: list[Drawn | NotDrawn | None] = [None] * len(plan.rows)
-        accepted: dict[int, list[Drawn]] = {}
-        for i, (row, places) in enumerate(zip(plan.rows, samples, strict=True)):
-            if places:
-                come_true, drawn[i] = row.settle([next(draws) for _ in places])
-                if come_true:
-                    accepted[i] = come_true
-        return drawn, accepted
+    def _draw(self, flight: StepFlight, logits_SV: torch.Tensor) -> None:
+        flight.draws = begin_draw(logits_SV, [sample for places in flight.samples for sample in places])
 
-    def _score(self, plan: StepPlan, batch: Batch, x_TD: torch.Tensor) -> dict[int, list[Drawn]]:
+    def _score(self, flight: StepFlight, x_TD: torch.Tensor) -> None:
         """Scores of every row that asks for any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts."""
         wanted = [
-            (index, batch.firsts[index] + row.scoring.first + offset, target, row.scoring.num_top)
-            for index, row in enumerate(plan.rows)
+            (index, flight.firsts[index] + row.scoring.first + offset, target, row.scoring.num_top)
+            for index, row in enumerate(flight.rows)
             if row.scoring is not None
             for offset, target in enumerate(row.scoring.targets)
         ]
-        scored: dict[int, list[Drawn]] = {}
         for begin in range(0, len(wanted), SCORED_AT_ONCE):
-            rows, states, targets, num_tops = zip(*wanted[begin : begin + SCORED_AT_ONCE], strict=True)
-            for row, drawn in zip(rows, score(self.decoder.logits(x_TD[list(states)]), targets, num_tops), strict=True):
-                scored.setdefault(row, []).append(drawn)
-        return scored
+            rows, states, targets, num_tops = (list(part) for part in zip(*wanted[begin : begin + SCORED_AT_ONCE], strict=True))
+            logits_SV = self.decoder.logits(x_TD[upload(states, self.device)])
+            flight.scores.append((rows, Scores(logits_SV, targets, num_tops)))
+
+
+@contextmanager
+def memory_errors(device: torch.device) -> Iterator[None]:
+    """Makes a MemoryError of a device's way to say that memory is short."""
+    try:
+        yield
+        return
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    raise MemoryError(reason)
+
+
+def _check_deterministic(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises OptionError, before weights are read, where answers would depend on what is computed with them."""
+    if options.quantization == "fp8" and device.type == "cpu":
+        raise OptionError(
+            "engine.deterministic is true, but products of fp8 weights are torch's on a CPU and depend on the company; "
+            "expected engine.quantization none or int8"
+        )
+    layout, stored_as = CacheLayout.of(spec.num_layers, spec.windows, options.page_size), options.stored_as(dtype)
+    sizes = spec.key_dim, spec.value_dim, dtype, torch.device("meta")
+    pool = KVPool.allocate(layout, layout.pages_per_step, *sizes, value_in_key=spec.value_in_key, stored_as=stored_as)
+    found = backend_for(pool, spec.num_query_heads, device)
+    if not found.startswith(INVARIANT):
+        expected = {
+            "cpu": "engine.dtype float32, cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, and "
+            "kernels that were compiled when onehead was installed",
+            "cuda": "triton (pip install 'onehead[gpu]'), cache.page_size a power of two from 16, and keys of at most 576 columns",
+        }[device.type]
+        raise OptionError(
+            f"engine.deterministic is true, but attention by {found!r} on {device.type}, in {str(dtype).removeprefix('torch.')} with "
+            f"pages of {options.page_size} and keys of {spec.key_dim} columns in {str(stored_as).removeprefix('torch.')}, depends on "
+            f"the company; expected {expected}"
+        )
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -8,6 +8,8 @@ Shape letters: S rows that sample, F rows that need sorting, V vocabulary.
 import ctypes
 import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from model.native import library
 from model.step import Drawn, NotDrawn, Sample
+from model.transfer import download, upload
 
 log = logging.getLogger("onehead.engine")
 
@@ -35,7 +38,37 @@ def exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.f
     return np.random.Generator(philox).standard_exponential(count)
 
 
+def arrival_times(keys: Sequence[tuple[int, int, int]], count: int, device: torch.device) -> Tensor:
+    """`count` exponentials for each (seed, choice, index). A GPU makes its own, other ones: a host would take longer for them than the GPU
+    for the step.
+    """
+    if device.type != "cpu" and find_spec("triton") is not None:
+        from model.gpu.noise import exponentials_SV
+
+        return exponentials_SV(keys, count, device)
+    return upload(torch.from_numpy(np.stack([exponentials(*key, count) for key in keys])), device)
+
+
+class Draws:
+    """Tokens that have been drawn for some rows, or will have been when the device gets there."""
+
+    def __init__(self, parts: "Sequence[_Part | NotDrawn]", device: torch.device) -> None:
+        self._parts = parts
+        zero = torch.zeros(1, dtype=torch.long, device=device)
+        self.tokens_S = torch.cat([part.tokens_S if isinstance(part, _Part) else zero for part in parts])
+        """On the device; any number where none could be drawn."""
+
+    def read(self) -> list[Drawn | NotDrawn]:
+        """One outcome for each row, when the device has got there."""
+        return [outcome for part in self._parts for outcome in (part.read() if isinstance(part, _Part) else [part])]
+
+
 def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]:
+    """As `begin_draw`, waited for."""
+    return begin_draw(logits_SV, samples).read()
+
+
+def begin_draw(logits_SV: Tensor, samples: Sequence[Sample]) -> Draws:
     """One token for each row. Log-probabilities are the model's own, before penalties, temperature and filters.
 
     A row whose logits hold no finite maximum (NaN, infinity, every token forbidden) draws nothing: what it drew would be noise. Nor does
@@ -43,31 +76,56 @@ def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]
     a broken device raises.
     """
     try:
-        return _draw(logits_SV, samples)
+        return Draws([_Part(logits_SV, samples)], logits_SV.device)
     except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
         raise
     except Exception:
-        if len(samples) == 1:
-            log.exception("a row could not be sampled")
-            return [NOT_SAMPLED]
-        return [drawn for i, sample in enumerate(samples) for drawn in draw(logits_SV[i : i + 1], [sample])]
+        return Draws([_alone(logits_SV[i : i + 1], sample) for i, sample in enumerate(samples)], logits_SV.device)
 
 
-def _draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]:
-    logits_SV = logits_SV.float()
-    normaliser_S, largest_S, tokens_S = summary(logits_SV)
-    adjusted_SV = _adjust(logits_SV, samples)
-    if adjusted_SV is not logits_SV:
-        largest_S, tokens_S = adjusted_SV.max(dim=-1)
-    finite, allowed = normaliser_S.isfinite().tolist(), (largest_S > -torch.inf).tolist()
-    drawable = (normaliser_S.isfinite() & largest_S.isfinite()).tolist()
-    random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW and drawable[i]]
-    if random:
-        tokens_S[random] = _draw_random(adjusted_SV[random], [samples[i] for i in random])
-    logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - normaliser_S
-    tops = _likeliest(logits_SV, normaliser_S, [sample.num_top for sample in samples])
-    rows = list(zip(tokens_S.tolist(), logprobs_S.tolist(), tops, strict=True))
-    return [Drawn(*row) if drawable[i] else NOT_FINITE if not finite[i] or allowed[i] else NOTHING_ALLOWED for i, row in enumerate(rows)]
+def _alone(logits_1V: Tensor, sample: Sample) -> "_Part | NotDrawn":
+    try:
+        return _Part(logits_1V, [sample])
+    except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+        raise
+    except Exception:
+        log.exception("a row could not be sampled")
+        return NOT_SAMPLED
+
+
+class _Part:
+    """Rows that are drawn together. Nothing here waits for the device before `read`."""
+
+    def __init__(self, logits_SV: Tensor, samples: Sequence[Sample]) -> None:
+        logits_SV = logits_SV.float()
+        normaliser_S, largest_S, tokens_S = summary(logits_SV)
+        adjusted_SV = _adjust(logits_SV, samples)
+        if adjusted_SV is not logits_SV:
+            largest_S, tokens_S = adjusted_SV.max(dim=-1)
+        random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW]
+        if random:
+            rows = _rows(random, adjusted_SV)
+            tokens_S[rows] = _draw_random(adjusted_SV[rows], [samples[i] for i in random])
+        logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - normaliser_S
+        self.tokens_S = tokens_S
+        self._tokens_S = download(tokens_S)
+        self._numbers_3S = download(torch.stack([logprobs_S, normaliser_S, largest_S]))
+        self._tops = _Tops(logits_SV, normaliser_S, [sample.num_top for sample in samples])
+
+    def read(self) -> list[Drawn | NotDrawn]:
+        rows = zip(self._tokens_S.tolist(), *self._numbers_3S.tolist(), self._tops.read(), strict=True)
+        return [_outcome(*row) for row in rows]
+
+
+def _rows(wanted: list[int], x_SV: Tensor) -> Tensor | slice:
+    """What picks these rows of x."""
+    return slice(None) if len(wanted) == len(x_SV) else upload(wanted, x_SV.device)
+
+
+def _outcome(token: int, logprob: float, normaliser: float, largest: float, top: tuple[tuple[int, float], ...]) -> Drawn | NotDrawn:
+    if isfinite(normaliser) and isfinite(largest):
+        return Drawn(token, logprob, top)
+    return NOT_FINITE if not isfinite(normaliser) or largest > -inf else NOTHING_ALLOWED
 
 
 def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,6 +133,10 @@ def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     By our kernel where there is one: torch's sum of a row depends on how many rows there are.
     """
+    if logits_SV.device.type == "cuda" and find_spec("triton") is not None:
+        from model.gpu.launches import summary as by_triton
+
+        return by_triton(logits_SV)
     kernels = library() if logits_SV.device.type == "cpu" else None
     if kernels is None:
         return logits_SV.logsumexp(dim=-1), *logits_SV.max(dim=-1)
@@ -86,28 +148,55 @@ def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return normaliser_S, largest_S, tokens_S
 
 
-def score(logits_SV: Tensor, targets: Sequence[int], num_tops: Sequence[int]) -> list[Drawn]:
-    """The log-probability, rank and likeliest alternatives of each row's known token, under the model's own distribution."""
-    logits_SV = logits_SV.float()
-    normaliser_S = summary(logits_SV)[0]
-    chosen_S1 = logits_SV.gather(1, torch.tensor(targets, device=logits_SV.device)[:, None])
-    logprobs = (chosen_S1[:, 0] - normaliser_S).tolist()
-    ranks = (logits_SV >= chosen_S1).sum(dim=-1).tolist()
-    tops = _likeliest(logits_SV, normaliser_S, num_tops)
-    return [Drawn(*row) for row in zip(targets, logprobs, tops, ranks, strict=True)]
+class Scores:
+    """The log-probability, rank and likeliest alternatives of each row's known token, under the model's own distribution; to be read when
+    the device has got there.
+    """
+
+    def __init__(self, logits_SV: Tensor, targets: Sequence[int], num_tops: Sequence[int]) -> None:
+        logits_SV = logits_SV.float()
+        normaliser_S = summary(logits_SV)[0]
+        chosen_S1 = logits_SV.gather(1, upload(targets, logits_SV.device)[:, None])
+        self._targets = targets
+        self._logprobs_S = download(chosen_S1[:, 0] - normaliser_S)
+        self._ranks_S = download((logits_SV >= chosen_S1).sum(dim=-1))
+        self._tops = _Tops(logits_SV, normaliser_S, num_tops)
+
+    def read(self) -> list[Drawn]:
+        return [
+            Drawn(*row) for row in zip(self._targets, self._logprobs_S.tolist(), self._tops.read(), self._ranks_S.tolist(), strict=True)
+        ]
 
 
-def _likeliest(logits_SV: Tensor, normaliser_S: Tensor, num_tops: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+class _Tops:
     """For each row its `num_tops` likeliest tokens with their log-probabilities."""
-    rows = [i for i, count in enumerate(num_tops) if count]
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(num_tops)
-    if rows:
-        most = min(max(num_tops), logits_SV.shape[-1])
-        values_FK, ids_FK = logits_SV[rows].topk(most, dim=-1)
-        logprobs_FK = values_FK - normaliser_S[rows, None]
-        for i, ids, logprobs in zip(rows, ids_FK.tolist(), logprobs_FK.tolist(), strict=True):
-            tops[i] = tuple(zip(ids, logprobs, strict=True))[: num_tops[i]]
-    return tops
+
+    def __init__(self, logits_SV: Tensor, normaliser_S: Tensor, num_tops: Sequence[int]) -> None:
+        self._num_tops = num_tops
+        self._rows = [i for i, count in enumerate(num_tops) if count]
+        if self._rows:
+            most = min(max(num_tops), logits_SV.shape[-1])
+            rows = _rows(self._rows, logits_SV)
+            chosen_FV = logits_SV[rows]
+            # A GPU's topk goes about it in another way where there are many rows, and takes others of equal logits.
+            ordered_FV = chosen_FV if chosen_FV.device.type == "cpu" else _order(chosen_FV)
+            ids_FK = ordered_FV.topk(most, dim=-1).indices
+            self._ids_FK, self._logprobs_FK = download(ids_FK), download(chosen_FV.gather(1, ids_FK) - normaliser_S[rows, None])
+
+    def read(self) -> list[tuple[tuple[int, float], ...]]:
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(self._num_tops)
+        if self._rows:
+            for i, ids, logprobs in zip(self._rows, self._ids_FK.tolist(), self._logprobs_FK.tolist(), strict=True):
+                tops[i] = tuple(zip(ids, logprobs, strict=True))[: self._num_tops[i]]
+        return tops
+
+
+def _order(logits_FV: Tensor) -> Tensor:
+    """Whole numbers, no two of a row alike, that are ordered as the logits are, equal ones with the first id first."""
+    bits_FV = logits_FV.contiguous().view(torch.int32)
+    # A float's bits count up with it from 0 on, and down below.
+    ordered_FV = torch.where(bits_FV < 0, bits_FV ^ 0x7FFFFFFF, bits_FV).long()
+    return (ordered_FV << 32) - torch.arange(logits_FV.shape[-1], device=logits_FV.device)
 
 
 def _adjust(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -124,25 +213,25 @@ def _adjust(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
 def _adjust_row(logits_V: Tensor, sample: Sample) -> None:
     s = sample.sampling
     if s.repetition_penalty != 1.0:
-        seen = torch.tensor([*sample.prompt, *sample.output], device=logits_V.device)
+        seen = upload([*sample.prompt, *sample.output], logits_V.device)
         values = logits_V[seen]
         logits_V[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
     if sample.output and (s.frequency_penalty or s.presence_penalty):
-        counts_V = torch.bincount(torch.tensor(sample.output, device=logits_V.device), minlength=len(logits_V))
+        counts_V = torch.bincount(upload(sample.output, logits_V.device), minlength=len(logits_V))
         logits_V -= s.frequency_penalty * counts_V + s.presence_penalty * (counts_V > 0)
     if s.logit_bias:
-        ids = torch.tensor(list(s.logit_bias), device=logits_V.device)
-        logits_V[ids] += torch.tensor(list(s.logit_bias.values()), device=logits_V.device)
+        ids = upload(list(s.logit_bias), logits_V.device)
+        logits_V[ids] += upload(list(s.logit_bias.values()), logits_V.device)
     banned = [*sample.forbidden, *(word[-1] for word in s.bad_words if _stands_before(sample.output, word))]
     if banned:
-        logits_V[torch.tensor(banned, device=logits_V.device)] = -torch.inf
+        logits_V[upload(banned, logits_V.device)] = -torch.inf
     if s.allowed_token_ids:
         allowed_V = torch.zeros_like(logits_V, dtype=torch.bool)
-        allowed_V[torch.tensor(s.allowed_token_ids, device=logits_V.device)] = True
+        allowed_V[upload(s.allowed_token_ids, logits_V.device)] = True
         logits_V.masked_fill_(~allowed_V, -torch.inf)
     if sample.mask is not None:
         bits = np.unpackbits(np.frombuffer(sample.mask, np.uint8), count=len(logits_V), bitorder="little")
-        logits_V.masked_fill_(torch.from_numpy(bits).to(logits_V.device) == 0, -torch.inf)
+        logits_V.masked_fill_(upload(torch.from_numpy(bits), logits_V.device) == 0, -torch.inf)
 
 
 def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
@@ -157,18 +246,22 @@ def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
     Logits that differ in their last bits, as those of other batches and of replays do, change a draw only where two tokens arrive almost
     together. Drawn from the cumulative sum, every token's edge would move a little.
     """
-    temperature_S = logits_SV.new_tensor([s.sampling.temperature for s in samples], dtype=torch.float64)
-    probs_SV = (logits_SV.double() / temperature_S[:, None]).softmax(dim=-1)
-    min_p_S = temperature_S.new_tensor([s.sampling.min_p for s in samples])
+    temperature_S = upload([s.sampling.temperature for s in samples], logits_SV.device, torch.float64)
+    scaled_SV = logits_SV.double() / temperature_S[:, None]
+    # Up to a factor, of which nothing here depends: torch's sum of a row may depend on where the row lies.
+    probs_SV = (scaled_SV - scaled_SV.amax(dim=-1, keepdim=True)).exp()
+    min_p_S = upload([s.sampling.min_p for s in samples], logits_SV.device, torch.float64)
     sorts = [i for i, s in enumerate(samples) if s.sampling.top_k > 0 or s.sampling.top_p < 1.0]
     if sorts:
-        probs_SV[sorts] = _keep_likeliest(probs_SV[sorts], [samples[i] for i in sorts])
+        rows = _rows(sorts, probs_SV)
+        probs_SV[rows] = _keep_likeliest(probs_SV[rows], [samples[i] for i in sorts])
     typical = [i for i, s in enumerate(samples) if s.sampling.typical_p < 1.0]
     if typical:
-        probs_SV[typical] = _keep_typical(probs_SV[typical], [samples[i] for i in typical])
+        rows = _rows(typical, probs_SV)
+        probs_SV[rows] = _keep_typical(probs_SV[rows], [samples[i] for i in typical])
     probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
-    keys = [(s.sampling.seed, s.sampling.choice, len(s.output)) for s in samples]
-    times_SV = torch.from_numpy(np.stack([exponentials(*key, probs_SV.shape[-1]) for key in keys])).to(probs_SV.device)
+    keys = [(s.sampling.seed, s.sampling.choice, s.index) for s in samples]
+    times_SV = arrival_times(keys, probs_SV.shape[-1], probs_SV.device)
     # No time is 0: a token of probability 0 would win.
     return probs_SV.div_(times_SV.clamp_(min=SHORTEST)).argmax(dim=-1)
 
@@ -176,15 +269,12 @@ def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
 def _keep_likeliest(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Probabilities with everything outside top-k, then outside top-p of what is left, set to 0."""
     vocab_size = probs_FV.shape[-1]
-    top_k_F = torch.tensor([s.sampling.top_k if s.sampling.top_k > 0 else vocab_size for s in samples], device=probs_FV.device)
-    top_p_F = probs_FV.new_tensor([s.sampling.top_p for s in samples])
+    top_k_F = upload([s.sampling.top_k if s.sampling.top_k > 0 else vocab_size for s in samples], probs_FV.device)
+    top_p_F = upload([s.sampling.top_p for s in samples], probs_FV.device, probs_FV.dtype)
     sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab_size, device=probs_FV.device)
     sorted_FV = sorted_FV.masked_fill(rank_V >= top_k_F[:, None], 0.0)
-    before_FV = sorted_FV.cumsum(dim=-1) - sorted_FV
-    limit_F1 = top_p_F[:, None] * _total(sorted_FV)
-    outside_FV = (before_FV >= limit_F1) & (top_p_F < 1.0)[:, None]
-    outside_FV[:, 0] = False  # However small top_p is, the likeliest token stays.
+    outside_FV = _outside(sorted_FV, top_p_F) & (top_p_F < 1.0)[:, None]
     return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))
 
 
@@ -192,17 +282,36 @@ def _keep_typical(probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Probabilities with all but the most typical tokens set to 0: those whose surprise is nearest to the distribution's entropy,
     as many as hold typical_p of the probability (Meister et al. 2022, section 3).
     """
-    typical_p_F = probs_FV.new_tensor([s.sampling.typical_p for s in samples])
+    typical_p_F = upload([s.sampling.typical_p for s in samples], probs_FV.device, probs_FV.dtype)
     normal_FV = probs_FV / _total(probs_FV)
     surprise_FV = -normal_FV.log()
     entropy_F1 = _total(torch.special.entr(normal_FV))
     order_FV = (surprise_FV - entropy_F1).abs().sort(dim=-1, stable=True).indices
     sorted_FV = normal_FV.gather(1, order_FV)
-    outside_FV = sorted_FV.cumsum(dim=-1) - sorted_FV >= typical_p_F[:, None]
-    outside_FV[:, 0] = False
+    outside_FV = _outside(sorted_FV, typical_p_F)
     return torch.zeros_like(probs_FV).scatter_(1, order_FV, sorted_FV.masked_fill(outside_FV, 0.0))
 
 
+def _outside(sorted_FV: Tensor, share_F: Tensor) -> Tensor:
+    """What lies behind the first numbers of a row that hold this share of its sum. However small that is, the first one is among them."""
+    parts_FV = _whole(sorted_FV)
+    outside_FV = parts_FV.cumsum(dim=-1) - parts_FV >= share_F[:, None] * parts_FV.sum(dim=-1, keepdim=True)
+    outside_FV[:, 0] = False
+    return outside_FV
+
+
 def _total(x_FV: Tensor) -> Tensor:
-    """The sum of each row, from its first to its last number: torch's sum depends on how many rows there are. -> x_F1"""
-    return x_FV.cumsum(dim=-1)[:, -1:]
+    """The sum of each row. -> x_F1"""
+    return _whole(x_FV).sum(dim=-1, keepdim=True).double() / _unit(x_FV)
+
+
+def _whole(x_FV: Tensor) -> Tensor:
+    """Numbers from 0 to 1 as multiples of a tiny one: sums of integers are the same in every order, and torch's order depends on how many
+    rows there are, and on a GPU on the moment.
+    """
+    return (x_FV * _unit(x_FV)).round().long()
+
+
+def _unit(x_FV: Tensor) -> float:
+    """How many of them are 1: the sum of a row fits into 64 bits."""
+    return 2.0 ** (62 - x_FV.shape[-1].bit_length())

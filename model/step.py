@@ -12,6 +12,9 @@ from functools import cached_property
 from msgspec import Struct
 from msgspec.structs import replace
 
+UNSEEN = -1
+"""Stands as the last token of a row for the one that its sequence draws in the step before, when that is still being computed."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -45,8 +48,13 @@ class Sampling:
     @cached_property
     def adjusts(self) -> bool:
         """Whether any of this changes logits before the temperature does."""
+        return self.reads_output or bool(self.logit_bias) or bool(self.allowed_token_ids)
+
+    @cached_property
+    def reads_output(self) -> bool:
+        """Whether a draw depends on which tokens were drawn before, by more than the model's logits."""
         penalised = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
-        return penalised or bool(self.logit_bias) or bool(self.allowed_token_ids) or bool(self.bad_words)
+        return penalised or bool(self.bad_words)
 
 
 class Sample(Struct, frozen=True):
@@ -61,6 +69,13 @@ class Sample(Struct, frozen=True):
     """How many of the likeliest tokens to report with the drawn one."""
     mask: bytes | None = None
     """One bit for each token id, least significant first: those a grammar allows. None allows all."""
+    num_unseen: int = 0
+    """Tokens behind `output` that are drawn, or about to be, and not known yet."""
+
+    @property
+    def index(self) -> int:
+        """The drawn token's place in the output."""
+        return len(self.output) + self.num_unseen
 
 
 @dataclass(frozen=True, slots=True)

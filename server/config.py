@@ -112,6 +112,10 @@ class EngineSection(Section):
     quantization: Literal["none", "int8", "fp8"] = Field(
         "none", description="weights in 8 bits, a scale for each output channel; int8: activations too; fp8: from compute capability 8.9 on"
     )
+    deterministic: bool = Field(
+        False,
+        description="the same bits whatever else is computed: on a GPU by products of our own; refused where it cannot be had",
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: OMP_NUM_THREADS, else the cgroup's quota")
     max_context: int | None = Field(None, ge=1, description="most tokens of prompt and output; default: the checkpoint's positions")
     max_running: int = Field(64, ge=1, le=4096, description="sequences computed together")

@@ -175,6 +175,7 @@ def info_of(settings: OfflineSettings, ready: "protocol.Ready") -> dict[str, Any
         "kv_pages": ready.num_pages,
         "kv_page_size": ready.page_size,
         "kernels": ready.kernels,
+        "deterministic": ready.deterministic,
     }
 
 

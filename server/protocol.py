@@ -36,6 +36,7 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     device: str
     dtype: str
     quantization: str
+    deterministic: bool
     threads: int
     max_context: int | None
     max_running: int
@@ -126,7 +127,9 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     weight_bytes: int
     page_bytes: int
     kernels: str
-    """What computes attention and products: kernels of ours and their width of vectors, or torch."""
+    """What computes attention, and what products where that is another: kernels of ours (and their width of vectors), or torch's."""
+    deterministic: bool
+    """Whether what a request gets depends on that request alone, bit for bit."""
     multi_head_bytes_per_token: int
     """What a token's keys and values would take with a head for every query head."""
     sequences: list[tuple[int, int]]

@@ -57,6 +57,7 @@ def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSec
         device=engine.device,
         dtype=engine.dtype,
         quantization=engine.quantization,
+        deterministic=engine.deterministic,
         threads=cpu_threads(engine.threads),
         max_context=engine.max_context,
         max_running=engine.max_running,
@@ -290,7 +291,7 @@ async def _announce(engine: Running, name: str, section: ServerSection, listener
     weights = ready.dtype if ready.quantization == "none" else ready.quantization
     log.info(
         f"{name}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}, "
-        f"by {ready.kernels}; "
+        f"by {ready.kernels}, {'the same bits in any company' if ready.deterministic else 'last bits depend on the company'}; "
         f"cache {ready.kv_bytes_per_token} bytes per token in {ready.kv_dtype}, {ready.num_pages} pages of {ready.page_size}, "
         f"up to {ready.capacity} tokens a sequence"
     )

@@ -38,6 +38,7 @@ READY = protocol.Ready(
     weight_bytes=0,
     page_bytes=512,
     kernels="torch",
+    deterministic=False,
     multi_head_bytes_per_token=256,
     sequences=[(32, 8), (64, 4)],
 )

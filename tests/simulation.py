@@ -25,6 +25,8 @@ REAL_MODEL_EVERY = 10
 """One seed in so many runs hash_model's model, over layers with windows."""
 SPECULATION_EVERY = 3
 """One in so many guesses tokens."""
+OVERLAP_EVERY = 3
+"""In how many histories once a step is launched before the one before it is there."""
 COMMON = """
 clock: a jump; frame: a submission left out; frame: garbage; frame: held back, and more behind it; frame: later than the exit;
 frame: left out; frame: twice; hung: and beats; hung: and is silent; killed: at receive; killed: at run; killed: at ran; killed: at send;
@@ -37,7 +39,7 @@ path: given up; path: layers with windows; path: lost; path: pages shared; path:
 path: recalled, and sent again; path: replayed behind its tokens; path: resumed; path: scores; path: stopped;
 path: stopped by its client; path: stopped for want of a reader; path: superseded; poison: crashes;
 poison: enters; poison: hangs; poison: kills;
-path: a guess came true; path: a guess was wrong; spawn: failed; transport: an engine killed for garbage
+path: two steps in flight; path: a guess came true; path: a guess was wrong; spawn: failed; transport: an engine killed for garbage
 """
 """What must come up at least once in a hundred histories, or they are worth little."""
 
@@ -51,6 +53,7 @@ def make(seed: int, record: bool = False) -> World:
     windows = seed % REAL_MODEL_EVERY == 0
     scenario = plan(random.Random(seed).random, windows)
     scenario.speculates = seed % SPECULATION_EVERY == 1
+    scenario.overlaps = seed % OVERLAP_EVERY == 2
     return World(scenario, windows, record=record)
 
 

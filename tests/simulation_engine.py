@@ -22,6 +22,7 @@ from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.sequence import ConstraintFailed, Sequence
 from server.engine.worker import Worker
+from tests.delayed import DelayedRunner
 from tests.fake_engine import READY
 from tests.guesser import Guesser
 from tests.hash_model import HashModel
@@ -133,21 +134,38 @@ class FaultyRunner:
         self.poisoned = Poisoned()
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.begin(plan)
+        return self.finish(plan)
+
+    def begin(self, plan: StepPlan) -> None:
+        """What happens before anything is computed."""
         engine = self.engine
         engine.began.update([row.sequence for row in plan.rows])
         engine.operation("run")
-        self.progress += 1
         if sum([len(row.tokens) for row in plan.rows]) > engine.script.most_tokens:
             engine.world.seen["memory: a step in halves"] += 1
             raise MemoryError("simulated")
-        self.poisoned.check(plan)
-        choices = engine.world.choices
+        if any(fault == "memory" for _, fault in self._faults(plan).values()):
+            raise MemoryError("simulated")
+
+    def _faults(self, plan: StepPlan) -> dict[int, tuple[Row, str]]:
+        choices = self.engine.world.choices
         faults: dict[int, tuple[Row, str]] = {}
         for i, row in enumerate(plan.rows):
             choice = choices[row.sequence]
-            if choice.fault and row.sample is not None and 0 <= choice.fails_at - len(row.sample.output) <= row.drafts:
+            if choice.fault and row.sample is not None and 0 <= choice.fails_at - row.sample.index <= row.drafts:
                 faults[i] = row, choice.fault
-                self._poison(choice.fault)
+        return faults
+
+    def finish(self, plan: StepPlan) -> StepResult:
+        """The step itself, which may be one that was launched long ago."""
+        engine = self.engine
+        self.progress += 1
+        faults = self._faults(plan)
+        for _, fault in faults.values():
+            self._poison(fault)
+        for i in self.poisoned.check(plan):
+            faults[i] = plan.rows[i], "nan"
         if engine.world.drift and isinstance(self.model, PagedHash):
             self.model.drift = DRIFT * ((engine.number + len(plan.rows)) & 1)
         result = self.model.run(plan)
@@ -160,8 +178,6 @@ class FaultyRunner:
     def _poison(self, fault: str) -> None:
         """What a request does to the whole engine."""
         seen = self.engine.world.seen
-        if fault == "memory":
-            raise MemoryError("simulated")
         if fault.startswith("poison"):
             seen[fault] += 1
             self.engine.poisoned = True
@@ -170,11 +186,9 @@ class FaultyRunner:
     def _with(self, faults: dict[int, tuple[Row, str]], result: StepResult) -> StepResult:
         drawn, accepted = list(result.drawn), dict(result.accepted)
         for i, (row, fault) in faults.items():
-            assert row.sample is not None
-            place = self.engine.world.choices[row.sequence].fails_at - len(row.sample.output)
             if fault == "nan":  # Wherever in the row it is: its numbers reach the others through masked slots.
                 self.poisoned.spoil(row, self.layout)
-                place = 0
+            place = 0 if fault == "nan" or row.sample is None else self.engine.world.choices[row.sequence].fails_at - row.sample.index
             if fault in CAUSES and place <= len(accepted.get(i, ())):
                 drawn[i] = NotDrawn(fault, code=CAUSES[fault])
                 accepted[i] = accepted.get(i, ())[:place]
@@ -238,7 +252,8 @@ class SimulatedEngine:
         limits = Limits(scenario.pages, layout, scenario.max_context, scenario.max_running, scenario.step_tokens)
         scheduler = Scheduler(limits, self._drafter if scenario.speculates else None)
         self.runner = FaultyRunner(self, model, layout)
-        self.core = EngineCore(scheduler, self.runner)
+        self.delayed = DelayedRunner(self.runner.run, self.runner.finish, self.runner.begin, world.random)
+        self.core = EngineCore(scheduler, self.delayed if scenario.overlaps else self.runner)
         if world.sweeping:
             allocate = scheduler.allocator.allocate
             scheduler.allocator.allocate = lambda count: self.operation("allocate") or allocate(count)  # type: ignore[func-returns-value, method-assign]

@@ -110,21 +110,26 @@ def score(row: Row) -> list[Drawn]:
 
 
 class Poisoned:
-    """Pages in which a failed row may have left NaN: nobody may have one that was not cleared since."""
+    """Pages in which a failed row may have left NaN: nobody may have one that was not cleared since, but who spoilt it."""
 
     def __init__(self) -> None:
-        self.pages: set[int] = set()
+        self.pages: dict[int, int] = {}
+        """Page -> the sequence whose row it was."""
 
-    def check(self, plan: StepPlan) -> None:
-        if plan.clear:
-            self.pages.difference_update(plan.clear)
-        if self.pages:
-            for row in plan.rows:
-                if any(not self.pages.isdisjoint(group) for group in row.pages):
-                    raise AssertionError(f"sequence {row.sequence} has a page that may hold NaN")
+    def check(self, plan: StepPlan) -> list[int]:
+        """Which rows go on behind their own NaN, as one does that was in flight when the one before it failed."""
+        for page in plan.clear:
+            self.pages.pop(page, None)
+        if not self.pages:
+            return []
+        spoilt = [{self.pages[page] for group in row.pages for page in group if page in self.pages} for row in plan.rows]
+        for row, culprits in zip(plan.rows, spoilt, strict=True):
+            if not culprits <= {row.sequence}:
+                raise AssertionError(f"sequence {row.sequence} has a page that may hold NaN")
+        return [index for index, culprits in enumerate(spoilt) if culprits]
 
     def spoil(self, row: Row, layout: Any) -> None:
         """What this row wrote is NaN."""
         for group, pages in zip(layout.groups, row.pages, strict=True):
             first = row.start // layout.page_size * group.num_stacks
-            self.pages.update(page for page in pages[first:] if page >= 0)
+            self.pages.update((page, row.sequence) for page in pages[first:] if page >= 0)

@@ -28,6 +28,7 @@ from server.engine import core
 from server.engine.core import EngineCore
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
+from server.engine.sharing import Sharing
 from server.engine.worker import Worker
 from server.journal import OpenSequence
 from server.stream_buffer import StreamBuffer, StreamStore
@@ -71,7 +72,7 @@ MUTANTS = (
     Mutant("crossed streams", Worker, "_tell", "protocol.Token(event.id,", "protocol.Token(news[0].id,"),
     Mutant("a replay without its tokens", OpenSequence, "resubmission", "output=self.output", "output=[]"),
     Mutant("scores told again", Supervisor, "_take_scores", "message.scores[sequence.num_scored - message.first :]", "message.scores"),
-    Mutant("the halves of a step the wrong way round", EngineCore, "_run", "left.drawn + right.drawn", "right.drawn + left.drawn"),
+    Mutant("the halves of a step the wrong way round", EngineCore, "_run_less", "left.drawn + right.drawn", "right.drawn + left.drawn"),
     Mutant("half a row in the wrong place", core, "_halves", "start=row.start + half", "start=row.start"),
     # --- epochs and ends
     Mutant("the words of a dead engine", Supervisor, "_hear", "epoch != self._epoch", "False"),
@@ -98,22 +99,26 @@ MUTANTS = (
     Mutant("a leaked page", PageTable, "release", "release(reversed(owned))", "release(owned[1:])"),
     Mutant("a page forgotten in preemption", Scheduler, "_preempt", "sequence.table.release()", "sequence.table = None or sequence.table"),
     Mutant("preempted, and taken for computed", Scheduler, "_preempt", "sequence.num_computed = 0", "pass"),
-    Mutant("NaN left in a page", Scheduler, "_advance", "self._unclean.extend(self._remove(sequence.id))", "self._remove(sequence.id)"),
+    Mutant("NaN left in a page", Scheduler, "_distrust", "sequence.spoilt = True", "pass"),
     Mutant(
         "a block is published before it is whole",
-        Scheduler,
-        "_publish",
-        "sequence.num_computed // page_size",
-        "-(-sequence.num_computed // page_size)",
+        Sharing,
+        "publish",
+        "end // self._page_size",
+        "-(-end // self._page_size)",
     ),
-    Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._unclaim(sequence)", "pass"),
+    Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._sharing.withdraw(sequence)", "pass"),
+    Mutant("pages of a row in flight are given away", Scheduler, "cancel", "if sequence.num_in_flight", "if False"),
+    Mutant("a row in flight is taken for another's", Scheduler, "commit", "self.running.get(row.sequence) is not sequence", "False"),
+    Mutant("planned behind a token that it must know", Scheduler, "plan", "if not sequence.must_wait", "if True"),
+    Mutant("NaN left by a row in flight", Scheduler, "_see_off", "if _is_spoilt(drawn)", "if False"),
     Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
-    Mutant("the last token is not computed", Scheduler, "_admit", "sequence.num_skippable", "sequence.num_tokens"),
+    Mutant("the last token is not computed", Sharing, "find", "sequence.num_skippable", "sequence.num_tokens"),
     # --- guesses
-    Mutant("a wrong guess is taken for computed", Sequence, "take_computed", "len(row.tokens) - row.drafts +", "len(row.tokens) +"),
+    Mutant("a wrong guess is taken for computed", Sequence, "take_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
     Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != guess", "False"),
     Mutant("NaN left by a guess", Scheduler, "_doubt", "self._unclean.extend(sequence.table.release())", "sequence.table.release()"),
-    Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and isinstance", "if False and isinstance"),
+    Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and _is_spoilt", "if False and _is_spoilt"),
     Mutant("a failure goes before its tokens", Worker, "_tell", "failures.append(", "self._send("),
     Mutant("guesses are lost with memory", core, "_undrafted", "drafts=0", "drafts=row.drafts"),
     # --- streams

@@ -73,6 +73,7 @@ class Scenario:
     reading_seconds: float
     drift: bool = False
     speculates: bool = False
+    overlaps: bool = False
     heals_at: float = 12.0
     """From here on nothing new goes wrong."""
     max_context: int = MAX_CONTEXT

@@ -157,6 +157,7 @@ class World:
             self.seen["path: preempted"] += scheduler.num_preemptions
         if scheduler.num_hit_tokens:
             self.seen["path: pages shared"] += 1
+        self.seen["path: two steps in flight"] += engine.delayed.most_in_flight > 1
         if scheduler.num_drafted_tokens:
             self.seen["path: a guess came true"] += scheduler.num_accepted_tokens > 0
             self.seen["path: a guess was wrong"] += scheduler.num_accepted_tokens < scheduler.num_drafted_tokens

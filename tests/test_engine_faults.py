@@ -99,7 +99,7 @@ def test_a_device_that_fails_is_no_rows_fault(monkeypatch: pytest.MonkeyPatch, e
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(sampling, "_draw", fail)
+    monkeypatch.setattr(sampling, "_Part", fail)
     with pytest.raises(type(error)):
         draw(torch.zeros(2, 4), [Sample(Sampling(), [1], []) for _ in range(2)])
 

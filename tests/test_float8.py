@@ -118,7 +118,7 @@ def _pool(layout: CacheLayout, allocator: PageAllocator, dtype: torch.dtype, val
 
 
 def make_runner(folder: Path, quantization: str = "none", cache_dtype: str = "fp8", dtype: str = "float32") -> ModelRunner:
-    options = RunnerOptions("cpu", dtype, 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype)
+    options = RunnerOptions("cpu", dtype, 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
     return ModelRunner.load(folder, read_spec(folder), options)
 
 
@@ -186,7 +186,7 @@ def test_a_gpu_without_float8_is_refused_by_its_capability(
     capability: tuple[int, int], refused: bool, quantization: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    options = RunnerOptions("cuda", "auto", 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype)
+    options = RunnerOptions("cuda", "auto", 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
     if not refused or "fp8" not in (quantization, cache_dtype):
         check_float8(options, torch.device("cuda"))
         return
@@ -210,4 +210,4 @@ def test_a_server_answers_and_says_what_it_holds(tiny_folder: Path) -> None:
     finally:
         server.process.terminate()
         log = server.process.communicate()[1]
-    assert "bytes per token in float8_e4m3fn" in log and "by torch;" in log and "fp8 on a CPU" in log
+    assert "bytes per token in float8_e4m3fn" in log and "by torch, last bits depend on the company;" in log and "fp8 on a CPU" in log

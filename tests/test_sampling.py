@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.native import library
-from model.sampling import draw, exponentials, score
+from model.sampling import Scores, draw, exponentials
 from model.step import Drawn, NotDrawn, Sample, Sampling
 from server.protocol import SamplingParams
 
@@ -37,7 +37,7 @@ def test_a_row_alone_has_the_bits_of_one_in_company(sampling: Sampling) -> None:
         together = draw(logits, samples)
         assert [draw(logits[i : i + 1], [sample])[0] for i, sample in enumerate(samples)] == together
         targets = [3] * 12
-        assert [score(logits[i : i + 1], [3], [2])[0] for i in range(12)] == score(logits, targets, [2] * 12)
+        assert [Scores(logits[i : i + 1], [3], [2]).read()[0] for i in range(12)] == Scores(logits, targets, [2] * 12).read()
     finally:
         torch.set_num_threads(threads)
 

@@ -361,7 +361,7 @@ def test_those_who_leave_the_queue_leave_no_trace() -> None:
     for id in range(1, 2000):
         scheduler.submit(id, [1, 2], 2, Sampling(), priority=9)
         scheduler.cancel(id)
-    assert len(scheduler._queue) < 200 and not scheduler.waiting
+    assert len(scheduler.waiting._heap) < 200 and not scheduler.waiting
 
 
 def test_pages_are_shared_with_a_sequence_that_still_runs() -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from cache.pool import KVPool
@@ -32,9 +33,9 @@ class Backend(Protocol):
         ...
 
 
-def backend_for(pool: KVPool, num_heads: int) -> str:
-    """The fastest backend there is for the device, dtype and sizes of a pool and so many query heads."""
-    if pool.keys_LPSd.device.type != "cpu":
+def backend_for(pool: KVPool, num_heads: int, device: torch.device | None = None) -> str:
+    """The fastest backend there is for the device, dtype and sizes of a pool and so many query heads; `device`: of one yet to be."""
+    if (device or pool.keys_LPSd.device).type != "cpu":
         # What torch for CUDA brings along on Linux, and is missing elsewhere.
         if find_spec("triton") is None:
             return "reference"

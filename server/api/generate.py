@@ -163,6 +163,8 @@ class TgiRoutes:
             "kv_bytes_per_token": ready.kv_bytes_per_token,
             "kv_pages": ready.num_pages,
             "kv_page_size": ready.page_size,
+            "kernels": ready.kernels,
+            "deterministic": ready.deterministic,
         }
 
     async def _read(self, http: HttpRequest) -> GenerateBody:

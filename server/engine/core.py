@@ -1,21 +1,24 @@
-"""EngineCore: scheduler and runner, and the loop of four lines that they make. Knows no processes, pipes or clocks.
+"""EngineCore: scheduler and runner, and the short loop that they make. Knows no processes, pipes or clocks.
 
+Where the runner computes beside us, a step is launched before the tokens of the one before it are here: its rows take those on the device.
 A step that does not fit into memory is not the end: it is computed without its drafts, then in halves, down to a single token, and only
 a row that does not fit even so fails.
 """
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
-from model.step import Drawn, NotDrawn, Row, Scoring, StepPlan, StepResult
+from model.step import UNSEEN, Drawn, NotDrawn, Row, Scoring, StepPlan, StepResult
 from server.engine.scheduler import Advance, PromptScored, Scheduler
 
 log = logging.getLogger("onehead.engine")
 
 OUT_OF_MEMORY = NotDrawn("the machine's memory does not hold what this request needs for its next token", code="out_of_memory")
+NO_TOKEN = 0
+"""Stands for a token that was never drawn: its sequence has failed, and nobody looks at what comes of this."""
 
 
 class Runner(Protocol):
@@ -29,6 +32,23 @@ class Runner(Protocol):
         """Raises MemoryError where the step needs more than there is; nothing is lost by computing any part of it again."""
 
 
+class Flight(Protocol):
+    """A step that is being computed."""
+
+    def result(self) -> StepResult:
+        """Waits for it; the same again when asked again."""
+
+
+@runtime_checkable
+class OverlappingRunner(Runner, Protocol):
+    """One that computes while we do something else."""
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Begins a step, behind all that were begun before. A row whose last token is UNSEEN goes on with what its sequence draws in the
+        step that was launched last. What the plan refers to may change when this has returned. Raises MemoryError as `run` does.
+        """
+
+
 def _nothing() -> None: ...
 
 
@@ -38,23 +58,56 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._in_flight: tuple[StepPlan, Flight] | None = None
 
     def step(self, before: Callable[[], None] = _nothing) -> list[Advance | PromptScored]:
-        """Plans, computes and commits one step; what came of it. Nothing where there is nothing to do. `before` is called when it is
-        decided what will be computed.
+        """Plans and launches a step, and commits the one that was in flight, or this one where nothing overlaps; what came of that. Nothing
+        where there is nothing to do, and after the first of several. `before` is called when it is decided what will be computed.
         """
         plan = self.scheduler.plan()
         if not plan.rows:
-            return []
+            return self._land(None)
         before()
+        if isinstance(self.runner, OverlappingRunner):
+            return self._launch(self.runner, plan)
         return self.scheduler.commit(plan, self._run(plan))
+
+    def _launch(self, runner: OverlappingRunner, plan: StepPlan) -> list[Advance | PromptScored]:
+        """Launches a step and commits the one before it; both, where this one does not fit into memory as it is."""
+        try:
+            flight = runner.launch(plan)
+        except MemoryError as error:
+            # Before anything is committed: what the plan says of outputs holds only as long as they are what they were.
+            result = self._run_less(self._seen(plan), error)
+            return self._land(None) + self.scheduler.commit(plan, result)
+        return self._land((plan, flight))
+
+    def _land(self, behind: tuple[StepPlan, Flight] | None) -> list[Advance | PromptScored]:
+        """Commits the step in flight, if there is one; another may fly behind it."""
+        landing, self._in_flight = self._in_flight, behind
+        if landing is None:
+            return []
+        plan, flight = landing
+        return self.scheduler.commit(plan, flight.result())
+
+    def _seen(self, plan: StepPlan) -> StepPlan:
+        """The plan with the tokens that were not known when it was made."""
+        if self._in_flight is None:
+            return plan
+        before, flight = self._in_flight
+        drawn = {row.sequence: draw for row, draw in zip(before.rows, flight.result().drawn, strict=True)}
+        return StepPlan(tuple(_seen(row, drawn.get(row.sequence)) for row in plan.rows), plan.clear)
 
     def _run(self, plan: StepPlan) -> StepResult:
         try:
             return self.runner.run(plan)
         except MemoryError as error:
-            num_tokens = sum(len(row.tokens) for row in plan.rows)
-            log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, error)
+            return self._run_less(plan, error)
+
+    def _run_less(self, plan: StepPlan, error: MemoryError) -> StepResult:
+        """A plan that did not fit into memory."""
+        num_tokens = sum(len(row.tokens) for row in plan.rows)
+        log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, error)
         if any(row.drafts for row in plan.rows):
             return self._run(StepPlan(tuple(_undrafted(row) for row in plan.rows), plan.clear))
         if num_tokens == 1:
@@ -81,6 +134,14 @@ class EngineCore:
         behind = self._run(StepPlan((second,)))
         scored: list[Drawn] = [*before.scored.get(0, ()), *behind.scored.get(0, ())]
         return StepResult(behind.drawn, {0: scored} if scored else {})
+
+
+def _seen(row: Row, drawn: Drawn | NotDrawn | None) -> Row:
+    if row.tokens[-1] != UNSEEN or row.sample is None:
+        return row
+    token = drawn.token if isinstance(drawn, Drawn) else NO_TOKEN
+    sample = replace(row.sample, output=[*row.sample.output, token], num_unseen=0)
+    return replace(row, tokens=[*row.tokens[:-1], token], sample=sample)
 
 
 def _undrafted(row: Row) -> Row:

@@ -1,28 +1,29 @@
 """Scheduler: what the next step computes. Sans-I/O: no clock, no randomness, no torch, no pipe.
 
 A step plan gives each running sequence some of its pending tokens. Chunked prompts, generation, preemption by recompute and replay
-are that one rule. Progress: sequences are ordered by priority, then arrival; only the last in that order is ever preempted, its pages
-are usable in the same step, and the first fits the pool by admission; so the first always finishes, and by induction so does everyone
-before whom no more arrive.
+are that one rule. A step may be planned while the one before it is in flight: nobody is preempted then, and who ends keeps its pages
+until no step in flight has a row of it. Progress: sequences are ordered by priority, then arrival; only the last in that order is ever
+preempted, its pages are usable in the same step, and the first fits the pool by admission; so the first always finishes, and by
+induction so does everyone before whom no more arrive.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import count
 from operator import attrgetter
 
 from msgspec import Struct
 
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
-from cache.prefix import Block, PrefixCache
+from cache.prefix import Block
 from cache.table import DROPPED, PageTable
 from model.step import Drawn, NotDrawn, Row, Sampling, StepPlan, StepResult
 from server.engine.drafts import MOST_SPECULATED, Drafter, share
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
+from server.engine.sharing import Sharing
+from server.engine.waiting import WaitingSequences
 
 log = logging.getLogger("onehead.engine")
 
@@ -80,14 +81,13 @@ class Scheduler:
         self._capacity = limits.capacity
         self._has_windows = any(group.window is not None for group in limits.layout.groups)
         self.allocator = PageAllocator(limits.num_pages)
-        self.waiting: dict[int, Sequence] = {}
+        self.waiting = WaitingSequences()
         self.running: dict[int, Sequence] = {}
-        self._queue: list[tuple[tuple[int, int], int, Sequence]] = []
-        """Heap of (key, ticket, sequence) of everyone waiting, and of some who are not any more."""
-        self._tickets = count()
-        self.prefixes = PrefixCache(self.allocator, limits.layout)
-        self._claims: dict[bytes, int] = {}
-        """Name of a block -> the running sequence that is about to compute it, for which others that begin with it wait."""
+        self._leaving: set[Sequence] = set()
+        """Who has ended with a row in flight, and holds its pages."""
+        self._in_flight: deque[list[Sequence]] = deque()
+        """Of each step that was planned and not committed, whose rows it has: an id may come again before its row is back."""
+        self._sharing = Sharing(self.allocator, limits.layout)
         self._unclean: list[int] = []
         """Free pages that may hold NaN: a masked slot still counts 0 * NaN, so they are cleared before anyone has them."""
         self._started: list[Sequence] = []
@@ -103,8 +103,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is open."""
-        return bool(self.running or self.waiting)
+        """Whether any sequence is open, or any step in flight."""
+        return bool(self.running or self.waiting or self._in_flight)
 
     def submit(
         self,
@@ -145,44 +145,41 @@ class Scheduler:
             raise NeverFits(f"sequence {id} may grow to {sequence.most_tokens} tokens; at most {self._capacity} fit")
         if self._drafter_for is not None and constraint is None:
             sequence.drafter = self._drafter_for(sequence)
-        self._wait(sequence)
-
-    def _wait(self, sequence: Sequence) -> None:
-        self.waiting[sequence.id] = sequence
-        if len(self._queue) > 2 * len(self.waiting) + 64:  # Mostly of those who went away while they waited.
-            self._queue = [entry for entry in self._queue if self.waiting.get(entry[2].id) is entry[2]]
-            heapify(self._queue)
-        heappush(self._queue, (sequence.key, next(self._tickets), sequence))
-
-    def _head(self) -> Sequence | None:
-        """Who is first in the queue."""
-        while self._queue and self.waiting.get(self._queue[0][2].id) is not self._queue[0][2]:
-            heappop(self._queue)
-        return self._queue[0][2] if self._queue else None
+        self.waiting.put(sequence)
 
     def cancel(self, id: int) -> None:
         """Forgets a sequence and frees its pages; an unknown id, one that has just ended, is fine."""
-        self._remove(id)
-
-    def _remove(self, id: int) -> list[int]:
-        """As `cancel`; the pages that are free now."""
         self.waiting.pop(id, None)
         sequence = self.running.pop(id, None)
         if sequence is None:
-            return []
-        self._unclaim(sequence)
-        return sequence.table.release()
+            return
+        self._sharing.withdraw(sequence)
+        if sequence.num_in_flight:
+            self._leaving.add(sequence)
+        else:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        freed = sequence.table.release()
+        if sequence.spoilt:
+            self._unclean.extend(freed)
 
     def plan(self) -> StepPlan:
-        """The next step: everyone running gets a token of the budget, the first more if pending, then the queue is let in."""
+        """The next step: everyone running gets a token of the budget, the first more if pending, then the queue is let in. It has no rows
+        where there is nothing to compute before a step in flight has been committed.
+        """
         counts: dict[int, int] = {}
         budget = self.limits.step_tokens
         preemptions = self.num_preemptions
-        for sequence in sorted(self.running.values(), key=_key):
+        ready = sorted([sequence for sequence in self.running.values() if not sequence.must_wait], key=_key)
+        num_others = len(self.running) - len(ready)
+        for sequence in ready:
             if sequence.id not in self.running:
                 break  # Preempted for one before it, and so is everyone after it.
-            count = min(sequence.num_pending, budget - (len(self.running) - len(counts) - 1))
+            count = min(sequence.num_pending, budget - (len(self.running) - num_others - len(counts) - 1))
             if not self._make_room(sequence, count):
+                if self._in_flight:
+                    return StepPlan(())
                 break
             counts[sequence.id] = count
             budget -= count
@@ -190,11 +187,17 @@ class Scheduler:
         while budget and self.num_preemptions == preemptions and (newcomer := self._admit(budget)):
             counts[newcomer.id] = min(newcomer.num_pending, budget)
             budget -= counts[newcomer.id]
-        drafts = self._draft(counts) if self._drafter_for is not None else {}
-        clear: tuple[int, ...] = ()
-        if counts:  # A plan without rows is not run.
-            clear, self._unclean = tuple(self._unclean), []
-        return StepPlan(tuple(self.running[id].row(number, drafts.get(id)) for id, number in counts.items()), clear)
+        return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {}) if counts else StepPlan(())
+
+    def _launch(self, counts: dict[int, int], drafts: dict[int, list[int]]) -> StepPlan:
+        """The plan that computes so many tokens of each, taken for one in flight from here on."""
+        sequences = [self.running[id] for id in counts]
+        rows = [sequence.row(counts[sequence.id], drafts.get(sequence.id)) for sequence in sequences]
+        for sequence, row in zip(sequences, rows, strict=True):
+            sequence.take_launched(row)
+        self._in_flight.append(sequences)
+        clear, self._unclean = tuple(self._unclean), []
+        return StepPlan(tuple(rows), clear)
 
     def _draft(self, counts: dict[int, int]) -> dict[int, list[int]]:
         """Guesses to be checked in a step of these rows, with slots for them: only where rows and pages are to spare. What is wrong gives
@@ -214,11 +217,15 @@ class Scheduler:
         return drafts
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Gives `sequence` slots to compute `count` more tokens, preempting the last in order as needed; False where that was itself."""
+        """Gives `sequence` slots to compute `count` more tokens, preempting the last in order as needed; False where that was itself, or
+        would be while a step is in flight, which may give back what is missing.
+        """
         if sequence.num_tokens <= sequence.table.room:
             return True
         end = sequence.num_computed + count
         while sequence.table.missing(sequence.num_tokens, end) > self.allocator.num_available:
+            if self._in_flight:
+                return False
             last = max(self.running.values(), key=_key)
             self._preempt(last)
             if last is sequence:
@@ -229,26 +236,20 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue without pages: its tokens stay, and are computed again."""
         del self.running[sequence.id]
-        self._unclaim(sequence)
+        self._sharing.withdraw(sequence)
         sequence.table.release()
         sequence.num_computed = 0
-        self._wait(sequence)
+        self.waiting.put(sequence)
         self.num_preemptions += 1
 
     def _admit(self, budget: int) -> Sequence | None:
         """Moves the head of the queue into the running set, if there is a place, with slots to compute `budget` of its tokens."""
-        sequence = self._head()
+        sequence = self.waiting.first()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
-        page_size = self.limits.layout.page_size
-        most = sequence.num_skippable // page_size
-        links = sequence.links(most, page_size)
-        blocks = self.prefixes.match(links)
-        if len(blocks) < most and links[len(blocks)].name in self._claims:
+        blocks = self._sharing.find(sequence)
+        if blocks is None or not self._fits(sequence, blocks, budget):
             return None
-        if not self._fits(sequence, blocks, budget):
-            return None
-        heappop(self._queue)
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
         self._begin(sequence, blocks)
@@ -256,16 +257,7 @@ class Scheduler:
         return sequence
 
     def _begin(self, sequence: Sequence, blocks: list[Block]) -> None:
-        """Starts a sequence behind blocks that were computed before, and claims those that it will compute of what it has."""
-        page_size = self.limits.layout.page_size
-        if blocks:
-            sequence.table.share(self.prefixes.prefix(blocks))
-            sequence.num_computed = len(blocks) * page_size
-        sequence.found = blocks
-        for link in sequence.links(sequence.num_tokens // page_size, page_size)[len(blocks) :]:
-            if link.name not in self._claims:
-                self._claims[link.name] = sequence.id
-                sequence.claims.append(link.name)
+        self._sharing.begin(sequence, blocks)
         if not sequence.started:
             sequence.started = True
             sequence.num_cached = min(sequence.num_computed, len(sequence.prompt))
@@ -273,33 +265,14 @@ class Scheduler:
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed
 
-    def _unclaim(self, sequence: Sequence) -> None:
-        for name in sequence.claims:
-            del self._claims[name]
-        sequence.claims.clear()
-
     def _fits(self, sequence: Sequence, blocks: list[Block], budget: int) -> bool:
         """Whether pages can be had for a newcomer that begins with these, and to spare for all who run: else it would soon be preempted."""
-        shared = [page for pages in self.prefixes.prefix(blocks) for page in pages]
+        shared = [page for pages in self._sharing.prefixes.prefix(blocks) for page in pages]
         end = min(sequence.num_tokens, len(blocks) * self.limits.layout.page_size + budget)
         needed = sequence.table.missing(sequence.num_tokens, end) - len(shared)
         # Those that nobody owns yet can be had by nobody else then.
         needed += sum(page != DROPPED and not self.allocator.owners(page) for page in shared)
         return needed + len(self.running) * self.limits.layout.pages_per_step <= self.allocator.num_available
-
-    def _publish(self, sequence: Sequence, num_new: int) -> None:
-        """Lists the blocks that the last `num_new` tokens completed."""
-        page_size = self.limits.layout.page_size
-        first, last = (sequence.num_computed - num_new) // page_size, sequence.num_computed // page_size
-        if first == last:
-            return
-        for index, link in enumerate(sequence.links(last, page_size)[first:], start=first):
-            block = self.prefixes.publish(link, sequence.table, index)
-            if block is not None:
-                sequence.published.append(block)
-            if self._claims.get(link.name) == sequence.id:
-                del self._claims[link.name]
-                sequence.claims.remove(link.name)
 
     def take_started(self) -> list[Sequence]:
         """Sequences that left the queue for the first time since this was last asked."""
@@ -307,17 +280,20 @@ class Scheduler:
         return started
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Advance | PromptScored]:
-        """Takes in what a step brought. Finished sequences are gone, and their pages free, when this returns."""
+        """Takes in what the first step in flight brought. Sequences that finish are gone when this returns, and their pages free unless
+        another step in flight has a row of them.
+        """
         news: list[Advance | PromptScored] = []
-        for index, (row, drawn) in enumerate(zip(plan.rows, result.drawn, strict=True)):
-            sequence = self.running.get(row.sequence)
-            if sequence is None:
+        for index, (sequence, row, drawn) in enumerate(zip(self._in_flight.popleft(), plan.rows, result.drawn, strict=True)):
+            sequence.take_landed(row)
+            if self.running.get(row.sequence) is not sequence:
+                self._see_off(sequence, drawn)
                 continue
-            if row.drafts and isinstance(drawn, NotDrawn) and drawn.code == "numerical_error":
+            if row.drafts and _is_spoilt(drawn):
                 self._doubt(sequence)
                 continue
             outcomes: list[Drawn | NotDrawn] = list(result.accepted[index]) if index in result.accepted else []
-            num_new = self._count(sequence, row, outcomes)
+            end = self._count(sequence, row, outcomes)
             if index in result.scored:
                 first = sequence.num_scored
                 prompt_scores, forced = sequence.take_scored(list(result.scored[index]))
@@ -325,25 +301,38 @@ class Scheduler:
                     news.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
                     outcomes += forced
             if not isinstance(drawn, NotDrawn):
-                self._publish(sequence, num_new)
+                self._sharing.publish(sequence, row.start, end)
                 if self._has_windows:
-                    sequence.table.drop(sequence.num_computed)
+                    sequence.table.drop(end)
             if drawn is not None:
                 outcomes.append(drawn)
             self._advance(sequence, outcomes, news)
         return news
 
+    def _see_off(self, sequence: Sequence, drawn: Drawn | NotDrawn | None) -> None:
+        """Takes in what a sequence brought that has ended meanwhile: of no use, but for what it may have done to its pages."""
+        if _is_spoilt(drawn):
+            self._distrust(sequence, found=True)
+        if not sequence.num_in_flight:
+            self._leaving.remove(sequence)
+            self._release(sequence)
+
+    def _distrust(self, sequence: Sequence, found: bool) -> None:
+        """Its pages may hold numbers that are not finite, and so perhaps may those that it found."""
+        sequence.spoilt = True
+        self._sharing.retract(sequence, found)
+
     def _count(self, sequence: Sequence, row: Row, accepted: list[Drawn | NotDrawn]) -> int:
-        """Takes a row's tokens for computed, but for guesses that were wrong; how many that is."""
-        num_new = sequence.take_computed(row, [draw.token for draw in accepted if isinstance(draw, Drawn)] if row.drafts else [])
-        self.num_computed_tokens += num_new
-        if not row.drafts:
-            return num_new
-        self.num_drafted_tokens += row.drafts
-        self.num_accepted_tokens += len(accepted)
-        if row.drafts > len(accepted):
-            sequence.table.trim(sequence.num_computed)
-        return num_new
+        """Takes a row's tokens for computed, but for guesses that were wrong; the position behind them."""
+        end = row.start + len(row.tokens) - row.drafts + len(accepted)
+        self.num_computed_tokens += end - row.start
+        if row.drafts:
+            sequence.take_accepted(row, [draw.token for draw in accepted if isinstance(draw, Drawn)])
+            self.num_drafted_tokens += row.drafts
+            self.num_accepted_tokens += len(accepted)
+            if row.drafts > len(accepted):
+                sequence.table.trim(end)
+        return end
 
     def _doubt(self, sequence: Sequence) -> None:
         """Numbers that are not finite may be a wrong guess's alone, and reach the tokens before it through masked slots: what is to come
@@ -368,25 +357,26 @@ class Scheduler:
                     outcome = NotDrawn("an internal error in following its grammar", code="grammar_error")
             news.append(Advance(sequence.id, index, outcome, finish))
             if isinstance(outcome, NotDrawn):
-                # Numbers may be wrong in what it found, too.
-                for block in sequence.published + (sequence.found if outcome.code == "numerical_error" else []):
-                    self.prefixes.retract(block)
-                self._unclean.extend(self._remove(sequence.id))
-            elif finish is not None:
+                self._distrust(sequence, found=_is_spoilt(outcome))
+            if isinstance(outcome, NotDrawn) or finish is not None:
                 self.cancel(sequence.id)
             if sequence.id not in self.running:
                 break
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""
-        problems = self.allocator.integrity() + self.prefixes.integrity()
-        tables = [sequence.table for sequence in self.running.values()]
-        owners = Counter(page for table in tables for page in table.owned)
+        problems = self.allocator.integrity() + self._sharing.integrity(list(self.running.values()))
+        holders = [*self.running.values(), *self._leaving]
+        owners = Counter(page for sequence in holders for page in sequence.table.owned)
         if len(owners) != self.allocator.num_owned or any(self.allocator.owners(page) != number for page, number in owners.items()):
             problems.append(f"tables list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
-        if any(sequence.table.owned for sequence in self.waiting.values()):
-            problems.append("a waiting sequence holds pages")
-        claims = {name: sequence.id for sequence in self.running.values() for name in sequence.claims}
-        if claims != self._claims:
-            problems.append("blocks are claimed by nobody who runs")
+        if any(sequence.table.owned or sequence.num_in_flight for sequence in self.waiting.values()):
+            problems.append("a waiting sequence holds pages or has a row in flight")
+        if not all(sequence.num_in_flight for sequence in self._leaving):
+            problems.append("a sequence that has ended holds pages for no step in flight")
         return problems
+
+
+def _is_spoilt(drawn: Drawn | NotDrawn | None) -> bool:
+    """Whether numbers that are not finite may be in what the row wrote, and in what it read."""
+    return isinstance(drawn, NotDrawn) and drawn.code == "numerical_error"

@@ -1,16 +1,19 @@
 """Sequence: tokens, and how many of them are computed. That is all the state there is; there are no phases.
 
 Its tokens are the prompt, the output, and behind that the forced tokens: what a grammar leaves no choice about, and guesses that came
-true. Those are computed like any others, and become output when the state before them has scored them. Invariant: between steps
+true. Those are computed like any others, and become output when the state before them has scored them. A token that a step in flight
+draws counts as one of its tokens before anybody knows which it is, and what a step in flight computes counts as computed. Invariant:
 0 <= num_computed < num_tokens while it is open, and its page table has a slot for every computed token.
 """
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from cache.prefix import Block, Chain, Link
 from cache.table import PageTable
-from model.step import Drawn, Row, Sample, Sampling, Scoring
+from model.step import UNSEEN, Drawn, Row, Sample, Sampling, Scoring
 from server.engine.drafts import Drafter
 
 
@@ -49,6 +52,10 @@ class Sequence:
     salt: str = ""
     """Pages are shared among sequences of the same one only."""
     num_computed: int = 0
+    num_unseen: int = 0
+    """Tokens that steps in flight draw."""
+    num_in_flight: int = 0
+    """Rows of it in steps in flight."""
     started: bool = False
     """Whether it has ever been let in from the queue."""
     num_cached: int = 0
@@ -60,6 +67,8 @@ class Sequence:
     """What it has put into the prefix cache."""
     found: list[Block] = field(default_factory=list)
     """What it found there when it was let in."""
+    spoilt: bool = False
+    """Whether its pages may hold numbers that are not finite, so that they have to be cleared."""
     drafter: Drafter | None = None
     """Guesses its next tokens; None where nobody does."""
     chain: Chain = field(init=False)
@@ -80,8 +89,19 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, output so far and forced tokens."""
-        return len(self.prompt) + len(self.output) + len(self.forced)
+        """Prompt, output so far and forced tokens, and those that are being drawn."""
+        return len(self.prompt) + len(self.output) + len(self.forced) + self.num_unseen
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether its next row cannot be planned before the token that is being drawn is known: it is the last, or what comes next takes
+        more than computing it.
+        """
+        if not self.num_unseen:
+            return False
+        if len(self.output) + self.num_unseen >= self.max_new_tokens:
+            return True
+        return self.constraint is not None or self.drafter is not None or self.sampling.reads_output
 
     @property
     def num_pending(self) -> int:
@@ -121,28 +141,39 @@ class Sequence:
         sample = None
         if end == self.num_tokens:
             history = self.output + self.forced if self.forced else self.output
-            forbidden = self.forbidden if len(history) < self.min_new_tokens else ()
+            forbidden = self.forbidden if len(history) + self.num_unseen < self.min_new_tokens else ()
             mask = None if self.constraint is None else self.constraint.mask
             sample = self._sample
             if sample is None or sample.output is not history or sample.forbidden is not forbidden or sample.mask is not mask:
-                sample = self._sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask)
+                sample = self._sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask, self.num_unseen)
+            elif sample.num_unseen != self.num_unseen:
+                sample = self._sample = replace(sample, num_unseen=self.num_unseen)
         drafts = drafts or []
         return Row(self.id, self._tokens(start, end) + drafts, start, self.table.pages, sample, self._scoring(start, end), len(drafts))
 
-    def take_computed(self, row: Row, accepted: list[int]) -> int:
-        """Counts a row's tokens as computed, and of its guesses those that came true, which `append` takes one by one as it takes forced
-        tokens; how many these are together.
-        """
-        if row.drafts and self.drafter is not None:
+    def take_launched(self, row: Row) -> None:
+        """A step with this row of it is in flight."""
+        self.num_computed += len(row.tokens) - row.drafts
+        self.num_in_flight += 1
+        self.num_unseen += row.sample is not None
+
+    def take_landed(self, row: Row) -> None:
+        """The step of the first row of it that was in flight is there; what it brought follows."""
+        self.num_in_flight -= 1
+        self.num_unseen -= row.sample is not None
+
+    def take_accepted(self, row: Row, accepted: list[int]) -> None:
+        """Counts as computed those of a row's guesses that came true, which `append` takes one by one as it takes forced tokens."""
+        if self.drafter is not None:
             self.drafter.settle(len(self.output) + len(accepted) + 1, row.drafts, len(accepted))
             self.forced = accepted
-        count = len(row.tokens) - row.drafts + len(accepted)
-        self.num_computed += count
-        return count
+        self.num_computed += len(accepted)
 
     def _tokens(self, start: int, end: int) -> list[int]:
         split = len(self.prompt)
         generated = self.output + self.forced if self.forced else self.output
+        if end > split + len(generated):
+            generated = generated + [UNSEEN] * self.num_unseen
         if start >= split:
             return generated[start - split : end - split]
         return self.prompt[start:end] + generated[max(0, start - split) : max(0, end - split)]

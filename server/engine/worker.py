@@ -12,6 +12,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,11 +28,14 @@ from server.engine.grammar import Grammars
 from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
 from server.engine.sequence import ConstraintFailed
 
+if TYPE_CHECKING:
+    from model.runner import ModelRunner
+
 log = logging.getLogger("onehead")
 
 
 def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
-    """The engine that `start` asks for. Raises CheckpointError or MemoryError; the config is checked before torch is imported."""
+    """The engine that `start` asks for. Raises CheckpointError, OptionError or MemoryError. The config is checked before torch is there."""
     folder = Path(start.model)
     spec = read_spec(folder)
     _check_conversion(start, folder)
@@ -39,25 +43,9 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     _check_tokenizer(start, spec)
     grammars = Grammars(Path(start.tokenizer), spec.vocab_size)
     grammars.prepare(spec.end_token_ids)
-    from model.runner import ModelRunner, RunnerOptions
-
-    options = RunnerOptions(
-        device=start.device,
-        dtype=start.dtype,
-        threads=start.threads,
-        page_size=start.page_size,
-        pages=start.pages,
-        memory=start.memory,
-        max_context=max_context,
-        max_running=start.max_running,
-        step_tokens=start.step_tokens,
-        quantization=start.quantization,
-        cache_dtype=start.cache_dtype,
-    )
-    runner = ModelRunner.load(folder, spec, options)
+    runner = _load_runner(start, folder, spec, max_context)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
     dtype, kv_dtype = runner.pool.compute_dtype, runner.pool.keys_LPSd.dtype
-    _warn_of_float8(start, str(runner.device))
     ready = protocol.Ready(
         model_type=spec.model_type,
         dtype=str(dtype).removeprefix("torch."),
@@ -75,17 +63,41 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         weight_bytes=runner.weight_bytes,
         page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
         kernels=runner.kernels,
+        deterministic=runner.deterministic,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
-        sequences=_sequences(limits, spec),
+        sequences=_sequences(limits, spec.contexts()),
     )
     drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.speculation == "ngram" else None
     return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
 
 
-def _sequences(limits: Limits, spec: ModelSpec) -> list[tuple[int, int]]:
-    """(context, how many sequences of that many tokens the cache holds together)"""
-    contexts = *(context for context in spec.contexts() if context < limits.max_context), limits.max_context
-    return [(context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens)) for context in contexts]
+def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int) -> "ModelRunner":
+    """Here torch is imported, and not before."""
+    from model.runner import ModelRunner, RunnerOptions
+
+    options = RunnerOptions(
+        device=start.device,
+        dtype=start.dtype,
+        threads=start.threads,
+        page_size=start.page_size,
+        pages=start.pages,
+        memory=start.memory,
+        max_context=max_context,
+        max_running=start.max_running,
+        step_tokens=start.step_tokens,
+        quantization=start.quantization,
+        deterministic=start.deterministic,
+        cache_dtype=start.cache_dtype,
+    )
+    runner = ModelRunner.load(folder, spec, options)
+    _warn_of_float8(start, str(runner.device))
+    return runner
+
+
+def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
+    """How many sequences of each of these lengths fit, and of the longest that is taken."""
+    lengths = [*(context for context in contexts if context < limits.max_context), limits.max_context]
+    return [(context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens)) for context in lengths]
 
 
 def _warn_of_float8(start: protocol.Start, device: str) -> None:

@@ -1,6 +1,6 @@
-"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]...`: compiles the kernels as these lines of the table ship them,
-for GPUs that need not be there; with `fp8` over keys, values and weights in float8. Prints a line of JSON for each: shared memory in
-bytes, and how often each instruction stands in the code.
+"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]... ARCHITECTURE:productLINE[:fp8]...`: compiles the kernels as
+these lines of attention's table, or of the products', ship them, for GPUs that need not be there; with `fp8` over keys, values and weights
+in float8. Prints a line of JSON for each: shared memory in bytes, and how often each instruction stands in the code.
 """
 
 import json
@@ -11,9 +11,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.backends.triton import kernels, product, write
-from model.backends.triton.backend import EXACT, JOINED_AT_ONCE, sizes_of
+from model.backends.triton import kernels, write
+from model.backends.triton.backend import JOINED_AT_ONCE, sizes_of
 from model.backends.triton.configurations import TABLE
+from model.gpu import EXACT, products, rows, tiles
 
 INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
 INSTRUCTIONS += ("cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16")
@@ -22,10 +23,14 @@ LATENT = {576: (512, 64)}
 POINTERS = {"spans_ptr": "*i32", "tiles_ptr": "*i32", "tables_ptr": "*i32", "slots_ptr": "*i32"}
 FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
 POINTERS |= {"scale_ptr": "*fp32", "partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
+POINTERS |= {"logits_ptr": "*fp32", "normalisers_ptr": "*fp32", "largest_ptr": "*fp32", "tokens_ptr": "*i64"}
+FLOATS = "factor", "epsilon", "offset"
+WIDTHS = 2048, 2304
+"""Inputs and outputs of the products: StarCoderBase-1B's."""
 
 
 def compiled(
-    kernel: Any, number: str, architecture: int, constants: dict[str, Any], options: dict[str, Any], pointers: dict[str, str]
+    kernel: Any, number: str, architecture: int, constants: dict[str, Any], options: dict[str, Any], pointers: dict[str, str] = POINTERS
 ) -> dict[str, Any]:
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -34,7 +39,7 @@ def compiled(
         elif name.endswith("_ptr"):
             signature[name], attributes[(place,)] = pointers.get(name, "*" + number), [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name == "factor" else "i32"
+            signature[name] = "fp32" if name in FLOATS else "i32"
     source = ASTSource(
         kernel, signature, constexprs={name: constants[name] for name in kernel.arg_names if name in constants}, attrs=attributes
     )
@@ -43,24 +48,50 @@ def compiled(
     return {"kernel": kernel.__name__, "shared": made.metadata.shared, "counts": counts, "cubin": len(made.asm["cubin"])}
 
 
+def tell(found: dict[str, Any]) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def compile_products(architecture: int, line: int, stored: bool) -> None:
+    """Plain, gated, and with weights that lie the other way round; and the kernels for rows. Weights in float8 have scales."""
+    _, size, tile = tiles.TABLE[line]
+    number, (inputs, outputs) = {2: "bf16", 4: "fp32"}[size], WIDTHS
+    sizes: dict[str, Any] = {"GROUPS": 1, "INPUTS": inputs, "OUTPUTS": outputs, "STEP_G": 2 * inputs * outputs, "UPCAST": False}
+    sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth} | ({} if stored else {"scale_ptr": None})
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    # A router's weights are of 16 bits under rows in float32.
+    pointers = POINTERS | (FLOAT8 if stored else {"weight_ptr": "*bf16"})
+    for gated, steps in ((False, (inputs, 1)), (True, (inputs, 1)), (False, (1, outputs))):
+        constants = sizes | {"ACTIVATION": "gelu", "GATED": gated, "STEP_O": steps[0], "STEP_I": steps[1]}
+        tell({"line": line, "architecture": architecture} | compiled(products.product, number, architecture, constants, options, pointers))
+    constants = {"COLUMNS": inputs, "BLOCK": inputs, "CENTRED": True}
+    tell({"architecture": architecture} | compiled(rows.normalise, number, architecture, constants, {}))
+    constants = {"COLUMNS": 50257, "BLOCK": 4096}
+    tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}))
+
+
+def compile_attention(architecture: int, line: int, window: int, stored: bool) -> None:
+    """With a window only what differs."""
+    most_heads, columns, size, configuration = TABLE[line]
+    num_d, num_r = LATENT.get(columns, (columns, 0))
+    constants = sizes_of(min(most_heads, 128), num_d, num_r, num_d, configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
+    constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False, "KEY_DIM": columns, "VALUE_DIM": num_d}
+    constants |= {"BLOCK_KEY": triton.next_power_of_2(columns), "BLOCK_VALUE": num_d}
+    pointers = POINTERS | (FLOAT8 if stored else {})
+    for kernel in (kernels.attend,) if window else (kernels.attend, kernels.join, write.scatter):
+        options = {"num_warps": configuration.warps, "num_stages": configuration.stages} if kernel is kernels.attend else {}
+        found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, constants, options, pointers)
+        tell({"line": line, "window": window, "architecture": architecture} | found)
+
+
 def main() -> None:
     for wanted in sys.argv[1:]:
-        *numbers, stored = wanted.split(":") if wanted.endswith(":fp8") else (*wanted.split(":"), "")
-        architecture, line, window = map(int, numbers)
-        most_heads, columns, size, configuration = TABLE[line]
-        num_d, num_r = LATENT.get(columns, (columns, 0))
-        constants = sizes_of(min(most_heads, 128), num_d, num_r, num_d, configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
-        constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False, "KEY_DIM": columns, "VALUE_DIM": num_d}
-        constants |= {"BLOCK_KEY": triton.next_power_of_2(columns), "BLOCK_VALUE": num_d}
-        tile = product.TILES[size]
-        cut = {kernels.attend: {"num_warps": configuration.warps, "num_stages": configuration.stages}}
-        cut |= {product.scaled_product: {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}}
-        also = (product.scaled_product,) if stored else ()
-        for kernel in (kernels.attend,) if window else (kernels.attend, kernels.join, write.scatter, *also):
-            needed = constants | ({"INPUTS": 2048, "OUTPUTS": 2304} | tile if kernel is product.scaled_product else {})
-            pointers = POINTERS | (FLOAT8 if stored else {})
-            found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, needed, cut.get(kernel, {}), pointers)
-            print(json.dumps({"line": line, "window": window, "architecture": architecture} | found), flush=True)
+        plain = wanted.removesuffix(":fp8")
+        architecture, line, *window = plain.split(":")
+        if line.startswith("product"):
+            compile_products(int(architecture), int(line.removeprefix("product")), plain != wanted)
+        else:
+            compile_attention(int(architecture), int(line), int(window[0]), plain != wanted)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from model.backends.triton.configurations import TABLE
+from model.gpu import tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
@@ -31,50 +33,72 @@ def expected_instruction(architecture: int, rows: int, size: int) -> str:
     return {90: "wgmma.mma_async", 100: "tcgen05.mma"}[architecture]
 
 
-def compile_kernels(wanted: list[tuple[int, int, int]], cache: Path, stored: str = "") -> "subprocess.CompletedProcess[str]":
-    """Compiles (architecture, line of the table, window)."""
+def compile_kernels(wanted: list[str], cache: Path) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    command = [sys.executable, "-m", "tests.triton.compile_kernels", *(":".join(map(str, numbers)) + stored for numbers in wanted)]
+    command = [sys.executable, "-m", "tests.triton.compile_kernels", *wanted]
     return subprocess.run(
         command, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(cache)}, check=False, capture_output=True, text=True
     )
 
 
-def check(wanted: list[tuple[int, int, int]], cache: Path, stored: str = "") -> None:
-    """All of it fits and has its instructions; over float8 those that convert it, too."""
-    done = compile_kernels(wanted, cache, stored)
+def compiled(wanted: list[str], cache: Path) -> list[dict[str, Any]]:
+    """What compile_kernels says of these. All of it fits, and what reads or writes float8 has the instructions that convert it."""
+    done = compile_kernels(wanted, cache)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    attended = [made for made in found if made["kernel"] == "attend"]
-    products = [made for made in found if made["kernel"] == "scaled_product"]
-    assert len(attended) == len(wanted) and {made["kernel"] for made in found} == KERNELS | ({"scaled_product"} if stored else set())
+    found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    stored = wanted[0].endswith(":fp8")
     for made in found:
         assert made["shared"] <= SHARED_KIB[made["architecture"]] * 1024 and made["cubin"] > 0, made
+        reads, writes = made["kernel"] in ("attend", "product"), made["kernel"] == "scatter"
+        assert (made["counts"]["cvt.rn.f16x2.e4m3x2"] > 0) == (stored and reads), made
+        assert (made["counts"]["cvt.rn.satfinite.e4m3x2.f32"] > 0) == (stored and writes), made
+    return found
+
+
+def check_instruction(made: dict[str, Any], rows: int, size: int) -> None:
+    instruction = expected_instruction(made["architecture"], rows, size)
+    others = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"} - {instruction}
+    assert made["counts"][instruction] > 0 and not any(made["counts"][other] for other in others), made
+    assert size == 4 or made["counts"]["cp.async.c"] > 0, made
+
+
+def check(wanted: list[tuple[int, int, int]], cache: Path, stored: str = "") -> None:
+    """Compiles (architecture, line of the table, window)."""
+    found = compiled([":".join(map(str, numbers)) + stored for numbers in wanted], cache)
+    attended = [made for made in found if made["kernel"] == "attend"]
+    assert len(attended) == len(wanted) and {made["kernel"] for made in found} == KERNELS
     for made in attended:
         *_, size, configuration = TABLE[made["line"]]
-        instruction = expected_instruction(made["architecture"], configuration.rows, size)
-        others = {"mma.sync", "wgmma.mma_async", "tcgen05.mma"} - {instruction}
-        assert made["counts"][instruction] > 0 and not any(made["counts"][other] for other in others), made
-        assert size == 4 or made["counts"]["cp.async.c"] > 0, made
+        check_instruction(made, configuration.rows, size)
+
+
+def check_products(wanted: list[tuple[int, int]], cache: Path, stored: str = "") -> None:
+    """Compiles (architecture, line of the products' table)."""
+    found = compiled([f"{architecture}:product{line}{stored}" for architecture, line in wanted], cache)
+    products = [made for made in found if made["kernel"] == "product"]
+    assert len(products) == 3 * len(wanted) and {made["kernel"] for made in found} == {"product", "normalise", "summarise"}
     for made in products:
-        assert made["counts"][expected_instruction(made["architecture"], 64, TABLE[made["line"]][2])] > 0, made
-    for made in found:
-        reads, writes = made in attended or made in products, made["kernel"] == "scatter"
-        assert (made["counts"]["cvt.rn.f16x2.e4m3x2"] > 0) == (bool(stored) and reads), made
-        assert (made["counts"]["cvt.rn.satfinite.e4m3x2.f32"] > 0) == (bool(stored) and writes), made
+        _, size, tile = tiles.TABLE[made["line"]]
+        check_instruction(made, tile.rows, size)
 
 
 def test_a_sample_compiles_with_the_expected_instructions(tmp_path: Path) -> None:
     check(SAMPLE, tmp_path)
 
 
+def test_a_sample_of_the_products_compiles_with_the_expected_instructions(tmp_path: Path) -> None:
+    check_products([(80, 2), (90, 0), (100, 3)], tmp_path)
+
+
 def test_a_sample_over_float8_compiles_with_instructions_that_convert_it(tmp_path: Path) -> None:
     check(FLOAT8_SAMPLE, tmp_path, ":fp8")
+    check_products([(90, 0), (100, 3)], tmp_path, ":fp8")
 
 
-def test_there_is_no_float8_before_its_instructions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", ["80:0:0:fp8", "80:product0:fp8"])
+def test_there_is_no_float8_before_its_instructions(wanted: str, tmp_path: Path) -> None:
     """Why the option is refused there."""
-    done = compile_kernels([(80, 0, 0)], tmp_path, ":fp8")
+    done = compile_kernels([wanted], tmp_path)
     assert done.returncode == 1 and "fp8e4nv not supported in this architecture" in done.stderr
 
 
@@ -83,6 +107,7 @@ def test_there_is_no_float8_before_its_instructions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", FLOAT8_ARCHITECTURES)
 def test_every_configuration_over_float8_compiles(architecture: int, tmp_path: Path) -> None:
     check([(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)], tmp_path, ":fp8")
+    check_products([(architecture, line) for line in range(len(tiles.TABLE))], tmp_path, ":fp8")
 
 
 @pytest.mark.slow
@@ -90,3 +115,4 @@ def test_every_configuration_over_float8_compiles(architecture: int, tmp_path: P
 @pytest.mark.parametrize("architecture", SHARED_KIB)
 def test_every_configuration_compiles_with_the_expected_instructions(architecture: int, tmp_path: Path) -> None:
     check([(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)], tmp_path)
+    check_products([(architecture, line) for line in range(len(tiles.TABLE))], tmp_path)

@@ -5,15 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from cache.layout import CacheLayout
 from cache.pool import KVPool
 from model import native
 from model.backends import backend_for
-from model.step import Drawn, Sampling
+from model.families import read_spec
+from model.gpu.tiles import Tile
+from model.layers import RMSNorm
+from model.runner import ModelRunner, RunnerOptions
+from model.step import Drawn, Row, Sampling, Scoring, StepPlan
+from model.weights import load_decoder
+from server.engine.core import EngineCore
+from server.engine.scheduler import Limits, Scheduler
 from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.families import FamilyCheckpoint, make_family_checkpoint
-from tests.test_decoder import GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core
+from tests.test_decoder import CPU, GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core, make_runner
 
 FAMILIES = ("gpt_bigcode", "falcon", "gemma", "gemma3_text", "llama", "mistral", "santacoder", "deepseek_v2", "deepseek_v3", "minicpm3")
 SAMPLE = [("gpt_bigcode", 3), ("falcon", 1), ("gemma", 2), ("gemma3_text", 1), ("llama", 2), ("deepseek_v2", 4), ("minicpm3", 2)]
@@ -58,19 +66,17 @@ def test_logits_and_greedy_tokens_of_the_others(family: str, number: int, tmp_pa
     check(family, number, tmp_path, monkeypatch)
 
 
-# With products that take a row's bits from the row alone.
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.skipif(native.library() is None, reason="no kernels were compiled: torch's products are not invariant")
-@pytest.mark.parametrize(("family", "number"), [("gemma3_text", 1), ("deepseek_v3", 4)])
-def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = make(family, number, tmp_path)
-    monkeypatch.setattr("model.runner.backend_for", lambda pool, num_heads: "triton")
-    prompts = [list(range(3, 50)), list(range(100, 112)), [7]]
+PROMPTS = [list(range(3, 26)), list(range(100, 106)), [7]]
+SAMPLINGS = [Sampling(seed=0, top_p=0.9), Sampling(seed=1), Sampling(seed=2, typical_p=0.8)]
+
+
+def check_bits(runner: ModelRunner) -> None:
+    """The same whole, in chunks and in company."""
 
     def drawn(submitted: list[int], step_tokens: int) -> dict[int, list[Drawn]]:
-        core = make_core(checkpoint, num_pages=40, page_size=32, max_running=8, step_tokens=step_tokens)  # type: ignore[arg-type]
+        core = EngineCore(Scheduler(Limits(runner.pool.num_pages, runner.pool.layout, 512, 8, step_tokens)), runner)
         for i in submitted:
-            core.scheduler.submit(i, prompts[i], 4, Sampling(seed=i))
+            core.scheduler.submit(i, PROMPTS[i], 3, SAMPLINGS[i], num_top=2)
         found: dict[int, list[Drawn]] = {i: [] for i in submitted}
         while core.scheduler.has_work:
             for advance in core.step():
@@ -79,9 +85,90 @@ def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, 
         return found
 
     together = drawn([0, 1, 2], 64)
-    assert [len(together[i]) for i in range(3)] == [4, 4, 4]
-    assert drawn([2, 1, 0], 16) == together
+    assert [len(together[i]) for i in range(3)] == [3, 3, 3]
+    assert drawn([2, 1, 0], 8) == together
     assert {i: drawn([i], 64)[i] for i in range(3)} == together
+
+
+# With products that take a row's bits from the row alone.
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.skipif(native.library() is None, reason="no kernels were compiled: torch's products are not invariant")
+@pytest.mark.parametrize(("family", "number"), [("gemma3_text", 1), ("deepseek_v3", 4)])
+def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = make(family, number, tmp_path)
+    monkeypatch.setattr("model.runner.backend_for", lambda pool, num_heads: "triton")
+    check_bits(make_runner(checkpoint, num_pages=40, page_size=32))  # type: ignore[arg-type]
+
+
+DETERMINISTIC = [
+    ("falcon", 2, "none", torch.float32),
+    ("gemma", 2, "none", torch.bfloat16),
+    ("gpt_bigcode", 1, "fp8", torch.bfloat16),
+    ("deepseek_v2", 3, "none", torch.float32),
+    ("gpt_bigcode", 3, "none", torch.float32),
+    ("gemma3_text", 1, "none", torch.bfloat16),
+    ("llama", 1, "none", torch.float16),
+    ("llama", 3, "int8", torch.float32),
+    ("deepseek_v3", 2, "int8", torch.float32),
+    ("deepseek_v3", 2, "fp8", torch.float32),
+    ("gemma3_text", 1, "fp8", torch.float32),
+    ("minicpm3", 2, "none", torch.float32),
+]
+"""Experts in float32: of torch's numbers and ours, 16 bits take different ones."""
+
+
+def check_deterministic(
+    family: str, number: int, quantization: str, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All by kernels of ours, as on a GPU: log-probabilities are about torch's, and bits the same in any company."""
+    from model.gpu import launches
+    from model.gpu.modules import stand_in
+
+    checkpoint = make(family, number, folder)
+    spec = read_spec(checkpoint.folder)
+    decoder, usual = (load_decoder(checkpoint.folder, spec, dtype, CPU, quantization) for _ in range(2))
+    stand_in(decoder)
+    assert sum(p.nbytes for p in decoder.parameters()) == sum(p.nbytes for p in usual.parameters())
+    left = [name for name, module in decoder.named_modules() if isinstance(module, nn.Linear | nn.LayerNorm | RMSNorm)]
+    assert left == []
+    monkeypatch.setattr("model.runner.backend_for", lambda pool, num_heads: "triton")
+    monkeypatch.setattr("model.sampling.summary", launches.summary)
+    monkeypatch.setattr("model.quantization._multiplied_by_kernels", lambda device_type: True)
+    # The interpreter's time is in the number of blocks.
+    monkeypatch.setattr(launches, "choose", lambda columns, itemsize: Tile(32, 128, 128, 4, 1))
+    options = RunnerOptions("cpu", "", 1, 32, 60, None, 512, 8, 64, quantization)
+    runner = ModelRunner.over(decoder, dtype, CPU, options)
+    assert runner.kernels == "triton" and runner.deterministic
+    unlike = ModelRunner.over(usual, dtype, CPU, options)
+    assert unlike.kernels == "triton+torch" and not unlike.deterministic
+    scored = [score_prompt(each) for each in (runner, unlike)]
+    assert max(abs(a - b) for a, b in zip(*scored, strict=True)) < (1e-4 if dtype is torch.float32 and quantization == "none" else 0.3)
+    check_bits(runner)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[:4])
+def test_deterministic_decoders(
+    family: str, number: int, quantization: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_deterministic(family, number, quantization, dtype, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[4:])
+def test_deterministic_decoders_of_the_others(
+    family: str, number: int, quantization: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_deterministic(family, number, quantization, dtype, tmp_path, monkeypatch)
+
+
+def score_prompt(runner: ModelRunner) -> list[float]:
+    ids = PROMPTS[0]
+    pages = [list(range(2 * group.num_stacks)) for group in runner.pool.layout.groups]
+    pages = [[sum(map(len, pages[:i])) + page for page in group] for i, group in enumerate(pages)]
+    row = Row(0, ids[:-1], 0, pages, None, Scoring(0, ids[1:], 0))
+    return [drawn.logprob for drawn in runner.run(StepPlan((row,))).scored[0]]
 
 
 def test_a_gpu_gets_these_kernels_where_they_fit() -> None:

@@ -5,7 +5,8 @@ import torch
 
 from cache.pool import in_float8
 from model.backends.triton.configurations import Configuration
-from model.quantization import float8_product, quantize_weights
+from model.layers import Linear
+from model.quantization import QuantizedLinear
 from tests.triton.cases import Case
 from tests.triton.test_kernels import NEAR
 
@@ -85,42 +86,46 @@ def test_every_number_of_float8_comes_back(configuration: Configuration) -> None
     assert torch.equal(case.run([0])[0], numbers.expand(1, 4, 256))
 
 
-def made_product(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def made_linear(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, QuantizedLinear]:
+    """Rows, and a layer of float8 weights with a bias. Its scales differ by a factor of 1000."""
     generator = torch.Generator().manual_seed(num_rows)
-    x_TI = torch.randn(num_rows, inputs, generator=generator).to(dtype)
-    return x_TI, *quantize_weights(torch.randn(outputs, inputs, generator=generator) * 0.02, torch.float8_e4m3fn)
+    linear = Linear(inputs, outputs, dtype=dtype)
+    made = QuantizedLinear(linear, "fp8", dtype)
+    made.allocate(torch.device("cpu"))
+    sizes = torch.logspace(-3, 0, outputs)[:, None]
+    made.set_rows(0, torch.randn(outputs, inputs, generator=generator) * inputs**-0.5 * sizes)
+    return torch.randn(num_rows, inputs, generator=generator).to(dtype), made
 
 
 @pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize(("num_rows", "inputs", "outputs"), [(1, 64, 32), (5, 80, 33), (70, 300, 7), (17, 16, 130)])
-def test_products_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    from model.backends.triton.product import product
+@torch.inference_mode()
+def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer is told that its device has kernels."""
+    x_TI, linear = made_linear(num_rows, inputs, outputs, dtype)
+    bias_O = linear.bias
+    for given in (bias_O, None):
+        linear.bias = given
+        expected_TO = linear(x_TI)
+        with monkeypatch.context() as patched:
+            patched.setattr("model.quantization._multiplied_by_kernels", lambda device_type: True)
+            y_TO = linear(x_TI)
+        assert y_TO.dtype is dtype and y_TO.shape == (num_rows, outputs)
+        assert ((y_TO.float() - expected_TO.float()).abs() <= NEAR[dtype] * (expected_TO.float().abs() + 0.1)).all()
 
-    x_TI, weight_OI, scale_O = made_product(num_rows, inputs, outputs, dtype)
-    y_TO = product(x_TI, weight_OI, scale_O)
-    assert y_TO.dtype is dtype and y_TO.shape == (num_rows, outputs)
-    expected_TO = float8_product(x_TI, weight_OI, scale_O)
-    assert ((y_TO.float() - expected_TO).abs() <= NEAR[dtype] * (expected_TO.abs() + 0.1)).all()
 
-
-def test_a_row_of_a_product_has_the_same_bits_in_any_company() -> None:
-    from model.backends.triton.product import product
-
-    x_TI, weight_OI, scale_O = made_product(90, 200, 40, torch.float32)
-    together = product(x_TI, weight_OI, scale_O)
+@torch.inference_mode()
+def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.quantization._multiplied_by_kernels", lambda device_type: True)
+    x_TI, linear = made_linear(90, 200, 40, torch.float32)
+    together = linear(x_TI)
     for rows in (slice(0, 1), slice(63, 65), slice(70, 90), slice(89, 90)):
-        assert torch.equal(product(x_TI[rows], weight_OI, scale_O), together[rows])
-    x_TI[3, 7] = torch.nan
-    broken = product(x_TI, weight_OI, scale_O)
-    assert broken[3].isnan().all() and torch.equal(broken[4:], together[4:]) and torch.equal(broken[:3], together[:3])
-
-
-def test_rows_that_do_not_lie_together() -> None:
-    from model.backends.triton.product import product
-
-    x_TI, weight_OI, scale_O = made_product(4, 64, 32, torch.float32)
+        assert torch.equal(linear(x_TI[rows]), together[rows])
     wide = torch.cat([x_TI, torch.full_like(x_TI, 9.0)], dim=1)
-    assert torch.equal(product(wide[:, :64], weight_OI, scale_O), product(x_TI, weight_OI, scale_O))
+    assert torch.equal(linear(wide[:, :200]), together)
+    x_TI[3, 7] = torch.nan
+    broken = linear(x_TI)
+    assert broken[3].isnan().all() and torch.equal(broken[4:], together[4:]) and torch.equal(broken[:3], together[:3])
 
 
 def test_a_conversion_is_torchs_number_by_number() -> None:

@@ -20,6 +20,7 @@ from model.backends.triton.kernels import attend, join
 from model.backends.triton.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Wave, plan_group
 from model.backends.triton.write import scatter
 from model.batch import Batch
+from model.gpu import EXACT
 
 SCRATCH_BYTES = 64 * 2**20
 """For the parts of split sequences' outputs; more only where one sequence could need it. A step that needs more goes in waves."""
@@ -28,8 +29,6 @@ JOINED_AT_ONCE = 16
 LEAST_BLOCK = 16
 """The least size that a tensor core's instruction takes."""
 JOIN_SIZES = ("HEADS", "NUM_V", "BLOCK_V", "BLOCK_M", "SPANS", "TILES")
-EXACT = {"enable_fp_fusion": False}
-"""Products and sums become one instruction where the kernels say so, and not where a compiler likes: bits would hang on its taste."""
 
 
 @dataclass(frozen=True, slots=True)

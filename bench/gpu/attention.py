@@ -1,0 +1,151 @@
+"""The decode kernel: seconds and bytes of a call that reads one K and V for all heads, beside SDPA, FlashInfer and FlexAttention.
+
+A call over little memory is timed over many layers, each with keys of its own that nothing has read since the flush. Ours reads pages in
+a random order; SDPA and FlexAttention get the same memory as if it were contiguous. It knows no ceilings: shares are the report's.
+
+Shape letters: B sequences, L keys of a sequence, P pages, S slots of a page, H query heads, d columns.
+"""
+
+import random
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.gpu.common import Part, captured, median_seconds
+from cache.layout import CacheLayout, pages_for
+from cache.pool import KVPool
+from model.backends import backend_for, create_backend
+from model.batch import build_batch
+from model.step import Row, StepPlan
+
+PAGE_SIZE = 64
+HEADS = ((16, 128), (48, 128), (71, 64), (8, 256))
+"""StarCoderBase-1B, StarCoder, Falcon-7B, Gemma-2B."""
+CASES = ((1, 1024), (1, 8192), (32, 2048), (32, 8192), (32, 32768), (256, 2048), (256, 8192))
+"""Sequences, and keys of each."""
+PEER_CASES = ((1, 1024), (32, 8192), (256, 2048))
+SMALL_HEADS, SMALL_CASES, SMALL_PEER_CASES = ((4, 32), (3, 16)), ((1, 64), (3, 128)), ((3, 128),)
+LEAST_SECONDS = 15.0
+"""Of a peer that may have to be compiled."""
+COLD_BYTES, MOST_LAYERS = 10**8, 24
+"""A call that reads less than the first is repeated over layers, up to the second."""
+
+
+def backend_name(pool: KVPool, heads: int) -> str:
+    """Ours on a GPU is what serves there; on a CPU Triton's interpreter where it is installed."""
+    if pool.keys_LPSd.device.type != "cpu":
+        return backend_for(pool, heads)
+    return "triton" if find_spec("triton") is not None else "reference"
+
+
+class Problem:
+    """The decode step of sequences with so many keys, the token's own included."""
+
+    def __init__(self, heads: int, head_dim: int, contexts: list[int], dtype: torch.dtype, device: str) -> None:
+        self.heads, self.head_dim, self.contexts = heads, head_dim, contexts
+        self.num_bytes = 2 * sum(contexts) * head_dim * dtype.itemsize
+        self.layers = max(1, min(MOST_LAYERS, COLD_BYTES // self.num_bytes)) if device == "cuda" else 1
+        self.layout = CacheLayout.of(self.layers, (), PAGE_SIZE)
+        counts = [pages_for(context, PAGE_SIZE) for context in contexts]
+        self.pool = KVPool.allocate(self.layout, sum(counts), head_dim, head_dim, dtype, torch.device(device))
+        torch.manual_seed(0)
+        self.pool.keys_LPSd.normal_()
+        self.pool.values_LPSv.normal_()
+        self.pages = random.Random(0).sample(range(sum(counts)), sum(counts))
+        pages = iter(self.pages)
+        self.rows = [
+            Row(id, [0], context - 1, [[next(pages) for _ in range(count)]], None)
+            for id, (context, count) in enumerate(zip(contexts, counts, strict=True))
+        ]
+        self.q_BHd = torch.randn(len(contexts), heads, head_dim, dtype=dtype, device=device)
+        self.k_Bd, self.v_Bd = torch.randn(2, len(contexts), head_dim, dtype=dtype, device=device)
+        self.scale = head_dim**-0.5
+
+    def whole(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V [B, 1, L, d], as if pages lay in their order."""
+        k_B1Ld, v_B1Ld = (x.view(len(self.rows), 1, -1, self.head_dim) for x in self.pool.layer(layer))
+        return k_B1Ld, v_B1Ld
+
+    def ours(self, chosen: list[int] | None = None) -> Callable[[int], Tensor]:
+        """A layer's call, of some rows or all. Writing the tokens' K and V is part of it."""
+        chosen = list(range(len(self.rows))) if chosen is None else chosen
+        backend = create_backend(backend_name(self.pool, self.heads), self.pool, self.scale, self.heads)
+        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.q_BHd.device)
+        plan, (q, k, v) = backend.plan(batch), (x[chosen] for x in (self.q_BHd, self.k_Bd, self.v_Bd))
+        return lambda layer: backend.run(plan, layer, q, k, v)
+
+
+def sdpa(problem: Problem) -> Callable[[int], Tensor]:
+    """Heads stacked as the rows of one query matrix, so that K and V are read once."""
+    q_B1Hd = problem.q_BHd.unsqueeze(1)
+    return lambda layer: F.scaled_dot_product_attention(q_B1Hd, *problem.whole(layer), scale=problem.scale)
+
+
+def flex(problem: Problem) -> Callable[[int], Tensor]:
+    """Compiled where that makes a kernel of it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compiler.reset()  # Of so many shapes of one function it would compile no more than eight.
+    attend = torch.compile(flex_attention, dynamic=False) if problem.q_BHd.is_cuda else flex_attention
+    q_BH1d = problem.q_BHd.unsqueeze(2)
+    return lambda layer: attend(q_BH1d, *problem.whole(layer), scale=problem.scale, enable_gqa=True)
+
+
+def flashinfer(problem: Problem) -> Callable[[int], Tensor]:
+    """Over the same pages in the same order as ours. Its first call compiles."""
+    peer = import_module("flashinfer")
+    device, dtype = problem.q_BHd.device, problem.q_BHd.dtype
+    workspace = torch.empty(2**27, dtype=torch.uint8, device=device)
+    wrapper = peer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    ends = torch.tensor([0, *(len(row.pages[0]) for row in problem.rows)], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    order = torch.tensor(problem.pages, dtype=torch.int32, device=device)
+    last = torch.tensor([(context - 1) % PAGE_SIZE + 1 for context in problem.contexts], dtype=torch.int32, device=device)
+    sizes = problem.heads, 1, problem.head_dim, PAGE_SIZE
+    wrapper.plan(ends, order, last, *sizes, q_data_type=dtype, kv_data_type=dtype, sm_scale=problem.scale)
+    return lambda layer: wrapper.run(problem.q_BHd, tuple(x.unsqueeze(2) for x in problem.pool.layer(layer)))
+
+
+KERNELS: dict[str, Callable[[Problem], Callable[[int], Tensor]]] = {
+    "onehead": Problem.ours,
+    "sdpa": sdpa,
+    "flex": flex,
+    "flashinfer": flashinfer,
+}
+"""The slowest to compile at the end: where time is up, that is what is missing."""
+
+
+def time_one(part: Part, kernel: str, problem: Problem) -> dict[str, object]:
+    """Seconds of a call, from a CUDA graph where the kernel can be captured."""
+    call, graph = KERNELS[kernel](problem), False
+
+    def layers() -> None:
+        for layer in range(problem.layers):
+            call(layer)
+
+    timed: Callable[[], object] = layers
+    if part.device == "cuda":
+        try:
+            timed, graph = captured(layers), True
+        except RuntimeError:
+            torch.cuda.synchronize()
+    seconds = median_seconds(timed, part.device, 3 if part.small else 30) / problem.layers
+    return {"seconds": seconds, "bytes": problem.num_bytes, "layers": problem.layers, "graph": graph}
+
+
+@torch.inference_mode()
+def measure(part: Part) -> None:
+    heads, cases, peer_cases = (SMALL_HEADS, SMALL_CASES, SMALL_PEER_CASES) if part.small else (HEADS, CASES, PEER_CASES)
+    for kernel in KERNELS:
+        for num_heads, head_dim in heads:
+            for batch, context in cases if kernel == "onehead" else peer_cases:
+                name = f"{kernel}/{num_heads}x{head_dim}/{batch}x{context}"
+                if kernel != "onehead" and part.left < LEAST_SECONDS:
+                    part.note(name, {"missing": "no time is left"})
+                    continue
+                with part.guarded(name):
+                    problem = Problem(num_heads, head_dim, [context] * batch, part.dtype, part.device)
+                    part.note(name, time_one(part, kernel, problem))

@@ -1,0 +1,197 @@
+"""What the parts share: their record on disk, their clock, the checkpoint of random weights, and an engine over it.
+
+Invariant: a part's file holds every figure that it has found so far, and of what went wrong a word; whoever kills it loses nothing more.
+torch is imported where it is needed: the clients of the service's part do without.
+"""
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.floor import Shape, Workload, nano_vllm
+from bench.report import Found
+from server.config import EMBEDDED_MODEL, load
+from server.offline import OfflineSettings, load_engine
+
+if TYPE_CHECKING:
+    import torch
+
+    from server import protocol
+    from server.engine.core import EngineCore
+
+FLUSH_BYTES = 2**29
+"""Read before each timed call. Many times an L2, and long enough for the host to have launched what follows."""
+VERSIONS = "torch", "triton", "transformers", "flashinfer-python"
+SIZES = {
+    False: {"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_inner": 8192, "vocab_size": 49152, "n_positions": 8192},
+    True: {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128, "vocab_size": 12288, "n_positions": 512},
+}
+"""StarCoderBase-1B's, and of the small form."""
+WORKLOADS = {False: (256, 100, 1024), True: (6, 8, 40)}
+"""Requests, and the least and the most tokens of a prompt and of an output."""
+
+
+@dataclass
+class Part:
+    """What a part is told, and its record."""
+
+    path: Path
+    device: str
+    small: bool
+    scratch: Path
+    """A folder of the run's own, with the checkpoint."""
+    seconds: float
+    """After which it is killed."""
+    began: float = field(default_factory=time.perf_counter)
+    found: Found = field(default_factory=dict)
+
+    def note(self, name: str, value: Any) -> None:
+        """Keeps a figure; `name` may lead through several levels: "onehead/16x128/1x1024"."""
+        *outer, last = name.split("/")
+        place = self.found
+        for step in outer:
+            place = place.setdefault(step, {})
+        place[last] = value
+        self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+
+    @contextmanager
+    def guarded(self, name: str) -> Iterator[None]:
+        """What fails within, or is not installed, is written down, and the rest goes on."""
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            self.note(name, {"missing": str(error)})
+        except (Exception, SystemExit) as error:
+            words = f"{type(error).__name__}: {error}"
+            self.note(name, {"failed": words if len(words) < 500 else f"{words[:200]} ... {words[-300:]}"})
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is killed, less some to write and end."""
+        return self.began + self.seconds - time.perf_counter() - 5.0
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.scratch / "checkpoint"
+
+    @property
+    def workload(self) -> Workload:
+        return nano_vllm(*WORKLOADS[self.small])
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        import torch
+
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+
+def versions(device: str) -> Found:
+    """The device and the libraries."""
+    import torch
+
+    found: Found = {"device": device, "threads": torch.get_num_threads()}
+    for name in VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "memory": properties.total_memory, "cuda": torch.version.cuda}
+    return found
+
+
+# --- time
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph: what it costs without the host."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def median_seconds(call: Callable[[], object], device: str, repeats: int) -> float:
+    """Of a call behind a flush of the L2: on a GPU between two events, else by the clock.
+
+    The flush reads: lines that it wrote would be written back within the call's time.
+    """
+    import torch
+
+    for _ in range(3 if device == "cuda" else 1):
+        call()
+    if device != "cuda":
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for begin, end in pairs:
+        flush.sum()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
+
+
+# --- the checkpoint and an engine over it
+
+
+def make_checkpoint(part: Part) -> None:
+    """A gpt_bigcode folder of random weights, made on the device: the embedded model's with other sizes. Its shape is noted."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from model.decoder import meta_decoder
+    from model.families import read_spec
+    from model.weights import save_decoder
+
+    shutil.copytree(EMBEDDED_MODEL, part.checkpoint, ignore=shutil.ignore_patterns("*.safetensors", "SHA256SUMS"))
+    config = json.loads((part.checkpoint / "config.json").read_text()) | SIZES[part.small]
+    (part.checkpoint / "config.json").write_text(json.dumps(config))
+    spec = read_spec(part.checkpoint)
+    tokenizer = Tokenizer.from_file(str(part.checkpoint / "tokenizer.json"))
+    tokenizer.add_tokens([f" token{id}" for id in range(tokenizer.get_vocab_size(), spec.vocab_size)])  # What is drawn is to have a text.
+    tokenizer.save(str(part.checkpoint / "tokenizer.json"))
+    torch.manual_seed(0)
+    decoder = meta_decoder(spec).to_empty(device=part.device)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.02)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    save_decoder(part.checkpoint, decoder, part.dtype, config)
+    streamed = sum(parameter.numel() for parameter in decoder.parameters()) - spec.max_positions * spec.hidden_size
+    part.note("shape", asdict(Shape(streamed, spec.num_layers, spec.num_query_heads, spec.head_dim, part.dtype.itemsize)))
+    part.note("workload", WORKLOADS[part.small])
+
+
+def engine(part: Part, model: Path, *options: str) -> "tuple[EngineCore, protocol.Ready]":
+    """An engine in this process, as `onehead bench --offline` has it."""
+    return load_engine(load(OfflineSettings, [*where(part, model), *options], "bench.gpu"))
+
+
+def where(part: Part, model: Path) -> list[str]:
+    """Options of every engine. On a CPU one thread: the small form has nothing to share, and others may be at work."""
+    return ["--model", str(model), "--engine.device", part.device, *(["--engine.threads", "1"] if part.device == "cpu" else [])]

@@ -1,0 +1,121 @@
+"""The numbers, on the embedded model and one kernel: beside the CPU's reference, and alone beside in company.
+
+The reference is the decoder over the backend `reference` in float32 on the CPU, the whole text at once: nothing is kept between tokens.
+
+Shape letters: T tokens, V vocabulary.
+"""
+
+import random
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.conditions import Engine, alone, batches, compare, make_cases
+from bench.gpu.attention import HEADS, SMALL_HEADS, Problem, backend_name
+from bench.gpu.common import Part, engine
+from bench.report import Found
+from cache.layout import CacheLayout, pages_for
+from cache.pool import KVPool
+from model.backends import create_backend
+from model.batch import build_batch
+from model.families import read_spec
+from model.step import Row, StepPlan
+from model.weights import load_decoder
+from server.config import EMBEDDED_MODEL, EngineSection
+from server.offline import ClosedLoop
+
+PAGE_SIZE, POSITIONS = 64, 512
+COMPANY = 16
+"""Requests at once."""
+
+
+class Model:
+    """The embedded model over one backend."""
+
+    def __init__(self, dtype: torch.dtype, device: str, backend: str | None) -> None:
+        spec = read_spec(EMBEDDED_MODEL)
+        self.decoder, heads = load_decoder(EMBEDDED_MODEL, spec, dtype, torch.device(device)), spec.num_query_heads
+        layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
+        self.pool = KVPool.allocate(layout, POSITIONS // PAGE_SIZE, spec.key_dim, spec.value_dim, dtype, torch.device(device))
+        self.backend = create_backend(backend or backend_name(self.pool, heads), self.pool, spec.attention_scale, heads)
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], last: int | None = None) -> Tensor:
+        """Of every token, or of the last so many."""
+        row = Row(0, ids, 0, [list(range(pages_for(len(ids), PAGE_SIZE)))], None)
+        batch = build_batch(StepPlan((row,)), self.pool.layout, self.pool.keys_LPSd.device)
+        x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, partial(self.backend.run, self.backend.plan(batch)))
+        logits_TV: Tensor = self.decoder.logits(x_TD if last is None else x_TD[-last:]).float().cpu()
+        return logits_TV
+
+
+def prompt(length: int) -> list[int]:
+    rng = random.Random(0)
+    return [rng.randrange(read_spec(EMBEDDED_MODEL).vocab_size) for _ in range(length)]
+
+
+def logits(part: Part, reference: Model) -> None:
+    """Largest distance of a logit from the reference's: in float32, in bfloat16, and of the reference itself in bfloat16."""
+    ids = prompt(24 if part.small else 256)
+    expected_TV = reference.logits(ids)
+    distances = {}
+    for name, dtype, device, backend in (
+        ("float32", torch.float32, part.device, None),
+        ("bfloat16", torch.bfloat16, part.device, None),
+        ("reference_bfloat16", torch.bfloat16, "cpu", "reference"),
+    ):
+        distances[name] = float((Model(dtype, device, backend).logits(ids) - expected_TV).abs().max())
+    part.note("logits", distances | {"tokens": len(ids), "largest": float(expected_TV.abs().max())})
+
+
+def greedy(part: Part, reference: Model) -> None:
+    """The engine's tokens in float32, and where the reference first prefers another, by how much."""
+    count = 12 if part.small else 200
+    ids = prompt(16)
+    core, _ = engine(part, EMBEDDED_MODEL, "--engine.dtype", "float32", "--cache.pages", "64")
+    outcomes, _ = ClosedLoop(core, count, lambda: None).run(1, [ids])
+    tokens = outcomes[0].token_ids
+    found: Found = {"tokens": len(tokens), "asked": count, "first_difference": None, "gap": None}
+    for number, token in enumerate(tokens):
+        logits_V = reference.logits(ids + tokens[:number], last=1)[0]
+        if int(logits_V.argmax()) != token:
+            found |= {"first_difference": number, "gap": float(logits_V.max() - logits_V[token])}
+            break
+    part.note("greedy", found)
+
+
+@torch.inference_mode()
+def kernel_alone(part: Part) -> None:
+    """Rows of the decode kernel that differ in a bit when they are computed by themselves."""
+    heads, count, most = (SMALL_HEADS[:1], 3, 100) if part.small else (HEADS, COMPANY, 5000)
+    contexts = [random.Random(i).randint(1, most) for i in range(count)]
+    for num_heads, head_dim in heads:
+        with part.guarded(f"kernel/{num_heads}x{head_dim}"):
+            problem = Problem(num_heads, head_dim, contexts, part.dtype, part.device)
+            together = problem.ours()(0)
+            differ = sum(not torch.equal(problem.ours([i])(0)[0], together[i]) for i in range(len(contexts)))
+            part.note(f"kernel/{num_heads}x{head_dim}", {"rows": len(contexts), "differ": differ})
+
+
+def engine_alone(part: Part) -> None:
+    """Requests whose tokens or log-probabilities differ in a bit between alone and in company."""
+    offered = "deterministic" in EngineSection.model_fields
+    options = ["--engine.deterministic", "true"] if offered else []
+    core, ready = engine(part, EMBEDDED_MODEL, "--cache.pages", "512", *options)
+    passes = Engine(core.runner, ready.max_context)  # type: ignore[arg-type]
+    cases = make_cases(4 if part.small else 32, ready.vocab_size, 100 if part.small else ready.capacity, 0)
+    (expected,) = alone(passes, cases, lambda _: None)
+    (company,) = batches(passes, cases, lambda _: None, COMPANY)
+    part.note("engine", compare(expected.traces, company, cases) | {"deterministic": offered, "kernels": ready.kernels})
+
+
+def measure(part: Part) -> None:
+    reference = Model(torch.float32, "cpu", "reference")
+    with part.guarded("logits"):
+        logits(part, reference)
+    with part.guarded("greedy"):
+        greedy(part, reference)
+    kernel_alone(part)
+    with part.guarded("engine"):
+        engine_alone(part)

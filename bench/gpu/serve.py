@@ -1,0 +1,175 @@
+"""The workload of nano-vllm's bench, whole: on an engine in this process, and over HTTP from a real server with real clients.
+
+Everything is done twice and told of both: the first time compiles and captures. Of the engine's steps with all sequences in them it is
+measured how long the host works (scheduler and the kernels' lists), how long the GPU does, and how long they take together. Clients are
+processes of their own, so that reading events is not what is measured. torch is imported within: clients do without.
+"""
+
+import asyncio
+import os
+import random
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.common import Part, engine, where
+from bench.gpu.floor import Workload
+from bench.report import Found
+from server.bench import Ask, figures
+from server.client import Endpoint, Outcome, generate
+from server.offline import ClosedLoop
+
+if TYPE_CHECKING:
+    from server.engine.core import EngineCore
+
+ROUNDS = 2
+MOST_CLIENTS = 8
+"""Processes."""
+LEAD = 5.0
+"""Seconds until clients begin: they are being started, and write their requests."""
+TIMEOUT = 300.0
+
+
+def options(part: Part) -> list[str]:
+    """Room for all requests at once."""
+    if part.small:
+        return ["--cache.pages", "64", "--engine.max_running", "6", "--engine.step_tokens", "64"]
+    return ["--cache.pages", "8448", "--engine.max_running", "256", "--engine.step_tokens", "4096"]
+
+
+# --- the engine
+
+
+class Lengths(ClosedLoop):
+    """A closed loop whose requests have lengths of their own."""
+
+    def __init__(self, core: "EngineCore", workload: Workload) -> None:
+        super().__init__(core, 0, lambda: None)
+        self._lengths = workload.outputs
+
+    def _submit(self, number: int, prompt: list[int]) -> None:
+        self._output_tokens = self._lengths[number]
+        super()._submit(number, prompt)
+
+
+def told(outcomes: list[Outcome], workload: Workload) -> Found:
+    """Figures of a round. Raises RuntimeError where a request failed or came out short."""
+    for outcome, length in zip(outcomes, workload.outputs, strict=True):
+        if outcome.failure or len(outcome.token_times) != length:
+            raise RuntimeError(f"a request failed: {outcome.failure or f'{len(outcome.token_times)} of {length} tokens came'}")
+    return figures(outcomes) | {"output_tokens": workload.num_tokens}
+
+
+def on_engine(part: Part) -> None:
+    core, ready = engine(part, part.checkpoint, *options(part))
+    part.note("kernels", ready.kernels)
+    prompts = part.workload.prompts
+    for round, asked in enumerate(([prompt[::-1] for prompt in prompts], prompts)):  # Nothing is to be found in the cache.
+        outcomes, steps = Lengths(core, part.workload).run(len(asked), asked)
+        if core.scheduler.num_hit_tokens:
+            raise RuntimeError(f"{core.scheduler.num_hit_tokens} tokens of prompts were not computed, but found in the cache")
+        part.note(f"engine/{round}", told(outcomes, part.workload) | {"step": steps.figures()})
+    with part.guarded("host"):
+        part.note("host", steady(part, core))
+
+
+def watch(owner: Any, name: str, seconds: list[float]) -> None:
+    """Every call of the method appends what it took."""
+    method = getattr(owner, name)
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = method(*arguments)
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    setattr(owner, name, timed)
+
+
+def steady(part: Part, core: "EngineCore") -> Found:
+    """Medians of steps that give each of all sequences one token: the host's work, and all; then of the GPU's work, under a profiler."""
+    from model.step import Sampling
+
+    many, few, prompt_tokens = (8, 3, 16) if part.small else (64, 16, 512)
+    scheduler, seconds = core.scheduler, list[float]()
+    for number, prompt in enumerate(part.workload.prompts):
+        scheduler.submit(10**6 + number, (prompt * 6)[:prompt_tokens], many + few + 64, Sampling(temperature=0.0))
+    while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
+        core.step()
+    for owner, name in ((scheduler, "plan"), (scheduler, "commit"), (core.runner.backend, "plan")):  # type: ignore[attr-defined]
+        watch(owner, name, seconds)
+    host, whole = [], []
+    for _ in range(many):
+        seconds.clear()
+        began = time.perf_counter()
+        core.step()
+        whole.append(time.perf_counter() - began)
+        host.append(sum(seconds))
+    found = {"sequences": len(scheduler.running), "host": statistics.median(host), "step": statistics.median(whole)}
+    return found | {"gpu": gpu_seconds(core, few) / few}
+
+
+def gpu_seconds(core: "EngineCore", steps: int) -> float:
+    """Of kernels and copies, over so many steps: 0 without a GPU."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as profiled:
+        for _ in range(steps):
+            core.step()
+    events = [event for event in profiled.key_averages() if event.device_type.name == "CUDA"]
+    return sum(float(event.self_device_time_total) for event in events) / 1e6
+
+
+# --- over HTTP
+
+
+def send(port: int, lengths: list[tuple[int, int]], seed: str, start: float) -> list[Outcome]:
+    """A client process: all its requests, by tokens of prompt and output, at the time `start` of the machine's clock."""
+    endpoint, rng = Endpoint.parse(f"http://127.0.0.1:{port}"), random.Random(seed)
+    asks, outcomes = [Ask(*each) for each in lengths], [Outcome(0.0) for _ in lengths]
+    requests = [endpoint.request("POST", "/generate", ask.body(rng)) for ask in asks]
+
+    def clock() -> float:
+        return time.perf_counter() - start
+
+    async def all_at_once() -> None:
+        await asyncio.sleep(-clock())
+        await asyncio.gather(*(generate(endpoint, r, TIMEOUT, o, clock) for r, o in zip(requests, outcomes, strict=True)))
+
+    asyncio.run(all_at_once())
+    for ask, outcome in zip(asks, outcomes, strict=True):
+        outcome.failure = outcome.failure or ask.problem(outcome)
+    return outcomes
+
+
+def over_http(part: Part) -> None:
+    """Prompts are texts of as many tokens as the workload's, cut by the server."""
+    from bench.live import Server
+
+    workload, count = part.workload, len(part.workload.prompts)
+    clients = max(1, min(MOST_CLIENTS, (os.cpu_count() or 1) // 2, count))
+    server = asyncio.run(Server.start(part.scratch / "server.log", *where(part, part.checkpoint), *options(part)))
+    try:
+        with ProcessPoolExecutor(clients, mp_context=get_context("spawn")) as pool:
+            for round in range(ROUNDS):
+                start, sent, outcomes = time.perf_counter() + LEAD, [], [Outcome(0.0)] * count
+                for client in range(clients):
+                    share = range(client, count, clients)
+                    lengths = [(len(workload.prompts[i]), workload.outputs[i]) for i in share]
+                    sent.append((share, pool.submit(send, server.port, lengths, f"{round} {client}", start)))
+                for share, future in sent:
+                    for number, outcome in zip(share, future.result(), strict=True):
+                        outcomes[number] = outcome
+                part.note(f"http/{round}", told(outcomes, workload) | {"client_processes": clients})
+    finally:
+        asyncio.run(server.stop())
+
+
+def measure(part: Part) -> None:
+    with part.guarded("engine/failure"):
+        on_engine(part)
+    with part.guarded("http/failure"):
+        over_http(part)

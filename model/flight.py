@@ -1,0 +1,69 @@
+"""StepFlight: a step that has been begun, and what comes of it when the device has got there.
+
+Invariant: `result` reads only what was copied to the host for this step. It decides nothing, and knows no device.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from model.sampling import Draws, Scores
+from model.step import Drawn, NotDrawn, Row, StepResult
+
+NOT_FINITE_STATES = NotDrawn("a numerical error: the model's states for this request are not finite", code="numerical_error")
+
+
+class Event(Protocol):
+    """A place in what a device does."""
+
+    def wait(self) -> None:
+        """Returns when the device has passed it."""
+
+
+class StepFlight:
+    """One step. Whoever begins it fills in `draws`, `scores` and `finite_T`; `event` is behind them, if the device may still be at it."""
+
+    def __init__(self, rows: Sequence[Row], firsts: Sequence[int]) -> None:
+        self.rows, self.firsts = rows, firsts
+        self.samples = [row.samples for row in rows]
+        self.draws: Draws | None = None
+        """One for each place of each row, in their order."""
+        self.scores: list[tuple[list[int], Scores]] = []
+        """The rows that some scores are for, one after the other."""
+        self.finite_T: Tensor
+        self.event: Event | None = None
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Waits for the step; the same again when asked again."""
+        if self._result is None:
+            if self.event is not None:
+                self.event.wait()
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
+        drawn, accepted = self._drawn()
+        scored: dict[int, list[Drawn]] = {}
+        for indices, scores in self.scores:
+            for index, score in zip(indices, scores.read(), strict=True):
+                scored.setdefault(index, []).append(score)
+        finite_T = self.finite_T.tolist()
+        for i, (row, first) in enumerate(zip(self.rows, self.firsts, strict=True)):
+            if not all(finite_T[first : first + len(row.tokens)]):
+                drawn[i] = NOT_FINITE_STATES
+                accepted.pop(i, None)
+        return StepResult(tuple(drawn), scored, accepted)
+
+    def _drawn(self) -> tuple[list[Drawn | NotDrawn | None], dict[int, list[Drawn]]]:
+        """What every row draws, and the drafts among it that came true."""
+        draws = iter(() if self.draws is None else self.draws.read())
+        drawn: list[Drawn | NotDrawn | None] = [None] * len(self.rows)
+        accepted: dict[int, list[Drawn]] = {}
+        for i, (row, places) in enumerate(zip(self.rows, self.samples, strict=True)):
+            if places:
+                come_true, drawn[i] = row.settle([next(draws) for _ in places])
+                if come_true:
+                    accepted[i] = come_true
+        return drawn, accepted

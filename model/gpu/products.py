@@ -1,0 +1,87 @@
+"""The kernel of products: activation(x W^T * t + b) for any number of rows, gated too, and one matrix for each head at once.
+
+Invariant: a number of y is made by one sequence of multiplications and sums over the inputs, in float32, whatever its row's number, the
+row's place in the tile, and how many rows and programs there are. Programs share the tiles out among themselves; which one takes a tile
+changes nothing in it. The kernel knows nothing of layers and steps.
+
+x [T, G, I], W [G, O, I] and y [T, G, O] lie as their sizes say, but for W, whose steps are given: what a head asks of a latent multiplies
+by columns of the stored matrix. t, a scale for each output channel, is what weights in float8 have. Widths that are no multiples of a
+block are padded by masks.
+
+Shape letters: T rows, G groups (heads; 1 for a linear layer), I input and O output columns.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    """Without tanh, which Triton's interpreter lacks: gelu's approximation is x * sigmoid(2 u) as well as x / 2 * (1 + tanh(u))."""
+    if ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "relu":
+        x = tl.where(x < 0.0, 0.0, x)  # A NaN stays one.
+    else:
+        tl.static_assert(ACTIVATION == "none")
+    return x
+
+
+@triton.jit
+def _weights(start_ptr, column_O, input_I, inputs_left, OUTPUTS: tl.constexpr, STEP_O: tl.constexpr, STEP_I: tl.constexpr, like):
+    """A block of W^T, as numbers of the type that x has."""
+    pointers = start_ptr + input_I[:, None] * STEP_I + column_O[None, :] * STEP_O
+    return tl.load(pointers, mask=(input_I[:, None] < inputs_left) & (column_O[None, :] < OUTPUTS), other=0.0).to(like.dtype)
+
+
+@triton.jit
+def _scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS: tl.constexpr):
+    """A tile's sums by the scales of its columns, and with their biases, where there are any."""
+    if scale_ptr is not None:
+        sum_TO *= tl.load(scale_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        sum_TO += tl.load(bias_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    return sum_TO
+
+
+# A kernel compiled for one row, or for multiples of 16, would be another kernel.
+@triton.jit(do_not_specialize=["num_rows"])
+def product(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows,
+    GROUPS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP_G: tl.constexpr, STEP_O: tl.constexpr, STEP_I: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """Program (p, g): of group g's y tiles p, p + programs, ... Gated, W has OUTPUTS rows of the gate, then as many of what it opens."""
+    group = tl.program_id(1).to(tl.int64)
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_T)
+    index_I = tl.arange(0, BLOCK_I)
+    for tile in range(tl.program_id(0), num_row_tiles * tl.cdiv(OUTPUTS, BLOCK_O), tl.num_programs(0)):
+        # Tiles that take the same weights follow each other, so that memory gives them once.
+        row_T = tile % num_row_tiles * BLOCK_T + tl.arange(0, BLOCK_T)
+        column_O = (tile // num_row_tiles * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
+        # Rows behind the last stand for that one, and are not stored. In 64 bits: neither x nor W has to count in 32.
+        rows_T = tl.minimum(row_T, num_rows - 1).to(tl.int64)
+        x_ptrs = x_ptr + (rows_T * GROUPS + group)[:, None] * INPUTS + index_I[None, :]
+        first_ptr = weight_ptr + group * STEP_G
+        sum_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
+        opened_TO = sum_TO
+        for first in range(0, INPUTS, BLOCK_I):
+            x_TI = tl.load(x_ptrs + first, mask=index_I[None, :] < INPUTS - first, other=0.0)
+            x_TI = x_TI.to(tl.float32) if UPCAST else x_TI
+            block_ptr = first_ptr + first * STEP_I
+            w_IO = _weights(block_ptr, column_O, index_I, INPUTS - first, OUTPUTS, STEP_O, STEP_I, x_TI)
+            sum_TO = tl.dot(x_TI, w_IO, sum_TO, input_precision="ieee")
+            if GATED:
+                block_ptr += OUTPUTS * STEP_O
+                w_IO = _weights(block_ptr, column_O, index_I, INPUTS - first, OUTPUTS, STEP_O, STEP_I, x_TI)
+                opened_TO = tl.dot(x_TI, w_IO, opened_TO, input_precision="ieee")
+        sum_TO = _activated(_scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS), ACTIVATION)
+        if GATED:
+            sum_TO *= _scaled(opened_TO, scale_ptr, bias_ptr, column_O + OUTPUTS, 2 * OUTPUTS)
+        y_ptrs = y_ptr + (rows_T * GROUPS + group)[:, None] * OUTPUTS + column_O[None, :]
+        tl.store(y_ptrs, sum_TO.to(y_ptr.dtype.element_ty), mask=(row_T < num_rows)[:, None] & (column_O[None, :] < OUTPUTS))

@@ -1,0 +1,209 @@
+"""The GPU's products, norms and summaries under Triton's interpreter: torch's numbers, and a row's own bits wherever it lies."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.decoder import Decoder
+from model.families import read_spec
+from model.gpu.tiles import TABLE, choose
+from model.layers import ACTIVATIONS
+from model.runner import ModelRunner, RunnerOptions
+from model.sampling import _order
+from model.spec import ModelSpec
+from model.weights import load_decoder
+
+# An exponential that is too large, and NaN's arithmetic: numpy warns of what a GPU does in silence.
+pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+# The interpreter cuts bfloat16 off instead of rounding it: two units of the last place.
+NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2.0**-6}
+DTYPES = pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
+SIZES = [(1, 16, 16), (70, 96, 40), (5, 33, 301), (129, 130, 64)]
+"""(rows, inputs, outputs): whole tiles and parts of some."""
+
+
+def matrices(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(num_rows)
+    x = torch.randn(num_rows, groups, inputs, dtype=dtype)
+    return x, (torch.randn(groups, outputs, inputs) * inputs**-0.5).to(dtype), torch.randn(outputs, dtype=dtype)
+
+
+def near(actual: Tensor, expected: Tensor, relative: float) -> bool:
+    return bool(((actual.float() - expected).abs() <= relative * (1 + expected.abs())).all())
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "inputs", "outputs"), SIZES)
+def test_products_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    from model.gpu.launches import multiply
+
+    x, weight, bias = matrices(num_rows, inputs, outputs, dtype)
+    y = multiply(x, weight, bias)
+    assert y.dtype is dtype and near(y[:, 0], F.linear(x[:, 0].float(), weight[0].float(), bias.float()), NEAR[dtype])
+    assert near(multiply(x, weight)[:, 0], F.linear(x[:, 0].float(), weight[0].float()), NEAR[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations_and_gates_are_torchs(activation: str, gated: bool, dtype: torch.dtype) -> None:
+    from model.gpu.launches import multiply
+
+    x, weight, bias = matrices(20, 40, 36, dtype)
+    x = x * 4  # Far enough for the ends of every curve.
+    hidden = F.linear(x[:, 0].float(), weight[0].float(), bias.float())
+    gate, opened = hidden.chunk(2, dim=-1) if gated else (hidden, torch.ones(()))
+    assert near(multiply(x, weight, bias, activation, gated)[:, 0], ACTIVATIONS[activation](gate) * opened, NEAR[dtype])
+
+
+def test_an_activation_at_its_ends() -> None:
+    from model.gpu.launches import multiply
+
+    x = torch.tensor([-1e30, -200.0, -0.0, 0.0, 200.0, 1e30])[:, None, None]
+    for name, activation in ACTIVATIONS.items():
+        assert torch.equal(multiply(x, torch.ones(1, 1, 1), None, name)[:, 0, 0], activation(x[:, 0, 0])), name
+        assert multiply(torch.full((1, 1, 1), torch.nan), torch.ones(1, 1, 1), None, name).isnan().all()
+
+
+def test_a_float_among_16_bit_weights_and_no_rows() -> None:
+    from model.gpu.launches import multiply, norm
+
+    x, weight, _ = matrices(9, 48, 7, torch.float32)
+    narrow = weight.bfloat16()
+    assert near(multiply(x, narrow)[:, 0], F.linear(x[:, 0], narrow[0].float()), 1e-5)
+    assert multiply(x[:0], weight).shape == (0, 1, 7) and norm(x[:0], x[0, 0], None, 1e-5, 0.0, centred=True).shape == (0, 1, 48)
+
+
+@DTYPES
+def test_scales_are_of_columns_and_before_the_bias(dtype: torch.dtype) -> None:
+    """Gated, each half has its own."""
+    from model.gpu.launches import multiply
+
+    x, weight, bias = matrices(20, 40, 36, dtype)
+    scale = torch.logspace(-2, 1, 36)
+    hidden = F.linear(x[:, 0].float(), weight[0].float()) * scale
+    assert near(multiply(x, weight, scale_O=scale)[:, 0], hidden, NEAR[dtype])
+    gate, opened = (hidden + bias.float()).chunk(2, dim=-1)
+    y = multiply(x, weight, bias, "relu", True, scale_O=scale)
+    assert near(y[:, 0], F.relu(gate) * opened, NEAR[dtype])
+    assert torch.equal(multiply(x, weight, bias, scale_O=torch.ones(36)), multiply(x, weight, bias))
+
+
+def test_every_head_by_its_own_matrix_either_way_round() -> None:
+    from model.gpu.launches import multiply
+
+    x, weight, _ = matrices(37, 24, 40, torch.float32, groups=5)
+    assert near(multiply(x, weight), torch.einsum("thi,hoi->tho", x, weight), 1e-5)
+    stored = weight.transpose(1, 2).contiguous()
+    assert torch.equal(multiply(x, stored.transpose(1, 2)), multiply(x, weight))
+    columns = torch.cat([x, x], dim=-1)[..., :24]
+    assert not columns.is_contiguous() and torch.equal(multiply(columns, weight), multiply(x, weight))
+
+
+def check_invariance(compute: Callable[[Tensor], Tensor], row: Tensor, most: int) -> None:
+    """A row alone, first, last, and at every place among strangers, in companies of many sizes."""
+    alone = compute(row[None])[0]
+    torch.manual_seed(0)
+    company = torch.randn(most, *row.shape).to(row.dtype)
+    for place in range(most):
+        together = company.clone()
+        together[place] = row
+        assert torch.equal(compute(together)[place], alone), place
+    for size in (2, 3, 17, 31, 33, most - 1):
+        together = company[:size].clone()
+        together[-1] = row
+        assert torch.equal(compute(together)[-1], alone), size
+
+
+@DTYPES
+def test_a_products_row_has_the_same_bits_at_every_place(dtype: torch.dtype) -> None:
+    from model.gpu.launches import multiply
+
+    x, weight, bias = matrices(1, 140, 40, dtype)
+    most = choose(40, x.element_size()).rows + 5  # A tile and the beginning of the next.
+    check_invariance(lambda x: multiply(x, weight, bias, "silu", True), x[0], most)
+
+
+def test_the_number_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from model.gpu import launches
+
+    x, weight, bias = matrices(80, 50, 90, torch.float32)
+    found = []
+    for count in (1, 2, 7, 1000):
+        monkeypatch.setattr(launches, "_num_programs", lambda device, count=count: count)
+        found.append(launches.multiply(x, weight, bias))
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+@DTYPES
+@pytest.mark.parametrize("columns", [1, 6, 64, 100])
+def test_norms_are_torchs_and_a_row_has_its_own_bits(columns: int, dtype: torch.dtype) -> None:
+    from model.gpu.launches import norm
+
+    torch.manual_seed(columns)
+    x, weight, bias = torch.randn(7, 3, columns).to(dtype) * 3 + 1, torch.randn(columns).to(dtype), torch.randn(columns).to(dtype)
+    shape, wide = (columns,), [a.float() for a in (x, weight, bias)]
+    assert near(norm(x, weight, bias, 1e-5, 0.0, centred=True), F.layer_norm(wide[0], shape, *wide[1:], 1e-5), NEAR[dtype])
+    assert near(norm(x, weight, None, 1e-6, 1.0, centred=False), F.rms_norm(wide[0], shape, wide[1] + 1, 1e-6), NEAR[dtype])
+    check_invariance(lambda x: norm(x, weight, bias, 1e-5, 0.0, centred=True), x[0, 0], 20)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 301, 4096, 9001])
+def test_a_summary_is_torchs(vocab_size: int) -> None:
+    from model.gpu.launches import softmax, summary
+
+    torch.manual_seed(vocab_size)
+    logits = torch.randn(5, vocab_size) * 5
+    logits[1, [3, vocab_size - 1]] = 50.0
+    normaliser, largest, tokens = summary(logits)
+    assert near(normaliser, logits.logsumexp(dim=-1), 1e-6)
+    assert torch.equal(largest, logits.amax(dim=-1)) and tokens.tolist() == logits.argmax(dim=-1).tolist() and tokens[1] == 3
+    assert near(softmax(logits), logits.softmax(dim=-1), 1e-6)
+    check_invariance(lambda x: torch.stack(list(map(torch.Tensor.double, summary(x)))).T, logits[2], 12)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        spoilt = logits.clone()
+        spoilt[2] = bad
+        assert not summary(spoilt)[0][2].isfinite() and torch.equal(summary(spoilt)[0][:2], normaliser[:2])
+        assert 0 <= summary(spoilt)[2][2] < vocab_size
+
+
+def test_rows_that_begin_anywhere_are_computed_where_all_others_are() -> None:
+    """Triton compiles another kernel for an address that is no multiple of 16."""
+    from model.gpu.launches import _in_place
+
+    x = torch.randn(41)[1:].view(2, 20)
+    assert x.data_ptr() % 16 and _in_place(x).data_ptr() % 16 == 0 and torch.equal(_in_place(x), x)
+    assert _in_place(whole := torch.randn(2, 20)) is whole
+
+
+def test_equal_logits_are_ordered_by_their_ids() -> None:
+    logits = torch.tensor([[1.0, -2.5, 1.0, 0.0, -torch.inf, torch.inf, -2.5, 3e38, -3e38, 1e-40]])
+    expected = logits[0].sort(descending=True, stable=True).indices.tolist()
+    assert _order(logits).topk(10, dim=-1).indices[0].tolist() == expected
+
+
+def test_every_line_of_the_table_is_reached() -> None:
+    assert {choose(columns, size) for columns in (1, 4096, 4097, 50257, 10**6) for size in (2, 4)} == {line[2] for line in TABLE}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_gpu_gets_them_when_it_is_asked_to(deterministic: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder on the CPU stands for the GPU's."""
+    from model.gpu.modules import GpuNorm
+
+    def load_on_cpu(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str, *, packed: bool) -> Decoder:
+        assert packed and device.type == "cuda"
+        return load_decoder(folder, spec, dtype, torch.device("cpu"), quantization)
+
+    loaded: list[Decoder] = []
+    monkeypatch.setattr("model.runner.choose_device", torch.device)
+    monkeypatch.setattr("model.runner.load_decoder", load_on_cpu)
+    monkeypatch.setattr(ModelRunner, "over", lambda decoder, *_: loaded.append(decoder))
+    options = RunnerOptions("cuda", "auto", 1, 64, 20, None, 256, 4, 64, "none", deterministic)
+    ModelRunner.load(tiny_folder, read_spec(tiny_folder), options)
+    assert isinstance(loaded[0].final_norm, GpuNorm) is deterministic
