@@ -46,7 +46,7 @@ def puppet(pipe: Connection, pace: float) -> None:
     assert isinstance(start, protocol.Start)
     sizes = {"page_size": 64, "num_pages": 10**6, "kv_bytes_per_token": 1, "page_bytes": 64, "multi_head_bytes_per_token": 1}
     context = {"max_context": 8192, "capacity": 8192, "sequences": [(8192, 1)], "vocab_size": start.largest_token_id + 1}
-    told = {"model_type": "puppet", "dtype": "float32", "device": "cpu", "end_token_ids": [], "num_parameters": 0}
+    told = {"model_type": "puppet", "dtype": "float32", "kv_dtype": "float32", "device": "cpu", "end_token_ids": [], "num_parameters": 0}
     numerics = {"quantization": "none", "weight_bytes": 0, "kernels": "none", "deterministic": True}
     pipe.send_bytes(protocol.encode(protocol.Ready(**told, **context, **sizes, **numerics)))
     open_: dict[int, int] = {}

@@ -1,11 +1,13 @@
 """How well a checkpoint predicts the held-out modules of the standard library, in bits per byte, beside xz and a byte 5-gram.
 
-    python -m bench.bits_per_byte --model FOLDER [--data DIR] [--context TOKENS] [--output docs/bench/DATE-bits-per-byte.json]
+    python -m bench.bits_per_byte --model FOLDER [--data DIR] [--context TOKENS] [--forms float32,fp8,...] [--documents N]
+        [--output docs/bench/DATE-bits-per-byte.json]
 
 The model scores every document by itself, from an end-of-text token on, as it was trained; longer documents than its context in
-windows that overlap by half, each token once. xz sees the held-out bytes alone. The 5-gram is counted on the training split, as the
-model was trained on it, and each document starts from four zero bytes; of its smoothings the one that does best here is kept, which
-favours it. Prints a Markdown table.
+windows that overlap by half, each token once. It does so in each form: what weights and activations are held in (float32, bfloat16, int8
+or fp8 weights beside float32), and with +kv8 keys and values as a cache in float8 gives them back. xz sees the held-out bytes alone. The
+5-gram is counted on the training split, as the model was trained on it, and each document starts from four zero bytes; of its smoothings
+the one that does best here is kept, which favours it. Prints a Markdown table.
 """
 
 import argparse
@@ -26,6 +28,8 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from cache.pool import in_float8
+from model.attention import Attend
 from model.decoder import Decoder
 from model.families import read_spec
 from model.tools import corpus
@@ -34,6 +38,9 @@ from model.weights import load_decoder
 
 LOGIT_ROWS = 512
 """Rows of logits made at a time: they are the largest tensor of all."""
+KV8 = "+kv8"
+FORMS = {"float32": (torch.float32, "none"), "bfloat16": (torch.bfloat16, "none")}
+FORMS |= {"int8": (torch.float32, "int8"), "fp8": (torch.float32, "fp8")}
 
 # --- the model
 
@@ -49,44 +56,58 @@ def windows(count: int, size: int) -> Iterator[tuple[int, int, int]]:
         yield end - size, first, end
 
 
+def through_float8(attend: Attend) -> Attend:
+    """`attend` to keys and values that were stored in float8."""
+
+    def stored(layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor) -> Tensor:
+        return attend(layer, q_THd, *(in_float8(x).to(x.dtype) for x in (k_Td, v_Td)))
+
+    return stored
+
+
 @torch.inference_mode()
-def token_nats(decoder: Decoder, ids: list[int], start_id: int, context: int) -> Tensor:
+def token_nats(decoder: Decoder, ids: list[int], start_id: int, context: int, float8_cache: bool = False) -> Tensor:
     """What each token of a document costs, given `start_id` and those before it, in windows of `context`."""
     inputs_N = torch.tensor([start_id, *ids[:-1]])
     targets_N = torch.tensor(ids)
     nats_N = torch.full((len(ids),), math.nan)
     for begin, first, end in windows(len(ids), context):
-        attend = CausalAttention(end - begin, decoder.spec)
+        attend: Attend = CausalAttention(end - begin, decoder.spec)
+        if float8_cache:
+            attend = through_float8(attend)
         x_TD = decoder(inputs_N[begin:end], torch.arange(end - begin), attend)
         for row in range(first, end, LOGIT_ROWS):
             rows = slice(row, min(row + LOGIT_ROWS, end))
             logits_SV = decoder.logits(x_TD[rows.start - begin : rows.stop - begin])
-            nats_N[rows] = F.cross_entropy(logits_SV, targets_N[rows], reduction="none")
+            nats_N[rows] = F.cross_entropy(logits_SV.float(), targets_N[rows], reduction="none")
     return nats_N
 
 
-def score_model(folder: Path, documents: list[corpus.Document], context: int | None, progress: Progress) -> dict[str, Any]:
+def score_model(
+    folder: Path, documents: list[corpus.Document], context: int | None, progress: Progress, form: str = "float32"
+) -> dict[str, Any]:
     """The checkpoint's bits over all documents, and what it is."""
-    decoder = load_decoder(folder, read_spec(folder), torch.float32, torch.device("cpu"))
+    dtype, quantization = FORMS[form.removesuffix(KV8)]
+    decoder = load_decoder(folder, read_spec(folder), dtype, torch.device("cpu"), quantization)
     context = context or decoder.spec.max_positions
     if not 1 < context <= decoder.spec.max_positions:
         raise ValueError(f"--context {context} is not within the model's {decoder.spec.max_positions} positions")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     start_id = corpus.token_id(tokenizer, corpus.END)
     nats, num_tokens = 0.0, 0
-    task = progress.add_task("model", total=sum(len(document.text.encode()) for document in documents))
+    task = progress.add_task(form, total=sum(len(document.text.encode()) for document in documents))
     for document in documents:
         ids = tokenizer.encode(document.text, add_special_tokens=False).ids
         if tokenizer.decode(ids, skip_special_tokens=False) != document.text:
             raise ValueError(f"the tokenizer loses something of {document.name}, so its tokens' cost would not be the text's")
-        nats += token_nats(decoder, ids, start_id, context).double().sum().item()
+        nats += token_nats(decoder, ids, start_id, context, form.endswith(KV8)).double().sum().item()
         num_tokens += len(ids)
         progress.update(task, advance=len(document.text.encode()))
     return {
         "bits": nats / math.log(2),
         "tokens": num_tokens,
         "nats_per_token": nats / num_tokens,
-        "parameters": sum(parameter.numel() for parameter in decoder.parameters()),
+        "parameters": decoder.num_parameters,
         "context": context,
         "file_bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
     }
@@ -223,21 +244,24 @@ def score_ngrams(training: list[bytes], held_out: list[bytes], progress: Progres
 # --- the report
 
 
-def measure(model: Path, data: Path | None, context: int | None, progress: Progress) -> dict[str, Any]:
+def measure(model: Path, data: Path | None, context: int | None, forms: list[str], most: int | None, progress: Progress) -> dict[str, Any]:
     """Every figure of the report."""
     documents = sorted(corpus.read_documents(data), key=lambda document: document.name)
     held_out = [document for document in documents if document.held_out]
     if not held_out or len(held_out) == len(documents):
         raise ValueError(f"{len(documents)} documents give no split into training and held-out ones")
+    held_out = held_out[:: max(1, len(held_out) // (most or len(held_out)))][:most]
     training_bytes = [document.text.encode() for document in documents if not document.held_out]
     held_out_bytes = [document.text.encode() for document in held_out]
     size = sum(map(len, held_out_bytes))
     packed_size = len(lzma.compress(b"".join(held_out_bytes), lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME))
-    scored = score_model(model, held_out, context, progress)
+    all_scored = {form: score_model(model, held_out, context, progress, form) for form in forms}
+    scored = all_scored[forms[0]]
     ngrams = score_ngrams(training_bytes, held_out_bytes, progress)
     best = min(ngrams, key=lambda name: ngrams[name]["bits"])
     return {
         "bits_per_byte": {"model": scored["bits"] / size, "ngram": ngrams[best]["bits"] / size, "xz": 8 * packed_size / size},
+        "forms": {form: each["bits"] / size for form, each in all_scored.items()},
         "held_out": {"documents": len(held_out), "bytes": size, "xz_bytes": packed_size},
         "training": {"documents": len(training_bytes), "bytes": sum(map(len, training_bytes))},
         "model": {"name": model.resolve().name, **scored},
@@ -251,12 +275,13 @@ def table(figures: dict[str, Any]) -> str:
     model, ngram, held_out, training = (figures[key] for key in ("model", "ngram", "held_out", "training"))
     bits = figures["bits_per_byte"]
     python = figures["versions"]["python"]
+    name = f"{model['name']}: {model['parameters'] / 1e6:.1f}M parameters, context {model['context']}"
     rows = [
-        (f"{model['name']}: {model['parameters'] / 1e6:.1f}M parameters, context {model['context']}", bits["model"]),
+        *((f"{name}, {form}", value) for form, value in figures["forms"].items()),
         (f"byte 5-gram ({ngram['smoothing']}): {ngram['grams'] / 1e6:.1f}M grams", bits["ngram"]),
         ("xz -9e of the held-out bytes alone", bits["xz"]),
     ]
-    lines = ["| predictor | bits per byte |", "|---|---:|", *(f"| {name} | {value:.3f} |" for name, value in rows), ""]
+    lines = ["| predictor | bits per byte |", "|---|---:|", *(f"| {name} | {value:.4f} |" for name, value in rows), ""]
     lines.append(
         f"Held out: {held_out['documents']} modules of Python {python}, {held_out['bytes']:,} bytes, {model['tokens']:,} tokens "
         f"({held_out['bytes'] / model['tokens']:.2f} bytes and {model['nats_per_token']:.3f} nats each). "
@@ -271,13 +296,18 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--data", type=Path, help="folder of *.py files, as it was trained on; default: this Python's standard library")
     parser.add_argument("--context", type=int, help="tokens of a window; default: all positions that the model has")
+    parser.add_argument("--forms", default="float32", help=f"of {', '.join(FORMS)}, each with {KV8} or without; separated by commas")
+    parser.add_argument("--documents", type=int, help="held-out documents, taken evenly by name; default: all")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's own choice")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    forms = arguments.forms.split(",")
+    if unknown := [form for form in forms if form.removesuffix(KV8) not in FORMS]:
+        parser.error(f"--forms {unknown[0]} must be one of {', '.join(FORMS)}, each with {KV8} or without")
     with Progress(console=Console(stderr=True)) as progress:
-        figures = measure(arguments.model, arguments.data, arguments.context, progress)
+        figures = measure(arguments.model, arguments.data, arguments.context, forms, arguments.documents, progress)
     print(table(figures))
     if arguments.output:
         arguments.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

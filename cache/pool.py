@@ -2,9 +2,9 @@
 
 Where the value is the beginning of the key (latent attention), V is a view of K and takes no memory. Invariant: a page takes
 `bytes_per_page` and nothing else is allocated. It knows nothing of who owns a page. A backend that does not `write` may order the numbers
-within a page as it likes.
+within a page as it likes. In float8_e4m3fn numbers have no scale: its range is wider than that of keys and values (decision 25).
 
-Shape letters: L layers of a page, P pages, S slots of a page, d columns of a key, v of a value.
+Shape letters: L layers of a page, P pages, S slots of a page, N slots of all pages, d columns of a key, v of a value, T tokens.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from cache.layout import CacheLayout
+
+FLOAT8 = torch.float8_e4m3fn
 
 
 def bytes_per_page(layout: CacheLayout, key_dim: int, value_dim: int, value_in_key: bool, itemsize: int) -> int:
@@ -29,6 +31,8 @@ class KVPool:
     layout: CacheLayout
     keys_LPSd: Tensor
     values_LPSv: Tensor
+    compute_dtype: torch.dtype
+    """Of the keys and values that are written, and of the queries that attend to them; what is stored may be narrower."""
 
     @classmethod
     def allocate(
@@ -41,13 +45,17 @@ class KVPool:
         device: torch.device,
         *,
         value_in_key: bool = False,
+        stored_as: torch.dtype | None = None,
     ) -> "KVPool":
-        """A zeroed pool (a slot that was never written must not hold a NaN: attention multiplies masked slots by 0)."""
+        """A zeroed pool (a slot that was never written must not hold a NaN: attention multiplies masked slots by 0) for numbers of `dtype`,
+        stored as such unless told otherwise.
+        """
+        stored_as = stored_as or dtype
         shape = (layout.layers_per_page, num_pages, layout.page_size)
-        keys_LPSd = _zeros((*shape, key_dim), dtype, device)
+        keys_LPSd = _zeros((*shape, key_dim), stored_as, device)
         if value_in_key:
-            return cls(layout, keys_LPSd, keys_LPSd[..., :value_dim])
-        return cls(layout, keys_LPSd, _zeros((*shape, value_dim), dtype, device))
+            return cls(layout, keys_LPSd, keys_LPSd[..., :value_dim], dtype)
+        return cls(layout, keys_LPSd, _zeros((*shape, value_dim), stored_as, device), dtype)
 
     @property
     def num_pages(self) -> int:
@@ -80,9 +88,24 @@ class KVPool:
     def write(self, layer: int, slots_T: Tensor, k_Td: Tensor, v_Tv: Tensor) -> None:
         """Stores one K and one V per token at slot = page * page_size + offset."""
         keys_PSd, values_PSv = self.layer(layer)
-        keys_PSd.flatten(0, 1).index_copy_(0, slots_T, k_Td)
+        _put(keys_PSd, slots_T, k_Td)
         if not self.value_in_key:
-            values_PSv.flatten(0, 1).index_copy_(0, slots_T, v_Tv)
+            _put(values_PSv, slots_T, v_Tv)
+
+
+def in_float8(x: Tensor) -> Tensor:
+    """x in float8_e4m3fn: beyond its range the largest number there is, and NaN for what is not finite. An infinity that became a number
+    would hide the error that made it.
+    """
+    largest = torch.finfo(FLOAT8).max
+    return torch.where(x.isfinite(), x.clamp(-largest, largest), torch.nan).to(FLOAT8)
+
+
+def _put(pages_PSd: Tensor, slots_T: Tensor, x_Td: Tensor) -> None:
+    slots_Nd = pages_PSd.flatten(0, 1)
+    if pages_PSd.dtype is FLOAT8:  # As bytes: torch does not copy rows of it everywhere.
+        slots_Nd, x_Td = slots_Nd.view(torch.uint8), in_float8(x_Td).view(torch.uint8)
+    slots_Nd.index_copy_(0, slots_T, x_Td)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

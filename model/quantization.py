@@ -1,33 +1,45 @@
-"""Int8 weights: one scale for each output channel, activations quantized token by token as they come, exact integer accumulation.
+"""Weights in 8 bits with a float32 scale for each output channel: as integers, or as floating point numbers.
 
-x = s (x_q - z) for each token and W = t W_q for each output channel, so y = (x_q W_q^T - z * rowsums(W_q)) * s * t + b. The zero point z
-is there because what an MLP's activation gives is hardly ever negative: without it half the range would lie idle. The sums are integers,
-so a token's result does not depend on which others are computed with it. Invariant: a quantized matrix keeps no float copy of itself.
+int8: activations are quantized token by token as they come, accumulation is exact. x = s (x_q - z) for each token and W = t W_q for each
+output channel, so y = (x_q W_q^T - z * rowsums(W_q)) * s * t + b. The zero point z is there because what an MLP's activation gives is
+hardly ever negative: without it half the range would lie idle. The sums are integers, so a token's result does not depend on which
+others are computed with it.
+
+fp8 (float8_e4m3fn): activations stay as they are. y = (x W_q^T) * t + b with sums in float32: on a GPU by our kernel of products, which
+converts as it reads, and a token's result is its own; without it torch converts, some rows at a time.
+
+Invariant: a quantized matrix keeps no float copy of itself.
 
 Shape letters: T tokens, I input and O output columns, V rows of a table, D its columns.
 """
 
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cache.pool import FLOAT8, in_float8
 from model.layers import Embedding, Linear
 
 LARGEST = 127
 # What the GPU's integer product asks for: more rows than this, and sizes that are multiples of 8.
 GPU_MIN_ROWS, GPU_MULTIPLE = 17, 8
+CONVERTED_AT_ONCE = 2**24
+"""Float8 numbers, where torch converts them."""
+STORED_AS = {"int8": torch.int8, "fp8": FLOAT8}
 EXACT_COLUMNS = 2**24 // (LARGEST * (LARGEST + 1))
 
 
-def quantize_weights(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """W -> (W_q in -127 .. 127, t_O): symmetric around 0. A row of zeros has scale 1."""
+def quantize_weights(weight_OI: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """W -> (W_q, t_O): symmetric around 0, a row's largest value being 127 or, in float8, 448. A row of nothing has scale 1."""
     weight_OI = weight_OI.float()
     largest_O = weight_OI.abs().amax(dim=-1)
-    scale_O = torch.where(largest_O > 0, largest_O / LARGEST, torch.ones_like(largest_O))
-    return (weight_OI / scale_O[:, None]).round_().to(torch.int8), scale_O
+    scale_O = largest_O / (LARGEST if dtype is torch.int8 else torch.finfo(dtype).max)
+    scale_O = torch.where(scale_O > 0, scale_O, torch.ones_like(scale_O))
+    weight_OI = weight_OI / scale_O[:, None]
+    return weight_OI.round_().to(dtype) if dtype is torch.int8 else in_float8(weight_OI), scale_O
 
 
 def quantize_tokens(x_TI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,70 +86,98 @@ def product_in_floats(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return sums_TO
 
 
-class _Rows(nn.Module):
-    """A matrix in int8 with a scale for each row; both are parameters, so that they are counted, moved and named like any other."""
+def float8_product(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T * t + b in x's dtype, summed in float32."""
+    if _multiplied_by_kernels(x_TI.device.type):
+        from model.gpu.launches import multiply
 
-    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
+        return multiply(x_TI[:, None], weight_OI[None], bias_O, scale_O=scale_O)[:, 0]
+    rows = max(1, CONVERTED_AT_ONCE // weight_OI.shape[1])
+    wide_TI = x_TI.float()
+    y_TO = torch.cat([F.linear(wide_TI, weight.float()) for weight in weight_OI.split(rows)], dim=-1).mul_(scale_O)
+    return (y_TO if bias_O is None else y_TO.add_(bias_O)).to(x_TI.dtype)
+
+
+@cache
+def _multiplied_by_kernels(device_type: str) -> bool:
+    return device_type != "cpu" and find_spec("triton") is not None
+
+
+class QuantizedMatrix(nn.Module):
+    """A matrix in 8 bits with a scale for each row, and in int8 a sum; all are parameters, so that they are counted, moved and named like
+    any other.
+    """
+
+    def __init__(self, num_rows: int, num_columns: int, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_rows, num_columns, dtype=torch.int8, device="meta"), requires_grad=False)
+        weight_OI = torch.empty(num_rows, num_columns, dtype=STORED_AS[kind], device="meta")
+        self.weight = nn.Parameter(weight_OI, requires_grad=False)
         self.scale = nn.Parameter(torch.empty(num_rows, device="meta"), requires_grad=False)
-        self.row_sums = nn.Parameter(torch.empty(num_rows, dtype=torch.int32, device="meta"), requires_grad=False)
+        self.row_sums = None
+        if kind == "int8":
+            self.row_sums = nn.Parameter(torch.empty(num_rows, dtype=torch.int32, device="meta"), requires_grad=False)
         self.dtype = dtype
 
     def allocate(self, device: torch.device) -> None:
         """Memory for the values, which `set_rows` brings."""
-        for name in ("weight", "scale", "row_sums"):
-            value = torch.empty_like(getattr(self, name), device=device)
-            setattr(self, name, nn.Parameter(value, requires_grad=False))
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            if name in ("weight", "scale", "row_sums"):
+                setattr(self, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         """Takes rows of the float matrix from number `first` on, quantized."""
-        quantized, scale = quantize_weights(rows.to(self.weight.device))
+        quantized, scale = quantize_weights(rows.to(self.weight.device), self.weight.dtype)
         end = first + len(rows)
         self.weight[first:end], self.scale[first:end] = quantized, scale
-        self.row_sums[first:end] = quantized.sum(dim=-1, dtype=torch.int32)
+        if self.row_sums is not None:
+            self.row_sums[first:end] = quantized.sum(dim=-1, dtype=torch.int32)
 
-    def product(self, x: Tensor) -> Tensor:
-        """x W^T in x's dtype."""
-        x_int8_TI, scale_T, zero_T = quantize_tokens(x.reshape(-1, x.shape[-1]))
+    def product(self, x: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x W^T + b in x's dtype."""
+        x_TI = x.reshape(-1, x.shape[-1])
+        if self.row_sums is None:
+            return float8_product(x_TI, self.weight, self.scale, bias_O).view(*x.shape[:-1], -1)
+        x_int8_TI, scale_T, zero_T = quantize_tokens(x_TI)
         sums_TO = integer_product(x_int8_TI, self.weight)
         y_TO = sums_TO.addcmul_(zero_T[:, None], self.row_sums, value=-1).float().mul_(scale_T[:, None]).mul_(self.scale)
-        return y_TO.to(x.dtype).view(*x.shape[:-1], -1)
+        y = y_TO.to(x.dtype).view(*x.shape[:-1], -1)
+        return y if bias_O is None else y + bias_O
 
 
-class Int8Linear(_Rows):
+class QuantizedLinear(QuantizedMatrix):
     """Stands for an nn.Linear."""
 
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
-        super().__init__(linear.out_features, linear.in_features, dtype)
+    def __init__(self, linear: nn.Linear, kind: str, dtype: torch.dtype) -> None:
+        super().__init__(linear.out_features, linear.in_features, kind, dtype)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x)
-        return y if self.bias is None else y + self.bias
+        return self.product(x, self.bias)
 
 
-class Int8Embedding(_Rows):
+class QuantizedEmbedding(QuantizedMatrix):
     """Stands for an nn.Embedding, as a table and, if it is the token embedding, as the head."""
 
-    def __init__(self, embedding: nn.Embedding, dtype: torch.dtype) -> None:
-        super().__init__(embedding.num_embeddings, embedding.embedding_dim, dtype)
+    def __init__(self, embedding: nn.Embedding, kind: str, dtype: torch.dtype) -> None:
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, kind, dtype)
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        return (self.weight[ids_T].float() * self.scale[ids_T, None]).to(self.dtype)
+        # Taken as bytes: torch does not index float8 everywhere.
+        rows_TD = self.weight.view(torch.uint8)[ids_T].view(self.weight.dtype)
+        return (rows_TD.float() * self.scale[ids_T, None]).to(self.dtype)
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """x_SD -> logits_SV"""
         return self.product(x_SD)
 
 
-def quantize_modules(root: nn.Module, dtype: torch.dtype) -> None:
-    """Puts int8 stand-ins, still without values, in the place of every linear layer and table.
+def quantize_modules(root: nn.Module, kind: str, dtype: torch.dtype) -> None:
+    """Puts stand-ins of this kind, still without values, in the place of every linear layer and table.
 
     Routers, which decide and are small, stay in float, and so does what heads apply rows of (latent attention's second projection).
     """
-    kinds: dict[type[nn.Module], Any] = {Linear: Int8Linear, Embedding: Int8Embedding}
     for name, module in list(root.named_modules()):
-        kind = kinds.get(type(module))
-        if kind is not None:
-            root.set_submodule(name, kind(module, dtype))
+        if type(module) is Linear:
+            root.set_submodule(name, QuantizedLinear(module, kind, dtype))
+        elif type(module) is Embedding:
+            root.set_submodule(name, QuantizedEmbedding(module, kind, dtype))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cache.layout import CacheLayout, pages_for
-from cache.pool import KVPool, bytes_per_page
+from cache.pool import FLOAT8, KVPool, bytes_per_page
 from model.backends import Backend, backend_for, create_backend
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
@@ -34,6 +34,8 @@ INVARIANT = "native", "triton"
 """How the names of kernels begin by which a row's bits come from that row alone."""
 CAPTURED_TOO = 2
 """A GPU's captured steps have memory of their own, in which others cannot be computed."""
+FLOAT8_CAPABILITY = 8, 9
+"""Of the first GPUs that convert it."""
 CPU_SHARE, GPU_SHARE = 0.4, 0.9
 """Default share of free memory that the cache may take: a CPU's memory is also everybody else's."""
 
@@ -55,6 +57,11 @@ class RunnerOptions:
     quantization: str = "none"
     deterministic: bool = False
     """What must not depend on the company: on a GPU by products of ours, on a CPU as it is, or not at all."""
+    cache_dtype: str = "auto"
+
+    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of keys and values in the cache of a model that computes in `dtype`."""
+        return FLOAT8 if self.cache_dtype == "fp8" else dtype
 
 
 class ModelRunner:
@@ -68,13 +75,14 @@ class ModelRunner:
 
     @classmethod
     def load(cls, folder: Path, spec: ModelSpec, options: RunnerOptions) -> "ModelRunner":
-        """Reads the weights and allocates the pool. Raises CheckpointError, and MemoryError where not one page fits."""
+        """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and MemoryError where not one page fits."""
         device = choose_device(options.device)
+        check_float8(options, device)
         dtype = choose_dtype(options.dtype, device)
         if device.type == "cpu" and options.threads:
             torch.set_num_threads(options.threads)
         if options.deterministic:
-            _check_deterministic(spec, dtype, device, options.page_size)
+            _check_deterministic(spec, options, dtype, device)
         decoder = load_decoder(folder, spec, dtype, device, options.quantization, packed=True)
         if options.deterministic and device.type == "cuda":
             from model.gpu.modules import stand_in
@@ -84,10 +92,11 @@ class ModelRunner:
 
     @classmethod
     def over(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions) -> "ModelRunner":
-        """A runner of a decoder that is loaded already, its cache in `dtype`. Raises MemoryError where not one page fits."""
+        """A runner of a decoder that is loaded already, its cache in `dtype` or float8. Raises MemoryError where not one page fits."""
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, dtype.itemsize)
+        stored_as = options.stored_as(dtype)
+        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, stored_as.itemsize)
         free = free_bytes(device)
         if device.type == "cuda":
             free -= CAPTURED_TOO * cls._largest_step_bytes(decoder, dtype, device, options, layout)
@@ -101,7 +110,7 @@ class ModelRunner:
             # Its memory is taken when it is used: what is not there would be missed only under load.
             raise MemoryError(f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower cache.pages or cache.memory")
         try:
-            pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key)
+            pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key, stored_as=stored_as)
         except (RuntimeError, MemoryError) as error:  # RuntimeError is torch's way of saying that memory is short.
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
@@ -115,8 +124,8 @@ class ModelRunner:
     ) -> int:
         """What the largest step takes on a GPU besides weights and cache, measured by computing it over a cache of next to nothing."""
         spec = decoder.spec
-        dims = spec.key_dim, spec.value_dim
-        pool = KVPool.allocate(layout, layout.pages_per_step, *dims, dtype, device, value_in_key=spec.value_in_key)
+        sizes, stored_as = (spec.key_dim, spec.value_dim, dtype, device), options.stored_as(dtype)
+        pool = KVPool.allocate(layout, layout.pages_per_step, *sizes, value_in_key=spec.value_in_key, stored_as=stored_as)
         heads = spec.num_query_heads
         runner = cls(decoder, pool, create_backend(backend_for(pool, heads), pool, spec.attention_scale, heads), device)
         before = torch.cuda.memory_allocated(device)
@@ -229,21 +238,27 @@ def memory_errors(device: torch.device) -> Iterator[None]:
     raise MemoryError(reason)
 
 
-def _check_deterministic(spec: ModelSpec, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
+def _check_deterministic(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, device: torch.device) -> None:
     """Raises OptionError, before weights are read, where answers would depend on what is computed with them."""
-    layout = CacheLayout.of(spec.num_layers, spec.windows, page_size)
-    sizes = spec.key_dim, spec.value_dim, dtype
-    pool = KVPool.allocate(layout, layout.pages_per_step, *sizes, torch.device("meta"), value_in_key=spec.value_in_key)
+    if options.quantization == "fp8" and device.type == "cpu":
+        raise OptionError(
+            "engine.deterministic is true, but products of fp8 weights are torch's on a CPU and depend on the company; "
+            "expected engine.quantization none or int8"
+        )
+    layout, stored_as = CacheLayout.of(spec.num_layers, spec.windows, options.page_size), options.stored_as(dtype)
+    sizes = spec.key_dim, spec.value_dim, dtype, torch.device("meta")
+    pool = KVPool.allocate(layout, layout.pages_per_step, *sizes, value_in_key=spec.value_in_key, stored_as=stored_as)
     found = backend_for(pool, spec.num_query_heads, device)
     if not found.startswith(INVARIANT):
         expected = {
-            "cpu": "engine.dtype float32, cache.page_size and the columns of keys and values multiples of 16, and kernels that were "
-            "compiled when onehead was installed",
+            "cpu": "engine.dtype float32, cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, and "
+            "kernels that were compiled when onehead was installed",
             "cuda": "triton (pip install 'onehead[gpu]'), cache.page_size a power of two from 16, and keys of at most 576 columns",
         }[device.type]
         raise OptionError(
             f"engine.deterministic is true, but attention by {found!r} on {device.type}, in {str(dtype).removeprefix('torch.')} with "
-            f"pages of {page_size} and keys of {spec.key_dim} columns, depends on the company; expected {expected}"
+            f"pages of {options.page_size} and keys of {spec.key_dim} columns in {str(stored_as).removeprefix('torch.')}, depends on "
+            f"the company; expected {expected}"
         )
 
 
@@ -259,6 +274,18 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise OptionError("engine.device is cuda, but torch finds no GPU it can use")
     return torch.device(name)
+
+
+def check_float8(options: RunnerOptions, device: torch.device) -> None:
+    """Raises OptionError where float8 is asked of a GPU that has no instructions for it."""
+    asked = (("engine.quantization", options.quantization), ("cache.dtype", options.cache_dtype))
+    names = " and ".join(name for name, value in asked if value == "fp8")
+    if not names or device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY:
+        return
+    has, needed = (f"{major}.{minor}" for major, minor in (torch.cuda.get_device_capability(device), FLOAT8_CAPABILITY))
+    raise OptionError(
+        f"{names} fp8: this GPU has compute capability {has}, expected {needed} or more; leave it out, or take int8 for weights"
+    )
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -22,7 +22,7 @@ from model.families import family_of
 from model.names import Part
 from model.native import library
 from model.packed import PackedHeads, PackedMatrix, pack_modules
-from model.quantization import Int8Embedding, Int8Linear, quantize_modules
+from model.quantization import QuantizedMatrix, quantize_modules
 from model.safetensors_file import DTYPES, Entry, SafetensorsFile
 from model.spec import CheckpointError, ModelSpec
 
@@ -113,8 +113,8 @@ def digest(path: Path) -> str:
 def load_decoder(
     folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str = "none", *, packed: bool = False
 ) -> Decoder:
-    """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or, where quantized, in int8; `packed`: as the kernels of
-    the CPU read them, where there are any. Raises CheckpointError.
+    """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or, where quantized, in 8 bits; `packed`: as the CPU's
+    kernels read them, where there are any (for fp8 there are none). Raises CheckpointError.
     """
     checkpoint = Checkpoint(folder)
     decoder = meta_decoder(spec)
@@ -122,10 +122,10 @@ def load_decoder(
     check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
     checkpoint.verify()
     check_tied(checkpoint, spec, names["token_embedding.weight"][0])
-    if packed and device.type == "cpu" and dtype is torch.float32 and library() is not None:
+    if packed and device.type == "cpu" and dtype is torch.float32 and quantization != "fp8" and library() is not None:
         pack_modules(decoder, quantized=quantization == "int8")
-    elif quantization == "int8":
-        quantize_modules(decoder, dtype)
+    elif quantization != "none":
+        quantize_modules(decoder, quantization, dtype)
     for ours, parts in names.items():
         _put(decoder, ours, checkpoint, parts, dtype, device)
     for module in decoder.modules():
@@ -138,7 +138,7 @@ def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part,
     """Gives one parameter its values, quantized where its module is. Memory holds them and one block more."""
     module_name, _, leaf = name.rpartition(".")
     module = decoder.get_submodule(module_name)
-    if isinstance(module, Int8Linear | Int8Embedding | PackedMatrix) and leaf == "weight":
+    if isinstance(module, QuantizedMatrix | PackedMatrix) and leaf == "weight":
         module.allocate(device)
         take = module.set_rows
     else:

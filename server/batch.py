@@ -134,7 +134,8 @@ class Journal:
 def _maker(settings: BatchSettings) -> str:
     """A digest of what answers depend on besides their requests."""
     engine = settings.engine
-    made_by = (str(settings.model.resolve()), engine.device, engine.dtype, engine.quantization, engine.deterministic, engine.max_context)
+    made_by: tuple[object, ...] = (str(settings.model.resolve()), engine.device, engine.dtype, engine.quantization, settings.cache.dtype)
+    made_by += engine.deterministic, engine.max_context
     return hashlib.sha256(repr(made_by).encode()).hexdigest()
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from server.errors import UsageError
 
 SAME_CASE = "prompt_tokens", "output_tokens", "requests"
-SAME_MODEL = "model_id", "num_parameters", "model_dtype", "quantization", "model_device_type"
+SAME_MODEL = "model_id", "num_parameters", "model_dtype", "quantization", "kv_dtype", "model_device_type"
 FIGURES: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("output tokens/s", ("output_tokens_per_second",), 1),
     ("requests/s", ("requests_per_second",), 1),

@@ -109,7 +109,9 @@ class EngineSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
     )
-    quantization: Literal["none", "int8"] = Field("none", description="int8: weights in 8 bits, a scale for each output channel")
+    quantization: Literal["none", "int8", "fp8"] = Field(
+        "none", description="weights in 8 bits, a scale for each output channel; int8: activations too; fp8: from compute capability 8.9 on"
+    )
     deterministic: bool = Field(
         False,
         description="the same bits whatever else is computed: on a GPU by products of our own; refused where it cannot be had",
@@ -133,6 +135,7 @@ class EngineSection(Section):
 
 
 class CacheSection(Section):
+    dtype: Literal["auto", "fp8"] = Field("auto", description="auto: engine.dtype; fp8: 8 bits, on GPUs from compute capability 8.9 on")
     memory: Annotated[float, BeforeValidator(_parse_memory), Field(gt=0)] | None = Field(
         None, description="a share up to 1.0 of free memory, or bytes (2GiB); default: 0.4 on a CPU, 0.9 on a GPU"
     )

@@ -144,7 +144,8 @@ class Generation:
     def fingerprint(self) -> str:
         """What an answer depends on besides its request: build, model, numerics."""
         weights = self.ready.dtype if self.ready.quantization == "none" else f"{self.ready.quantization}-{self.ready.dtype}"
-        return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}-{self.ready.device}-{self.ready.kernels}"
+        cache = "" if self.ready.kv_dtype == self.ready.dtype else f"-{self.ready.kv_dtype}"
+        return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}{cache}-{self.ready.device}-{self.ready.kernels}"
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     max_running: int
     step_tokens: int
     speculation: str
+    cache_dtype: str
     page_size: int
     pages: int | None
     memory: float | None
@@ -117,6 +118,8 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     num_parameters: int
     page_size: int
     num_pages: int
+    kv_dtype: str
+    """What the cache stores keys and values in."""
     kv_bytes_per_token: int
     capacity: int
     """Tokens that one sequence can have at most: the context, or what the cache holds where that is less."""

@@ -63,6 +63,7 @@ def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSec
         max_running=engine.max_running,
         step_tokens=engine.step_tokens,
         speculation=engine.speculation,
+        cache_dtype=cache.dtype,
         page_size=cache.page_size,
         pages=cache.pages,
         memory=cache.memory,
@@ -291,7 +292,7 @@ async def _announce(engine: Running, name: str, section: ServerSection, listener
     log.info(
         f"{name}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}, "
         f"by {ready.kernels}, {'the same bits in any company' if ready.deterministic else 'last bits depend on the company'}; "
-        f"cache {ready.kv_bytes_per_token} bytes per token, {ready.num_pages} pages of {ready.page_size}, "
+        f"cache {ready.kv_bytes_per_token} bytes per token in {ready.kv_dtype}, {ready.num_pages} pages of {ready.page_size}, "
         f"up to {ready.capacity} tokens a sequence"
     )
     if not section.api_keys and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:

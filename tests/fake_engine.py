@@ -31,6 +31,7 @@ READY = protocol.Ready(
     num_parameters=0,
     page_size=8,
     num_pages=32,
+    kv_dtype="float32",
     kv_bytes_per_token=64,
     capacity=64,
     quantization="none",

@@ -63,6 +63,8 @@ def test_a_misspelt_key_is_named_wherever_it_stands(
         (("--engine.dtype", "int3"), r"engine\.dtype"),
         (("--cache.memory", "lots"), r"cache\.memory: must be a share up to 1\.0, or bytes"),
         (("--cache.memory", "-1"), r"cache\.memory"),
+        (("--cache.dtype", "int8"), r"cache\.dtype: Input should be .auto. or .fp8."),
+        (("--engine.quantization", "fp4"), r"engine\.quantization"),
         (("--port", "70000"), "port"),
         (("--config", "/nowhere/x.toml"), "no such file"),
     ],

@@ -184,7 +184,7 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
         )
         outputs, pools = [], []
         for name in ("reference", "cpu"):
-            pool = KVPool(layout, filled[0].clone(), filled[1].clone())
+            pool = KVPool(layout, filled[0].clone(), filled[1].clone(), torch.float32)
             backend = create_backend(name, pool, head_dim**-0.5, num_heads)
             outputs.append(backend.run(backend.plan(batch), 1, q_THd, k_Td, v_Td))
             pools.append(pool)

@@ -22,8 +22,12 @@ needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels 
 CUDA = torch.device("cuda")
 
 
-def load_runner(folder: Path, dtype: str, quantization: str, page_size: int, deterministic: bool) -> ModelRunner:
-    options = RunnerOptions("cpu", dtype, 1, page_size, 20, None, 256, 4, 64, quantization, deterministic)
+def made_options(dtype: str, quantization: str, page_size: int, deterministic: bool, cache_dtype: str = "auto") -> RunnerOptions:
+    return RunnerOptions("cpu", dtype, 1, page_size, 20, None, 256, 4, 64, quantization, deterministic, cache_dtype)
+
+
+def load_runner(folder: Path, dtype: str, quantization: str, page_size: int, deterministic: bool, cache_dtype: str = "auto") -> ModelRunner:
+    options = made_options(dtype, quantization, page_size, deterministic, cache_dtype)
     return ModelRunner.load(folder, read_spec(folder), options)
 
 
@@ -47,6 +51,20 @@ def test_a_cpu_refuses_it_where_torch_computes(dtype: str, quantization: str, pa
         load_runner(tmp_path, dtype, quantization, page_size, True)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "cache_dtype", "expected"),
+    [
+        ("none", "fp8", "keys of .* columns in float8_e4m3fn.*expected engine.dtype float32, cache.dtype auto"),
+        ("fp8", "auto", "fp8 weights.*expected engine.quantization none or int8"),
+    ],
+)
+def test_a_cpu_refuses_it_with_fp8(quantization: str, cache_dtype: str, expected: str, tiny_folder: Path, tmp_path: Path) -> None:
+    assert not load_runner(tiny_folder, "float32", quantization, 16, False, cache_dtype).deterministic
+    shutil.copy(tiny_folder / "config.json", tmp_path)
+    with pytest.raises(OptionError, match=f"engine.deterministic is true.*{expected}"):
+        load_runner(tmp_path, "float32", quantization, 16, True, cache_dtype)
+
+
 def test_a_cpu_without_kernels_refuses_it(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.backends.native.library", lambda: None)
     with pytest.raises(OptionError, match="compiled when onehead was installed"):
@@ -60,13 +78,15 @@ def test_a_gpu_refuses_it_without_triton_and_where_attention_is_the_references(t
         return lambda asked: ModuleSpec(name, None) if asked == name else None
 
     monkeypatch.setattr("model.backends.find_spec", found("triton"))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        _check_deterministic(spec, dtype, CUDA, 64)
+    whole = made_options("auto", "none", 64, True)
+    for options in (whole, made_options("auto", "fp8", 64, True, "fp8")):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            _check_deterministic(spec, options, dtype, CUDA)
     with pytest.raises(OptionError, match=r"pages of 48.*a power of two from 16"):
-        _check_deterministic(spec, torch.bfloat16, CUDA, 48)
+        _check_deterministic(spec, made_options("auto", "none", 48, True), torch.bfloat16, CUDA)
     monkeypatch.setattr("model.backends.find_spec", found("no triton"))
     with pytest.raises(OptionError, match="expected triton"):
-        _check_deterministic(spec, torch.bfloat16, CUDA, 64)
+        _check_deterministic(spec, whole, torch.bfloat16, CUDA)
 
 
 def test_the_option_is_off_unless_it_is_asked_for() -> None:

@@ -80,7 +80,7 @@ class Case:
 
     def pool(self) -> KVPool:
         transposed = self.keys.transpose(2, 3).contiguous().view(self.keys.shape)
-        return KVPool(self.layout, transposed, transposed[..., : self.dims[1]] if self.value_in_key else self.values.clone())
+        return KVPool(self.layout, transposed, transposed[..., : self.dims[1]] if self.value_in_key else self.values.clone(), torch.float32)
 
     def exact(self, i: int) -> torch.Tensor:
         """softmax(q K^T * scale) V of row i in float64, by the formula."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from model import native
 from model.layers import ACTIVATIONS, Embedding
 from model.packed import PackedEmbedding, PackedLinear
-from model.quantization import Int8Linear, product_in_floats, quantize_tokens, quantize_weights
+from model.quantization import QuantizedLinear, product_in_floats, quantize_tokens, quantize_weights
 from model.sampling import summary
 from tests.test_native import WIDTHS
 
@@ -69,7 +69,7 @@ def test_integer_sums_are_exact(width: str) -> None:
 def test_int8_is_near_float32(width: str) -> None:
     linear = nn.Linear(300, 200)
     x = torch.randn(9, 300)
-    stand_in, theirs = packed(linear, True), Int8Linear(linear, torch.float32)
+    stand_in, theirs = packed(linear, True), QuantizedLinear(linear, "int8", torch.float32)
     theirs.allocate(torch.device("cpu"))
     theirs.set_rows(0, linear.weight)
     assert (stand_in(x) - linear(x)).abs().max() < 0.02

@@ -13,10 +13,10 @@ from rich.progress import Progress
 from torch import nn
 
 from model.families import read_spec
-from model.quantization import Int8Linear, integer_product, product_in_floats, quantize_tokens, quantize_weights
+from model.quantization import QuantizedLinear, integer_product, product_in_floats, quantize_tokens, quantize_weights
 from model.runner import ModelRunner, RunnerOptions
 from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan
-from model.tools.int8_error import int8_errors
+from model.tools.rounding_error import rounding_errors
 from model.weights import load_decoder
 from tests.checkpoints import SHAPES, make_checkpoint
 
@@ -61,7 +61,7 @@ def test_rounding_is_within_half_a_step(seed: int, size: float, positive: bool) 
 def test_zeros_stay_zeros() -> None:
     linear = nn.Linear(16, 4)
     linear.weight.data[1] = 0
-    stand_in = Int8Linear(linear, torch.float32)
+    stand_in = QuantizedLinear(linear, "int8", torch.float32)
     stand_in.allocate(CPU)
     stand_in.set_rows(0, linear.weight.data)
     assert torch.allclose(stand_in(torch.zeros(2, 16)), linear.bias.expand(2, -1), atol=1e-6)
@@ -71,7 +71,7 @@ def test_zeros_stay_zeros() -> None:
 @torch.inference_mode()
 def test_a_token_alone_gives_the_bytes_it_gives_in_company() -> None:
     linear = nn.Linear(130, 65)
-    stand_in = Int8Linear(linear, torch.float32)
+    stand_in = QuantizedLinear(linear, "int8", torch.float32)
     stand_in.allocate(CPU)
     stand_in.set_rows(0, linear.weight[:30])
     stand_in.set_rows(30, linear.weight[30:])
@@ -106,7 +106,7 @@ def test_the_embedded_model_in_int8_takes_a_quarter_and_says_much_the_same() -> 
 
 def test_perplexity_in_int8_is_within_half_a_percent() -> None:
     with Progress(disable=True) as progress:
-        errors = int8_errors(PRETRAINED, read_spec(PRETRAINED), None, progress)
+        errors = rounding_errors(PRETRAINED, read_spec(PRETRAINED), "int8", None, progress)
     perplexity = errors["perplexity"]
     assert abs(perplexity["int8"] / perplexity["float32"] - 1) < 0.005
     assert errors["mean"] < 0.01

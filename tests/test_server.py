@@ -92,7 +92,11 @@ def test_the_hugging_face_client(server: ServerProcess) -> None:
 
 def test_info_and_probes(server: ServerProcess) -> None:
     info = json.loads(server.get("/info")[1])
-    assert info["kv_bytes_per_token"] == 2 * 3 * 16 * 4 and info["max_total_tokens"] == 512 and info["model_dtype"] == "float32"
+    assert (
+        info["kv_bytes_per_token"] == 2 * 3 * 16 * 4
+        and info["max_total_tokens"] == 512
+        and info["model_dtype"] == info["kv_dtype"] == "float32"
+    )
     for path in ("/live", "/ready", "/health", "/docs", "/openapi.json"):
         assert server.get(path)[0] == 200
     page = server.get("/docs")[1]

@@ -70,7 +70,7 @@ class CpuBackend:
         token_n = torch.arange(num_tokens)
         age_GnK = (start_G1 + token_n)[:, :, None] - torch.arange(num_keys)
         hidden_GnK = age_GnK < 0 if window is None else (age_GnK < 0) | (age_GnK >= window)
-        mask_GnK = torch.zeros(hidden_GnK.shape, dtype=self.pool.keys_LPSd.dtype).masked_fill(hidden_GnK, -torch.inf)
+        mask_GnK = torch.zeros(hidden_GnK.shape, dtype=self.pool.compute_dtype).masked_fill(hidden_GnK, -torch.inf)
         return Bundle(first_G1 + token_n, pages_sGp.contiguous(), num_keys, mask_GnK[:, None])
 
     def run(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
@@ -80,11 +80,11 @@ class CpuBackend:
         keys_PSd, values_PSv = self.pool.layer(layer)
         o_THv = q_THd.new_empty(*q_THd.shape[:-1], v_Tv.shape[-1])
         for bundle in group.bundles:
-            k_G1Kd = _gather(keys_PSd, bundle.pages_sGp[place.stack], bundle.num_keys)
+            k_G1Kd = _gather(keys_PSd, bundle.pages_sGp[place.stack], bundle.num_keys, q_THd.dtype)
             # A value that is the beginning of the key is gathered with it, and attended to whole: torch's fused attention wants equal
             # widths, and what it does otherwise writes out every head's keys and logits.
             in_key = self.pool.value_in_key
-            v_G1Kv = k_G1Kd if in_key else _gather(values_PSv, bundle.pages_sGp[place.stack], bundle.num_keys)
+            v_G1Kv = k_G1Kd if in_key else _gather(values_PSv, bundle.pages_sGp[place.stack], bundle.num_keys, q_THd.dtype)
             q_GnHd = q_THd[bundle.tokens_Gn]
             if q_GnHd.shape[1] == 1:
                 o_GnHv = self._attend(q_GnHd, k_G1Kd, v_G1Kv, bundle.mask_G1nK)
@@ -99,11 +99,11 @@ class CpuBackend:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
 
 
-def _gather(pages_PSd: Tensor, pages_Gp: Tensor, num_keys: int) -> Tensor:
-    """The keys or values of a bundle's rows, copied page by page to where they lie side by side. -> [G, 1, K, d]"""
+def _gather(pages_PSd: Tensor, pages_Gp: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """The keys or values of a bundle's rows, copied page by page to where they lie side by side, in `dtype`. -> [G, 1, K, d]"""
     num_rows, num_pages = pages_Gp.shape
     # index_select copies whole pages; advanced indexing takes 1.6 to 1.8 times as long for the same (docs/bench, 2026-11-20).
-    gathered_GPSd = pages_PSd.index_select(0, pages_Gp.flatten())
+    gathered_GPSd = pages_PSd.index_select(0, pages_Gp.flatten()).to(dtype)
     return gathered_GPSd.view(num_rows, 1, num_pages * pages_PSd.shape[1], -1)[:, :, :num_keys]
 
 

@@ -23,8 +23,16 @@ INTERPRETED_PROGRAMS = 3
 SUMMARY_BLOCK = 4096
 
 
-def multiply(x_TGI: Tensor, weight_GOI: Tensor, bias_O: Tensor | None = None, activation: str = "none", gated: bool = False) -> Tensor:
-    """activation(x W^T + b) of every group; gated, of the first half of W's rows, times what the second half gives. -> y_TGO"""
+def multiply(
+    x_TGI: Tensor,
+    weight_GOI: Tensor,
+    bias_O: Tensor | None = None,
+    activation: str = "none",
+    gated: bool = False,
+    *,
+    scale_O: Tensor | None = None,
+) -> Tensor:
+    """activation(x W^T * scale + b) of every group; gated, of the first half of W's rows, times what the second half gives. -> y_TGO"""
     num_rows, num_groups, num_inputs = x_TGI.shape
     num_outputs = weight_GOI.shape[1] // 2 if gated else weight_GOI.shape[1]
     x_TGI = _in_place(x_TGI)
@@ -36,7 +44,8 @@ def multiply(x_TGI: Tensor, weight_GOI: Tensor, bias_O: Tensor | None = None, ac
     # The interpreter multiplies bfloat16's bit patterns as if they were integers.
     upcast = x_TGI.device.type == "cpu" and x_TGI.dtype is torch.bfloat16
     product[(min(num_tiles, _num_programs(x_TGI.device)), num_groups)](
-        x_TGI, weight_GOI, bias_O, y_TGO, num_rows, num_groups, num_inputs, num_outputs, *weight_GOI.stride(), activation, gated, upcast,
+        x_TGI, weight_GOI, scale_O, bias_O, y_TGO, num_rows,
+        num_groups, num_inputs, num_outputs, *weight_GOI.stride(), activation, gated, upcast,
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     return y_TGO

@@ -1,7 +1,7 @@
 """Stand-ins for a loaded decoder's linear layers, norms, heads of a latent and tied head, computed by the kernels of this folder.
 
 They hold the very parameters of what they stand for. Invariant: a row of what comes out depends on that row of x alone, bit for bit.
-Int8 products stay as they are: their sums are of integers, which no order changes.
+Quantized products stay as they are: int8's sums are of integers, which no order changes, and fp8's are by our kernel in any case.
 
 Shape letters: T tokens, S rows whose logits are wanted, H query heads, D hidden size, V vocabulary, c columns of the latent, p of a
 head without position, v of a head's value.

@@ -1,11 +1,12 @@
-"""The kernel of products: activation(x W^T + b) for any number of rows, gated too, and one matrix for each head at once.
+"""The kernel of products: activation(x W^T * t + b) for any number of rows, gated too, and one matrix for each head at once.
 
 Invariant: a number of y is made by one sequence of multiplications and sums over the inputs, in float32, whatever its row's number, the
 row's place in the tile, and how many rows and programs there are. Programs share the tiles out among themselves; which one takes a tile
 changes nothing in it. The kernel knows nothing of layers and steps.
 
 x [T, G, I], W [G, O, I] and y [T, G, O] lie as their sizes say, but for W, whose steps are given: what a head asks of a latent multiplies
-by columns of the stored matrix. Widths that are no multiples of a block are padded by masks.
+by columns of the stored matrix. t, a scale for each output channel, is what weights in float8 have. Widths that are no multiples of a
+block are padded by masks.
 
 Shape letters: T rows, G groups (heads; 1 for a linear layer), I input and O output columns.
 """
@@ -37,10 +38,20 @@ def _weights(start_ptr, column_O, input_I, inputs_left, OUTPUTS: tl.constexpr, S
     return tl.load(pointers, mask=(input_I[:, None] < inputs_left) & (column_O[None, :] < OUTPUTS), other=0.0).to(like.dtype)
 
 
+@triton.jit
+def _scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS: tl.constexpr):
+    """A tile's sums by the scales of its columns, and with their biases, where there are any."""
+    if scale_ptr is not None:
+        sum_TO *= tl.load(scale_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        sum_TO += tl.load(bias_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    return sum_TO
+
+
 # A kernel compiled for one row, or for multiples of 16, would be another kernel.
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, num_rows,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows,
     GROUPS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP_G: tl.constexpr, STEP_O: tl.constexpr, STEP_I: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
@@ -69,12 +80,8 @@ def product(
                 block_ptr += OUTPUTS * STEP_O
                 w_IO = _weights(block_ptr, column_O, index_I, INPUTS - first, OUTPUTS, STEP_O, STEP_I, x_TI)
                 opened_TO = tl.dot(x_TI, w_IO, opened_TO, input_precision="ieee")
-        if bias_ptr is not None:
-            sum_TO += tl.load(bias_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[None, :]
-        sum_TO = _activated(sum_TO, ACTIVATION)
+        sum_TO = _activated(_scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS), ACTIVATION)
         if GATED:
-            if bias_ptr is not None:
-                opened_TO += tl.load(bias_ptr + OUTPUTS + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[None, :]
-            sum_TO *= opened_TO
+            sum_TO *= _scaled(opened_TO, scale_ptr, bias_ptr, column_O + OUTPUTS, 2 * OUTPUTS)
         y_ptrs = y_ptr + (rows_T * GROUPS + group)[:, None] * OUTPUTS + column_O[None, :]
         tl.store(y_ptrs, sum_TO.to(y_ptr.dtype.element_ty), mask=(row_T < num_rows)[:, None] & (column_O[None, :] < OUTPUTS))

@@ -24,7 +24,7 @@ class Tile:
     stages: int
 
 
-# (most output columns, bytes of a number of x) -> the first line that fits is taken.
+# (most output columns, bytes of a number of x) -> the first line that fits is taken. Float8 weights are converted to x's type.
 TABLE = (
     (4096, 2, Tile(64, 32, 128, 4, 4)),
     (32768, 2, Tile(64, 64, 64, 4, 4)),

@@ -109,11 +109,12 @@ class PlanOptions:
         "auto", "of the server that is planned; auto: this machine's, or cuda where memory is given. The cache takes 0.9 or, on a CPU, 0.4"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "weights and cache; auto: float32 on a CPU, bfloat16 on a GPU")
-    quantization: Literal["none", "int8"] = option("none", "int8: weights in 8 bits; where the folder has weights, also the error")
+    quantization: Literal["none", "int8", "fp8"] = option("none", "weights in 8 bits; where the folder has weights, also the error")
+    cache_dtype: Literal["auto", "fp8"] = option("auto", "fp8: keys and values in 8 bits")
     page_size: int = option(64, "tokens of a page")
     step_tokens: int = option(512, "most tokens computed in one step")
     data: Path | None = option(
-        None, "folder whose *.py files perplexity is measured on, with int8; default: this Python's standard library"
+        None, "folder whose *.py files perplexity is measured on, with weights in 8 bits; default: this Python's standard library"
     )
     format: Literal["text", "json"] = option("text", "of what is printed")
     picture: Path | None = option(None, "write the sequences that fit by context to this .svg or .png")
@@ -124,7 +125,7 @@ class PlanOptions:
         for name, most in (("page_size", 1024), ("step_tokens", 65536)):
             if not 1 <= getattr(self, name) <= most:
                 raise OptionError(f"{name} must be from 1 to {most}, got {getattr(self, name)}")
-        if self.data is not None and self.quantization != "int8":
-            raise OptionError(f"data {self.data} is what int8 is tried on; expected quantization int8 with it")
+        if self.data is not None and self.quantization == "none":
+            raise OptionError(f"data {self.data} is what 8 bits are tried on; expected quantization int8 or fp8 with it")
         if self.picture is not None and (self.picture.suffix not in (".svg", ".png") or not self.picture.parent.is_dir()):
             raise OptionError(f"picture {self.picture} must be a .svg or .png in a folder that exists")

@@ -1,7 +1,7 @@
 """`onehead plan`: what a checkpoint takes and how many sequences fit, from its config.json, before a byte of weights is read.
 
 The arithmetic is the server's own: the decoder's parameters counted on shapes, the cache's layout, the share of memory that the server
-takes. With weights in the folder and int8 asked for, it also reads them and says what rounding costs. It knows no HTTP and no engine.
+takes. With weights in the folder and 8 bits asked for, it also reads them and says what rounding costs. It knows no HTTP and no engine.
 """
 
 import json
@@ -18,13 +18,14 @@ from cache.layout import CacheLayout
 from cache.pool import bytes_per_page
 from model.decoder import Decoder, meta_decoder
 from model.families import read_spec
-from model.quantization import quantize_modules
+from model.quantization import STORED_AS, quantize_modules
 from model.runner import CPU_SHARE, GPU_SHARE, free_bytes
 from model.spec import ModelSpec, OptionError
-from model.tools.int8_error import int8_errors
 from model.tools.options import PlanOptions
+from model.tools.rounding_error import rounding_errors
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+KV_ITEM_BYTES = ITEM_BYTES | {"fp8": 1}
 BAR = 32
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -42,6 +43,7 @@ class Plan:
     cache_share: float
     dtype: str
     quantization: str
+    kv_dtype: str
     fit: list[dict[str, int]] | None
     """For each context how many sequences fit, and how many would with a key/value head for every query head."""
 
@@ -61,8 +63,14 @@ class Plan:
             "cache_share": self.cache_share,
             "dtype": self.dtype,
             "quantization": self.quantization,
+            "kv_dtype": self.kv_dtype,
             "sequences": self.fit,
         }
+
+    @property
+    def weight_form(self) -> str:
+        """What the weights are held in: one of `weight_bytes`."""
+        return self.dtype if self.quantization == "none" else self.quantization
 
 
 def make_plan(options: PlanOptions) -> Plan:
@@ -70,17 +78,18 @@ def make_plan(options: PlanOptions) -> Plan:
     spec = read_spec(options.folder)
     device, memory = _device(options)
     dtype = ("float32" if device == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
-    form = "int8" if options.quantization == "int8" else dtype
+    form = dtype if options.quantization == "none" else options.quantization
+    kv_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
     decoder = meta_decoder(spec)
     weights = weight_bytes(decoder, dtype)
     share = CPU_SHARE if device == "cpu" else GPU_SHARE
     left = int((memory - weights[form]) * share)
     kv_bytes = {
         name: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": spec.multi_head_bytes_per_token(size)}
-        for name, size in ITEM_BYTES.items()
+        for name, size in KV_ITEM_BYTES.items()
     }
-    fit = _fit(spec, left, ITEM_BYTES[dtype], options) if left > 0 else None
-    return Plan(spec, decoder.num_parameters, weights, kv_bytes, memory, share, dtype, options.quantization, fit)
+    fit = _fit(spec, left, KV_ITEM_BYTES[kv_dtype], options) if left > 0 else None
+    return Plan(spec, decoder.num_parameters, weights, kv_bytes, memory, share, dtype, options.quantization, kv_dtype, fit)
 
 
 def _device(options: PlanOptions) -> tuple[str, int]:
@@ -109,16 +118,17 @@ def _fit(spec: ModelSpec, left: int, itemsize: int, options: PlanOptions) -> lis
 
 
 def weight_bytes(decoder: Decoder, dtype: str = "float32") -> dict[str, int]:
-    """Bytes of all parameters of a decoder without memory, which is quantized on the way, in each form that the server can hold them in;
-    int8 beside what stays in `dtype`.
-    """
-    quantize_modules(decoder, torch.float32)
-    # In int8 the scales stay float32; norms, biases and what is not quantized are in the server's dtype.
-    int8 = sum(
-        p.nbytes if p.dtype in (torch.int8, torch.int32) or name.endswith(".scale") else p.numel() * ITEM_BYTES[dtype]
-        for name, p in decoder.named_parameters()
-    )
-    return {form: decoder.num_parameters * size for form, size in ITEM_BYTES.items()} | {"int8": int8}
+    """Bytes of all parameters of a decoder in each form that the server can hold them in; 8 bits beside what stays in `dtype`."""
+    counted = {form: decoder.num_parameters * size for form, size in ITEM_BYTES.items()}
+    for kind in STORED_AS:
+        quantized = meta_decoder(decoder.spec)
+        quantize_modules(quantized, kind, torch.float32)
+        # The scales stay float32; norms, biases and what is not quantized are in the server's dtype.
+        counted[kind] = sum(
+            p.nbytes if p.dtype is not torch.float32 or name.endswith(".scale") else p.numel() * ITEM_BYTES[dtype]
+            for name, p in quantized.named_parameters()
+        )
+    return counted
 
 
 def plan(options: PlanOptions) -> None:
@@ -126,11 +136,11 @@ def plan(options: PlanOptions) -> None:
     made = make_plan(options)
     has_weights = any(options.folder.glob("*.safetensors"))
     errors = None
-    if options.quantization == "int8" and has_weights:
+    if options.quantization != "none" and has_weights:
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            errors = int8_errors(options.folder, made.spec, options.data, progress)
+            errors = rounding_errors(options.folder, made.spec, options.quantization, options.data, progress)
     if options.format == "json":
-        print(json.dumps(made.as_json() | ({"int8_error": errors} if errors else {}), indent=2))
+        print(json.dumps(made.as_json() | ({f"{made.quantization}_error": errors} if errors else {}), indent=2))
     else:
         show(made, Console(soft_wrap=True), errors)
     if options.picture is not None:
@@ -158,27 +168,30 @@ def show(made: Plan, console: Console, errors: dict[str, Any] | None) -> None:
     table = Table("bytes", *made.weight_bytes, box=None, pad_edge=False)
     table.add_row("weights", *(f"{count:,}" for count in made.weight_bytes.values()))
     for name, kind in (("K, V of a token", "multi_query"), (f"with {spec.num_query_heads} heads", "multi_head")):
-        table.add_row(name, *(f"{by_kind[kind]:,}" for by_kind in made.kv_bytes_per_token.values()))
+        kv_bytes = made.kv_bytes_per_token
+        table.add_row(name, *(f"{kv_bytes[form][kind]:,}" if form in kv_bytes else "" for form in made.weight_bytes))
     console.print(table)
     if errors is not None:
-        _show_errors(errors, console)
+        _show_errors(made.quantization, errors, console)
     _show_memory(made, console)
 
 
-def _show_errors(errors: dict[str, Any], console: Console) -> None:
+def _show_errors(kind: str, errors: dict[str, Any], console: Console) -> None:
     worst = errors["worst_matrix"]
     console.print(
-        f"\nint8 against float32: weights differ by {errors['mean']:.2%} of their norm, at most {worst['error']:.2%} ({worst['name']})"
+        f"\n{kind} against float32: weights differ by {errors['mean']:.2%} of their norm, at most {worst['error']:.2%} ({worst['name']})"
     )
     if "perplexity" in errors:
-        before, after = errors["perplexity"]["float32"], errors["perplexity"]["int8"]
-        console.print(f"perplexity on {errors['tokens']} tokens: {before:.4f} in float32, {after:.4f} in int8 ({after / before - 1:+.3%})")
+        before, after = errors["perplexity"]["float32"], errors["perplexity"][kind]
+        console.print(
+            f"perplexity on {errors['tokens']} tokens: {before:.4f} in float32, {after:.4f} in {kind} ({after / before - 1:+.3%})"
+        )
 
 
 def _show_memory(made: Plan, console: Console) -> None:
-    weights = made.weight_bytes["int8" if made.quantization == "int8" else made.dtype]
-    form = "int8" if made.quantization == "int8" else made.dtype
-    console.print(f"\nof {readable(made.memory)}: weights {readable(weights)} in {form}, {made.cache_share:.0%} of the rest for the cache")
+    weights = made.weight_bytes[made.weight_form]
+    rest = f"{made.cache_share:.0%} of the rest for the cache in {made.kv_dtype}"
+    console.print(f"\nof {readable(made.memory)}: weights {readable(weights)} in {made.weight_form}, {rest}")
     if made.fit is None:
         console.print("[red]the weights alone do not fit[/red]")
         return

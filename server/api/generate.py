@@ -159,6 +159,7 @@ class TgiRoutes:
             "docker_label": None,
             "num_parameters": ready.num_parameters,
             "quantization": ready.quantization,
+            "kv_dtype": ready.kv_dtype,
             "kv_bytes_per_token": ready.kv_bytes_per_token,
             "kv_pages": ready.num_pages,
             "kv_page_size": ready.page_size,

@@ -58,6 +58,7 @@ class OpsRoutes:
                 "weight_bytes": ready.weight_bytes,
                 "kv_bytes_per_token": {"multi_query": ready.kv_bytes_per_token, "multi_head": ready.multi_head_bytes_per_token},
                 "cache": {
+                    "dtype": ready.kv_dtype,
                     "page_size": ready.page_size,
                     "page_bytes": ready.page_bytes,
                     "pages": ready.num_pages,

@@ -29,13 +29,13 @@ from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Sc
 from server.engine.sequence import ConstraintFailed
 
 if TYPE_CHECKING:
-    from model.runner import ModelRunner, RunnerOptions
+    from model.runner import ModelRunner
 
 log = logging.getLogger("onehead")
 
 
 def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
-    """The engine that `start` asks for. Raises CheckpointError or MemoryError; the config is checked before torch is imported."""
+    """The engine that `start` asks for. Raises CheckpointError, OptionError or MemoryError. The config is checked before torch is there."""
     folder = Path(start.model)
     spec = read_spec(folder)
     _check_conversion(start, folder)
@@ -43,7 +43,37 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     _check_tokenizer(start, spec)
     grammars = Grammars(Path(start.tokenizer), spec.vocab_size)
     grammars.prepare(spec.end_token_ids)
-    from model.runner import RunnerOptions
+    runner = _load_runner(start, folder, spec, max_context)
+    limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
+    dtype, kv_dtype = runner.pool.compute_dtype, runner.pool.keys_LPSd.dtype
+    ready = protocol.Ready(
+        model_type=spec.model_type,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(runner.device),
+        vocab_size=spec.vocab_size,
+        max_context=max_context,
+        end_token_ids=list(spec.end_token_ids),
+        num_parameters=runner.decoder.num_parameters,
+        page_size=start.page_size,
+        num_pages=runner.pool.num_pages,
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        kv_bytes_per_token=spec.kv_bytes_per_token(kv_dtype.itemsize),
+        capacity=limits.capacity,
+        quantization=start.quantization,
+        weight_bytes=runner.weight_bytes,
+        page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
+        kernels=runner.kernels,
+        deterministic=runner.deterministic,
+        multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
+        sequences=_sequences(limits, spec.contexts()),
+    )
+    drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.speculation == "ngram" else None
+    return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
+
+
+def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int) -> "ModelRunner":
+    """Here torch is imported, and not before."""
+    from model.runner import ModelRunner, RunnerOptions
 
     options = RunnerOptions(
         device=start.device,
@@ -57,32 +87,15 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
         step_tokens=start.step_tokens,
         quantization=start.quantization,
         deterministic=start.deterministic,
+        cache_dtype=start.cache_dtype,
     )
-    runner = _runner(folder, spec, options)
-    limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
-    dtype = runner.pool.keys_LPSd.dtype
-    ready = protocol.Ready(
-        model_type=spec.model_type,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(runner.device),
-        vocab_size=spec.vocab_size,
-        max_context=max_context,
-        end_token_ids=list(spec.end_token_ids),
-        num_parameters=runner.decoder.num_parameters,
-        page_size=start.page_size,
-        num_pages=runner.pool.num_pages,
-        kv_bytes_per_token=spec.kv_bytes_per_token(dtype.itemsize),
-        capacity=limits.capacity,
-        quantization=start.quantization,
-        weight_bytes=runner.weight_bytes,
-        page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
-        kernels=runner.kernels,
-        deterministic=runner.deterministic,
-        multi_head_bytes_per_token=spec.multi_head_bytes_per_token(dtype.itemsize),
-        sequences=_sequences(limits, spec.contexts()),
-    )
-    drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.speculation == "ngram" else None
-    return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
+    runner = ModelRunner.load(folder, spec, options)
+    _warn_of_float8(start, str(runner.device))
+    if runner.device.type == "cpu":
+        return runner
+    from model.overlapped import OverlappedRunner
+
+    return OverlappedRunner.on_gpu(runner, options)  # It computes while we do something else.
 
 
 def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
@@ -91,16 +104,10 @@ def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
     return [(context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens)) for context in lengths]
 
 
-def _runner(folder: Path, spec: ModelSpec, options: "RunnerOptions") -> "ModelRunner":
-    """On a GPU, one that computes while we do something else."""
-    from model.runner import ModelRunner
-
-    runner = ModelRunner.load(folder, spec, options)
-    if runner.device.type == "cpu":
-        return runner
-    from model.overlapped import OverlappedRunner
-
-    return OverlappedRunner.on_gpu(runner, options)
+def _warn_of_float8(start: protocol.Start, device: str) -> None:
+    """It is served on a CPU, to show there what a GPU would answer."""
+    if device == "cpu" and "fp8" in (start.quantization, start.cache_dtype):
+        log.warning("fp8 on a CPU shows what it does to answers, and is slow: torch converts it for every product; int8 is for speed")
 
 
 def _check_conversion(start: protocol.Start, folder: Path) -> None:

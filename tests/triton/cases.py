@@ -7,7 +7,7 @@ import torch
 
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
-from cache.pool import KVPool
+from cache.pool import KVPool, in_float8
 from cache.table import PageTable
 from model.backends import create_backend
 from model.backends.triton.configurations import Configuration
@@ -36,13 +36,14 @@ class Case:
         most: int = 150,
         dtype: torch.dtype = torch.float32,
         configuration: Configuration | None = SMALL,
+        in_float8: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         torch.manual_seed(seed)
         self.layout = CacheLayout.of(3, (None, window, window), page_size) if window else CacheLayout.of(1, (), page_size)
         self.num_heads, self.key_dim, self.value_dim = num_heads, key_dim, value_dim or key_dim
         self.value_in_key = value_dim is not None
-        self.configuration = configuration
+        self.configuration, self.dtype, self.in_float8 = configuration, dtype, in_float8
         self.capacity: int | None = None
         allocator = PageAllocator(200)
         shape = self.layout.layers_per_page, allocator.num_pages, page_size
@@ -74,8 +75,8 @@ class Case:
                         self.values[:, page, :end] = torch.randn(end, self.value_dim, dtype=self.keys.dtype)
 
     def pool(self) -> KVPool:
-        keys = self.keys.clone()
-        return KVPool(self.layout, keys, keys[..., : self.value_dim] if self.value_in_key else self.values.clone())
+        keys, values = (in_float8(x) if self.in_float8 else x.clone() for x in (self.keys, self.values))
+        return KVPool(self.layout, keys, keys[..., : self.value_dim] if self.value_in_key else values, self.dtype)
 
     def backend(self, name: str, pool: KVPool) -> Any:
         scale = self.key_dim**-0.5
@@ -118,6 +119,7 @@ class Case:
         for expected, actual in zip(*outputs, strict=True):
             assert actual.dtype is expected.dtype and actual.isfinite().all()
             assert ((actual.float() - expected.float()).abs() <= relative * (1 + expected.float().abs())).all()
-        assert torch.equal(pools[0].keys_LPSd.isnan(), pools[1].keys_LPSd.isnan())
-        assert torch.equal(pools[0].keys_LPSd.nan_to_num(), pools[1].keys_LPSd.nan_to_num())
-        assert torch.equal(pools[0].values_LPSv.nan_to_num(), pools[1].values_LPSv.nan_to_num())
+        (keys, values), (their_keys, their_values) = ((pool.keys_LPSd.float(), pool.values_LPSv.float()) for pool in pools)
+        assert torch.equal(keys.isnan(), their_keys.isnan())
+        assert torch.equal(keys.nan_to_num(), their_keys.nan_to_num())
+        assert torch.equal(values.nan_to_num(), their_values.nan_to_num())

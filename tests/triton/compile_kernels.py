@@ -1,6 +1,6 @@
-"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW... ARCHITECTURE:productLINE...`: compiles the kernels as these lines of
-attention's table, or of the products', ship them, for GPUs that need not be there. Prints a line of JSON for each: shared memory in bytes,
-and how often each instruction stands in the code.
+"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]... ARCHITECTURE:productLINE[:fp8]...`: compiles the kernels as
+these lines of attention's table, or of the products', ship them, for GPUs that need not be there; with `fp8` over keys, values and weights
+in float8. Prints a line of JSON for each: shared memory in bytes, and how often each instruction stands in the code.
 """
 
 import json
@@ -17,10 +17,12 @@ from model.backends.triton.configurations import TABLE
 from model.gpu import EXACT, products, rows, tiles
 
 INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
+INSTRUCTIONS += ("cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16")
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
 POINTERS = {"spans_ptr": "*i32", "tiles_ptr": "*i32", "tables_ptr": "*i32", "slots_ptr": "*i32"}
-POINTERS |= {"partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
+FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
+POINTERS |= {"scale_ptr": "*fp32", "partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
 POINTERS |= {"logits_ptr": "*fp32", "normalisers_ptr": "*fp32", "largest_ptr": "*fp32", "tokens_ptr": "*i64"}
 FLOATS = "factor", "epsilon", "offset"
 WIDTHS = 2048, 2304
@@ -28,17 +30,14 @@ WIDTHS = 2048, 2304
 
 
 def compiled(
-    kernel: Any, number: str, architecture: int, constants: dict[str, Any], options: dict[str, Any], weights: str | None = None
+    kernel: Any, number: str, architecture: int, constants: dict[str, Any], options: dict[str, Any], pointers: dict[str, str] = POINTERS
 ) -> dict[str, Any]:
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name], attributes[(place,)] = (
-                POINTERS.get(name, "*" + (weights or number if name == "weight_ptr" else number)),
-                [["tt.divisibility", 16]],
-            )
+            signature[name], attributes[(place,)] = pointers.get(name, "*" + number), [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
     source = ASTSource(
@@ -49,40 +48,50 @@ def compiled(
     return {"kernel": kernel.__name__, "shared": made.metadata.shared, "counts": counts, "cubin": len(made.asm["cubin"])}
 
 
-def compile_products(architecture: int, line: int) -> None:
-    """Plain, gated, and with weights that lie the other way round; and the kernels for rows."""
+def tell(found: dict[str, Any]) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def compile_products(architecture: int, line: int, stored: bool) -> None:
+    """Plain, gated, and with weights that lie the other way round; and the kernels for rows. Weights in float8 have scales."""
     _, size, tile = tiles.TABLE[line]
     number, (inputs, outputs) = {2: "bf16", 4: "fp32"}[size], WIDTHS
     sizes: dict[str, Any] = {"GROUPS": 1, "INPUTS": inputs, "OUTPUTS": outputs, "STEP_G": 2 * inputs * outputs, "UPCAST": False}
-    sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth}
+    sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth} | ({} if stored else {"scale_ptr": None})
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    # A router's weights are of 16 bits under rows in float32.
+    pointers = POINTERS | (FLOAT8 if stored else {"weight_ptr": "*bf16"})
     for gated, steps in ((False, (inputs, 1)), (True, (inputs, 1)), (False, (1, outputs))):
         constants = sizes | {"ACTIVATION": "gelu", "GATED": gated, "STEP_O": steps[0], "STEP_I": steps[1]}
-        # A router's weights are of 16 bits under rows in float32.
-        found = compiled(products.product, number, architecture, constants, options, "bf16")
-        print(json.dumps({"line": line, "architecture": architecture} | found), flush=True)
+        tell({"line": line, "architecture": architecture} | compiled(products.product, number, architecture, constants, options, pointers))
     constants = {"COLUMNS": inputs, "BLOCK": inputs, "CENTRED": True}
-    print(json.dumps({"architecture": architecture} | compiled(rows.normalise, number, architecture, constants, {})), flush=True)
+    tell({"architecture": architecture} | compiled(rows.normalise, number, architecture, constants, {}))
     constants = {"COLUMNS": 50257, "BLOCK": 4096}
-    print(json.dumps({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {})), flush=True)
+    tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}))
+
+
+def compile_attention(architecture: int, line: int, window: int, stored: bool) -> None:
+    """With a window only what differs."""
+    most_heads, columns, size, configuration = TABLE[line]
+    num_d, num_r = LATENT.get(columns, (columns, 0))
+    constants = sizes_of(min(most_heads, 128), num_d, num_r, num_d, configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
+    constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False, "KEY_DIM": columns, "VALUE_DIM": num_d}
+    constants |= {"BLOCK_KEY": triton.next_power_of_2(columns), "BLOCK_VALUE": num_d}
+    pointers = POINTERS | (FLOAT8 if stored else {})
+    for kernel in (kernels.attend,) if window else (kernels.attend, kernels.join, write.scatter):
+        options = {"num_warps": configuration.warps, "num_stages": configuration.stages} if kernel is kernels.attend else {}
+        found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, constants, options, pointers)
+        tell({"line": line, "window": window, "architecture": architecture} | found)
 
 
 def main() -> None:
     for wanted in sys.argv[1:]:
-        architecture_name, _, product_line = wanted.partition(":product")
-        if product_line:
-            compile_products(int(architecture_name), int(product_line))
-            continue
-        architecture, line, window = map(int, wanted.split(":"))
-        most_heads, columns, size, configuration = TABLE[line]
-        num_d, num_r = LATENT.get(columns, (columns, 0))
-        constants = sizes_of(min(most_heads, 128), num_d, num_r, num_d, configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
-        constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False, "KEY_DIM": columns, "VALUE_DIM": num_d}
-        constants |= {"BLOCK_KEY": triton.next_power_of_2(columns), "BLOCK_VALUE": num_d}
-        for kernel in (kernels.attend,) if window else (kernels.attend, kernels.join, write.scatter):
-            options = {"num_warps": configuration.warps, "num_stages": configuration.stages} if kernel is kernels.attend else {}
-            found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, constants, options)
-            print(json.dumps({"line": line, "window": window, "architecture": architecture} | found), flush=True)
+        plain = wanted.removesuffix(":fp8")
+        architecture, line, *window = plain.split(":")
+        if line.startswith("product"):
+            compile_products(int(architecture), int(line.removeprefix("product")), plain != wanted)
+        else:
+            compile_attention(int(architecture), int(line), int(window[0]), plain != wanted)
 
 
 if __name__ == "__main__":

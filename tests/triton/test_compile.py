@@ -16,7 +16,9 @@ from model.gpu import tiles
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
 KERNELS = {"attend", "join", "scatter"}
+FLOAT8_ARCHITECTURES = 90, 100
 SAMPLE = [(80, 0, 0), (90, 5, 0), (100, 5, 512)]
+FLOAT8_SAMPLE = [(90, 0, 0), (100, 0, 0)]
 """Line 0 of the table has tiles of 16 rows, line 5 of 64."""
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install 'onehead[gpu]'")
@@ -31,17 +33,25 @@ def expected_instruction(architecture: int, rows: int, size: int) -> str:
     return {90: "wgmma.mma_async", 100: "tcgen05.mma"}[architecture]
 
 
-def compiled(wanted: list[str], cache: Path) -> list[dict[str, Any]]:
-    """What compile_kernels says of these. All of it fits."""
+def compile_kernels(wanted: list[str], cache: Path) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     command = [sys.executable, "-m", "tests.triton.compile_kernels", *wanted]
-    done = subprocess.run(
+    return subprocess.run(
         command, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(cache)}, check=False, capture_output=True, text=True
     )
+
+
+def compiled(wanted: list[str], cache: Path) -> list[dict[str, Any]]:
+    """What compile_kernels says of these. All of it fits, and what reads or writes float8 has the instructions that convert it."""
+    done = compile_kernels(wanted, cache)
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    stored = wanted[0].endswith(":fp8")
     for made in found:
         assert made["shared"] <= SHARED_KIB[made["architecture"]] * 1024 and made["cubin"] > 0, made
+        reads, writes = made["kernel"] in ("attend", "product"), made["kernel"] == "scatter"
+        assert (made["counts"]["cvt.rn.f16x2.e4m3x2"] > 0) == (stored and reads), made
+        assert (made["counts"]["cvt.rn.satfinite.e4m3x2.f32"] > 0) == (stored and writes), made
     return found
 
 
@@ -52,9 +62,9 @@ def check_instruction(made: dict[str, Any], rows: int, size: int) -> None:
     assert size == 4 or made["counts"]["cp.async.c"] > 0, made
 
 
-def check(wanted: list[tuple[int, int, int]], cache: Path) -> None:
+def check(wanted: list[tuple[int, int, int]], cache: Path, stored: str = "") -> None:
     """Compiles (architecture, line of the table, window)."""
-    found = compiled([":".join(map(str, numbers)) for numbers in wanted], cache)
+    found = compiled([":".join(map(str, numbers)) + stored for numbers in wanted], cache)
     attended = [made for made in found if made["kernel"] == "attend"]
     assert len(attended) == len(wanted) and {made["kernel"] for made in found} == KERNELS
     for made in attended:
@@ -62,9 +72,9 @@ def check(wanted: list[tuple[int, int, int]], cache: Path) -> None:
         check_instruction(made, configuration.rows, size)
 
 
-def check_products(wanted: list[tuple[int, int]], cache: Path) -> None:
+def check_products(wanted: list[tuple[int, int]], cache: Path, stored: str = "") -> None:
     """Compiles (architecture, line of the products' table)."""
-    found = compiled([f"{architecture}:product{line}" for architecture, line in wanted], cache)
+    found = compiled([f"{architecture}:product{line}{stored}" for architecture, line in wanted], cache)
     products = [made for made in found if made["kernel"] == "product"]
     assert len(products) == 3 * len(wanted) and {made["kernel"] for made in found} == {"product", "normalise", "summarise"}
     for made in products:
@@ -78,6 +88,26 @@ def test_a_sample_compiles_with_the_expected_instructions(tmp_path: Path) -> Non
 
 def test_a_sample_of_the_products_compiles_with_the_expected_instructions(tmp_path: Path) -> None:
     check_products([(80, 2), (90, 0), (100, 3)], tmp_path)
+
+
+def test_a_sample_over_float8_compiles_with_instructions_that_convert_it(tmp_path: Path) -> None:
+    check(FLOAT8_SAMPLE, tmp_path, ":fp8")
+    check_products([(90, 0), (100, 3)], tmp_path, ":fp8")
+
+
+@pytest.mark.parametrize("wanted", ["80:0:0:fp8", "80:product0:fp8"])
+def test_there_is_no_float8_before_its_instructions(wanted: str, tmp_path: Path) -> None:
+    """Why the option is refused there."""
+    done = compile_kernels([wanted], tmp_path)
+    assert done.returncode == 1 and "fp8e4nv not supported in this architecture" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("architecture", FLOAT8_ARCHITECTURES)
+def test_every_configuration_over_float8_compiles(architecture: int, tmp_path: Path) -> None:
+    check([(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)], tmp_path, ":fp8")
+    check_products([(architecture, line) for line in range(len(tiles.TABLE))], tmp_path, ":fp8")
 
 
 @pytest.mark.slow

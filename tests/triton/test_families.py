@@ -103,12 +103,15 @@ def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, 
 DETERMINISTIC = [
     ("falcon", 2, "none", torch.float32),
     ("gemma", 2, "none", torch.bfloat16),
+    ("gpt_bigcode", 1, "fp8", torch.bfloat16),
     ("deepseek_v2", 3, "none", torch.float32),
     ("gpt_bigcode", 3, "none", torch.float32),
     ("gemma3_text", 1, "none", torch.bfloat16),
     ("llama", 1, "none", torch.float16),
     ("llama", 3, "int8", torch.float32),
     ("deepseek_v3", 2, "int8", torch.float32),
+    ("deepseek_v3", 2, "fp8", torch.float32),
+    ("gemma3_text", 1, "fp8", torch.float32),
     ("minicpm3", 2, "none", torch.float32),
 ]
 """Experts in float32: of torch's numbers and ours, 16 bits take different ones."""
@@ -130,6 +133,7 @@ def check_deterministic(
     assert left == []
     monkeypatch.setattr("model.runner.backend_for", lambda pool, num_heads: "triton")
     monkeypatch.setattr("model.sampling.summary", launches.summary)
+    monkeypatch.setattr("model.quantization._multiplied_by_kernels", lambda device_type: True)
     # The interpreter's time is in the number of blocks.
     monkeypatch.setattr(launches, "choose", lambda columns, itemsize: Tile(32, 128, 128, 4, 1))
     options = RunnerOptions("cpu", "", 1, 32, 60, None, 512, 8, 64, quantization)
@@ -143,7 +147,7 @@ def check_deterministic(
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[:3])
+@pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[:4])
 def test_deterministic_decoders(
     family: str, number: int, quantization: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +156,7 @@ def test_deterministic_decoders(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[3:])
+@pytest.mark.parametrize(("family", "number", "quantization", "dtype"), DETERMINISTIC[4:])
 def test_deterministic_decoders_of_the_others(
     family: str, number: int, quantization: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,21 @@ def test_a_float_among_16_bit_weights_and_no_rows() -> None:
     assert multiply(x[:0], weight).shape == (0, 1, 7) and norm(x[:0], x[0, 0], None, 1e-5, 0.0, centred=True).shape == (0, 1, 48)
 
 
+@DTYPES
+def test_scales_are_of_columns_and_before_the_bias(dtype: torch.dtype) -> None:
+    """Gated, each half has its own."""
+    from model.gpu.launches import multiply
+
+    x, weight, bias = matrices(20, 40, 36, dtype)
+    scale = torch.logspace(-2, 1, 36)
+    hidden = F.linear(x[:, 0].float(), weight[0].float()) * scale
+    assert near(multiply(x, weight, scale_O=scale)[:, 0], hidden, NEAR[dtype])
+    gate, opened = (hidden + bias.float()).chunk(2, dim=-1)
+    y = multiply(x, weight, bias, "relu", True, scale_O=scale)
+    assert near(y[:, 0], F.relu(gate) * opened, NEAR[dtype])
+    assert torch.equal(multiply(x, weight, bias, scale_O=torch.ones(36)), multiply(x, weight, bias))
+
+
 def test_every_head_by_its_own_matrix_either_way_round() -> None:
     from model.gpu.launches import multiply
 

@@ -22,4 +22,4 @@ def create(pool: KVPool, scale: float, num_heads: int) -> Backend:
 
 
 def _configuration(pool: KVPool, num_heads: int) -> Configuration | None:
-    return choose(num_heads, pool.keys_LPSd.shape[-1], pool.keys_LPSd.element_size(), pool.page_size)
+    return choose(num_heads, pool.keys_LPSd.shape[-1], pool.compute_dtype.itemsize, pool.page_size)

@@ -59,7 +59,7 @@ class TritonBackend:
         self._join_sizes = {name: self._sizes[name] for name in JOIN_SIZES} | EXACT
         self._sizes |= {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key}
         # The interpreter multiplies bfloat16's bit patterns as if they were integers.
-        self._sizes["UPCAST"] = device.type == "cpu" and pool.keys_LPSd.dtype == torch.bfloat16
+        self._sizes["UPCAST"] = device.type == "cpu" and pool.compute_dtype == torch.bfloat16
         self._sizes |= {"num_warps": configuration.warps, "num_stages": configuration.stages, **EXACT}
         part_bytes = configuration.rows * value_dim * 4
         longest = pages_for(pool.num_pages * pool.page_size, configuration.split) + 1

@@ -24,7 +24,8 @@ class Configuration:
     stages: int
 
 
-# (most query heads, most columns of a key, bytes of a number) -> the first line that fits is taken.
+# (most query heads, most columns of a key, bytes of a number of the queries) -> the first line that fits is taken. Keys and values in
+# float8 are converted to the queries' type, so that its lines are theirs.
 TABLE = (
     (16, 128, 2, Configuration(16, 64, 256, 4, 3)),
     (16, 256, 2, Configuration(16, 64, 256, 4, 2)),

@@ -22,9 +22,11 @@ import triton.language as tl
 @triton.jit
 def _columns(
     start_ptr, rows, visible, cols,
-    NUM: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+    NUM: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of some rows of a matrix; 0 where a row is not visible (what lies there may be a NaN) or a column only padding."""
+    """Some columns of some rows of a matrix, in the queries' type; 0 where a row is not visible (what lies there may be a NaN) or a column
+    only padding.
+    """
     pointers = start_ptr + rows[:, None] * STRIDE + cols[None, :]
     if MASKED:
         found = tl.load(pointers, mask=visible[:, None] & (cols[None, :] < NUM), other=0.0)
@@ -32,7 +34,7 @@ def _columns(
         found = tl.load(pointers)
     else:
         found = tl.load(pointers, mask=cols[None, :] < NUM, other=0.0)
-    return found.to(tl.float32) if UPCAST else found
+    return found.to(DTYPE)
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def _queries(q_ptr, stride, token_M, head_M, WIDTH: tl.constexpr, NUM: tl.conste
 def _through(
     low, high, q_MD, q_MR, peak_M, sum_M, o_MV, position_M, num_keys, table_ptr, num_stacks, keys_ptr, values_ptr, factor,
     NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes the rows through blocks low .. high - 1: their largest logit, sum of weights and weighted values (Milakov, Gimelshein 2018)."""
     index_N, cols_D, cols_V = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -58,11 +60,11 @@ def _through(
         page = tl.load(table_ptr + block // (PAGE // BLOCK_N) * num_stacks).to(tl.int64)
         slot = page * PAGE + block % (PAGE // BLOCK_N) * BLOCK_N
         key_ptr = keys_ptr + slot * (NUM_D + NUM_R)
-        k_ND = _columns(key_ptr, index_N, written_N, cols_D, NUM_D, BLOCK_D, NUM_D + NUM_R, UPCAST, MASKED)
+        k_ND = _columns(key_ptr, index_N, written_N, cols_D, NUM_D, BLOCK_D, NUM_D + NUM_R, q_MD.dtype, MASKED)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         if NUM_R > 0:
             cols_R = tl.arange(0, BLOCK_R)
-            k_NR = _columns(key_ptr + NUM_D, index_N, written_N, cols_R, NUM_R, BLOCK_R, NUM_D + NUM_R, UPCAST, MASKED)
+            k_NR = _columns(key_ptr + NUM_D, index_N, written_N, cols_R, NUM_R, BLOCK_R, NUM_D + NUM_R, q_MD.dtype, MASKED)
             s_MN = tl.dot(q_MR, tl.trans(k_NR), s_MN, input_precision="ieee")
         if MASKED:
             seen_MN = position_N[None, :] <= position_M[:, None]
@@ -76,7 +78,7 @@ def _through(
         shrink_M = tl.exp2(peak_M - base_M)
         v_NV = k_ND
         if not VALUE_IN_KEY:
-            v_NV = _columns(values_ptr + slot * NUM_V, index_N, written_N, cols_V, NUM_V, BLOCK_V, NUM_V, UPCAST, MASKED)
+            v_NV = _columns(values_ptr + slot * NUM_V, index_N, written_N, cols_V, NUM_V, BLOCK_V, NUM_V, q_MD.dtype, MASKED)
         o_MV = tl.dot(weight_MN.to(v_NV.dtype), v_NV, o_MV * shrink_M[:, None], input_precision="ieee")
         peak_M, sum_M = new_peak_M, sum_M * shrink_M + tl.sum(weight_MN, 1)
     return peak_M, sum_M, o_MV
@@ -127,7 +129,7 @@ def attend(
         part_low, part_high = (low, inner) if part == 0 else ((inner, outer) if part == 1 else (outer, high))
         peak_M, sum_M, o_MV = _through(
             part_low, part_high, q_MD, q_MR, peak_M, sum_M, o_MV, start + token_M, start + num_tokens, table_ptr, num_stacks, keys_ptr,
-            values_ptr, factor, NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_N, PAGE, WINDOW, VALUE_IN_KEY, UPCAST, part != 1,
+            values_ptr, factor, NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_N, PAGE, WINDOW, VALUE_IN_KEY, part != 1,
         )  # fmt: skip
     cols_V = tl.arange(0, BLOCK_V)
     stored_MV = (begin + index_M <= last_row)[:, None] & (cols_V[None, :] < NUM_V)
