@@ -8,6 +8,7 @@ copied to its place by the same step, behind the one before it. It knows nothing
 Shape letters: B rows of a captured step, S rows of a step, D hidden size, V vocabulary.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +25,8 @@ from model.step import UNSEEN, Row
 from model.streams import Stream
 from model.transfer import upload
 
+log = logging.getLogger("onehead.engine")
+
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 ALIGNMENT = 4
 """Lists begin at multiples of it, as a backend's own."""
@@ -39,7 +42,7 @@ class ListedBackend(Backend, Protocol):
 
     def pack(self, batch: Batch, num_rows: int) -> tuple[Numbers, Hashable] | None:
         """The numbers of a step of single tokens, filled up to `num_rows` rows, and what besides them its launches depend on. None where
-        it is too long for one wave.
+        it is too long for one wave, or mostly padding.
         """
 
     def unpack(self, words: Tensor, shape: Any) -> Any:
@@ -68,7 +71,13 @@ class StepGraphs:
         for words, size, shape in packed:
             if (size, shape) not in self._replays:
                 self._words[: len(words)].copy_(upload(torch.from_numpy(words), self._words.device))
-                self._replays[size, shape] = self._stream.capture(partial(self._work, size, len(words), shape))
+                try:
+                    self._replays[size, shape] = self._stream.capture(partial(self._work, size, len(words), shape))
+                except torch.OutOfMemoryError:
+                    log.warning(
+                        "memory is short: %d sizes of steps are captured, the others are launched piece by piece", self.num_captured
+                    )
+                    return
 
     @property
     def num_captured(self) -> int:

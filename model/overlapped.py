@@ -17,14 +17,14 @@ from model.batch import Batch, build_batch
 from model.decoder import Decoder
 from model.flight import StepFlight
 from model.graphs import ListedBackend, StepGraphs
-from model.runner import ModelRunner, RunnerOptions, memory_errors
-from model.step import UNSEEN, Row, Sample, Sampling, StepPlan, StepResult
+from model.runner import GREEDY, ModelRunner, RunnerOptions, lack_of_memory, memory_error
+from model.step import UNSEEN, Row, Sample, StepPlan, StepResult
 from model.streams import CudaStream, Stream
 from model.transfer import download, upload
 
 CONTEXT_STEP = 4
 """Captured steps are for contexts of a page, and of this many times as many keys each, up to the longest."""
-GREEDY = Sample(Sampling(temperature=0.0), (), ())
+HOST = torch.device("cpu")
 
 
 class OverlappedRunner(ModelRunner):
@@ -55,21 +55,30 @@ class OverlappedRunner(ModelRunner):
         """Begins a step behind all that were begun before. A row whose last token is UNSEEN goes on with what its sequence draws in the
         step that was launched last. What the plan refers to may change when this has returned. Raises MemoryError.
         """
-        with memory_errors(self.device), torch.inference_mode():
-            flight, batch = self._begin(plan)
-            sources = [self._place_of[row.sequence] if row.tokens[-1] == UNSEEN else -1 for row in plan.rows]
-            replay = None if self._graphs is None else self._graphs.find(batch, sources)
-            if replay is not None:
-                self._stream.enqueue(partial(self._compute_captured, plan, flight, replay))
-            else:
-                unseen = [place for place, source in enumerate(sources) if source >= 0]
-                places = upload([batch.firsts[i] + len(plan.rows[i].tokens) - 1 for i in unseen], self.device, torch.long)
-                from_S = upload([sources[i] for i in unseen], self.device, torch.long)
-                work = partial(self._compute_seen, plan, flight, batch, self.backend.plan(batch), places, from_S)
-                self._stream.enqueue(work)
-            self._place_of = {row.sequence: place for row, place in zip(plan.rows, _places(flight), strict=True) if row.sample is not None}
-            flight.event = self._stream.mark()
-            return flight
+        try:
+            return self._launch(plan)
+        except RuntimeError as error:
+            reason = lack_of_memory(error)
+        raise memory_error(reason, self.device)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> StepFlight:
+        batch = build_batch(plan, self.pool.layout, HOST)
+        flight = StepFlight(plan.rows, batch.firsts)
+        sources = [self._place_of[row.sequence] if row.tokens[-1] == UNSEEN else -1 for row in plan.rows]
+        replay = None if self._graphs is None else self._graphs.find(batch, sources)
+        if replay is not None:
+            self._stream.enqueue(partial(self._compute_captured, plan, flight, replay))
+        else:
+            batch = batch.on(self.device)
+            unseen = [place for place, source in enumerate(sources) if source >= 0]
+            places = upload([batch.firsts[i] + len(plan.rows[i].tokens) - 1 for i in unseen], self.device, torch.long)
+            from_S = upload([sources[i] for i in unseen], self.device, torch.long)
+            work = partial(self._compute_seen, plan, flight, batch, self.backend.plan(batch), places, from_S)
+            self._stream.enqueue(work)
+        self._place_of = {row.sequence: place for row, place in zip(plan.rows, _places(flight), strict=True) if row.sample is not None}
+        flight.event = self._stream.mark()
+        return flight
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
@@ -112,7 +121,7 @@ class OverlappedRunner(ModelRunner):
             num_keys = min(num_keys, max_context)
             # Read from where a table of a context's length has them: all are one page, as nothing here is anybody's.
             pages = [[0] * (pages_for(num_keys, layout.page_size) * group.num_stacks) for group in layout.groups]
-            yield build_batch(StepPlan((Row(0, [0], num_keys - 1, pages, GREEDY),)), layout, self.device)
+            yield build_batch(StepPlan((Row(0, [0], num_keys - 1, pages, Sample(GREEDY, (), ())),)), layout, HOST)
             if num_keys == max_context:
                 return
             num_keys *= CONTEXT_STEP

@@ -7,8 +7,7 @@ Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +31,8 @@ from model.weights import load_decoder
 SCORED_AT_ONCE = 128
 INVARIANT = "native", "triton"
 """How the names of kernels begin by which a row's bits come from that row alone."""
-CAPTURED_TOO = 2
-"""A GPU's captured steps have memory of their own, in which others cannot be computed."""
+GREEDY, SORTING = Sampling(temperature=0.0), Sampling(top_p=0.9, typical_p=0.9)
+"""What draws take the least memory by, and the most."""
 FLOAT8_CAPABILITY = 8, 9
 """Of the first GPUs that convert it."""
 CPU_SHARE, GPU_SHARE = 0.4, 0.9
@@ -98,8 +97,8 @@ class ModelRunner:
         stored_as = options.stored_as(dtype)
         page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, stored_as.itemsize)
         free = free_bytes(device)
-        if device.type == "cuda":
-            free -= CAPTURED_TOO * cls._largest_step_bytes(decoder, dtype, device, options, layout)
+        if device.type == "cuda" and not options.pages:
+            free -= cls._step_bytes(decoder, dtype, device, options, layout)
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
             allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
@@ -119,23 +118,27 @@ class ModelRunner:
         return cls(decoder, pool, create_backend(backend_for(pool, heads), pool, spec.attention_scale, heads), device)
 
     @classmethod
-    def _largest_step_bytes(
-        cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions, layout: CacheLayout
-    ) -> int:
-        """What the largest step takes on a GPU besides weights and cache, measured by computing it over a cache of next to nothing."""
+    def _step_bytes(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions, layout: CacheLayout) -> int:
+        """What steps take on a GPU besides weights and cache, measured over a cache of next to nothing: the largest there can be, and the
+        largest that is captured, as captured ones have memory of their own.
+        """
         spec = decoder.spec
         sizes, stored_as = (spec.key_dim, spec.value_dim, dtype, device), options.stored_as(dtype)
         pool = KVPool.allocate(layout, layout.pages_per_step, *sizes, value_in_key=spec.value_in_key, stored_as=stored_as)
         heads = spec.num_query_heads
         runner = cls(decoder, pool, create_backend(backend_for(pool, heads), pool, spec.attention_scale, heads), device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        runner.run(largest_step(layout, options.step_tokens, options.max_running, options.max_context))
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
+        limits = options.max_running, options.max_context
+        plans = largest_step(layout, options.step_tokens, *limits), largest_step(layout, options.max_running, *limits, GREEDY)
+        total = 0
+        for plan in plans:
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            with suppress(MemoryError):  # It will be computed in parts, which need what it got.
+                runner.run(plan)
+            total += torch.cuda.max_memory_allocated(device) - before
         del runner, pool
         torch.cuda.empty_cache()
-        return peak
+        return total
 
     @property
     def weight_bytes(self) -> int:
@@ -169,16 +172,20 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes every row of `plan` and draws a token for each that samples. Raises MemoryError; a part of the plan may still fit."""
-        with memory_errors(self.device), torch.inference_mode():
-            flight, batch = self._begin(plan)
-            self._compute(plan, flight, batch, self.backend.plan(batch))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            return flight.result()
+        try:
+            return self._run(plan)
+        except RuntimeError as error:
+            reason = lack_of_memory(error)
+        raise memory_error(reason, self.device)
 
-    def _begin(self, plan: StepPlan) -> tuple[StepFlight, Batch]:
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepResult:
         batch = build_batch(plan, self.pool.layout, self.device)
-        return StepFlight(plan.rows, batch.firsts), batch
+        flight = StepFlight(plan.rows, batch.firsts)
+        self._compute(plan, flight, batch, self.backend.plan(batch))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return flight.result()
 
     def _compute(self, plan: StepPlan, flight: StepFlight, batch: Batch, attended: Any) -> None:
         """All that the device does for a step. `attended` is the backend's plan."""
@@ -207,11 +214,11 @@ class ModelRunner:
             flight.scores.append((rows, Scores(logits_SV, targets, num_tops)))
 
 
-def largest_step(layout: CacheLayout, step_tokens: int, max_running: int, max_context: int) -> StepPlan:
-    """A step that takes as much memory as any: all the tokens that there can be, and as many draws, by which all are sorted. What it
-    computes means nothing: all its keys lie in page 0.
+def largest_step(layout: CacheLayout, step_tokens: int, max_running: int, max_context: int, sampling: Sampling = SORTING) -> StepPlan:
+    """A step that takes as much memory as any: all the tokens that there can be, and as many draws. What it computes means nothing: all
+    its keys lie in page 0.
     """
-    sample = Sample(Sampling(top_p=0.9, typical_p=0.9), (), ())
+    sample = Sample(sampling, (), ())
     counts, left = [1] * max_running, step_tokens - max_running
     while left > 0:
         counts.append(min(left, max_context))
@@ -223,19 +230,18 @@ def largest_step(layout: CacheLayout, step_tokens: int, max_running: int, max_co
     return StepPlan(tuple(rows))
 
 
-@contextmanager
-def memory_errors(device: torch.device) -> Iterator[None]:
-    """Makes a MemoryError of a device's way to say that memory is short."""
-    try:
-        yield
-        return
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
-        reason = str(error).splitlines()[0]
+def lack_of_memory(error: RuntimeError) -> str:
+    """What a device says that lacks memory. Raises every other error."""
+    if not _is_out_of_memory(error):
+        raise error
+    return str(error).splitlines()[0]
+
+
+def memory_error(reason: str, device: torch.device) -> MemoryError:
+    """To be raised when the device's own error is gone: it keeps alive what the step had made, and its parts need the room."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    raise MemoryError(reason)
+    return MemoryError(reason)
 
 
 def _check_deterministic(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, device: torch.device) -> None:

@@ -219,7 +219,9 @@ def _adjust_row(logits_V: Tensor, sample: Sample) -> None:
         values = logits_V[seen]
         logits_V[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
     if sample.output and (s.frequency_penalty or s.presence_penalty):
-        counts_V = torch.bincount(upload(sample.output, logits_V.device), minlength=len(logits_V))
+        ids = upload(sample.output, logits_V.device)
+        # torch.bincount waits for a GPU.
+        counts_V = torch.zeros_like(logits_V, dtype=torch.long).scatter_add_(0, ids, torch.ones_like(ids))
         logits_V -= s.frequency_penalty * counts_V + s.presence_penalty * (counts_V > 0)
     if s.logit_bias:
         ids = upload(list(s.logit_bias), logits_V.device)

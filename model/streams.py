@@ -42,6 +42,8 @@ class CudaStream:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures: libraries take a workspace for each stream, and keep it.
+        self._aside = torch.cuda.Stream()
 
     def enqueue(self, work: Callable[[], None]) -> None:
         work()
@@ -50,12 +52,11 @@ class CudaStream:
         return CudaEvent()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
             work()  # Kernels are compiled and libraries take their workspaces, which a capture has no place for.
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._aside):
             work()
         return graph.replay

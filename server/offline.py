@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import model_validator
 
@@ -87,9 +87,7 @@ class _Timed:
 
 def stopwatch_for(runner: "Runner") -> Stopwatch:
     """One that launches where its runner does."""
-    from server.engine.core import OverlappingRunner
-
-    return LaunchingStopwatch(runner) if isinstance(runner, OverlappingRunner) else Stopwatch(runner)
+    return LaunchingStopwatch(cast("OverlappingRunner", runner)) if hasattr(runner, "launch") else Stopwatch(runner)
 
 
 @dataclass(slots=True)

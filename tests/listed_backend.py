@@ -40,7 +40,7 @@ class ListedReference:
             plan_group(batch.rows, batch.firsts, batch.layout, number, self.num_heads, CONFIGURATION, self.capacity) for number in groups
         ]
         shape = shape_of(batch.rows, num_rows, self.pool.page_size)
-        if any(len(group.waves) > 1 for group in lists):
+        if shape is None or any(len(group.waves) > 1 for group in lists):
             return None
         whole = [filled(group, into) for group, into in zip(lists, self._padding(shape), strict=True)]
         parts = [part for group in whole for part in (group.spans, group.tiles, group.tables, group.slots)]

@@ -236,3 +236,12 @@ def test_scores_of_a_prompt_in_chunks_come_in_order() -> None:
                 assert event.first == len(scores) + 1
                 scores.extend(score.logprob for score in event.scores)
     assert scores == [-float(position) for position in range(1, len(prompt))]
+
+
+def test_those_who_must_wait_are_computed_together_and_not_by_turns() -> None:
+    scheduler, runner, core = watched(num_pages=200)
+    for id in range(6):
+        scheduler.submit(id, list(range(1, 15)), 20, Sampling(repetition_penalty=1.1, seed=id))
+    outputs_of(core)
+    together = [len(plan.rows) for plan in runner.plans]
+    assert len(together) < 20 + 6 and together[4:20] == [6] * 16

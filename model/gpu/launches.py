@@ -66,7 +66,7 @@ def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(normaliser_S, largest_S, tokens_S) of logits in float32, as model.sampling has them."""
     assert logits_SV.dtype is torch.float32
     logits_SV = _in_place(logits_SV)
-    normaliser_S, largest_S = logits_SV.new_empty(2, len(logits_SV))
+    normaliser_S, largest_S = (logits_SV.new_empty(len(logits_SV)) for _ in range(2))  # Each at an address of its own: see above.
     tokens_S = torch.empty(len(logits_SV), dtype=torch.long, device=logits_SV.device)
     columns = logits_SV.shape[1]
     if len(logits_SV):

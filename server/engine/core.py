@@ -7,7 +7,7 @@ a row that does not fit even so fails.
 
 import logging
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -39,9 +39,8 @@ class Flight(Protocol):
         """Waits for it; the same again when asked again."""
 
 
-@runtime_checkable
 class OverlappingRunner(Runner, Protocol):
-    """One that computes while we do something else."""
+    """One that computes while we do something else: it has `launch`."""
 
     def launch(self, plan: StepPlan) -> Flight:
         """Begins a step, behind all that were begun before. A row whose last token is UNSEEN goes on with what its sequence draws in the
@@ -68,19 +67,20 @@ class EngineCore:
         if not plan.rows:
             return self._land(None)
         before()
-        if isinstance(self.runner, OverlappingRunner):
-            return self._launch(self.runner, plan)
-        return self.scheduler.commit(plan, self._run(plan))
+        launch: Callable[[StepPlan], Flight] | None = getattr(self.runner, "launch", None)
+        return self.scheduler.commit(plan, self._run(plan)) if launch is None else self._launch(launch, plan)
 
-    def _launch(self, runner: OverlappingRunner, plan: StepPlan) -> list[Advance | PromptScored]:
+    def _launch(self, launch: Callable[[StepPlan], Flight], plan: StepPlan) -> list[Advance | PromptScored]:
         """Launches a step and commits the one before it; both, where this one does not fit into memory as it is."""
         try:
-            flight = runner.launch(plan)
+            flight = launch(plan)
         except MemoryError as error:
-            # Before anything is committed: what the plan says of outputs holds only as long as they are what they were.
-            result = self._run_less(self._seen(plan), error)
-            return self._land(None) + self.scheduler.commit(plan, result)
-        return self._land((plan, flight))
+            reason = str(error)
+        else:
+            return self._land((plan, flight))
+        # Before anything is committed: what the plan says of outputs holds only as long as they are what they were.
+        result = self._run_less(self._seen(plan), reason)
+        return self._land(None) + self.scheduler.commit(plan, result)
 
     def _land(self, behind: tuple[StepPlan, Flight] | None) -> list[Advance | PromptScored]:
         """Commits the step in flight, if there is one; another may fly behind it."""
@@ -102,12 +102,13 @@ class EngineCore:
         try:
             return self.runner.run(plan)
         except MemoryError as error:
-            return self._run_less(plan, error)
+            reason = str(error)  # The error itself keeps alive what the step had made.
+        return self._run_less(plan, reason)
 
-    def _run_less(self, plan: StepPlan, error: MemoryError) -> StepResult:
+    def _run_less(self, plan: StepPlan, reason: str) -> StepResult:
         """A plan that did not fit into memory."""
         num_tokens = sum(len(row.tokens) for row in plan.rows)
-        log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, error)
+        log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, reason)
         if any(row.drafts for row in plan.rows):
             return self._run(StepPlan(tuple(_undrafted(row) for row in plan.rows), plan.clear))
         if num_tokens == 1:

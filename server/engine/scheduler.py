@@ -173,6 +173,9 @@ class Scheduler:
         preemptions = self.num_preemptions
         ready = sorted([sequence for sequence in self.running.values() if not sequence.must_wait], key=_key)
         num_others = len(self.running) - len(ready)
+        if num_others and self._take_turns(ready):
+            # Computed without the others they would take turns for ever, in steps that cost as much as one of all.
+            return StepPlan(())
         for sequence in ready:
             if sequence.id not in self.running:
                 break  # Preempted for one before it, and so is everyone after it.
@@ -188,6 +191,12 @@ class Scheduler:
             counts[newcomer.id] = min(newcomer.num_pending, budget)
             budget -= counts[newcomer.id]
         return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {}) if counts else StepPlan(())
+
+    def _take_turns(self, ready: list[Sequence]) -> bool:
+        """Whether others wait for what they draw, and so does each of these at every other step."""
+        if not all(sequence.is_serial and sequence.num_pending == 1 for sequence in ready):
+            return False
+        return any(sequence.is_serial and sequence.must_wait for sequence in self.running.values())
 
     def _launch(self, counts: dict[int, int], drafts: dict[int, list[int]]) -> StepPlan:
         """The plan that computes so many tokens of each, taken for one in flight from here on."""

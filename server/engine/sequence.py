@@ -99,8 +99,11 @@ class Sequence:
         """
         if not self.num_unseen:
             return False
-        if len(self.output) + self.num_unseen >= self.max_new_tokens:
-            return True
+        return self.is_serial or len(self.output) + self.num_unseen >= self.max_new_tokens
+
+    @property
+    def is_serial(self) -> bool:
+        """Whether what it draws next depends, by more than the model, on the token that it drew last."""
         return self.constraint is not None or self.drafter is not None or self.sampling.reads_output
 
     @property
@@ -172,8 +175,11 @@ class Sequence:
     def _tokens(self, start: int, end: int) -> list[int]:
         split = len(self.prompt)
         generated = self.output + self.forced if self.forced else self.output
-        if end > split + len(generated):
-            generated = generated + [UNSEEN] * self.num_unseen
+        known = split + len(generated)
+        if start >= known:
+            return [UNSEEN] * (end - start)
+        if end > known:
+            generated = generated + [UNSEEN] * (end - known)
         if start >= split:
             return generated[start - split : end - split]
         return self.prompt[start:end] + generated[max(0, start - split) : max(0, end - split)]

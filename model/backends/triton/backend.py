@@ -80,9 +80,12 @@ class TritonBackend:
 
     def pack(self, batch: Batch, num_rows: int) -> tuple[Numbers, Shape] | None:
         """The lists of a step of single tokens, filled up to `num_rows` rows and to its class of contexts, in one array. None where a wave
-        does not hold them.
+        does not hold them, or where they would be mostly padding.
         """
-        lists, shape = self._lists(batch), shape_of(batch.rows, num_rows, self.pool.page_size)
+        shape = shape_of(batch.rows, num_rows, self.pool.page_size)
+        if shape is None:
+            return None
+        lists = self._lists(batch)
         if any(len(group.waves) > 1 for group in lists):
             return None
         return _words([filled(group, into) for group, into in zip(lists, self._padding(shape), strict=True)]), shape

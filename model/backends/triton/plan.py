@@ -22,6 +22,8 @@ SPAN_FIELDS = 4
 """Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
 TILE_FIELDS = 5
 """Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch."""
+MOST_PAGES = 2**18
+"""Of all rows' tables together, 1 MiB: making and copying more takes longer than launches do."""
 CLASS_STEP = 4
 """Contexts of a class are at most this many times as long as those of the one before."""
 TILE_BUCKET = 4
@@ -163,12 +165,12 @@ class Shape:
         )
 
 
-def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape:
-    """The smallest class that these rows of one token are in."""
+def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape | None:
+    """The smallest class that these rows of one token are in; None where one long row would make all tables too long."""
     longest, num_keys = max(row.start for row in rows) + 1, page_size
     while num_keys < longest:
         num_keys *= CLASS_STEP
-    return Shape(num_rows, num_keys)
+    return Shape(num_rows, num_keys) if num_rows * num_keys // page_size <= MOST_PAGES else None
 
 
 def filled(lists: GroupLists, into: GroupLists) -> GroupLists:
