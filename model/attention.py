@@ -1,7 +1,7 @@
 """MultiQueryAttention: many query heads, one key head, one value head (Shazeer 2019, arXiv 1911.02150, section 3).
 
 The layer projects; who attends to what is the business of the `attend` callable it is given, which owns the cache (in serving) or
-the causal mask (in training). It knows nothing of pages and sequences, and of positions only the turn it is handed.
+the causal mask (in training). It knows nothing of pages and sequences, and of positions only the turn it is handed and hands on.
 
 Shape letters: T tokens of the step, D hidden size, H query heads, d head size, c columns of the latent, p of a head without position,
 r with it, v of a head's value.
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from model.layers import Linear, RMSNorm, Rotation, norm
 from model.spec import Latent, ModelSpec
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_THd, k_Td, v_Td) -> o_THd. K and V have no head axis: that is the whole point."""
+Attend = Callable[[int, Tensor, Tensor, Tensor, Rotation | None], Tensor]
+"""(layer, q_THd, k_Td, v_Td, rotation) -> o_THd. K and V have no head axis: that is the whole point. Where there is a rotation, queries
+and keys are still to be turned by it: who stores keys anyway can do that on the way, others ask it for `both`.
+"""
 
 
 class MultiQueryAttention(nn.Module):
@@ -42,9 +44,7 @@ class MultiQueryAttention(nn.Module):
         q_THd = q_TE.view(*q_TE.shape[:-1], self.num_query_heads, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             q_THd, k_Td = self.query_norm(q_THd), self.key_norm(k_Td)
-        if rotation is not None:
-            q_THd, k_Td = rotation(q_THd), rotation(k_Td[:, None])[:, 0]
-        o_THd = attend(layer, q_THd, k_Td, v_Td)
+        o_THd = attend(layer, q_THd, k_Td, v_Td, rotation)
         y_TD: Tensor = self.out(o_THd.flatten(-2))
         return y_TD
 
@@ -79,10 +79,10 @@ class LatentAttention(nn.Module):
         c_Tc, k_Tr = self.key_value_down(x_TD).split([latent.rank, latent.rotary_dim], dim=-1)
         c_Tc = self.latent_norm(c_Tc)
         if rotation is not None:
-            q_THr, k_Tr = rotation(q_THr), rotation(k_Tr[:, None])[:, 0]
+            q_THr, k_Tr = rotation.both(q_THr, k_Tr)
         q_THc = self.key_value_up.keys(q_THp)
         k_Td = torch.cat([c_Tc, k_Tr], dim=-1)
-        o_THc = attend(layer, torch.cat([q_THc, q_THr], dim=-1), k_Td, c_Tc)
+        o_THc = attend(layer, torch.cat([q_THc, q_THr], dim=-1), k_Td, c_Tc, None)
         y_TD: Tensor = self.out(self.key_value_up.values(o_THc).flatten(-2))
         return y_TD
 

@@ -149,7 +149,7 @@ class Embedding(nn.Embedding):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The turn of each token of a step."""
+    """The turn of each token of a step, by the angles that its position gives to pairs of columns."""
 
     cosine_Tr: Tensor
     sine_Tr: Tensor
@@ -160,6 +160,10 @@ class Rotation:
         cosine_T1r, sine_T1r = self.cosine_Tr[:, None], self.sine_Tr[:, None]
         a_Thr, b_Thr = (x_Thd[..., 0::2], x_Thd[..., 1::2]) if self.interleaved else x_Thd.chunk(2, dim=-1)
         return torch.cat([a_Thr * cosine_T1r - b_Thr * sine_T1r, b_Thr * cosine_T1r + a_Thr * sine_T1r], dim=-1)
+
+    def both(self, q_Thd: Tensor, k_Td: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and the one key, for whoever does not turn them on the way. -> q_Thd, k_Td"""
+        return self(q_Thd), self(k_Td[:, None])[:, 0]
 
 
 class RotaryTable:

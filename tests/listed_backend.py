@@ -14,6 +14,7 @@ from model.backends.reference import ReferenceBackend
 from model.backends.triton.configurations import Configuration
 from model.backends.triton.plan import GroupLists, Shape, filled, plan_group, shape_of
 from model.batch import Batch
+from model.layers import Rotation
 
 CONFIGURATION = Configuration(16, 16, 32, 1, 1)
 
@@ -51,9 +52,11 @@ class ListedReference:
         tensors = [x.view(part.shape) for x, part in zip(words.split([part.size for part in parts]), parts, strict=True)]
         return ["listed", *(tensors[4 * number : 4 * number + 4] for number in range(len(parts) // 4))]
 
-    def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
+    def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None) -> Tensor:
         if plan[0] != "listed":
-            return self.reference.run(plan, layer, q_THd, k_Td, v_Tv)
+            return self.reference.run(plan, layer, q_THd, k_Td, v_Tv, rotation)
+        if rotation is not None:
+            q_THd, k_Td = rotation.both(q_THd, k_Td)
         place, page_size = self.pool.layout.places[layer], self.pool.page_size
         group, (spans, _, tables, slots) = self.pool.layout.groups[place.group], plan[1 + place.group]
         num_rows, nowhere = len(q_THd), self.pool.num_pages * page_size - 1

@@ -41,7 +41,7 @@ def serve(module: MultiQueryAttention, x_bnd: Tensor, mask: Tensor | None) -> Te
     """The serving layer over a batch: its `attend` sees all sequences end to end and keeps them apart."""
     batch, count, _ = x_bnd.shape
 
-    def attend(layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor) -> Tensor:
+    def attend(layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor, rotation: None) -> Tensor:
         q_bnhk = q_THd.view(batch, count, *q_THd.shape[1:])
         k_bmk, v_bmk = (x.view(batch, count, -1) for x in (k_Td, v_Td))
         logits_bhnm = torch.einsum("bnhk,bmk->bhnm", q_bnhk, k_bmk) * module.head_dim**-0.5

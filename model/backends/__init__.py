@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cache.pool import KVPool
 from model.batch import Batch
+from model.layers import Rotation
 
 BACKENDS = {name: f"model.backends.{name}" for name in ("reference", "cpu", "native", "triton")}
 
@@ -28,8 +29,10 @@ class Backend(Protocol):
         """What all layers of the step share (masks, page lists), handed back to `run`."""
         ...
 
-    def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor) -> Tensor:
-        """Stores K and V of the step's tokens in their slots, then attends: a token at position p sees 0 .. p of its own row. -> o_THd."""
+    def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Stores K and V of the step's tokens in their slots, then attends: a token at position p sees 0 .. p of its own row. Where there
+        is a rotation, Q and K are turned by it first. -> o_THd.
+        """
         ...
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from cache.layout import pages_for
 from cache.pool import KVPool
 from model.batch import Batch, GroupBatch, RowSpan
+from model.layers import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,11 @@ class CpuBackend:
         mask_GnK = torch.zeros(hidden_GnK.shape, dtype=self.pool.compute_dtype).masked_fill(hidden_GnK, -torch.inf)
         return Bundle(first_G1 + token_n, pages_sGp.contiguous(), num_keys, mask_GnK[:, None])
 
-    def run(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
+    def run(
+        self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
+    ) -> Tensor:
+        if rotation is not None:
+            q_THd, k_Td = rotation.both(q_THd, k_Td)
         place = self.pool.layout.places[layer]
         group = plan[place.group]
         self.pool.write(layer, group.slots_sT[place.stack], k_Td, v_Tv)

@@ -15,6 +15,7 @@ from torch import Tensor
 from cache.layout import LayerGroup
 from cache.pool import KVPool
 from model.batch import Batch
+from model.layers import Rotation
 from model.native import library, name_of
 
 MULTIPLE = 16
@@ -70,7 +71,11 @@ class NativeBackend:
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         return tuple(_plan(batch, number, group) for number, group in enumerate(batch.layout.groups))
 
-    def run(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
+    def run(
+        self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
+    ) -> Tensor:
+        if rotation is not None:
+            q_THd, k_Td = rotation.both(q_THd, k_Td)
         assert q_THd.dtype is k_Td.dtype is v_Tv.dtype is torch.float32
         num_tokens, num_heads, key_dim = q_THd.shape
         query_stride, *within = q_THd.stride()

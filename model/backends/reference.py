@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cache.pool import KVPool
 from model.batch import Batch, GroupBatch
+from model.layers import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,11 @@ class ReferenceBackend:
     def plan(self, batch: Batch) -> tuple[GroupBatch, ...]:
         return batch.groups()
 
-    def run(self, plan: tuple[GroupBatch, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
+    def run(
+        self, plan: tuple[GroupBatch, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
+    ) -> Tensor:
+        if rotation is not None:
+            q_THd, k_Td = rotation.both(q_THd, k_Td)
         place = self.pool.layout.places[layer]
         group = plan[place.group]
         self.pool.write(layer, group.slots_nT[place.stack], k_Td, v_Tv)

@@ -30,7 +30,7 @@ class MultiHeadAttention(nn.Module):
     def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
         """x_TD -> y_TD. `attend` is given K and V with a head axis."""
         q_THd, k_THd, v_THd = self.qkv(x_TD).unflatten(-1, (self.num_heads, -1)).chunk(3, dim=-1)
-        y_TD: Tensor = self.out(attend(layer, q_THd, k_THd, v_THd).flatten(-2))
+        y_TD: Tensor = self.out(attend(layer, q_THd, k_THd, v_THd, None).flatten(-2))
         return y_TD
 
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model.decoder import Decoder
+from model.layers import Rotation
 from model.spec import ModelSpec, OptionError
 from model.tools import corpus
 
@@ -35,7 +36,9 @@ class CausalAttention:
     length: int
     spec: ModelSpec
 
-    def __call__(self, layer: int, q_NHk: Tensor, k_Nk: Tensor, v_Nv: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_NHk: Tensor, k_Nk: Tensor, v_Nv: Tensor, rotation: Rotation | None) -> Tensor:
+        if rotation is not None:
+            q_NHk, k_Nk = rotation.both(q_NHk, k_Nk)
         q_BHTk, k_BhTk, v_BhTv = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_NHk, _headed(k_Nk), _headed(v_Nv)))
         k_BHTk, v_BHTv = (x.expand(-1, q_BHTk.shape[1], -1, -1) for x in (k_BhTk, v_BhTv))
         window, seen_TT = self.spec.window(layer), None

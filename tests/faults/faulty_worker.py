@@ -148,7 +148,7 @@ class FaultyDecoder:
     def __call__(self, token_ids: Any, positions: Any, attend: Any) -> Any:
         faults, runner = self._runner.faults, self._runner
 
-        def attention(layer: int, *tensors: Any) -> Any:
+        def attention(layer: int, *given: Any) -> Any:
             if layer == 0:
                 for rule in faults.rules.named("nan_pages"):
                     self._poison(rule)
@@ -156,7 +156,7 @@ class FaultyDecoder:
                 for rule in faults.rules.named("oom"):
                     if runner.rows(rule, runner.plan):
                         faults.carry_out(rule)
-            return attend(layer, *tensors)
+            return attend(layer, *given)
 
         return self._decoder(token_ids, positions, attention)
 

@@ -12,6 +12,8 @@ from cache.table import PageTable
 from model.backends import create_backend
 from model.backends.triton.configurations import Configuration
 from model.batch import build_batch
+from model.layers import RotaryTable, Rotation
+from model.spec import Rotary
 from model.step import Row, StepPlan
 
 CPU = torch.device("cpu")
@@ -45,6 +47,7 @@ class Case:
         self.value_in_key = value_dim is not None
         self.configuration, self.dtype, self.in_float8 = configuration, dtype, in_float8
         self.capacity: int | None = None
+        self.rotary: Rotary | None = None
         allocator = PageAllocator(200)
         shape = self.layout.layers_per_page, allocator.num_pages, page_size
         self.keys = torch.full((*shape, key_dim), torch.nan, dtype=dtype)
@@ -93,8 +96,15 @@ class Case:
         backend = self.backend(name, pool or self.pool())
         batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, CPU)
         q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]) for part in range(3))
-        o_THv = backend.run(backend.plan(batch), layer, q_THd, k_Td, v_Tv)
+        o_THv = backend.run(backend.plan(batch), layer, q_THd, k_Td, v_Tv, self.rotation(batch.position_ids_T))
         return list(o_THv.split([len(self.rows[i].tokens) for i in chosen]))
+
+    def rotate(self, interleaved: bool) -> None:
+        """Queries and keys are turned from here on, and stretched a little."""
+        self.rotary = Rotary(tuple(100.0 ** (-2 * i / self.key_dim) for i in range(self.key_dim // 2)), 1.25, interleaved)
+
+    def rotation(self, position_ids_T: torch.Tensor) -> Rotation | None:
+        return None if self.rotary is None else RotaryTable(self.rotary)(position_ids_T, self.inputs[0][0].dtype)
 
     def everyone(self) -> list[int]:
         return list(range(len(self.rows)))

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.backends.triton import kernels, write
-from model.backends.triton.backend import JOINED_AT_ONCE, sizes_of
+from model.backends.triton.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
 from model.backends.triton.configurations import TABLE
 from model.gpu import EXACT, products, rows, tiles
 
@@ -75,13 +75,16 @@ def compile_attention(architecture: int, line: int, window: int, stored: bool) -
     most_heads, columns, size, configuration = TABLE[line]
     num_d, num_r = LATENT.get(columns, (columns, 0))
     constants = sizes_of(min(most_heads, 128), num_d, num_r, num_d, configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
-    constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False, "KEY_DIM": columns, "VALUE_DIM": num_d}
-    constants |= {"BLOCK_KEY": triton.next_power_of_2(columns), "BLOCK_VALUE": num_d}
+    constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False}
+    constants |= write_sizes_of(min(most_heads, 128), columns, num_d) | {"INTERLEAVED": False}
     pointers = POINTERS | (FLOAT8 if stored else {})
-    for kernel in (kernels.attend,) if window else (kernels.attend, kernels.join, write.scatter):
+    made: list[tuple[Any, dict[str, Any]]] = [(kernels.attend, {}), (write.scatter, {"cosine_ptr": None, "sine_ptr": None})]
+    made += [] if num_r else [(write.scatter, {})]  # Latents come turned.
+    made += [] if window else [(kernels.join, {})]
+    for kernel, absent in made:
         options = {"num_warps": configuration.warps, "num_stages": configuration.stages} if kernel is kernels.attend else {}
-        found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, constants, options, pointers)
-        tell({"line": line, "window": window, "architecture": architecture} | found)
+        found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, constants | absent, options, pointers)
+        tell({"line": line, "turns": not absent, "window": window, "architecture": architecture} | found)
 
 
 def main() -> None:

@@ -67,6 +67,9 @@ def check(wanted: list[tuple[int, int, int]], cache: Path, stored: str = "") -> 
     found = compiled([":".join(map(str, numbers)) + stored for numbers in wanted], cache)
     attended = [made for made in found if made["kernel"] == "attend"]
     assert len(attended) == len(wanted) and {made["kernel"] for made in found} == KERNELS
+    written = [made for made in found if made["kernel"] == "scatter"]
+    # Each product is rounded before the sum, as torch does.
+    assert {made["turns"] for made in written} == {False, True} and not any(made["counts"]["fma.rn.f32"] for made in written)
     for made in attended:
         *_, size, configuration = TABLE[made["line"]]
         check_instruction(made, configuration.rows, size)

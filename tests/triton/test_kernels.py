@@ -4,9 +4,11 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from msgspec import structs
 
 from model.backends.triton.configurations import Configuration
+from model.layers import Rotation
 from tests.triton.cases import SMALL, Case
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -52,6 +54,37 @@ def test_ragged_batches_pages_windows_and_splits(seed: int) -> None:
         case.check(EXACT, layer)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("num_heads", "key_dim"), [family[1:3] for family in FAMILIES if family[3] is None])
+@torch.inference_mode()
+def test_what_positions_turn_is_turned_on_the_way(num_heads: int, key_dim: int, interleaved: bool) -> None:
+    """In float32 the keys that are stored are torch's, bit for bit."""
+    case = Case(num_heads, num_heads, key_dim, window=(None, 33)[interleaved], most=90)
+    case.rotate(interleaved)
+    case.check(EXACT, 2 if interleaved else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@torch.inference_mode()
+def test_what_is_turned_is_rounded_once(dtype: torch.dtype) -> None:
+    """As if the reference were handed what torch turns in float32."""
+    cases = [Case(1, 20, 64, dtype=dtype) for _ in range(2)]
+    cases[0].rotate(interleaved=False)
+    for i, (row, (q_nHd, k_nd, v_nv)) in enumerate(zip(cases[0].rows, cases[0].inputs, strict=True)):
+        rotation = cases[0].rotation(torch.arange(row.start, row.start + len(row.tokens)))
+        assert rotation is not None and rotation.cosine_Tr.dtype is dtype
+        exact = Rotation(rotation.cosine_Tr.float(), rotation.sine_Tr.float(), rotation.interleaved)
+        cases[1].inputs[i] = *(x.to(dtype) for x in exact.both(q_nHd.float(), k_nd.float())), v_nv
+    pools = [case.pool() for case in cases]
+    outputs = [torch.cat(case.run(case.everyone(), pool=pool)) for case, pool in zip(cases, pools, strict=True)]
+    turned, expected = (pool.keys_LPSd.float().nan_to_num() for pool in pools)
+    if dtype is torch.float16:
+        assert torch.equal(turned, expected) and torch.equal(*outputs)
+    else:
+        # The interpreter cuts off.
+        assert ((turned - expected).abs() <= 2.0**-7 * expected.abs()).all() and not torch.equal(turned, torch.zeros_like(turned))
+
+
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @torch.inference_mode()
 def test_blocks_that_are_pages(page_size: int) -> None:
@@ -64,6 +97,8 @@ def test_blocks_that_are_pages(page_size: int) -> None:
 def test_the_same_bits_alone_in_company_and_in_pieces(seed: int) -> None:
     window = (None, 20)[seed % 2]
     case = Case(seed, (3, 16, 7)[seed % 3], 32, (None, 16)[seed // 2 % 2], window=window, most=200)
+    if not case.value_in_key:
+        case.rotate(interleaved=seed == 1)
     layer = 1 if window else 0
     everyone = case.everyone()
     together = case.run(everyone, layer)
@@ -106,30 +141,37 @@ def test_a_nan_stays_one_and_stays_where_it_is(part: int) -> None:
     assert all(torch.equal(before[i], after[i]) for i in everyone if i != 1)
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @torch.inference_mode()
-def test_padding_computes_and_writes_nothing() -> None:
+def test_padding_computes_and_writes_nothing(rotated: bool) -> None:
     case = Case(5, 4, 32)
+    if rotated:
+        case.rotate(interleaved=False)
     pool = case.pool()
     backend = case.backend("triton", pool)
     from model.batch import build_batch
     from model.step import StepPlan
 
-    plan = backend.plan(build_batch(StepPlan(tuple(case.rows)), case.layout, torch.device("cpu")))
+    batch = build_batch(StepPlan(tuple(case.rows)), case.layout, torch.device("cpu"))
+    plan = backend.plan(batch)
     plan[0].tiles[:, 3] = 0
     plan[0].slots[:] = -1
     q_THd, k_Td, v_Tv = (torch.cat([inputs[part] for inputs in case.inputs]) for part in range(3))
     before = pool.keys_LPSd.clone(), pool.values_LPSv.clone()
     backend._partial.fill_(7.0)
-    backend.run(plan, 0, q_THd, k_Td, v_Tv)
+    backend.run(plan, 0, q_THd, k_Td, v_Tv, case.rotation(batch.position_ids_T))
     assert torch.equal(before[0].nan_to_num(9.0), pool.keys_LPSd.nan_to_num(9.0))
     assert torch.equal(before[1].nan_to_num(9.0), pool.values_LPSv.nan_to_num(9.0))
     assert (backend._partial == 7.0).all()
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @torch.inference_mode()
-def test_queries_keys_and_values_as_the_projection_lays_them_out() -> None:
+def test_queries_keys_and_values_as_the_projection_lays_them_out(rotated: bool) -> None:
     """Columns of one matrix, read where they lie."""
     case = Case(2, 4, 32)
+    if rotated:
+        case.rotate(interleaved=False)
     apart = case.run(case.everyone())
     for i, (q_nHd, k_nd, v_nv) in enumerate(case.inputs):
         qkv_nE = torch.cat([q_nHd.flatten(1), k_nd, v_nv], dim=1)
@@ -145,9 +187,9 @@ def test_short_splits_are_several() -> None:
 
 
 @pytest.mark.parametrize(("seed", "window"), [(0, None), (1, 20), (2, 70), (4, None)])
-@pytest.mark.parametrize("num_rows", [5, 8])
+@pytest.mark.parametrize(("num_rows", "rotated"), [(5, False), (8, False), (8, True)])
 @torch.inference_mode()
-def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: int | None, num_rows: int) -> None:
+def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: int | None, num_rows: int, rotated: bool) -> None:
     """As a captured step has them: filled up with rows that are nobody's, and with room for longer contexts."""
     from model.batch import build_batch
     from model.step import StepPlan
@@ -157,6 +199,10 @@ def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: i
     case.inputs = [tuple(x[:1] for x in inputs) for inputs in case.inputs]
     batch = build_batch(StepPlan(tuple(case.rows)), case.layout, torch.device("cpu"))
     nobody = num_rows - len(case.rows)
+    rotation = None
+    if rotated:
+        case.rotate(interleaved=False)
+        rotation = case.rotation(F.pad(batch.position_ids_T, (0, nobody)))
     q_THd, k_Td, v_Tv = (
         torch.cat(
             [*(inputs[part] for inputs in case.inputs), torch.full_like(case.inputs[0][part], torch.nan).repeat_interleave(nobody, 0)]
@@ -169,7 +215,7 @@ def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: i
         backend = case.backend("triton", pools[1])
         words, shape = backend.pack(batch, num_rows)
         plan = backend.unpack(torch.from_numpy(words), shape)
-        o_THv = backend.run(plan, layer, q_THd, k_Td, v_Tv)
+        o_THv = backend.run(plan, layer, q_THd, k_Td, v_Tv, rotation)
         assert torch.equal(o_THv[: len(case.rows)], expected)
         assert torch.equal(pools[0].keys_LPSd.nan_to_num(), pools[1].keys_LPSd.nan_to_num())
         assert torch.equal(pools[0].values_LPSv.nan_to_num(), pools[1].values_LPSv.nan_to_num())

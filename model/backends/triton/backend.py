@@ -21,12 +21,15 @@ from model.backends.triton.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Num
 from model.backends.triton.write import scatter
 from model.batch import Batch
 from model.gpu import EXACT
+from model.layers import Rotation
 from model.transfer import upload
 
 SCRATCH_BYTES = 64 * 2**20
 """For the parts of split sequences' outputs; more only where one sequence could need it. A step that needs more goes in waves."""
 JOINED_AT_ONCE = 16
 """Splits whose parts are summed at once."""
+TURNED_AT_ONCE = 2048
+"""Columns of a token's queries that one program turns."""
 LEAST_BLOCK = 16
 """The least size that a tensor core's instruction takes."""
 JOIN_SIZES = ("HEADS", "NUM_V", "BLOCK_V", "BLOCK_M", "SPANS", "TILES")
@@ -44,7 +47,9 @@ class GroupPlan:
 
 
 class TritonBackend:
-    """Three launches for each layer: keys and values to their slots, attention, and where there are splits, the joining of their parts."""
+    """Three launches for each layer: rotation, and keys and values to their slots; attention; where there are splits, the joining of their
+    parts.
+    """
 
     name = "triton"
 
@@ -52,7 +57,7 @@ class TritonBackend:
         self.pool, self.num_heads, self.configuration = pool, num_heads, configuration
         self._factor = scale / math.log(2)
         key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-        self._dims = key_dim, value_dim
+        self._value_dim = value_dim
         first_columns = value_dim if pool.value_in_key else key_dim
         device = pool.keys_LPSd.device
         self._sizes = sizes_of(num_heads, first_columns, key_dim - first_columns, value_dim, configuration)
@@ -61,6 +66,7 @@ class TritonBackend:
         # The interpreter multiplies bfloat16's bit patterns as if they were integers.
         self._sizes["UPCAST"] = device.type == "cpu" and pool.compute_dtype == torch.bfloat16
         self._sizes |= {"num_warps": configuration.warps, "num_stages": configuration.stages, **EXACT}
+        self._write_sizes = write_sizes_of(num_heads, key_dim, value_dim) | {"VALUE_IN_KEY": pool.value_in_key} | EXACT
         part_bytes = configuration.rows * value_dim * 4
         longest = pages_for(pool.num_pages * pool.page_size, configuration.split) + 1
         self.capacity = max(SCRATCH_BYTES // part_bytes, longest)
@@ -98,21 +104,14 @@ class TritonBackend:
         layout = self.pool.layout
         return [shape.of(group, layout.page_size, self.num_heads, self.configuration) for group in layout.groups]
 
-    def run(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> Tensor:
+    def run(
+        self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
+    ) -> Tensor:
         place = self.pool.layout.places[layer]
         group, layer_group = plan[place.group], self.pool.layout.groups[place.group]
-        key_dim, value_dim = self._dims
-        if q_THd.stride()[1:] != (key_dim, 1):
-            q_THd = q_THd.contiguous()
-        if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
-            k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
         keys, values = self.pool.layer(layer)
-        slots = group.slots[place.stack]
-        scatter[(len(slots),)](
-            k_Td, v_Tv, keys, values, slots, k_Td.stride(0), v_Tv.stride(0),
-            key_dim, value_dim, _block(key_dim), _block(value_dim), self.pool.value_in_key, num_warps=1,
-        )  # fmt: skip
-        o_THv = q_THd.new_empty(len(q_THd), self.num_heads, value_dim)
+        q_THd = self._store(keys, values, group.slots[place.stack], q_THd, k_Td, v_Tv, rotation)
+        o_THv = q_THd.new_empty(len(q_THd), self.num_heads, self._value_dim)
         for wave in group.waves:
             attend[(wave.num_tiles, wave.most_splits)](
                 q_THd, keys, values, o_THv, group.spans, group.tiles, group.tables, self._partial, self._peaks, self._sums,
@@ -125,6 +124,26 @@ class TritonBackend:
                     BLOCK_C=JOINED_AT_ONCE, **self._join_sizes,
                 )  # fmt: skip
         return o_THv
+
+    def _store(
+        self, keys: Tensor, values: Tensor, slots: Tensor, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None
+    ) -> Tensor:
+        """-> q_THd, turned as the keys are; rows of padding are whatever lay there."""
+        key_dim = q_THd.shape[-1]
+        if q_THd.stride()[1:] != (key_dim, 1):
+            q_THd = q_THd.contiguous()
+        if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
+            k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
+        turned_THd, cosine_Tr, sine_Tr, programs, warps = q_THd, None, None, 1, 1
+        if rotation is not None:
+            assert 2 * rotation.cosine_Tr.shape[1] == key_dim
+            turned_THd, cosine_Tr, sine_Tr = q_THd.new_empty(q_THd.shape), rotation.cosine_Tr, rotation.sine_Tr
+            programs, warps = 1 + -(-self.num_heads // self._write_sizes["BLOCK_HEADS"]), 4
+        scatter[(len(slots), programs)](
+            q_THd, k_Td, v_Tv, cosine_Tr, sine_Tr, turned_THd, keys, values, slots, q_THd.stride(0), k_Td.stride(0), v_Tv.stride(0),
+            INTERLEAVED=rotation is not None and rotation.interleaved, num_warps=warps, **self._write_sizes,
+        )  # fmt: skip
+        return turned_THd
 
 
 def sizes_of(num_heads: int, first_columns: int, tail_columns: int, value_dim: int, configuration: Configuration) -> dict[str, Any]:
@@ -143,6 +162,13 @@ def sizes_of(num_heads: int, first_columns: int, tail_columns: int, value_dim: i
         "SPANS": SPAN_FIELDS,
         "TILES": TILE_FIELDS,
     }
+
+
+def write_sizes_of(num_heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:
+    """What the kernel that stores is compiled for."""
+    block_key = _block(key_dim)
+    sizes = {"HEADS": num_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "BLOCK_KEY": block_key, "BLOCK_VALUE": _block(value_dim)}
+    return sizes | {"BLOCK_HEADS": min(_block(num_heads), max(1, TURNED_AT_ONCE // block_key))}
 
 
 def _block(num: int) -> int:

@@ -1,7 +1,10 @@
-"""The kernel that stores the keys and values of a step's tokens in their slots, both in one launch.
+"""The kernel that stores a step's keys and values in their slots, and on the way turns keys and queries by their positions: one launch.
 
-Where slots are float8 what is beyond its range becomes its largest number, and what is not finite its NaN (cache/pool.py).
-Invariant: it writes to the slots it is given and nowhere else; slot -1 is padding and writes nothing. It knows nothing of sequences.
+A key is stored turned, queries go turned to a matrix of their own: computed in float32, as model/layers.Rotation says, and rounded once.
+Where slots are float8 what is beyond its range becomes its largest number, and what is not finite its NaN (cache/pool.py). Invariant: it
+writes to the slots it is given and nowhere else in the pool; slot -1 is padding, and its token is left out. It knows nothing of sequences.
+
+Shape letters: H heads of a program, P pairs of a head's columns.
 """
 
 import triton
@@ -18,19 +21,61 @@ def _stored(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scatter(
-    k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, k_stride, v_stride,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
+def _put(pointers, x, there):
+    """Whatever is written, in the type of what it is written to."""
+    tl.store(pointers, _stored(x, pointers.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _copy(x_ptr, y_ptr, NUM: tl.constexpr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    _put(y_ptr + cols, tl.load(x_ptr + cols, mask=cols < NUM), cols < NUM)
+
+
+@triton.jit
+def _turn(
+    x_ptr, y_ptr, cosine_ptr, sine_ptr, head_H,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Program t: token t's key, and its value unless that is the key's beginning."""
-    token = tl.program_id(0).to(tl.int64)
+    """Some heads of a token. Pairs that came interleaved leave as halves."""
+    PAIRS: tl.constexpr = KEY_DIM // 2
+    pair_P = tl.arange(0, BLOCK_KEY // 2)
+    cosine_1P = tl.load(cosine_ptr + pair_P, mask=pair_P < PAIRS).to(tl.float32)[None, :]
+    sine_1P = tl.load(sine_ptr + pair_P, mask=pair_P < PAIRS).to(tl.float32)[None, :]
+    there_HP = (head_H < HEADS)[:, None] & (pair_P < PAIRS)[None, :]
+    x_ptrs = x_ptr + head_H[:, None] * KEY_DIM + (pair_P * (2 if INTERLEAVED else 1))[None, :]
+    a_HP = tl.load(x_ptrs, mask=there_HP).to(tl.float32)
+    b_HP = tl.load(x_ptrs + (1 if INTERLEAVED else PAIRS), mask=there_HP).to(tl.float32)
+    y_ptrs = y_ptr + head_H[:, None] * KEY_DIM + pair_P[None, :]
+    _put(y_ptrs, a_HP * cosine_1P - b_HP * sine_1P, there_HP)
+    _put(y_ptrs + PAIRS, b_HP * cosine_1P + a_HP * sine_1P, there_HP)
+
+
+@triton.jit
+def scatter(
+    q_ptr, k_ptr, v_ptr, cosine_ptr, sine_ptr, turned_ptr, keys_ptr, values_ptr, slots_ptr, q_stride, k_stride, v_stride,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Program (t, 0): token t's key, and its value unless that is the key's beginning. Where there are cosines, (t, 1 + i): block i of its
+    query heads.
+    """
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot < 0:
         return
-    cols = tl.arange(0, BLOCK_KEY)
-    key = tl.load(k_ptr + token * k_stride + cols, mask=cols < KEY_DIM)
-    tl.store(keys_ptr + slot * KEY_DIM + cols, _stored(key, keys_ptr.dtype.element_ty), mask=cols < KEY_DIM)
-    if not VALUE_IN_KEY:
-        cols = tl.arange(0, BLOCK_VALUE)
-        value = tl.load(v_ptr + token * v_stride + cols, mask=cols < VALUE_DIM)
-        tl.store(values_ptr + slot * VALUE_DIM + cols, _stored(value, values_ptr.dtype.element_ty), mask=cols < VALUE_DIM)
+    if cosine_ptr is not None:
+        cosine_ptr += token * (KEY_DIM // 2)
+        sine_ptr += token * (KEY_DIM // 2)
+    if part == 0:
+        key_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + slot * KEY_DIM
+        if cosine_ptr is None:
+            _copy(key_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
+        else:
+            _turn(key_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+        if not VALUE_IN_KEY:
+            _copy(v_ptr + token * v_stride, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
+    elif cosine_ptr is not None:
+        query_ptr, to_ptr = q_ptr + token * q_stride, turned_ptr + token * (HEADS * KEY_DIM)
+        head_H = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        _turn(query_ptr, to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)
