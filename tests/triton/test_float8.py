@@ -136,5 +136,8 @@ def test_a_conversion_is_torchs_number_by_number() -> None:
     sizes = torch.exp2(torch.randint(-14, 10, (4, 1024), generator=generator).float())
     x_Td = torch.randn(4, 1024, generator=generator) * sizes
     keys, slots = torch.zeros(1, 4, 1024, dtype=torch.float8_e4m3fn), torch.arange(4, dtype=torch.int32)
-    scatter[(4,)](x_Td, x_Td, keys, keys, slots, 1024, 1024, 1024, 1024, 1024, 1024, True, num_warps=1)
+    scatter[(4, 1)](
+        x_Td, x_Td, x_Td, None, None, x_Td, keys, keys, slots, 1024, 1024, 1024,
+        HEADS=1, BLOCK_HEADS=1, KEY_DIM=1024, VALUE_DIM=1024, BLOCK_KEY=1024, BLOCK_VALUE=1024, VALUE_IN_KEY=True, INTERLEAVED=False,
+    )  # fmt: skip
     assert torch.equal(keys[0].view(torch.uint8), in_float8(x_Td).view(torch.uint8))
