@@ -23,12 +23,14 @@ from typing import Any
 from rich.progress import Progress
 
 from bench.conditions import Case, Engine, Outcome, Trace, alone, compare, make_cases, passes, torch_threads
-from bench.live import ANSWER_SECONDS, Answer, Ask, Server, exchange, http_request, receive
+from bench.live import Answer, Ask, Server, exchange, http_request, receive
 from bench.report import Check, Found, conclude, progress, show
 from server.config import EngineSettings
 from server.offline import OfflineSettings, info_of, load_engine
 
 QUANTIZATIONS = "none", "int8"
+PATIENCE = 900.0
+"""Seconds for an answer: all requests are sent at once, and a large model computes their prompts again after every kill."""
 KILL_AT = 0.15, 0.45, 0.75
 """Shares of all tokens that have come when the engine is killed."""
 PAGE_SIZE = 16
@@ -45,7 +47,7 @@ def body_of(case: Case) -> Found:
     """The case as /v1/completions takes it: what is scored is echoed."""
     sampling = {name: value for name, value in asdict(case.sampling).items() if value not in (None, (), [], {}) and name != "choice"}
     wanted = {"prompt": case.prompt, "max_tokens": case.tokens, "ignore_eos": True, "return_token_ids": True, "stream": True}
-    return wanted | sampling | {"logprobs": case.num_top, "echo": case.scored, "timeout_s": ANSWER_SECONDS}
+    return wanted | sampling | {"logprobs": case.num_top, "echo": case.scored, "timeout_s": PATIENCE}
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +84,7 @@ def without_tops(trace: Trace, scored: bool) -> list[tuple[Any, ...]]:
 async def stream(port: int, case: Case, on_token: Any) -> Numbers:
     answer = Numbers(Ask("openai", case.prompt, case.tokens))
     try:
-        async with asyncio.timeout(ANSWER_SECONDS), exchange(port, http_request("POST", "/v1/completions", body_of(case))) as reply:
+        async with asyncio.timeout(PATIENCE), exchange(port, http_request("POST", "/v1/completions", body_of(case))) as reply:
             await receive(reply, answer, on_token)
     except (OSError, EOFError, ValueError, KeyError, TimeoutError) as error:
         answer.failure = answer.failure or f"{type(error).__name__}: {error}"
