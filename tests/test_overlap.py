@@ -1,5 +1,6 @@
 """Steps that are launched before the tokens of the one before them are known: every request must end as it would have without."""
 
+import weakref
 from collections import Counter
 
 import pytest
@@ -245,3 +246,32 @@ def test_those_who_must_wait_are_computed_together_and_not_by_turns() -> None:
     outputs_of(core)
     together = [len(plan.rows) for plan in runner.plans]
     assert len(together) < 20 + 6 and together[4:20] == [6] * 16
+
+
+@pytest.mark.parametrize("launches", [False, True])
+def test_what_a_step_had_made_is_gone_before_its_parts_are_computed(launches: bool) -> None:
+    class Tensors:
+        pass
+
+    made: list[weakref.ref[Tensors]] = []
+
+    def begin(plan: StepPlan) -> None:
+        assert all(reference() is None for reference in made), "the step that did not fit is still there"
+        if sum(len(row.tokens) for row in plan.rows) > 2:
+            tensors = Tensors()
+            made.append(weakref.ref(tensors))
+            raise MemoryError("a test's")
+
+    def run(plan: StepPlan) -> StepResult:
+        begin(plan)
+        return model.run(plan)
+
+    model = HashModel(one_group(4))
+    scheduler = Scheduler(Limits(64, one_group(4), 200, 8, 32))
+    core = EngineCore(scheduler, DelayedRunner(run, model.run, begin))
+    if not launches:
+        core.runner = model
+        model.run, run_whole = lambda plan: begin(plan) or run_whole(plan), model.run  # type: ignore[method-assign, func-returns-value]
+    for id in range(3):
+        scheduler.submit(id, [1, 2, 3, 4, 5], 6, Sampling(seed=id))
+    assert all(len(output) == 6 for output in outputs_of(core).values()) and made
