@@ -167,13 +167,18 @@ class History:
         assert not order or min(order)[1] in model.last_rows, "the first in order did not advance"
         if scheduler.running and scheduler.waiting and not self.priorities:
             assert max(scheduler.running) < min(scheduler.waiting), "arrival order is lost"
+        self.take(news)
+
+    def take(self, news: list[Advance | PromptScored]) -> None:
+        """What a step brought, and that nothing is out of order behind it."""
+        scheduler = self.scheduler
         for sequence in scheduler.take_started():
             assert sequence.id not in self.started, "started twice"
             self.started.add(sequence.id)
         for event in news:
             self.hear(event)
         assert scheduler.integrity() == []
-        assert scheduler.allocator.num_available + scheduler.allocator.num_owned == limits.num_pages
+        assert scheduler.allocator.num_available + scheduler.allocator.num_owned == self.limits.num_pages
         for sequence in scheduler.running.values():
             self.check_windows(sequence)
 
