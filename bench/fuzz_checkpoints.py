@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -245,7 +246,7 @@ def _distance(folder: Path, runner: Any, spec: Any) -> float | str:
     states = []
     decode = runner.decoder.forward
     runner.decoder.forward = lambda *given: states.append(decode(*given)) or states[-1]
-    runner.run(StepPlan((Row(0, ids, 0, [list(range(40))] * len(runner.pool.layout.groups), None),)))
+    runner.run(StepPlan((Row(0, ids, 0, [array("q", range(40))] * len(runner.pool.layout.groups), None),)))
     try:
         eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
         oracle = AutoModelForCausalLM.from_pretrained(folder, **eager, dtype=torch.float32)

@@ -14,7 +14,7 @@ DROPPED = -1
 """Stands where a page was that no later token will see."""
 
 GroupPages: TypeAlias = "array[int]"
-"""Page i of stack j of a group is at i * num_stacks + j. An array of 64-bit integers, which a kernel reads where it lies."""
+"""As model.step.Row.pages has them."""
 
 
 class PageTable:

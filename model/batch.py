@@ -50,11 +50,6 @@ class Batch:
     firsts: tuple[int, ...]
     """Index on T of each row's first token."""
 
-    def on(self, device: torch.device) -> "Batch":
-        """The same on this device."""
-        ids_T, positions_T, sampled_S = (upload(x, device) for x in (self.token_ids_T, self.position_ids_T, self.sampled_S))
-        return Batch(self.rows, self.layout, ids_T, positions_T, sampled_S, self.firsts)
-
     def groups(self) -> tuple[GroupBatch, ...]:
         """The same, spelt out slot by slot and page by page, for backends that are made of a tensor's operations."""
         return tuple(self._group(number, group) for number, group in enumerate(self.layout.groups))
@@ -86,9 +81,8 @@ def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Ba
             positions.extend(range(row.start, row.start + len(tokens)))
         if row.sample is not None:
             sampled.extend(range(len(token_ids) - 1 - row.drafts, len(token_ids)))
-    ids_T, positions_T, sampled_S = (torch.tensor(x, dtype=torch.long) for x in (token_ids, positions, sampled))
-    batch = Batch(plan.rows, layout, ids_T, positions_T, sampled_S, tuple(firsts))
-    return batch if device.type == "cpu" else batch.on(device)
+    ids_T, positions_T, sampled_S = (upload(x, device, torch.long) for x in (token_ids, positions, sampled))
+    return Batch(plan.rows, layout, ids_T, positions_T, sampled_S, tuple(firsts))
 
 
 def _span(row: Row, first: int, number: int, group: LayerGroup, page_size: int) -> RowSpan:

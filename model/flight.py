@@ -26,7 +26,8 @@ class StepFlight:
 
     def __init__(self, rows: Sequence[Row], firsts: Sequence[int]) -> None:
         self.rows, self.firsts = rows, firsts
-        self.samples = [row.samples for row in rows]
+        # Of nearly all rows one, and then to ask each row would take as long as to launch them all.
+        self.samples = [row.samples if row.drafts or row.sample is None else [row.sample] for row in rows]
         self.draws: Draws | None = None
         """One for each place of each row, in their order."""
         self.scores: list[tuple[list[int], Scores]] = []
@@ -50,10 +51,11 @@ class StepFlight:
             for index, score in zip(indices, scores.read(), strict=True):
                 scored.setdefault(index, []).append(score)
         finite_T = self.finite_T.tolist()
-        for i, (row, first) in enumerate(zip(self.rows, self.firsts, strict=True)):
-            if not all(finite_T[first : first + len(row.tokens)]):
-                drawn[i] = NOT_FINITE_STATES
-                accepted.pop(i, None)
+        if not all(finite_T):
+            for i, (row, first) in enumerate(zip(self.rows, self.firsts, strict=True)):
+                if not all(finite_T[first : first + len(row.tokens)]):
+                    drawn[i] = NOT_FINITE_STATES
+                    accepted.pop(i, None)
         return StepResult(tuple(drawn), scored, accepted)
 
     def _drawn(self) -> tuple[list[Drawn | NotDrawn | None], dict[int, list[Drawn]]]:
@@ -62,7 +64,9 @@ class StepFlight:
         drawn: list[Drawn | NotDrawn | None] = [None] * len(self.rows)
         accepted: dict[int, list[Drawn]] = {}
         for i, (row, places) in enumerate(zip(self.rows, self.samples, strict=True)):
-            if places:
+            if len(places) == 1:
+                drawn[i] = next(draws)
+            elif places:
                 come_true, drawn[i] = row.settle([next(draws) for _ in places])
                 if come_true:
                     accepted[i] = come_true

@@ -9,7 +9,7 @@ Shape letters: B rows of a captured step, S rows of a step, D hidden size, V voc
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.backends import Backend
-from model.batch import Batch
 from model.decoder import Decoder
 from model.step import UNSEEN, Row
 from model.streams import Stream
@@ -40,7 +39,7 @@ Numbers = NDArray[np.int32]
 class ListedBackend(Backend, Protocol):
     """A Backend whose plan is made of numbers on the device, so that a captured step can find others there."""
 
-    def pack(self, batch: Batch, num_rows: int) -> tuple[Numbers, Hashable] | None:
+    def pack(self, rows: Sequence[Row], num_rows: int) -> tuple[Numbers, Hashable] | None:
         """The numbers of a step of single tokens, filled up to `num_rows` rows, and what besides them its launches depend on. None where
         it is too long for one wave, or mostly padding.
         """
@@ -61,10 +60,10 @@ class StepGraphs:
         self._finite_B = torch.zeros(most_rows, dtype=torch.bool, device=drawn_S.device)
         self._replays: dict[Hashable, Callable[[], None]] = {}
 
-    def capture(self, batches: Iterator[Batch]) -> None:
-        """Captures the steps that these are examples of, each in every size that it fits in. The largest come first: others find memory
-        there that they need."""
-        packed = [found for batch in batches for size in self.sizes if size >= len(batch.rows) if (found := self._pack(batch, size))]
+    def capture(self, steps: Iterable[Sequence[Row]]) -> None:
+        """Captures the steps that these rows are examples of, each in every size that it fits in. The largest come first: others find
+        memory there that they need."""
+        packed = [found for rows in steps for size in self.sizes if size >= len(rows) if (found := self._pack(rows, size))]
         packed.sort(key=lambda found: -len(found[0]))
         if packed:
             self._words = torch.zeros(len(packed[0][0]), dtype=torch.int32, device=self._drawn_S.device)
@@ -83,14 +82,14 @@ class StepGraphs:
     def num_captured(self) -> int:
         return len(self._replays)
 
-    def _pack(self, batch: Batch, size: int, sources: Sequence[int] = ()) -> tuple[Numbers, int, Hashable] | None:
-        packed = self._backend.pack(batch, size)
+    def _pack(self, rows: Sequence[Row], size: int, sources: Sequence[int] = ()) -> tuple[Numbers, int, Hashable] | None:
+        packed = self._backend.pack(rows, size)
         if packed is None:
             return None
         lists, shape = packed
         fields = np.zeros((FIELDS, -(-size // ALIGNMENT) * ALIGNMENT), np.int32)
         fields[2] = UNSEEN
-        for line, numbers in zip(fields, ([row.tokens[0] for row in batch.rows], [row.start for row in batch.rows], sources), strict=True):
+        for line, numbers in zip(fields, ([row.tokens[0] for row in rows], [row.start for row in rows], sources), strict=True):
             line[: len(numbers)] = numbers
         return np.concatenate([fields.ravel(), lists]), size, shape
 
@@ -108,15 +107,15 @@ class StepGraphs:
         self._logits_BV[:size].copy_(logits_BV)
         self._finite_B[:size].copy_(x_BD.isfinite().all(dim=-1))
 
-    def find(self, batch: Batch, sources: Sequence[int]) -> "Callable[[], tuple[Tensor, Tensor]] | None":
+    def find(self, rows: Sequence[Row], sources: Sequence[int]) -> "Callable[[], tuple[Tensor, Tensor]] | None":
         """What replays this step and gives its logits_SV and finite_S, which the next replay overwrites; None where no captured one fits.
         `sources` says for each row whose token is UNSEEN where it is among the tokens drawn last, and -1 for others.
         """
-        rows = batch.rows
-        if not all(map(_is_single, rows)) or len(rows) > self.sizes[-1]:
+        others = [row for row in rows if len(row.tokens) != 1 or row.sample is None or row.scoring is not None]
+        if others or len(rows) > self.sizes[-1]:
             return None
         size = next(size for size in self.sizes if size >= len(rows))
-        packed = self._pack(batch, size, sources)
+        packed = self._pack(rows, size, sources)
         if packed is None or packed[1:] not in self._replays:
             return None
         words = upload(torch.from_numpy(packed[0]), self._words.device)
@@ -126,7 +125,3 @@ class StepGraphs:
         self._words[: len(words)].copy_(words)
         replay()
         return self._logits_BV[:num_rows], self._finite_B[:num_rows]
-
-
-def _is_single(row: Row) -> bool:
-    return len(row.tokens) == 1 and row.sample is not None and row.scoring is None

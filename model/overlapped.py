@@ -6,25 +6,24 @@ Invariant: between two calls it holds, of any sequence, that token and nothing e
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from cache.layout import pages_for
 from cache.pool import KVPool
 from model.backends import Backend
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
 from model.flight import StepFlight
 from model.graphs import ListedBackend, StepGraphs
-from model.runner import GREEDY, ModelRunner, RunnerOptions, lack_of_memory, memory_error
-from model.step import UNSEEN, Row, Sample, StepPlan, StepResult
+from model.runner import GREEDY, SORTING, ModelRunner, RunnerOptions, all_in_page_0, lack_of_memory, memory_error
+from model.step import UNSEEN, Row, Sample, Sampling, StepPlan, StepResult
 from model.streams import CudaStream, Stream
 from model.transfer import download, upload
 
 CONTEXT_STEP = 4
 """Captured steps are for contexts of a page, and of this many times as many keys each, up to the longest."""
-HOST = torch.device("cpu")
 
 
 class OverlappedRunner(ModelRunner):
@@ -49,6 +48,7 @@ class OverlappedRunner(ModelRunner):
         parts = runner.decoder, runner.pool, runner.backend, runner.device
         found = cls(*parts, CudaStream(), options.max_running, options.step_tokens)
         found.capture(options.max_context)
+        found.warm_up()
         return found
 
     def launch(self, plan: StepPlan) -> StepFlight:
@@ -63,20 +63,21 @@ class OverlappedRunner(ModelRunner):
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> StepFlight:
-        batch = build_batch(plan, self.pool.layout, HOST)
-        flight = StepFlight(plan.rows, batch.firsts)
-        sources = [self._place_of[row.sequence] if row.tokens[-1] == UNSEEN else -1 for row in plan.rows]
-        replay = None if self._graphs is None else self._graphs.find(batch, sources)
+        rows = plan.rows
+        sources = [self._place_of[row.sequence] if row.tokens[-1] == UNSEEN else -1 for row in rows]
+        replay = None if self._graphs is None else self._graphs.find(rows, sources)
         if replay is not None:
+            flight = StepFlight(rows, range(len(rows)))
             self._stream.enqueue(partial(self._compute_captured, plan, flight, replay))
         else:
-            batch = batch.on(self.device)
-            unseen = [place for place, source in enumerate(sources) if source >= 0]
-            places = upload([batch.firsts[i] + len(plan.rows[i].tokens) - 1 for i in unseen], self.device, torch.long)
+            batch = build_batch(plan, self.pool.layout, self.device)
+            flight = StepFlight(rows, batch.firsts)
+            unseen = [index for index, source in enumerate(sources) if source >= 0]
+            places = upload([batch.firsts[i] + len(rows[i].tokens) - 1 for i in unseen], self.device, torch.long)
             from_S = upload([sources[i] for i in unseen], self.device, torch.long)
-            work = partial(self._compute_seen, plan, flight, batch, self.backend.plan(batch), places, from_S)
-            self._stream.enqueue(work)
-        self._place_of = {row.sequence: place for row, place in zip(plan.rows, _places(flight), strict=True) if row.sample is not None}
+            self._stream.enqueue(partial(self._compute_seen, plan, flight, batch, self.backend.plan(batch), places, from_S))
+        places_of_rows = accumulate(map(len, flight.samples), initial=0)
+        self._place_of = {row.sequence: place for row, place in zip(rows, places_of_rows, strict=False) if row.sample is not None}
         flight.event = self._stream.mark()
         return flight
 
@@ -113,23 +114,20 @@ class OverlappedRunner(ModelRunner):
             self._graphs.capture(self._examples(max_context))
         return self._graphs.num_captured
 
-    def _examples(self, max_context: int) -> Iterator[Batch]:
+    def warm_up(self) -> None:
+        """Computes a step that draws in every way there are kernels for, so that they are compiled before anybody waits for them."""
+        pages = all_in_page_0(self.pool.layout, 2)
+        rows = (Row(number, [0, 0], 0, pages, Sample(sampling, (), ())) for number, sampling in enumerate((GREEDY, Sampling(), SORTING)))
+        self.run(StepPlan(tuple(rows)))
+
+    def _examples(self, max_context: int) -> Iterator[list[Row]]:
         """Steps of one row at the end of a context of each length, all of whose keys are page 0's."""
         layout = self.pool.layout
         num_keys = layout.page_size
         while True:
             num_keys = min(num_keys, max_context)
             # Read from where a table of a context's length has them: all are one page, as nothing here is anybody's.
-            pages = [[0] * (pages_for(num_keys, layout.page_size) * group.num_stacks) for group in layout.groups]
-            yield build_batch(StepPlan((Row(0, [0], num_keys - 1, pages, Sample(GREEDY, (), ())),)), layout, HOST)
+            yield [Row(0, [0], num_keys - 1, all_in_page_0(layout, num_keys), Sample(GREEDY, (), ()))]
             if num_keys == max_context:
                 return
             num_keys *= CONTEXT_STEP
-
-
-def _places(flight: StepFlight) -> Iterator[int]:
-    """Where the first draw of each row is among all."""
-    place = 0
-    for samples in flight.samples:
-        yield place
-        place += len(samples)

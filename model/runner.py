@@ -7,6 +7,7 @@ Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
 
 import os
+from array import array
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -225,9 +226,13 @@ def largest_step(layout: CacheLayout, step_tokens: int, max_running: int, max_co
         left -= counts[-1]
     rows = []
     for number, count in enumerate(counts):
-        pages = [[0] * (pages_for(count, layout.page_size) * group.num_stacks) for group in layout.groups]
-        rows.append(Row(number, [0] * count, 0, pages, sample if number < max_running else None))
+        rows.append(Row(number, [0] * count, 0, all_in_page_0(layout, count), sample if number < max_running else None))
     return StepPlan(tuple(rows))
+
+
+def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
+    """Pages of a row that is nobody's, of so many tokens."""
+    return [array("q", bytes(8 * pages_for(num_tokens, layout.page_size) * group.num_stacks)) for group in layout.groups]
 
 
 def lack_of_memory(error: RuntimeError) -> str:

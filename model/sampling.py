@@ -8,6 +8,7 @@ Shape letters: S rows that sample, F rows that need sorting, V vocabulary.
 import ctypes
 import logging
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from math import inf, isfinite
 
@@ -38,11 +39,16 @@ def exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.f
     return np.random.Generator(philox).standard_exponential(count)
 
 
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 def arrival_times(keys: Sequence[tuple[int, int, int]], count: int, device: torch.device) -> Tensor:
     """`count` exponentials for each (seed, choice, index). A GPU makes its own, other ones: a host would take longer for them than the GPU
     for the step.
     """
-    if device.type != "cpu" and find_spec("triton") is not None:
+    if _has_kernels(device):
         from model.gpu.noise import exponentials_SV
 
         return exponentials_SV(keys, count, device)
@@ -105,6 +111,11 @@ class _Part:
         if adjusted_SV is not logits_SV:
             largest_S, tokens_S = adjusted_SV.max(dim=-1)
         random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW]
+        if random and _has_kernels(logits_SV.device):
+            plain = [i for i in random if not samples[i].sampling.filters]
+            if plain:
+                tokens_S[_rows(plain, tokens_S)] = race(adjusted_SV, largest_S, plain, [samples[i] for i in plain])
+            random = [i for i in random if samples[i].sampling.filters]
         if random:
             rows = _rows(random, adjusted_SV)
             tokens_S[rows] = _draw_random(adjusted_SV[rows], [samples[i] for i in random])
@@ -115,8 +126,10 @@ class _Part:
         self._tops = _Tops(logits_SV, normaliser_S, [sample.num_top for sample in samples])
 
     def read(self) -> list[Drawn | NotDrawn]:
-        rows = zip(self._tokens_S.tolist(), *self._numbers_3S.tolist(), self._tops.read(), strict=True)
-        return [_outcome(*row) for row in rows]
+        tokens, (logprobs, normalisers, largest), tops = self._tokens_S.tolist(), self._numbers_3S.tolist(), self._tops.read()
+        if all(map(isfinite, normalisers)) and all(map(isfinite, largest)):
+            return list(map(Drawn, tokens, logprobs, tops))
+        return list(map(_outcome, tokens, logprobs, normalisers, largest, tops))
 
 
 def _rows(wanted: list[int], x_SV: Tensor) -> Tensor | slice:
@@ -135,7 +148,7 @@ def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     By our kernel where there is one: torch's sum of a row depends on how many rows there are.
     """
-    if logits_SV.device.type == "cuda" and find_spec("triton") is not None:
+    if _has_kernels(logits_SV.device):
         from model.gpu.launches import summary as by_triton
 
         return by_triton(logits_SV)
@@ -244,6 +257,18 @@ def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
     return length <= len(output) and list(output[len(output) - length :]) == list(word[:-1])
 
 
+def race(logits_SV: Tensor, largest_S: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
+    """What `_draw_random` does for rows that filter nothing, in one launch and without a copy of theirs."""
+    from model.gpu.noise import race_S
+
+    settings = [(s.sampling.temperature, s.sampling.min_p) for s in samples]
+    return race_S(logits_SV, largest_S, rows, _keys(samples), settings)
+
+
+def _keys(samples: Sequence[Sample]) -> list[tuple[int, int, int]]:
+    return [(s.sampling.seed, s.sampling.choice, s.index) for s in samples]
+
+
 def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Draws as races: token v arrives after an exponential time of rate p_v, and the first one is drawn (the Gumbel-max trick). -> tokens_S
 
@@ -264,8 +289,7 @@ def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
         rows = _rows(typical, probs_SV)
         probs_SV[rows] = _keep_typical(probs_SV[rows], [samples[i] for i in typical])
     probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
-    keys = [(s.sampling.seed, s.sampling.choice, s.index) for s in samples]
-    times_SV = arrival_times(keys, probs_SV.shape[-1], probs_SV.device)
+    times_SV = arrival_times(_keys(samples), probs_SV.shape[-1], probs_SV.device)
     # No time is 0: a token of probability 0 would win.
     return probs_SV.div_(times_SV.clamp_(min=SHORTEST)).argmax(dim=-1)
 

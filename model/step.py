@@ -2,9 +2,11 @@
 
 A Row says nothing of prefill or decode: it computes `tokens` at positions start, start + 1, ..., and where it reaches the end of
 what the sequence has, it samples one more. Tokens that are known already (a prompt's, or ones that a grammar leaves no choice about)
-can be scored on the way. What a step makes for every row is a msgspec Struct: a frozen dataclass takes ten times as long to make.
+can be scored on the way. What a step makes for every row is a msgspec Struct, and none that the collector of cycles looks at: a frozen
+dataclass takes ten times as long to make.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,13 +53,18 @@ class Sampling:
         return self.reads_output or bool(self.logit_bias) or bool(self.allowed_token_ids)
 
     @cached_property
+    def filters(self) -> bool:
+        """Whether it leaves tokens out for what the others' probabilities are, and not for their own share of the largest alone."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.typical_p < 1.0
+
+    @cached_property
     def reads_output(self) -> bool:
         """Whether a draw depends on which tokens were drawn before, by more than the model's logits."""
         penalised = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
         return penalised or bool(self.bad_words)
 
 
-class Sample(Struct, frozen=True):
+class Sample(Struct, frozen=True, gc=False):
     """A row that draws a token: how, after which tokens, and which ids may not come yet."""
 
     sampling: Sampling
@@ -87,14 +94,15 @@ class Scoring:
     num_top: int
 
 
-class Row(Struct, frozen=True):
+class Row(Struct, frozen=True, gc=False):
     """One sequence's part of a step: compute `tokens` from position `start` on, over the cache pages `pages`."""
 
     sequence: int
     tokens: Sequence[int]
     start: int
-    pages: Sequence[Sequence[int]]
-    """For each group of layers (cache.layout): page i of stack j is at i * num_stacks + j."""
+    pages: "Sequence[array[int]]"
+    """For each group of layers (cache.layout): page i of stack j is at i * num_stacks + j. As 64-bit integers, which kernels read where
+    they lie."""
     sample: Sample | None
     """None where the sequence has further tokens to compute before it can draw."""
     scoring: Scoring | None = None
@@ -128,7 +136,7 @@ class StepPlan:
     """Pages to zero before anything is computed: a failed row may have left NaN in them."""
 
 
-class Drawn(Struct, frozen=True):
+class Drawn(Struct, frozen=True, gc=False):
     """A drawn or scored token and its log-probability (nats) under the model's own distribution, before temperature and filters."""
 
     token: int
@@ -139,7 +147,7 @@ class Drawn(Struct, frozen=True):
     """Of a scored token: how many tokens are at least as likely, itself included."""
 
 
-class NotDrawn(Struct, frozen=True):
+class NotDrawn(Struct, frozen=True, gc=False):
     """A row that should have drawn a token and could not: its own failure, nobody else's.
 
     `refused`: what its request asks for cannot be had; else the engine failed it. `code`: a word for programs to read.

@@ -5,12 +5,15 @@ read when an event behind it has passed. On a CPU nothing needs to be waited for
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+Numbers: TypeAlias = Tensor | Sequence[float] | Sequence[tuple[float, ...]]
 
-def upload(values: Tensor | Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+
+def upload(values: Numbers, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """These numbers on the device. The host's copy may be changed at once: torch keeps pinned memory until it has been read."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

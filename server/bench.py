@@ -112,13 +112,16 @@ class Ask:
     prompt_tokens: int
     output_tokens: int
     timeout: float = 600.0
+    temperature: float = 0.0
+    """0 draws the likeliest tokens."""
 
     def body(self, rng: random.Random) -> bytes:
         """A request with a prompt of its own: a text that is longer than it need be, of which the server keeps the last tokens."""
         parameters = {
             "max_new_tokens": self.output_tokens,
             "truncate": self.prompt_tokens,
-            "do_sample": False,
+            "do_sample": self.temperature > 0,
+            "temperature": self.temperature or None,
             "ignore_eos": True,
             "details": True,
         }

@@ -109,7 +109,7 @@ class ClosedLoop:
     def __init__(self, core: "EngineCore", output_tokens: int, on_end: Callable[[], None]) -> None:
         self._core = core
         self._stopwatch = stopwatch_for(core.runner)
-        self._output_tokens = output_tokens
+        self._output_tokens, self._temperature = output_tokens, 0.0
         self._on_end = on_end
         self._outcomes: list[Outcome] = []
         self._began = 0.0
@@ -140,7 +140,7 @@ class ClosedLoop:
         outcome = self._outcomes[number]
         outcome.intended = outcome.sent = self._clock()
         outcome.input_length = len(prompt)
-        self._core.scheduler.submit(number, prompt, self._output_tokens, Sampling(temperature=0.0))
+        self._core.scheduler.submit(number, prompt, self._output_tokens, Sampling(temperature=self._temperature, seed=number))
 
     def _step(self, steps: Steps) -> int:
         """One step of the engine; how many requests it ended."""

@@ -78,4 +78,4 @@ class DelayedRunner:
 
 def _copy(row: Row) -> Row:
     sample = None if row.sample is None else replace(row.sample, output=list(row.sample.output))
-    return replace(row, tokens=list(row.tokens), pages=[list(pages) for pages in row.pages], sample=sample)
+    return replace(row, tokens=list(row.tokens), pages=[pages[:] for pages in row.pages], sample=sample)

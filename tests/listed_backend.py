@@ -4,6 +4,7 @@ Every operation of a listed step is one on whole tensors, so that it can be reco
 nobody else may have.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from cache.pool import KVPool
 from model.backends.reference import ReferenceBackend
 from model.backends.triton.configurations import Configuration
-from model.backends.triton.plan import GroupLists, Shape, filled, plan_group, shape_of
+from model.backends.triton.plan import GroupLists, Shape, filled_up, padding_of, plan_groups, shape_of
 from model.batch import Batch
 from model.layers import Rotation
+from model.step import Row
 
 CONFIGURATION = Configuration(16, 16, 32, 1, 1)
 
@@ -33,22 +35,17 @@ class ListedReference:
         return self.reference.plan(batch)
 
     def _padding(self, shape: Shape) -> list[GroupLists]:
-        return [shape.of(group, self.pool.page_size, self.num_heads, CONFIGURATION) for group in self.pool.layout.groups]
+        return [padding_of(shape, group, self.pool.page_size, self.num_heads, CONFIGURATION) for group in self.pool.layout.groups]
 
-    def pack(self, batch: Batch, num_rows: int) -> Any:
-        groups = range(len(batch.layout.groups))
-        lists = [
-            plan_group(batch.rows, batch.firsts, batch.layout, number, self.num_heads, CONFIGURATION, self.capacity) for number in groups
-        ]
-        shape = shape_of(batch.rows, num_rows, self.pool.page_size)
+    def pack(self, rows: Sequence[Row], num_rows: int) -> Any:
+        lists = plan_groups(rows, range(len(rows)), self.pool.layout, self.num_heads, CONFIGURATION, self.capacity)
+        shape = shape_of(rows, num_rows, self.pool.page_size)
         if shape is None or any(len(group.waves) > 1 for group in lists):
             return None
-        whole = [filled(group, into) for group, into in zip(lists, self._padding(shape), strict=True)]
-        parts = [part for group in whole for part in (group.spans, group.tiles, group.tables, group.slots)]
-        return torch.cat([torch.from_numpy(part).ravel() for part in parts]).numpy(), shape
+        return filled_up(lists, self._padding(shape)), shape
 
     def unpack(self, words: Tensor, shape: Shape) -> Any:
-        parts = [part for group in self._padding(shape) for part in (group.spans, group.tiles, group.tables, group.slots)]
+        parts = [part for group in self._padding(shape) for part in group.parts]
         tensors = [x.view(part.shape) for x, part in zip(words.split([part.size for part in parts]), parts, strict=True)]
         return ["listed", *(tensors[4 * number : 4 * number + 4] for number in range(len(parts) // 4))]
 

@@ -1,6 +1,7 @@
 """The decoder and its backends against `transformers`, for every way of cutting a sequence into steps."""
 
 import random
+from array import array
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def logits_by_chunks(decoder: Decoder, backend_name: str, ids: list[int], chunks
     backend = create_backend(name, pool, decoder.spec.attention_scale, heads)
     scrambled = random.Random(1).sample(range(pool.num_pages), pool.num_pages)
     ends = list(accumulate((num_pages * group.num_stacks for group in pool.layout.groups), initial=0))
-    pages = [scrambled[a:b] for a, b in pairwise(ends)]
+    pages = [array("q", scrambled[a:b]) for a, b in pairwise(ends)]
     logits, start = [], 0
     for count in chunks:
         batch = build_batch(StepPlan((Row(0, ids[start : start + count], start, pages, None),)), pool.layout, CPU)
@@ -195,7 +196,7 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @torch.inference_mode()
 def test_half_precision_stays_near_float32(tiny_checkpoint: TinyCheckpoint, dtype: str) -> None:
-    row = Row(0, random_ids(tiny_checkpoint, 50), 0, [list(range(4))], Sample(GREEDY, [1], []))
+    row = Row(0, random_ids(tiny_checkpoint, 50), 0, [array("q", range(4))], Sample(GREEDY, [1], []))
     exact, rounded = (make_runner(tiny_checkpoint, dtype=name).run(StepPlan((row,))).drawn[0] for name in ("float32", dtype))
     assert isinstance(exact, Drawn) and isinstance(rounded, Drawn)
     assert abs(exact.logprob - rounded.logprob) < 0.5
@@ -228,7 +229,7 @@ def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_pat
         table.weight[7] = broken_row
 
     def row(id: int, tokens: list[int], pages: list[int], last: bool) -> Row:
-        return Row(id, tokens, 0, [pages], Sample(GREEDY, tokens, []) if last else None)
+        return Row(id, tokens, 0, [array("q", pages)], Sample(GREEDY, tokens, []) if last else None)
 
     fine = row(1, [1, 2, 3], [4, 5], last=True)
     (expected,) = runner.run(StepPlan((fine,))).drawn

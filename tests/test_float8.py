@@ -2,6 +2,7 @@
 
 import json
 import random
+from array import array
 from pathlib import Path
 
 import pytest
@@ -145,11 +146,11 @@ def test_the_plan_counts_what_the_runner_takes(family: str, tmp_path: Path) -> N
 def test_a_numerical_error_fails_its_row_alone_and_its_pages_are_cleared(tmp_path: Path) -> None:
     runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "fp8")
     runner.decoder.token_embedding.scale.data[7] = torch.nan
-    fine = Row(1, [1, 2], 0, [[1]], Sample(GREEDY, [1], []))
-    broken, whole = runner.run(StepPlan((Row(0, [7, 1], 0, [[0]], Sample(GREEDY, [1], [])), fine))).drawn
+    fine = Row(1, [1, 2], 0, [array("q", [1])], Sample(GREEDY, [1], []))
+    broken, whole = runner.run(StepPlan((Row(0, [7, 1], 0, [array("q", [0])], Sample(GREEDY, [1], [])), fine))).drawn
     assert isinstance(broken, NotDrawn) and isinstance(whole, Drawn)
     assert runner.pool.keys_LPSd.isnan().any()
-    (reused,) = runner.run(StepPlan((Row(2, [1, 2], 0, [[0]], Sample(GREEDY, [1], [])),), clear=(0,))).drawn
+    (reused,) = runner.run(StepPlan((Row(2, [1, 2], 0, [array("q", [0])], Sample(GREEDY, [1], [])),), clear=(0,))).drawn
     assert isinstance(reused, Drawn) and reused.token == whole.token and abs(reused.logprob - whole.logprob) < 1e-5
     assert not runner.pool.keys_LPSd.isnan().any() and not runner.pool.values_LPSv.isnan().any()
 
@@ -158,7 +159,7 @@ def test_a_numerical_error_fails_its_row_alone_and_its_pages_are_cleared(tmp_pat
 @torch.inference_mode()
 def test_the_embedded_model_says_much_the_same(quantization: str, cache_dtype: str) -> None:
     ids = list(range(300, 340))
-    plan = StepPlan((Row(0, ids, 0, [list(range(20))], Sample(GREEDY, ids, [])),))
+    plan = StepPlan((Row(0, ids, 0, [array("q", range(20))], Sample(GREEDY, ids, [])),))
     whole, small = make_runner(PRETRAINED, cache_dtype="auto"), make_runner(PRETRAINED, quantization, cache_dtype)
     (before,), (after,) = whole.run(plan).drawn, small.run(plan).drawn
     assert isinstance(before, Drawn) and isinstance(after, Drawn)

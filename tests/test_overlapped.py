@@ -40,6 +40,7 @@ def overlapped(folder: Path, stream: RecordingStream, *, captured: bool, num_pag
     runner = Launched(decoder, pool, backend, CPU, stream, 64, 64)
     if captured:
         assert (runner.capture(MAX_CONTEXT) > 0) is (decoder.spec.experts is None)
+        runner.warm_up()
     limits = Limits(num_pages * pool.layout.pages_per_step, pool.layout, MAX_CONTEXT, max_running, 64)
     return EngineCore(Scheduler(limits), runner)
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_numerical_error_fails_its_row_alone(tmp_path: Path) -> None:
     runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "int8")
     runner.decoder.token_embedding.scale.data[7] = torch.nan
     sample = Sample(Sampling(temperature=0.0), [1], [])
-    broken, fine = runner.run(StepPlan((Row(0, [7, 1], 0, [[0]], sample), Row(1, [1, 2], 0, [[1]], sample)))).drawn
+    broken, fine = runner.run(StepPlan((Row(0, [7, 1], 0, [array("q", [0])], sample), Row(1, [1, 2], 0, [array("q", [1])], sample)))).drawn
     assert isinstance(broken, NotDrawn) and isinstance(fine, Drawn)
 
 
@@ -98,7 +99,7 @@ def test_the_embedded_model_in_int8_takes_a_quarter_and_says_much_the_same() -> 
     whole, small = (make_runner(PRETRAINED, quantization) for quantization in ("none", "int8"))
     assert small.weight_bytes <= 0.27 * whole.weight_bytes
     ids = list(range(300, 340))
-    plan = StepPlan((Row(0, ids, 0, [list(range(20))], Sample(Sampling(temperature=0.0), ids, [])),))
+    plan = StepPlan((Row(0, ids, 0, [array("q", range(20))], Sample(Sampling(temperature=0.0), ids, [])),))
     (before,), (after,) = whole.run(plan).drawn, small.run(plan).drawn
     assert isinstance(before, Drawn) and isinstance(after, Drawn)
     assert before.token == after.token and abs(before.logprob - after.logprob) < 0.1

@@ -7,6 +7,7 @@ Shape letters: B sequences, L keys of a sequence, P pages, S slots of a page, H 
 """
 
 import random
+from array import array
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -58,7 +59,7 @@ class Problem:
         self.pages = random.Random(0).sample(range(sum(counts)), sum(counts))
         pages = iter(self.pages)
         self.rows = [
-            Row(id, [0], context - 1, [[next(pages) for _ in range(count)]], None)
+            Row(id, [0], context - 1, [array("q", (next(pages) for _ in range(count)))], None)
             for id, (context, count) in enumerate(zip(contexts, counts, strict=True))
         ]
         self.q_BHd = torch.randn(len(contexts), heads, head_dim, dtype=dtype, device=device)

@@ -56,6 +56,7 @@ class Workload:
 
     prompts: list[list[int]]
     outputs: list[int]
+    temperature: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -64,10 +65,12 @@ class Workload:
 
 
 def nano_vllm(requests: int = 256, least: int = 100, most: int = 1024) -> Workload:
-    """The workload of nano-vllm's bench: its draws from Python's generator under seed 0, in its order, a prompt's length before its ids."""
+    """The workload of nano-vllm's bench: its draws from Python's generator under seed 0, in its order, a prompt's length before its ids.
+    Tokens are drawn at its temperature, and none ends a request.
+    """
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(least, most))] for _ in range(requests)]
-    return Workload(prompts, [rng.randint(least, most) for _ in range(requests)])
+    return Workload(prompts, [rng.randint(least, most) for _ in range(requests)], temperature=0.6)
 
 
 def workload_seconds(shape: Shape, prompts: Sequence[int], outputs: Sequence[int], ceilings: Ceilings) -> float:

@@ -6,6 +6,7 @@ Shape letters: T tokens, V vocabulary.
 """
 
 import random
+from array import array
 from functools import partial
 
 import torch
@@ -43,7 +44,7 @@ class Model:
     @torch.inference_mode()
     def logits(self, ids: list[int], last: int | None = None) -> Tensor:
         """Of every token, or of the last so many."""
-        row = Row(0, ids, 0, [list(range(pages_for(len(ids), PAGE_SIZE)))], None)
+        row = Row(0, ids, 0, [array("q", range(pages_for(len(ids), PAGE_SIZE)))], None)
         batch = build_batch(StepPlan((row,)), self.pool.layout, self.pool.keys_LPSd.device)
         x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, partial(self.backend.run, self.backend.plan(batch)))
         logits_TV: Tensor = self.decoder.logits(x_TD if last is None else x_TD[-last:]).float().cpu()

@@ -15,10 +15,15 @@ from bench.gpu.common import Part
 WARMUP_TOKENS = 8
 
 
+def drawing(part: Part) -> dict[str, Any]:
+    """As the workload's tokens are drawn, with no filter that it does not ask for."""
+    return {"do_sample": True, "temperature": part.workload.temperature, "top_k": 0, "top_p": 1.0}
+
+
 def load(part: Part) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(part.checkpoint, dtype=part.dtype, attn_implementation="sdpa")
     model = model.to(part.device).eval()
-    model.generation_config = GenerationConfig(pad_token_id=0, do_sample=False)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(pad_token_id=0, **drawing(part))  # type: ignore[no-untyped-call]
     return model
 
 
@@ -60,7 +65,7 @@ def continuous(part: Part, model: Any) -> None:
     if part.device == "cpu":
         sizes |= {"page_size": 32, "num_blocks": 64, "max_batch_tokens": 256, "use_cuda_graph": False, "use_async_batching": False}
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.outputs)
+        **drawing(part), eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.outputs)
     )
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**sizes), timeout=5

@@ -47,7 +47,7 @@ class Lengths(ClosedLoop):
 
     def __init__(self, core: "EngineCore", workload: Workload) -> None:
         super().__init__(core, 0, lambda: None)
-        self._lengths = workload.outputs
+        self._lengths, self._temperature = workload.outputs, workload.temperature
 
     def _submit(self, number: int, prompt: list[int]) -> None:
         self._output_tokens = self._lengths[number]
@@ -93,9 +93,9 @@ def steady(part: Part, core: "EngineCore") -> Found:
     from model.step import Sampling
 
     many, few, prompt_tokens = (8, 3, 16) if part.small else (64, 16, 512)
-    scheduler, seconds = core.scheduler, list[float]()
+    scheduler, seconds, sampling = core.scheduler, list[float](), Sampling(temperature=part.workload.temperature)
     for number, prompt in enumerate(part.workload.prompts):
-        scheduler.submit(10**6 + number, (prompt * 6)[:prompt_tokens], many + few + 64, Sampling(temperature=0.0))
+        scheduler.submit(10**6 + number, (prompt * 6)[:prompt_tokens], many + few + 64, sampling)
     while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
         core.step()
     runner: Any = core.runner
@@ -132,10 +132,10 @@ def gpu_seconds(core: "EngineCore", steps: int) -> float:
 # --- over HTTP
 
 
-def send(port: int, lengths: list[tuple[int, int]], seed: str, start: float) -> list[Outcome]:
+def send(port: int, lengths: list[tuple[int, int]], temperature: float, seed: str, start: float) -> list[Outcome]:
     """A client process: all its requests, by tokens of prompt and output, at the time `start` of the machine's clock."""
     endpoint, rng = Endpoint.parse(f"http://127.0.0.1:{port}"), random.Random(seed)
-    asks, outcomes = [Ask(*each) for each in lengths], [Outcome(0.0) for _ in lengths]
+    asks, outcomes = [Ask(*each, temperature=temperature) for each in lengths], [Outcome(0.0) for _ in lengths]
     requests = [endpoint.request("POST", "/generate", ask.body(rng)) for ask in asks]
 
     def clock() -> float:
@@ -165,7 +165,7 @@ def over_http(part: Part) -> None:
                 for client in range(clients):
                     share = range(client, count, clients)
                     lengths = [(len(workload.prompts[i]), workload.outputs[i]) for i in share]
-                    sent.append((share, pool.submit(send, server.port, lengths, f"{round} {client}", start)))
+                    sent.append((share, pool.submit(send, server.port, lengths, workload.temperature, f"{round} {client}", start)))
                 for share, future in sent:
                     for number, outcome in zip(share, future.result(), strict=True):
                         outcomes[number] = outcome

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from array import array
 
 from bench.gpu.common import Part, engine
 from cache.layout import pages_for
@@ -16,7 +17,7 @@ PAGE_SIZE = 64
 def plan_of(batch: int, context: int) -> StepPlan:
     """Every row computes its last token and draws greedily."""
     pages, sample = pages_for(context, PAGE_SIZE), Sample(Sampling(temperature=0.0), [1], [])
-    return StepPlan(tuple(Row(i, [1], context - 1, [list(range(i * pages, (i + 1) * pages))], sample) for i in range(batch)))
+    return StepPlan(tuple(Row(i, [1], context - 1, [array("q", range(i * pages, (i + 1) * pages))], sample) for i in range(batch)))
 
 
 def measure(part: Part) -> None:

@@ -100,8 +100,6 @@ def _plan(batch: Batch, number: int, group: LayerGroup) -> GroupPlan:
     stacks, page_size, window = group.num_stacks, batch.layout.page_size, group.window
     for row, first in zip(batch.rows, batch.firsts, strict=True):
         pages = row.pages[number]
-        if type(pages) is not array:
-            pages = array("q", pages)
         all_pages.append(pages)
         num_tokens = len(row.tokens)
         unseen = 0 if window is None else group.first_seen(row.start) // page_size

@@ -1,8 +1,9 @@
-"""The noise that random draws are made with, on the device: a pure function of (seed, choice, index, token), and of nothing else.
+"""Random draws on the device: noise that is a pure function of (seed, choice, index, token), and the race that a draw is.
 
-Philox (Salmon et al. 2011) with the seed as its key; the counter holds token, index and choice. It knows nothing of probabilities.
+Philox (Salmon et al. 2011) with the seed as its key; the counter holds token, index and choice. A race reads a row's logits once, where
+torch's operations read and write them a dozen times as float64. It knows nothing of top-k and the like: who filters has probabilities.
 
-Shape letters: S rows that draw, V vocabulary, B tokens of a program.
+Shape letters: S rows that draw, V vocabulary, B tokens of a program, C programs of a row.
 """
 
 from collections.abc import Sequence
@@ -15,27 +16,70 @@ from torch import Tensor
 from model.transfer import upload
 
 BLOCK = 1024
+SHORTEST = tl.constexpr(1e-300)
+"""As in model/sampling.py: no time is 0."""
+
+Key = tuple[int, int, int]
+"""Seed, choice, index."""
 
 
 @triton.jit
-def _exponentials(keys_ptr, times_ptr, num_tokens, BLOCK_B: tl.constexpr):
-    """Program (s, i): the numbers of BLOCK_B tokens of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    token_B = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
-    seed, choice, index = tl.load(keys_ptr + row * 3), tl.load(keys_ptr + row * 3 + 1), tl.load(keys_ptr + row * 3 + 2)
+def _times(draw_ptr, token_B):
+    """Of the exponential distribution, mean 1."""
+    seed, choice, index = tl.load(draw_ptr), tl.load(draw_ptr + 1), tl.load(draw_ptr + 2)
     zero_B = token_B * 0
     a_B, b_B, _, _ = tl.philox(seed, token_B, zero_B + index.to(tl.int32), zero_B + choice.to(tl.int32), zero_B)
     # 53 bits, and 1 is among them where 0 is not: no number is infinite.
     bits_B = (a_B.to(tl.uint64) << 21) ^ (b_B.to(tl.uint64) >> 11)
-    uniform_B = (bits_B + 1).to(tl.float64) * (1.0 / 9007199254740992.0)
-    tl.store(times_ptr + row * num_tokens + token_B, -tl.log(uniform_B), mask=token_B < num_tokens)
+    return -tl.log((bits_B + 1).to(tl.float64) * (1.0 / 9007199254740992.0))
 
 
-def exponentials_SV(keys: Sequence[tuple[int, int, int]], num_tokens: int, device: torch.device) -> Tensor:
-    """Numbers of the exponential distribution (mean 1) for each (seed, choice, index), as float64."""
-    wrapped = [
-        (seed - 2**64 if seed >= 2**63 else seed, choice, index) for seed, choice, index in ((s & (2**64 - 1), c, i) for s, c, i in keys)
-    ]
+@triton.jit
+def exponentials(draws_ptr, times_ptr, num_tokens, BLOCK_B: tl.constexpr):
+    """Program (s, i): the numbers of BLOCK_B tokens of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    token_B = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    tl.store(times_ptr + row * num_tokens + token_B, _times(draws_ptr + row * 3, token_B), mask=token_B < num_tokens)
+
+
+@triton.jit
+def race(logits_ptr, largest_ptr, rows_ptr, draws_ptr, settings_ptr, speeds_ptr, winners_ptr, num_tokens, BLOCK_B: tl.constexpr):
+    """Program (s, i): of BLOCK_B tokens of a row the one that comes first, and how fast it is."""
+    draw, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, temperature, min_p = tl.load(rows_ptr + draw), tl.load(settings_ptr + draw * 2), tl.load(settings_ptr + draw * 2 + 1)
+    token_B = block * BLOCK_B + tl.arange(0, BLOCK_B)
+    x_B = tl.load(logits_ptr + row * num_tokens + token_B, mask=token_B < num_tokens, other=float("-inf"))
+    weight_B = tl.exp(x_B.to(tl.float64) / temperature - tl.load(largest_ptr + row).to(tl.float64) / temperature)
+    speed_B = tl.where(weight_B < min_p, 0.0, weight_B) / tl.maximum(_times(draws_ptr + draw * 3, token_B), SHORTEST)
+    fastest = tl.max(speed_B, 0)
+    # What is not a number is no fastest one; its row fails, but may not name a token that there is not.
+    winner = tl.min(tl.where(speed_B == fastest, token_B, num_tokens - 1), 0)
+    tl.store(speeds_ptr + draw * num_blocks + block, fastest)
+    tl.store(winners_ptr + draw * num_blocks + block, tl.minimum(winner, num_tokens - 1).to(tl.int64))
+
+
+def _wrapped(keys: Sequence[Key], device: torch.device) -> Tensor:
+    seeds = ((seed & (2**64 - 1), choice, index) for seed, choice, index in keys)
+    return upload([(seed - 2**64 if seed >= 2**63 else seed, choice, index) for seed, choice, index in seeds], device, torch.long)
+
+
+def exponentials_SV(keys: Sequence[Key], num_tokens: int, device: torch.device) -> Tensor:
+    """Numbers of the exponential distribution (mean 1) for each key, as float64."""
     times_SV = torch.empty(len(keys), num_tokens, dtype=torch.float64, device=device)
-    _exponentials[(len(keys), triton.cdiv(num_tokens, BLOCK))](upload(torch.tensor(wrapped), device), times_SV, num_tokens, BLOCK)
+    exponentials[(len(keys), triton.cdiv(num_tokens, BLOCK))](_wrapped(keys, device), times_SV, num_tokens, BLOCK)
     return times_SV
+
+
+def race_S(logits: Tensor, largest: Tensor, rows: Sequence[int], keys: Sequence[Key], settings: Sequence[tuple[float, float]]) -> Tensor:
+    """For each of these rows of float32 logits, whose largest ones are given, the token that arrives first when token v takes an
+    exponential time of rate p_v. `settings`: temperature, and the share of the likeliest token's probability below which none takes part.
+    """
+    device, num_tokens = logits.device, logits.shape[-1]
+    num_blocks = triton.cdiv(num_tokens, BLOCK)
+    speeds_SC = torch.empty(len(rows), num_blocks, dtype=torch.float64, device=device)
+    winners_SC = torch.empty(len(rows), num_blocks, dtype=torch.long, device=device)
+    race[(len(rows), num_blocks)](
+        logits.contiguous(), largest, upload(rows, device, torch.long), _wrapped(keys, device), upload(settings, device, torch.float64),
+        speeds_SC, winners_SC, num_tokens, BLOCK,
+    )  # fmt: skip
+    return winners_SC.gather(1, speeds_SC.argmax(dim=-1, keepdim=True))[:, 0]

@@ -8,6 +8,7 @@ Shape letters: b batch, m keys, d model size, h heads, k head size.
 
 import statistics
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -79,7 +80,7 @@ class Generator:
         pages = pages_for(len(PROMPT) + num_tokens, 64)
         options = RunnerOptions("cpu", "float32", 0, 64, pages, None, spec.max_positions, 1, spec.max_positions)
         self.runner = ModelRunner.over(decoder.requires_grad_(False).eval(), torch.float32, torch.device("cpu"), options)
-        self.pages = [list(range(pages))]
+        self.pages = [array("q", range(pages))]
 
     def generate(self, num_tokens: int, cached: bool, say: Say = silent) -> list[int]:
         """`num_tokens` greedy tokens behind PROMPT."""

@@ -50,7 +50,7 @@ class Limits:
         return self.layout.most_tokens(self.num_pages, self.step_tokens, self.max_context)
 
 
-class Advance(Struct, frozen=True):
+class Advance(Struct, frozen=True, gc=False):
     """A sequence got one more token: which, its place in the output, and why it is the last, if it is. Or it failed, and is gone."""
 
     id: int
@@ -79,7 +79,7 @@ class Scheduler:
         self.limits = limits
         self._drafter_for = drafter_for
         self._capacity = limits.capacity
-        self._has_windows = any(group.window is not None for group in limits.layout.groups)
+        self._page_size, self._has_windows = limits.layout.page_size, any(group.window is not None for group in limits.layout.groups)
         self.allocator = PageAllocator(limits.num_pages)
         self.waiting = WaitingSequences()
         self.running: dict[int, Sequence] = {}
@@ -179,8 +179,10 @@ class Scheduler:
         for sequence in ready:
             if sequence.id not in self.running:
                 break  # Preempted for one before it, and so is everyone after it.
-            count = min(sequence.num_pending, budget - (len(self.running) - num_others - len(counts) - 1))
-            if not self._make_room(sequence, count):
+            count = sequence.num_pending
+            if count > 1:
+                count = min(count, budget - (len(self.running) - num_others - len(counts) - 1))
+            if sequence.num_tokens > sequence.table.room and not self._make_room(sequence, count):
                 if self._in_flight:
                     return StepPlan(())
                 break
@@ -229,8 +231,6 @@ class Scheduler:
         """Gives `sequence` slots to compute `count` more tokens, preempting the last in order as needed; False where that was itself, or
         would be while a step is in flight, which may give back what is missing.
         """
-        if sequence.num_tokens <= sequence.table.room:
-            return True
         end = sequence.num_computed + count
         while sequence.table.missing(sequence.num_tokens, end) > self.allocator.num_available:
             if self._in_flight:
@@ -301,8 +301,12 @@ class Scheduler:
             if row.drafts and _is_spoilt(drawn):
                 self._doubt(sequence)
                 continue
-            outcomes: list[Drawn | NotDrawn] = list(result.accepted[index]) if index in result.accepted else []
-            end = self._count(sequence, row, outcomes)
+            outcomes: list[Drawn | NotDrawn] = []
+            end = row.start + len(row.tokens)
+            if row.drafts:
+                outcomes += result.accepted.get(index, ())
+                end = self._settle(sequence, row, outcomes)
+            self.num_computed_tokens += end - row.start
             if index in result.scored:
                 first = sequence.num_scored
                 prompt_scores, forced = sequence.take_scored(list(result.scored[index]))
@@ -310,13 +314,18 @@ class Scheduler:
                     news.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
                     outcomes += forced
             if not isinstance(drawn, NotDrawn):
-                self._sharing.publish(sequence, row.start, end)
-                if self._has_windows:
-                    sequence.table.drop(end)
+                self._keep(sequence, row.start, end)
             if drawn is not None:
                 outcomes.append(drawn)
             self._advance(sequence, outcomes, news)
         return news
+
+    def _keep(self, sequence: Sequence, start: int, end: int) -> None:
+        """Tokens `start` .. `end` - 1 are computed: others may have their pages, and it may need some others no more."""
+        if start // self._page_size != end // self._page_size:
+            self._sharing.publish(sequence, start, end)
+        if self._has_windows:
+            sequence.table.drop(end)
 
     def _see_off(self, sequence: Sequence, drawn: Drawn | NotDrawn | None) -> None:
         """Takes in what a sequence brought that has ended meanwhile: of no use, but for what it may have done to its pages."""
@@ -331,16 +340,14 @@ class Scheduler:
         sequence.spoilt = True
         self._sharing.retract(sequence, found)
 
-    def _count(self, sequence: Sequence, row: Row, accepted: list[Drawn | NotDrawn]) -> int:
+    def _settle(self, sequence: Sequence, row: Row, accepted: list[Drawn | NotDrawn]) -> int:
         """Takes a row's tokens for computed, but for guesses that were wrong; the position behind them."""
         end = row.start + len(row.tokens) - row.drafts + len(accepted)
-        self.num_computed_tokens += end - row.start
-        if row.drafts:
-            sequence.take_accepted(row, [draw.token for draw in accepted if isinstance(draw, Drawn)])
-            self.num_drafted_tokens += row.drafts
-            self.num_accepted_tokens += len(accepted)
-            if row.drafts > len(accepted):
-                sequence.table.trim(end)
+        sequence.take_accepted(row, [draw.token for draw in accepted if isinstance(draw, Drawn)])
+        self.num_drafted_tokens += row.drafts
+        self.num_accepted_tokens += len(accepted)
+        if row.drafts > len(accepted):
+            sequence.table.trim(end)
         return end
 
     def _doubt(self, sequence: Sequence) -> None:
@@ -367,10 +374,10 @@ class Scheduler:
             news.append(Advance(sequence.id, index, outcome, finish))
             if isinstance(outcome, NotDrawn):
                 self._distrust(sequence, found=_is_spoilt(outcome))
-            if isinstance(outcome, NotDrawn) or finish is not None:
-                self.cancel(sequence.id)
-            if sequence.id not in self.running:
-                break
+            elif finish is None:
+                continue
+            self.cancel(sequence.id)
+            break
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""
@@ -379,6 +386,8 @@ class Scheduler:
         owners = Counter(page for sequence in holders for page in sequence.table.owned)
         if len(owners) != self.allocator.num_owned or any(self.allocator.owners(page) != number for page, number in owners.items()):
             problems.append(f"tables list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
+        if any(sequence.num_tokens != sequence.count_tokens() for sequence in (*holders, *self.waiting.values())):
+            problems.append("a sequence has lost count of its tokens")
         if any(sequence.table.owned or sequence.num_in_flight for sequence in self.waiting.values()):
             problems.append("a waiting sequence holds pages or has a row in flight")
         if not all(sequence.num_in_flight for sequence in self._leaving):

@@ -77,6 +77,12 @@ class Sequence:
     forbidden: tuple[int, ...] = field(init=False)
     key: tuple[int, int] = field(init=False)
     """Its place in the order of service: least first."""
+    num_tokens: int = field(init=False)
+    """Prompt, output so far and forced tokens, and those that are being drawn: kept, as a step asks for it several times."""
+    most_tokens: int = field(init=False)
+    """Tokens it can ever have."""
+    _is_guided: bool = field(init=False)
+    """Whether which tokens came before decides what may come, or how likely it is, by more than the model."""
     _sample: Sample | None = field(init=False, default=None)
     """The last one, for as long as nothing in it but the output's length changes."""
 
@@ -85,11 +91,13 @@ class Sequence:
         self.chain = Chain(self.salt)
         self.forbidden = tuple(sorted(self.stop_token_ids))
         self.num_scored = 1 if self.score_prompt else len(self.prompt)
+        self._is_guided = self.constraint is not None or self.sampling.reads_output
+        self.num_tokens = self.count_tokens()
+        self.most_tokens = len(self.prompt) + self.max_new_tokens
         self._take_forced()
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt, output so far and forced tokens, and those that are being drawn."""
+    def count_tokens(self) -> int:
+        """What `num_tokens` has to be."""
         return len(self.prompt) + len(self.output) + len(self.forced) + self.num_unseen
 
     @property
@@ -97,24 +105,17 @@ class Sequence:
         """Whether its next row cannot be planned before the token that is being drawn is known: it is the last, or what comes next takes
         more than computing it.
         """
-        if not self.num_unseen:
-            return False
-        return self.is_serial or len(self.output) + self.num_unseen >= self.max_new_tokens
+        return self.num_unseen > 0 and (self.num_tokens >= self.most_tokens or self.is_serial)
 
     @property
     def is_serial(self) -> bool:
         """Whether what it draws next depends, by more than the model, on the token that it drew last."""
-        return self.constraint is not None or self.drafter is not None or self.sampling.reads_output
+        return self.drafter is not None or self._is_guided
 
     @property
     def num_pending(self) -> int:
         """Tokens it has that are not computed yet: 1 in steady generation, more when it is new or was preempted."""
         return self.num_tokens - self.num_computed
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens it can ever have."""
-        return len(self.prompt) + self.max_new_tokens
 
     @property
     def num_skippable(self) -> int:
@@ -144,40 +145,46 @@ class Sequence:
         sample = None
         if end == self.num_tokens:
             history = self.output + self.forced if self.forced else self.output
-            forbidden = self.forbidden if len(history) + self.num_unseen < self.min_new_tokens else ()
+            forbidden = self.forbidden if end - len(self.prompt) < self.min_new_tokens else ()
             mask = None if self.constraint is None else self.constraint.mask
             sample = self._sample
             if sample is None or sample.output is not history or sample.forbidden is not forbidden or sample.mask is not mask:
                 sample = self._sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask, self.num_unseen)
             elif sample.num_unseen != self.num_unseen:
                 sample = self._sample = replace(sample, num_unseen=self.num_unseen)
-        drafts = drafts or []
-        return Row(self.id, self._tokens(start, end) + drafts, start, self.table.pages, sample, self._scoring(start, end), len(drafts))
+        tokens = self._tokens(start, end)
+        # What most rows have none of is not asked for.
+        scoring = self._scoring(start, end) if self.forced or self.num_scored < len(self.prompt) else None
+        return Row(self.id, tokens + drafts if drafts else tokens, start, self.table.pages, sample, scoring, len(drafts or ()))
 
     def take_launched(self, row: Row) -> None:
         """A step with this row of it is in flight."""
         self.num_computed += len(row.tokens) - row.drafts
         self.num_in_flight += 1
-        self.num_unseen += row.sample is not None
+        if row.sample is not None:
+            self.num_unseen += 1
+            self.num_tokens += 1
 
     def take_landed(self, row: Row) -> None:
         """The step of the first row of it that was in flight is there; what it brought follows."""
         self.num_in_flight -= 1
-        self.num_unseen -= row.sample is not None
+        if row.sample is not None:
+            self.num_unseen -= 1
+            self.num_tokens -= 1
 
     def take_accepted(self, row: Row, accepted: list[int]) -> None:
         """Counts as computed those of a row's guesses that came true, which `append` takes one by one as it takes forced tokens."""
         if self.drafter is not None:
             self.drafter.settle(len(self.output) + len(accepted) + 1, row.drafts, len(accepted))
-            self.forced = accepted
+            self._force(accepted)
         self.num_computed += len(accepted)
 
     def _tokens(self, start: int, end: int) -> list[int]:
-        split = len(self.prompt)
-        generated = self.output + self.forced if self.forced else self.output
-        known = split + len(generated)
+        known = self.num_tokens - self.num_unseen
         if start >= known:
             return [UNSEEN] * (end - start)
+        split = len(self.prompt)
+        generated = self.output + self.forced if self.forced else self.output
         if end > known:
             generated = generated + [UNSEEN] * (end - known)
         if start >= split:
@@ -186,8 +193,6 @@ class Sequence:
 
     def _scoring(self, start: int, end: int) -> Scoring | None:
         """What the states of positions start .. end - 1 are to score: prompt tokens that still want it, and forced tokens."""
-        if not self.forced and self.num_scored >= len(self.prompt):
-            return None
         unscored = self.num_scored if self.num_scored < len(self.prompt) else len(self.prompt) + len(self.output)
         first, last = max(unscored, start + 1), min(end, self.num_tokens - 1)
         if first > last:
@@ -205,6 +210,8 @@ class Sequence:
         was_forced = bool(self.forced)
         if was_forced:
             del self.forced[0]
+        else:
+            self.num_tokens += 1
         self.output.append(token)
         if token in self.stop_token_ids:
             return "eos_token"
@@ -217,4 +224,8 @@ class Sequence:
 
     def _take_forced(self) -> None:
         if self.constraint is not None:
-            self.forced = self.constraint.forced[: self.max_new_tokens - len(self.output)]
+            self._force(self.constraint.forced[: self.max_new_tokens - len(self.output)])
+
+    def _force(self, tokens: list[int]) -> None:
+        self.num_tokens += len(tokens) - len(self.forced)
+        self.forced = tokens

@@ -40,8 +40,6 @@ class Sharing:
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
         """Lists the blocks that the computation of tokens `start` .. `end` - 1 has completed."""
         first, last = start // self._page_size, end // self._page_size
-        if first == last:
-            return
         for index, link in enumerate(sequence.links(last, self._page_size)[first:], start=first):
             block = self.prefixes.publish(link, sequence.table, index)
             if block is not None:

@@ -5,6 +5,7 @@ supervises it to replay; one in a single submission fails that sequence alone. A
 """
 
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -272,6 +273,7 @@ def main() -> None:
             pipe.send_bytes(protocol.encode(_refusal(error)))
             return
         pipe.send_bytes(protocol.encode(ready))
+        gc.freeze()  # What is loaded stays, and whoever looks for cycles need not look there while everybody waits.
         worker = Worker(pipe, core, grammars)
         worker.beat(start.beat_seconds)
         worker.serve()

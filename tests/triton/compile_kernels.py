@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from model.backends.triton import kernels, write
 from model.backends.triton.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
 from model.backends.triton.configurations import TABLE
-from model.gpu import EXACT, products, rows, tiles
+from model.gpu import EXACT, noise, products, rows, tiles
 
 INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
 INSTRUCTIONS += ("cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16")
@@ -24,6 +24,14 @@ POINTERS = {"spans_ptr": "*i32", "tiles_ptr": "*i32", "tables_ptr": "*i32", "slo
 FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
 POINTERS |= {"scale_ptr": "*fp32", "partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
 POINTERS |= {"logits_ptr": "*fp32", "normalisers_ptr": "*fp32", "largest_ptr": "*fp32", "tokens_ptr": "*i64"}
+POINTERS |= {
+    "rows_ptr": "*i64",
+    "draws_ptr": "*i64",
+    "settings_ptr": "*fp64",
+    "times_ptr": "*fp64",
+    "speeds_ptr": "*fp64",
+    "winners_ptr": "*i64",
+}
 FLOATS = "factor", "epsilon", "offset"
 WIDTHS = 2048, 2304
 """Inputs and outputs of the products: StarCoderBase-1B's."""
@@ -68,6 +76,8 @@ def compile_products(architecture: int, line: int, stored: bool) -> None:
     tell({"architecture": architecture} | compiled(rows.normalise, number, architecture, constants, {}))
     constants = {"COLUMNS": 50257, "BLOCK": 4096}
     tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}))
+    for kernel in (noise.exponentials, noise.race):
+        tell({"architecture": architecture} | compiled(kernel, number, architecture, {"BLOCK_B": noise.BLOCK}, {}))
 
 
 def compile_attention(architecture: int, line: int, window: int, stored: bool) -> None:

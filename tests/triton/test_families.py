@@ -1,5 +1,6 @@
 """The real decoder and runner over the GPU's kernels, interpreted: every family's logits and tokens are those over the reference."""
 
+from array import array
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -165,8 +166,8 @@ def test_deterministic_decoders_of_the_others(
 
 def score_prompt(runner: ModelRunner) -> list[float]:
     ids = PROMPTS[0]
-    pages = [list(range(2 * group.num_stacks)) for group in runner.pool.layout.groups]
-    pages = [[sum(map(len, pages[:i])) + page for page in group] for i, group in enumerate(pages)]
+    counts = [2 * group.num_stacks for group in runner.pool.layout.groups]
+    pages = [array("q", range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(counts))]
     row = Row(0, ids[:-1], 0, pages, None, Scoring(0, ids[1:], 0))
     return [drawn.logprob for drawn in runner.run(StepPlan((row,))).scored[0]]
 

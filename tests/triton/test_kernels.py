@@ -1,6 +1,7 @@
 """The GPU's kernels under Triton's interpreter: the reference's numbers on ragged batches, and their own bits in any company."""
 
 import random
+from array import array
 
 import pytest
 import torch
@@ -213,22 +214,19 @@ def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: i
         pools = case.pool(), case.pool()
         expected = torch.cat(case.run(case.everyone(), layer, pool=pools[0]))
         backend = case.backend("triton", pools[1])
-        words, shape = backend.pack(batch, num_rows)
+        words, shape = backend.pack(case.rows, num_rows)
         plan = backend.unpack(torch.from_numpy(words), shape)
         o_THv = backend.run(plan, layer, q_THd, k_Td, v_Tv, rotation)
         assert torch.equal(o_THv[: len(case.rows)], expected)
         assert torch.equal(pools[0].keys_LPSd.nan_to_num(), pools[1].keys_LPSd.nan_to_num())
         assert torch.equal(pools[0].values_LPSv.nan_to_num(), pools[1].values_LPSv.nan_to_num())
-        again, same_shape = backend.pack(build_batch(StepPlan(tuple(case.rows[:1])), case.layout, torch.device("cpu")), num_rows)
+        again, same_shape = backend.pack(case.rows[:1], num_rows)
         assert len(again) <= len(words) and (len(again) == len(words)) is (same_shape == shape)
 
 
 def test_a_step_that_needs_several_waves_is_not_packed() -> None:
-    from model.batch import build_batch
-    from model.step import StepPlan
 
     case = Case(3, 4, 32, most=200)
-    rows = tuple(structs.replace(case.rows[0], sequence=i, tokens=[0], start=120, pages=[list(range(10))]) for i in range(3))
-    batch = build_batch(StepPlan(rows), case.layout, torch.device("cpu"))
+    rows = [structs.replace(case.rows[0], sequence=i, tokens=[0], start=120, pages=[array("q", range(10))]) for i in range(3)]
     for case.capacity, fits in ((12, True), (11, False)):  # Each has four splits.
-        assert (case.backend("triton", case.pool()).pack(batch, 8) is not None) is fits
+        assert (case.backend("triton", case.pool()).pack(rows, 8) is not None) is fits

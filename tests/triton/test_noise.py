@@ -28,3 +28,45 @@ def test_it_is_exponential() -> None:
         expected = -torch.log1p(torch.tensor(-quantile, dtype=torch.float64))
         share = (times < expected).double().mean().item()
         assert abs(share - quantile) < 5 * (quantile * (1 - quantile) / len(times)) ** 0.5
+
+
+@pytest.mark.parametrize("num_tokens", [5, 1024, 2500])
+def test_a_race_draws_what_the_probabilities_and_the_noise_say(num_tokens: int) -> None:
+    from model.gpu.noise import exponentials_SV, race_S
+
+    logits_SV = 4 * torch.randn(9, num_tokens, generator=torch.Generator().manual_seed(1))
+    logits_SV[3, 1::2] = -torch.inf
+    logits_SV[4, :-1] = -torch.inf
+    rows, keys = [8, 0, 3, 4, 3], [(7, 0, 0), (8, 1, 5), (2**64 - 1, 0, 1), (9, 0, 2), (-5, 0, 3)]
+    settings = [(1.0, 0.0), (0.6, 0.0), (1.5, 0.1), (1.0, 0.0), (0.01, 1.0)]
+    temperature_S1, min_p_S1 = torch.tensor(settings, dtype=torch.float64)[:, :, None].unbind(1)
+    weights_SV = (logits_SV[rows].double() / temperature_S1).softmax(dim=-1)
+    weights_SV = weights_SV.masked_fill(weights_SV < min_p_S1 * weights_SV.amax(dim=-1, keepdim=True), 0.0)
+    expected = (weights_SV / exponentials_SV(keys, num_tokens, CPU)).argmax(dim=-1)
+    drawn_S = race_S(logits_SV, logits_SV.amax(dim=-1), rows, keys, settings)
+    assert drawn_S.tolist() == expected.tolist()
+    assert drawn_S[3] == num_tokens - 1 and drawn_S[4] == logits_SV[3].argmax()
+    for i in range(len(rows)):
+        assert race_S(logits_SV, logits_SV.amax(dim=-1), rows[i : i + 1], keys[i : i + 1], settings[i : i + 1]) == drawn_S[i]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_race_of_what_is_not_a_number_names_a_token_that_there_is(broken: float) -> None:
+    from model.gpu.noise import race_S
+
+    logits_SV = torch.full((2, 1030), broken)
+    logits_SV[1, :7] = 1.0
+    drawn_S = race_S(logits_SV, logits_SV.amax(dim=-1), [0, 1], [(1, 0, 0), (2, 0, 0)], [(1.0, 0.0), (1.0, 0.5)])
+    assert all(0 <= token < 1030 for token in drawn_S.tolist())
+
+
+def test_a_race_draws_tokens_as_often_as_they_are_likely() -> None:
+    from model.gpu.noise import race_S
+
+    probs_V = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
+    logits_SV = probs_V.log().repeat(4000, 1)
+    rows = range(4000)
+    drawn_S = race_S(logits_SV, logits_SV.amax(dim=-1), rows, [(5, 0, index) for index in rows], [(1.0, 0.0)] * 4000)
+    counts_V = drawn_S.bincount(minlength=5) / 4000
+    assert (counts_V - probs_V).abs().max() < 5 * (0.25 / 4000) ** 0.5 and counts_V[4] == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cache.layout import CacheLayout, pages_for
 from cache.table import DROPPED
 from model.backends.triton.configurations import Configuration
-from model.backends.triton.plan import ALIGNMENT, TILE_BUCKET, GroupLists, plan_group
+from model.backends.triton.plan import ALIGNMENT, TILE_BUCKET, GroupLists, plan_groups
 from model.step import Row
 
 ROWS = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40) | st.just(1)), min_size=1, max_size=12)
@@ -37,7 +37,7 @@ class Step:
         self.num_tokens = first
 
     def lists(self, number: int) -> GroupLists:
-        return plan_group(self.rows, self.firsts, self.layout, number, self.num_heads, self.configuration, self.capacity)
+        return plan_groups(self.rows, self.firsts, self.layout, self.num_heads, self.configuration, self.capacity)[number]
 
 
 STEPS = st.builds(

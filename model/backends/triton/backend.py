@@ -6,22 +6,37 @@ Shape letters: T tokens of the step, H query heads, d columns of a key, v of a v
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from cache.layout import pages_for
 from cache.pool import KVPool
 from model.backends.triton.configurations import Configuration
 from model.backends.triton.kernels import attend, join
-from model.backends.triton.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Numbers, Shape, Wave, filled, plan_group, shape_of
+from model.backends.triton.plan import (
+    SPAN_FIELDS,
+    TILE_FIELDS,
+    GroupLists,
+    Numbers,
+    Shape,
+    Wave,
+    filled_up,
+    joined,
+    padding_of,
+    plan_groups,
+    shape_of,
+)
 from model.backends.triton.write import scatter
 from model.batch import Batch
 from model.gpu import EXACT
 from model.layers import Rotation
+from model.step import Row
 from model.transfer import upload
 
 SCRATCH_BYTES = 64 * 2**20
@@ -75,26 +90,21 @@ class TritonBackend:
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         """All lists of the step in one copy to the device."""
-        lists = self._lists(batch)
-        return _laid_out(lists, upload(torch.from_numpy(_words(lists)), self.pool.keys_LPSd.device))
+        lists = self._lists(batch.rows, batch.firsts)
+        return _laid_out(lists, upload(torch.from_numpy(joined(lists)), self.pool.keys_LPSd.device))
 
-    def _lists(self, batch: Batch) -> list[GroupLists]:
-        return [
-            plan_group(batch.rows, batch.firsts, batch.layout, number, self.num_heads, self.configuration, self.capacity)
-            for number in range(len(batch.layout.groups))
-        ]
+    def _lists(self, rows: Sequence[Row], firsts: ArrayLike) -> list[GroupLists]:
+        return plan_groups(rows, firsts, self.pool.layout, self.num_heads, self.configuration, self.capacity)
 
-    def pack(self, batch: Batch, num_rows: int) -> tuple[Numbers, Shape] | None:
+    def pack(self, rows: Sequence[Row], num_rows: int) -> tuple[Numbers, Shape] | None:
         """The lists of a step of single tokens, filled up to `num_rows` rows and to its class of contexts, in one array. None where a wave
         does not hold them, or where they would be mostly padding.
         """
-        shape = shape_of(batch.rows, num_rows, self.pool.page_size)
+        shape = shape_of(rows, num_rows, self.pool.page_size)
         if shape is None:
             return None
-        lists = self._lists(batch)
-        if any(len(group.waves) > 1 for group in lists):
-            return None
-        return _words([filled(group, into) for group, into in zip(lists, self._padding(shape), strict=True)]), shape
+        lists = self._lists(rows, np.arange(len(rows)))
+        return None if any(len(group.waves) > 1 for group in lists) else (filled_up(lists, self._padding(shape)), shape)
 
     def unpack(self, words: Tensor, shape: Shape) -> tuple[GroupPlan, ...]:
         """The plan whose lists are these on the device."""
@@ -102,7 +112,7 @@ class TritonBackend:
 
     def _padding(self, shape: Shape) -> list[GroupLists]:
         layout = self.pool.layout
-        return [shape.of(group, layout.page_size, self.num_heads, self.configuration) for group in layout.groups]
+        return [padding_of(shape, group, layout.page_size, self.num_heads, self.configuration) for group in layout.groups]
 
     def run(
         self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
@@ -176,16 +186,8 @@ def _block(num: int) -> int:
     return max(LEAST_BLOCK, 1 << (num - 1).bit_length()) if num else 0
 
 
-def _parts(group: GroupLists) -> tuple[Numbers, ...]:
-    return group.spans, group.tiles, group.tables, group.slots
-
-
-def _words(lists: list[GroupLists]) -> Numbers:
-    return np.concatenate([part.ravel() for group in lists for part in _parts(group)])
-
-
 def _laid_out(lists: list[GroupLists], words: Tensor) -> tuple[GroupPlan, ...]:
     """Plans of lists of these sizes, whose numbers are on the device."""
-    parts = [part for group in lists for part in _parts(group)]
+    parts = [part for group in lists for part in group.parts]
     tensors = (x.view(part.shape) for x, part in zip(words.split([part.size for part in parts]), parts, strict=True))
     return tuple(GroupPlan(next(tensors), next(tensors), next(tensors), next(tensors), group.waves) for group in lists)

@@ -9,9 +9,10 @@ padding that the kernels skip, so that steps of about a size have lists of one s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from cache.layout import CacheLayout, LayerGroup, pages_for
 from model.backends.triton.configurations import Configuration
@@ -53,29 +54,37 @@ class GroupLists:
     """By stack and token; -1 is padding."""
     waves: tuple[Wave, ...]
 
+    @property
+    def parts(self) -> tuple[Numbers, ...]:
+        """The lists, in the order in which they follow each other on the device."""
+        return self.spans, self.tiles, self.tables, self.slots
 
-def plan_group(
-    rows: Sequence[Row],
-    firsts: Sequence[int],
-    layout: CacheLayout,
-    number: int,
-    num_heads: int,
-    configuration: Configuration,
-    capacity: int,
-) -> GroupLists:
-    """The lists of group `number`; `capacity` is how many splits of a tile the scratch holds."""
-    group, page_size = layout.groups[number], layout.page_size
-    window, stacks = group.window, group.num_stacks
+
+def plan_groups(
+    rows: Sequence[Row], firsts: ArrayLike, layout: CacheLayout, num_heads: int, configuration: Configuration, capacity: int
+) -> list[GroupLists]:
+    """The lists of every group; `capacity` is how many splits of a tile the scratch holds."""
     first_r = np.asarray(firsts, np.int64)
     start_r = np.asarray([row.start for row in rows], np.int64)
     count_r = np.asarray([len(row.tokens) for row in rows], np.int64)
-    unseen_r = _first_seen(start_r, window) // page_size
-    tables = _tables(rows, number, unseen_r * stacks, -(-(start_r + count_r) // page_size) * stacks)
-    spans = np.stack([first_r, count_r, start_r, unseen_r], axis=1).astype(np.int32)
-    tiles = _tiles(start_r, count_r, window, num_heads, configuration)
-    waves = _waves(tiles, capacity)
-    slots = _slots(tables, start_r, count_r, unseen_r, stacks, page_size)
-    return GroupLists(spans, tiles, tables, slots, waves)
+    found = []
+    for number, group in enumerate(layout.groups):
+        stacks = group.num_stacks
+        unseen_r = _first_seen(start_r, group.window) // layout.page_size
+        tables = _tables(rows, number, unseen_r * stacks, -(-(start_r + count_r) // layout.page_size) * stacks)
+        tiles = _tiles(start_r, count_r, group.window, num_heads, configuration)
+        waves = _waves(tiles, capacity)
+        slots = _slots(tables, start_r, count_r, unseen_r, stacks, layout.page_size)
+        found.append(GroupLists(_columns(len(rows), (first_r, count_r, start_r, unseen_r)), tiles, tables, slots, waves))
+    return found
+
+
+def _columns(num_lines: int, columns: Sequence[NDArray[np.int64]]) -> Numbers:
+    """numpy's own `stack` takes ten times as long for so few."""
+    table = np.zeros((num_lines, len(columns)), np.int32)
+    for number, column in enumerate(columns):
+        table[: len(column), number] = column
+    return table
 
 
 def _first_seen(position: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
@@ -84,10 +93,12 @@ def _first_seen(position: NDArray[np.int64], window: int | None) -> NDArray[np.i
 
 def _tables(rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r: NDArray[np.int64]) -> Numbers:
     """The pages of each row that its tokens see or write, copied from where the row's table has them."""
-    width = int((end_r - begin_r).max())
-    tables = np.zeros((len(rows), -(-width // ALIGNMENT) * ALIGNMENT), np.int32)
-    for line, row, begin, end in zip(tables, rows, begin_r.tolist(), end_r.tolist(), strict=True):
-        line[: end - begin] = np.asarray(row.pages[number])[begin:end]
+    length_r1 = (end_r - begin_r)[:, None]
+    width = -(-int(length_r1.max()) // ALIGNMENT) * ALIGNMENT
+    tables = np.zeros((len(rows), width), np.int32)
+    # A copy of each row's pages to its line would take most of the time that lists take.
+    pages = b"".join([row.pages[number][begin:end] for row, begin, end in zip(rows, begin_r.tolist(), end_r.tolist(), strict=True)])
+    tables[np.arange(width) < length_r1] = np.frombuffer(pages, np.int64)
     return tables
 
 
@@ -102,9 +113,9 @@ def _tiles(
     end_t = np.minimum(begin_t + configuration.rows, matrix_r[row_t])
     first_split_t = _first_seen(start_r[row_t] + begin_t // num_heads, window) // configuration.split
     last_split_t = (start_r[row_t] + (end_t - 1) // num_heads) // configuration.split
-    tiles = np.zeros((-(-len(row_t) // TILE_BUCKET) * TILE_BUCKET, TILE_FIELDS), np.int32)
-    tiles[:, 0] = -1
-    tiles[: len(row_t), :4] = np.stack([row_t, begin_t, first_split_t, last_split_t - first_split_t + 1], axis=1)
+    columns = row_t, begin_t, first_split_t, last_split_t - first_split_t + 1, np.zeros(0, np.int64)
+    tiles = _columns(-(-len(row_t) // TILE_BUCKET) * TILE_BUCKET, columns)
+    tiles[len(row_t) :, 0] = -1
     return tiles
 
 
@@ -146,23 +157,25 @@ class Shape:
     num_keys: int
     """The longest context of the class."""
 
-    def of(self, group: LayerGroup, page_size: int, num_heads: int, configuration: Configuration) -> GroupLists:
-        """Lists of padding, with the wave that takes them."""
-        pages, splits = pages_for(self.num_keys, page_size), pages_for(self.num_keys, configuration.split)
-        if group.window is not None:
-            # As many as a window can begin and end in.
-            pages = min(pages, pages_for(group.window, page_size) + 1)
-            splits = min(splits, pages_for(group.window, configuration.split) + 1)
-        num_tiles = pages_for(self.num_rows * pages_for(num_heads, configuration.rows), TILE_BUCKET) * TILE_BUCKET
-        tiles = np.zeros((num_tiles, TILE_FIELDS), np.int32)
-        tiles[:, 0] = -1
-        return GroupLists(
-            np.zeros((self.num_rows, SPAN_FIELDS), np.int32),
-            tiles,
-            np.zeros((self.num_rows, pages_for(pages * group.num_stacks, ALIGNMENT) * ALIGNMENT), np.int32),
-            np.full((group.num_stacks, pages_for(self.num_rows, ALIGNMENT) * ALIGNMENT), -1, np.int32),
-            (Wave(0, num_tiles, splits),),
-        )
+
+@cache
+def padding_of(shape: Shape, group: LayerGroup, page_size: int, num_heads: int, configuration: Configuration) -> GroupLists:
+    """Lists of padding, with the wave that takes them. Everybody gets the same ones, and writes to none."""
+    pages, splits = pages_for(shape.num_keys, page_size), pages_for(shape.num_keys, configuration.split)
+    if group.window is not None:
+        # As many as a window can begin and end in.
+        pages = min(pages, pages_for(group.window, page_size) + 1)
+        splits = min(splits, pages_for(group.window, configuration.split) + 1)
+    num_tiles = pages_for(shape.num_rows * pages_for(num_heads, configuration.rows), TILE_BUCKET) * TILE_BUCKET
+    tiles = np.zeros((num_tiles, TILE_FIELDS), np.int32)
+    tiles[:, 0] = -1
+    return GroupLists(
+        np.zeros((shape.num_rows, SPAN_FIELDS), np.int32),
+        tiles,
+        np.zeros((shape.num_rows, pages_for(pages * group.num_stacks, ALIGNMENT) * ALIGNMENT), np.int32),
+        np.full((group.num_stacks, pages_for(shape.num_rows, ALIGNMENT) * ALIGNMENT), -1, np.int32),
+        (Wave(0, num_tiles, splits),),
+    )
 
 
 def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape | None:
@@ -173,10 +186,17 @@ def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape | None
     return Shape(num_rows, num_keys) if num_rows * num_keys // page_size <= MOST_PAGES else None
 
 
-def filled(lists: GroupLists, into: GroupLists) -> GroupLists:
-    """The larger lists, with what the others hold in them."""
-    for part, larger in ((lists.spans, into.spans), (lists.tables, into.tables), (lists.slots, into.slots)):
-        larger[: part.shape[0], : min(part.shape[1], larger.shape[1])] = part[:, : larger.shape[1]]
-    num_tiles = min(len(lists.tiles), len(into.tiles))
-    into.tiles[:num_tiles] = lists.tiles[:num_tiles]
-    return into
+def joined(lists: Sequence[GroupLists]) -> Numbers:
+    """All their numbers, one list behind the other."""
+    return np.concatenate([part.ravel() for group in lists for part in group.parts])
+
+
+def filled_up(lists: Sequence[GroupLists], padding: Sequence[GroupLists]) -> Numbers:
+    """The same, as far as there is room in lists of padding: what these hold beyond the padding's sizes is padding itself."""
+    numbers, begin = joined(padding), 0
+    for group, larger_group in zip(lists, padding, strict=True):
+        for part, larger in zip(group.parts, larger_group.parts, strict=True):
+            lines, columns = min(len(part), len(larger)), min(part.shape[1], larger.shape[1])
+            numbers[begin : begin + larger.size].reshape(larger.shape)[:lines, :columns] = part[:lines, :columns]
+            begin += larger.size
+    return numbers

@@ -76,6 +76,7 @@ def scatter(
         if not VALUE_IN_KEY:
             _copy(v_ptr + token * v_stride, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
     elif cosine_ptr is not None:
-        query_ptr, to_ptr = q_ptr + token * q_stride, turned_ptr + token * (HEADS * KEY_DIM)
+        # A name of its own: for Triton 3.6 one that both branches set has one type.
+        query_ptr, query_to_ptr = q_ptr + token * q_stride, turned_ptr + token * (HEADS * KEY_DIM)
         head_H = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        _turn(query_ptr, to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+        _turn(query_ptr, query_to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)

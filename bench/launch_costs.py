@@ -1,0 +1,141 @@
+"""What a launched step costs the host, without a device: scheduler, captured steps' lists, launches, and what is told of it.
+
+The real engine core, scheduler, runner, lists and worker, over a stream whose device has done everything at once and a decoder that
+computes nothing. torch's operations around a captured step (copies, the draw) run on a few numbers of a CPU, which takes about as long
+as launching them does. Takes Triton, which it never asks to compile. Sequences give steps of a token each, begun behind the one before.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from bench.gpu.serve import watch
+from bench.report import show
+from cache.layout import CacheLayout
+from cache.pool import KVPool
+from model.backends import create_backend
+from model.families import read_spec
+from model.flight import StepFlight
+from model.overlapped import OverlappedRunner
+from model.spec import ModelSpec
+from model.step import Sampling
+from server.bench import circumstances
+from server.config import EMBEDDED_MODEL
+from server.engine.core import EngineCore
+from server.engine.grammar import Grammars
+from server.engine.scheduler import Limits, Scheduler
+from server.engine.worker import Worker
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 64
+STEP_TOKENS = 4096
+VOCAB_SIZE = 16
+PARTS = "plan", "launch", "_read", "commit", "_tell"
+"""Of a step: Scheduler.plan, OverlappedRunner.launch, StepFlight._read, Scheduler.commit, Worker._tell."""
+
+
+class Nothing:
+    """A decoder of this shape that computes nothing."""
+
+    num_parts_run = 0
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, token_ids_T: Tensor, *_: Any) -> Tensor:
+        return torch.zeros(len(token_ids_T), 1)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        return torch.zeros(len(x_TD), VOCAB_SIZE)
+
+
+class Done:
+    """A stream and its events, where everything is done; what is captured is not done again. A pipe that takes everything, too."""
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        work()
+
+    def mark(self) -> "Done":
+        return self
+
+    def wait(self) -> None: ...
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return lambda: None
+
+    def send_bytes(self, data: bytes) -> None: ...
+
+
+def make_worker(num_sequences: int, num_tokens: int) -> Worker:
+    """With room for so many sequences of so many tokens."""
+    spec = read_spec(EMBEDDED_MODEL)
+    layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
+    num_pages = num_sequences * layout.most_pages(num_tokens, STEP_TOKENS)
+    # Nothing is ever written to it, so that it takes no memory.
+    pool = KVPool.allocate(layout, num_pages, spec.key_dim, spec.value_dim, torch.float32, CPU, value_in_key=spec.value_in_key)
+    backend = create_backend("triton", pool, spec.attention_scale, spec.num_query_heads)
+    runner = OverlappedRunner(cast(Any, Nothing(spec)), pool, backend, CPU, Done(), num_sequences, STEP_TOKENS)
+    runner.capture(num_tokens)
+    scheduler = Scheduler(Limits(num_pages, layout, num_tokens, num_sequences, STEP_TOKENS))
+    return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(Grammars, None))
+
+
+def measure(num_sequences: int, context: int, temperature: float, steps: int) -> dict[str, Any]:
+    """Medians of so many steps in microseconds: of each part, and of all that the host does between two launches."""
+    warm_up = steps // 10 + 2
+    worker = make_worker(num_sequences, context + PAGE_SIZE + 2 * (steps + warm_up))
+    core, seconds = worker.core, {part: list[float]() for part in PARTS}
+    scheduler, runner = core.scheduler, cast(Any, core.runner)
+    for id in range(num_sequences):
+        # Page borders at different steps for different sequences, and no prefix in common.
+        prompt = [id + 2, *([1] * (context + id % PAGE_SIZE - PAGE_SIZE // 2))]
+        scheduler.submit(id, prompt, 2 * (steps + warm_up), Sampling(temperature=temperature, seed=id))
+    while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
+        core.step()
+    for owner, part in zip((scheduler, runner, StepFlight, scheduler, worker), PARTS, strict=True):
+        watch(owner, part, seconds[part])
+    whole = []
+    for number in range(warm_up + steps):
+        began = time.perf_counter()
+        worker._tell(core.step(worker._announce), 0.0)
+        if number >= warm_up:
+            whole.append(time.perf_counter() - began)
+    if len(scheduler.running) != num_sequences:
+        raise RuntimeError(f"{len(scheduler.running)} sequences run, not {num_sequences}")
+    parts = {part.lstrip("_"): statistics.median(seconds[part][warm_up:]) * 1e6 for part in PARTS}
+    return {"sequences": num_sequences, "context": context} | parts | {"step": statistics.median(whole) * 1e6}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder for launch_costs.json")
+    parser.add_argument("--sequences", default="1,16,64,256")
+    parser.add_argument("--context", type=int, default=512, help="tokens of a sequence before the steps that are timed")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    read = StepFlight._read
+    rows = []
+    for num_sequences in map(int, options.sequences.split(",")):
+        rows.append(measure(num_sequences, options.context, options.temperature, options.steps))
+        StepFlight._read = read  # type: ignore[method-assign]
+    show(rows[0], (row.values() for row in rows), "microseconds of a step")
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        settings = {"temperature": options.temperature, "steps": options.steps}
+        (options.output / "launch_costs.json").write_text(json.dumps(circumstances(settings) | {"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
