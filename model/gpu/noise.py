@@ -6,6 +6,7 @@ torch's operations read and write them a dozen times as float64. It knows nothin
 Shape letters: S rows that draw, V vocabulary, B tokens of a program, C programs of a row.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,11 +47,12 @@ def exponentials(draws_ptr, times_ptr, num_tokens, BLOCK_B: tl.constexpr):
 def race(logits_ptr, largest_ptr, rows_ptr, draws_ptr, settings_ptr, speeds_ptr, winners_ptr, num_tokens, BLOCK_B: tl.constexpr):
     """Program (s, i): of BLOCK_B tokens of a row the one that comes first, and how fast it is."""
     draw, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    row, temperature, min_p = tl.load(rows_ptr + draw), tl.load(settings_ptr + draw * 2), tl.load(settings_ptr + draw * 2 + 1)
+    row, inverse, least = tl.load(rows_ptr + draw), tl.load(settings_ptr + draw * 2), tl.load(settings_ptr + draw * 2 + 1)
     token_B = block * BLOCK_B + tl.arange(0, BLOCK_B)
     x_B = tl.load(logits_ptr + row * num_tokens + token_B, mask=token_B < num_tokens, other=float("-inf"))
-    weight_B = tl.exp(x_B.to(tl.float64) / temperature - tl.load(largest_ptr + row).to(tl.float64) / temperature)
-    speed_B = tl.where(weight_B < min_p, 0.0, weight_B) / tl.maximum(_times(draws_ptr + draw * 3, token_B), SHORTEST)
+    share_B = (x_B.to(tl.float64) - tl.load(largest_ptr + row).to(tl.float64)) * inverse
+    # In logarithms a speed takes no division, and no exponential.
+    speed_B = tl.where(share_B < least, float("-inf"), share_B) - tl.log(tl.maximum(_times(draws_ptr + draw * 3, token_B), SHORTEST))
     fastest = tl.max(speed_B, 0)
     # What is not a number is no fastest one; its row fails, but may not name a token that there is not.
     winner = tl.min(tl.where(speed_B == fastest, token_B, num_tokens - 1), 0)
@@ -76,10 +78,11 @@ def race_S(logits: Tensor, largest: Tensor, rows: Sequence[int], keys: Sequence[
     """
     device, num_tokens = logits.device, logits.shape[-1]
     num_blocks = triton.cdiv(num_tokens, BLOCK)
+    shares = [(1.0 / temperature, math.log(min_p) if min_p > 0.0 else -math.inf) for temperature, min_p in settings]
     speeds_SC = torch.empty(len(rows), num_blocks, dtype=torch.float64, device=device)
     winners_SC = torch.empty(len(rows), num_blocks, dtype=torch.long, device=device)
     race[(len(rows), num_blocks)](
-        logits.contiguous(), largest, upload(rows, device, torch.long), _wrapped(keys, device), upload(settings, device, torch.float64),
+        logits.contiguous(), largest, upload(rows, device, torch.long), _wrapped(keys, device), upload(shares, device, torch.float64),
         speeds_SC, winners_SC, num_tokens, BLOCK,
     )  # fmt: skip
     return winners_SC.gather(1, speeds_SC.argmax(dim=-1, keepdim=True))[:, 0]

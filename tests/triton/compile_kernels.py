@@ -61,7 +61,7 @@ def tell(found: dict[str, Any]) -> None:
 
 
 def compile_products(architecture: int, line: int, stored: bool) -> None:
-    """Plain, gated, and with weights that lie the other way round; and the kernels for rows. Weights in float8 have scales."""
+    """Plain, gated, and with weights that lie the other way round; and the kernels for rows and draws. Weights in float8 have scales."""
     _, size, tile = tiles.TABLE[line]
     number, (inputs, outputs) = {2: "bf16", 4: "fp32"}[size], WIDTHS
     sizes: dict[str, Any] = {"GROUPS": 1, "INPUTS": inputs, "OUTPUTS": outputs, "STEP_G": 2 * inputs * outputs, "UPCAST": False}

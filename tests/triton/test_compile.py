@@ -16,6 +16,7 @@ from model.gpu import tiles
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
 KERNELS = {"attend", "join", "scatter"}
+BY_ROWS = "normalise", "summarise", "exponentials", "race"
 FLOAT8_ARCHITECTURES = 90, 100
 SAMPLE = [(80, 0, 0), (90, 5, 0), (100, 5, 512)]
 FLOAT8_SAMPLE = [(90, 0, 0), (100, 0, 0)]
@@ -79,7 +80,7 @@ def check_products(wanted: list[tuple[int, int]], cache: Path, stored: str = "")
     """Compiles (architecture, line of the products' table)."""
     found = compiled([f"{architecture}:product{line}{stored}" for architecture, line in wanted], cache)
     products = [made for made in found if made["kernel"] == "product"]
-    assert len(products) == 3 * len(wanted) and {made["kernel"] for made in found} == {"product", "normalise", "summarise"}
+    assert len(products) == 3 * len(wanted) and {made["kernel"] for made in found} == {"product", *BY_ROWS}
     for made in products:
         _, size, tile = tiles.TABLE[made["line"]]
         check_instruction(made, tile.rows, size)
