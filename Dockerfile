@@ -16,9 +16,13 @@ COPY server server
 RUN /opt/onehead/bin/pip install --constraint constraints.txt .
 
 FROM python:3.11-slim-bookworm
+# Triton compiles what launches its kernels on the machine that they run on. Debian keeps no older versions that could be named.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/onehead /opt/onehead
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin onehead && install --directory --owner onehead /cache
-ENV PATH=/opt/onehead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 ONEHEAD_SERVER__LOG_FORMAT=json XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
+ENV PATH=/opt/onehead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 ONEHEAD_SERVER__LOG_FORMAT=json XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface \
+    TRITON_CACHE_DIR=/cache/triton
 USER 10001
 WORKDIR /tmp
 VOLUME /model /cache

@@ -75,10 +75,11 @@ class KVPool:
         """Bytes of all that is allocated; on a CPU they are taken from memory page by page, when they are first written to."""
         return self.keys_LPSd.nbytes + (0 if self.value_in_key else self.values_LPSv.nbytes)
 
-    def clear(self, pages: list[int]) -> None:
+    def clear(self, pages: Tensor) -> None:
         """Zeroes these pages in every layer."""
-        self.keys_LPSd[:, pages] = 0
-        self.values_LPSv[:, pages] = 0
+        for x in (self.keys_LPSd,) if self.value_in_key else (self.keys_LPSd, self.values_LPSv):
+            # As bytes: torch does not fill float8 by index.
+            x.view(torch.uint8).index_fill_(1, pages, 0)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(keys_PSd, values_PSv) of a layer of the model, of which its stack's pages are its own."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from model.backends import Backend
 from model.decoder import Decoder
+from model.memory import lack_of_memory
 from model.step import UNSEEN, Row
 from model.streams import Stream
 from model.transfer import upload
@@ -38,6 +39,9 @@ Numbers = NDArray[np.int32]
 @runtime_checkable
 class ListedBackend(Backend, Protocol):
     """A Backend whose plan is made of numbers on the device, so that a captured step can find others there."""
+
+    def contexts(self, longest: int) -> Sequence[int]:
+        """Contexts up to the longest, of each of which there is a captured step for whatever lies between it and the one before."""
 
     def pack(self, rows: Sequence[Row], num_rows: int) -> tuple[Numbers, Hashable] | None:
         """The numbers of a step of single tokens, filled up to `num_rows` rows, and what besides them its launches depend on. None where
@@ -72,7 +76,8 @@ class StepGraphs:
                 self._words[: len(words)].copy_(upload(torch.from_numpy(words), self._words.device))
                 try:
                     self._replays[size, shape] = self._stream.capture(partial(self._work, size, len(words), shape))
-                except torch.OutOfMemoryError:
+                except RuntimeError as error:
+                    lack_of_memory(error)
                     log.warning(
                         "memory is short: %d sizes of steps are captured, the others are launched piece by piece", self.num_captured
                     )

@@ -4,7 +4,6 @@ A token that was drawn in the step before and that nobody has seen yet is taken 
 Invariant: between two calls it holds, of any sequence, that token and nothing else. What it tells the device goes through its stream.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -17,13 +16,11 @@ from model.batch import Batch, build_batch
 from model.decoder import Decoder
 from model.flight import StepFlight
 from model.graphs import ListedBackend, StepGraphs
-from model.runner import GREEDY, SORTING, ModelRunner, RunnerOptions, all_in_page_0, lack_of_memory, memory_error
-from model.step import UNSEEN, Row, Sample, Sampling, StepPlan, StepResult
+from model.memory import lack_of_memory, memory_error
+from model.runner import GREEDY, ModelRunner, RunnerOptions, all_in_page_0
+from model.step import UNSEEN, Row, Sample, StepPlan, StepResult
 from model.streams import CudaStream, Stream
 from model.transfer import download, upload
-
-CONTEXT_STEP = 4
-"""Captured steps are for contexts of a page, and of this many times as many keys each, up to the longest."""
 
 
 class OverlappedRunner(ModelRunner):
@@ -37,18 +34,16 @@ class OverlappedRunner(ModelRunner):
         self._drawn_S = torch.zeros(most_tokens, dtype=torch.long, device=device)
         self._place_of: dict[int, int] = {}
         """Sequence -> where its token is on drawn_S, when the step launched last is done."""
-        # Experts are chosen by the host.
         self._graphs: StepGraphs | None = None
-        if isinstance(backend, ListedBackend) and decoder.spec.experts is None:
+        if isinstance(backend, ListedBackend):
             self._graphs = StepGraphs(decoder, backend, stream, self._drawn_S, most_rows)
 
     @classmethod
-    def on_gpu(cls, runner: ModelRunner, options: RunnerOptions) -> "OverlappedRunner":
-        """The same runner over CUDA's stream, with everything captured that it will be asked for."""
+    def on_gpu(cls, runner: ModelRunner, options: RunnerOptions, longest: int) -> "OverlappedRunner":
+        """The same runner over CUDA's stream, with everything captured that it will be asked for: contexts up to the longest."""
         parts = runner.decoder, runner.pool, runner.backend, runner.device
         found = cls(*parts, CudaStream(), options.max_running, options.step_tokens)
-        found.capture(options.max_context)
-        found.warm_up()
+        found.capture(longest)
         return found
 
     def launch(self, plan: StepPlan) -> StepFlight:
@@ -95,7 +90,7 @@ class OverlappedRunner(ModelRunner):
     @torch.inference_mode()
     def _compute_captured(self, plan: StepPlan, flight: StepFlight, replay: Any) -> None:
         if plan.clear:
-            self.pool.clear(list(plan.clear))
+            self.pool.clear(upload(plan.clear, self.device, torch.long))
         logits_SV, finite_S = replay()
         self._draw(flight, logits_SV)
         flight.finite_T = download(finite_S)
@@ -106,28 +101,13 @@ class OverlappedRunner(ModelRunner):
         assert flight.draws is not None
         self._drawn_S[: len(logits_SV)].copy_(flight.draws.tokens_S())
 
-    def capture(self, max_context: int) -> int:
+    def capture(self, longest: int) -> int:
         """Captures steps of every size, for contexts up to the longest; how many. Before anybody is served: it takes seconds."""
-        if self._graphs is None:
+        if not isinstance(self.backend, ListedBackend) or self._graphs is None:
             return 0
+        # At the end of a context of each length. All their pages are page 0, as nothing there is anybody's yet.
+        draw, layout = Sample(GREEDY, (), ()), self.pool.layout
+        examples = [[Row(0, [0], keys - 1, all_in_page_0(layout, keys), draw)] for keys in self.backend.contexts(longest)]
         with torch.inference_mode():
-            self._graphs.capture(self._examples(max_context))
+            self._graphs.capture(examples)
         return self._graphs.num_captured
-
-    def warm_up(self) -> None:
-        """Computes a step that draws in every way there are kernels for, so that they are compiled before anybody waits for them."""
-        pages = all_in_page_0(self.pool.layout, 2)
-        rows = (Row(number, [0, 0], 0, pages, Sample(sampling, (), ())) for number, sampling in enumerate((GREEDY, Sampling(), SORTING)))
-        self.run(StepPlan(tuple(rows)))
-
-    def _examples(self, max_context: int) -> Iterator[list[Row]]:
-        """Steps of one row at the end of a context of each length, all of whose keys are page 0's."""
-        layout = self.pool.layout
-        num_keys = layout.page_size
-        while True:
-            num_keys = min(num_keys, max_context)
-            # Read from where a table of a context's length has them: all are one page, as nothing here is anybody's.
-            yield [Row(0, [0], num_keys - 1, all_in_page_0(layout, num_keys), Sample(GREEDY, (), ()))]
-            if num_keys == max_context:
-                return
-            num_keys *= CONTEXT_STEP

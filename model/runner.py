@@ -6,7 +6,6 @@ state of any sequence but what lies in the pool's pages.
 Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
 
-import os
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from model.backends import Backend, backend_for, create_backend
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
 from model.flight import StepFlight
+from model.memory import free_bytes, lack_of_memory, memory_error
 from model.packed import PackedMatrix
 from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
@@ -97,9 +97,9 @@ class ModelRunner:
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
         stored_as = options.stored_as(dtype)
         page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, stored_as.itemsize)
-        free = free_bytes(device)
-        if device.type == "cuda" and not options.pages:
-            free -= cls._step_bytes(decoder, dtype, device, options, layout)
+        # Steps are measured before memory is: their first ones load libraries, which keep what they take.
+        steps = cls._step_bytes(decoder, dtype, device, options, layout) if device.type == "cuda" and not options.pages else 0
+        free = free_bytes(device) - steps
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
             allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
@@ -111,26 +111,26 @@ class ModelRunner:
             raise MemoryError(f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower cache.pages or cache.memory")
         try:
             pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key, stored_as=stored_as)
+            backend = create_backend(backend_for(pool, spec.num_query_heads), pool, spec.attention_scale, spec.num_query_heads)
         except (RuntimeError, MemoryError) as error:  # RuntimeError is torch's way of saying that memory is short.
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
             ) from error
-        heads = spec.num_query_heads
-        return cls(decoder, pool, create_backend(backend_for(pool, heads), pool, spec.attention_scale, heads), device)
+        return cls(decoder, pool, backend, device)
 
     @classmethod
     def _step_bytes(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions, layout: CacheLayout) -> int:
         """What steps take on a GPU besides weights and cache, measured over a cache of next to nothing: the largest there can be, and the
         largest that is captured, as captured ones have memory of their own.
         """
-        spec = decoder.spec
+        spec, held = decoder.spec, torch.cuda.memory_allocated(device)
         sizes, stored_as = (spec.key_dim, spec.value_dim, dtype, device), options.stored_as(dtype)
         pool = KVPool.allocate(layout, layout.pages_per_step, *sizes, value_in_key=spec.value_in_key, stored_as=stored_as)
         heads = spec.num_query_heads
         runner = cls(decoder, pool, create_backend(backend_for(pool, heads), pool, spec.attention_scale, heads), device)
         limits = options.max_running, options.max_context
         plans = largest_step(layout, options.step_tokens, *limits), largest_step(layout, options.max_running, *limits, GREEDY)
-        total = 0
+        total = torch.cuda.memory_allocated(device) - held  # The backend's own.
         for plan in plans:
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -171,6 +171,14 @@ class ModelRunner:
         """A number that grows with every layer and every batch of logits computed: so a long step is told from one that hangs."""
         return self.decoder.num_parts_run
 
+    def warm_up(self, longest: int) -> None:
+        """Computes a step at the end of the longest context for every way of drawing that has kernels of its own, so that what compiles
+        kernels does it before anybody waits for them.
+        """
+        pages = all_in_page_0(self.pool.layout, longest)
+        for sampling in (GREEDY, Sampling(), SORTING):
+            self.run(StepPlan((Row(0, [0], longest - 1, pages, Sample(sampling, (), ())),)))
+
     def run(self, plan: StepPlan) -> StepResult:
         """Computes every row of `plan` and draws a token for each that samples. Raises MemoryError; a part of the plan may still fit."""
         try:
@@ -191,7 +199,7 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, flight: StepFlight, batch: Batch, attended: Any) -> None:
         """All that the device does for a step. `attended` is the backend's plan."""
         if plan.clear:
-            self.pool.clear(list(plan.clear))
+            self.pool.clear(upload(plan.clear, self.device, torch.long))
         x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, partial(self.backend.run, attended))
         if len(batch.sampled_S):
             self._draw(flight, self.decoder.logits(x_TD[batch.sampled_S]))
@@ -235,20 +243,6 @@ def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
     return [array("q", bytes(8 * pages_for(num_tokens, layout.page_size) * group.num_stacks)) for group in layout.groups]
 
 
-def lack_of_memory(error: RuntimeError) -> str:
-    """What a device says that lacks memory. Raises every other error."""
-    if not _is_out_of_memory(error):
-        raise error
-    return str(error).splitlines()[0]
-
-
-def memory_error(reason: str, device: torch.device) -> MemoryError:
-    """To be raised when the device's own error is gone: it keeps alive what the step had made, and its parts need the room."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return MemoryError(reason)
-
-
 def _check_deterministic(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, device: torch.device) -> None:
     """Raises OptionError, before weights are read, where answers would depend on what is computed with them."""
     if options.quantization == "fp8" and device.type == "cpu":
@@ -271,11 +265,6 @@ def _check_deterministic(spec: ModelSpec, options: RunnerOptions, dtype: torch.d
             f"pages of {options.page_size} and keys of {spec.key_dim} columns in {str(stored_as).removeprefix('torch.')}, depends on "
             f"the company; expected {expected}"
         )
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """A GPU's lack of memory has a type of its own; a CPU's only a text."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def choose_device(name: str) -> torch.device:
@@ -312,20 +301,3 @@ def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions
     budget = memory * free if memory <= 1.0 else memory
     useful = options.max_running * layout.most_pages(options.max_context + options.page_size, options.step_tokens)
     return min(int(budget // page_bytes), useful)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken now: the device's, or the machine's within the limit of this control group."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        free = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, StopIteration):
-        pass  # No /proc or no control group: the machine's own figure stands.
-    return free

@@ -27,6 +27,8 @@ NOT_FINITE = NotDrawn("the logits of this request are not finite", code="numeric
 NOT_SAMPLED = NotDrawn("an internal error in drawing this request's token", code="sampling_error")
 NOTHING_ALLOWED = NotDrawn("what it asks for leaves no token that is allowed", refused=True)
 SHORTEST = 1e-300
+DRAWN_AT_ONCE = 64
+"""Rows: sorting holds a dozen numbers of 64 bits for each of their logits."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the likeliest token: dividing by them would overflow."""
 
@@ -88,6 +90,7 @@ def begin_draw(logits_SV: Tensor, samples: Sequence[Sample]) -> Draws:
     except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
         raise
     except Exception:
+        _check(logits_SV.device)
         return Draws([_alone(logits_SV[i : i + 1], sample) for i, sample in enumerate(samples)], logits_SV.device)
 
 
@@ -97,8 +100,15 @@ def _alone(logits_1V: Tensor, sample: Sample) -> "_Part | NotDrawn":
     except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
         raise
     except Exception:
+        _check(logits_1V.device)
         log.exception("a row could not be sampled")
         return NOT_SAMPLED
+
+
+def _check(device: torch.device) -> None:
+    """Raises what a broken device raises: Triton says of it what it says of anything."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).query()
 
 
 class _Part:
@@ -116,9 +126,10 @@ class _Part:
             if plain:
                 tokens_S[_rows(plain, tokens_S)] = race(adjusted_SV, largest_S, plain, [samples[i] for i in plain])
             random = [i for i in random if samples[i].sampling.filters]
-        if random:
-            rows = _rows(random, adjusted_SV)
-            tokens_S[rows] = _draw_random(adjusted_SV[rows], [samples[i] for i in random])
+        for begin in range(0, len(random), DRAWN_AT_ONCE):
+            drawn = random[begin : begin + DRAWN_AT_ONCE]
+            rows = _rows(drawn, adjusted_SV)
+            tokens_S[rows] = _draw_random(adjusted_SV[rows], [samples[i] for i in drawn])
         logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - normaliser_S
         self.tokens_S = tokens_S
         self._tokens_S = download(tokens_S)
@@ -241,10 +252,11 @@ def _adjust_row(logits_V: Tensor, sample: Sample) -> None:
         logits_V[ids] += upload(list(s.logit_bias.values()), logits_V.device)
     banned = [*sample.forbidden, *(word[-1] for word in s.bad_words if _stands_before(sample.output, word))]
     if banned:
-        logits_V[upload(banned, logits_V.device)] = -torch.inf
+        # A number that is assigned by index is copied to a GPU first, and that waits for it.
+        logits_V.index_fill_(0, upload(banned, logits_V.device), -torch.inf)
     if s.allowed_token_ids:
         allowed_V = torch.zeros_like(logits_V, dtype=torch.bool)
-        allowed_V[upload(s.allowed_token_ids, logits_V.device)] = True
+        allowed_V.index_fill_(0, upload(s.allowed_token_ids, logits_V.device), True)
         logits_V.masked_fill_(~allowed_V, -torch.inf)
     if sample.mask is not None:
         bits = np.unpackbits(np.frombuffer(sample.mask, np.uint8), count=len(logits_V), bitorder="little")

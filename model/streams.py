@@ -52,11 +52,16 @@ class CudaStream:
         return CudaEvent()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._aside):
-            work()  # Kernels are compiled and libraries take their workspaces, which a capture has no place for.
-        torch.cuda.current_stream().wait_stream(self._aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._aside):
-            work()
+        current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        self._aside.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._aside):
+                work()  # Kernels are compiled and libraries take their workspaces, which a capture has no place for.
+            current.wait_stream(self._aside)
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._aside):
+                work()
+        finally:
+            # A capture that fails may leave us on its stream.
+            torch.cuda.set_stream(current)
+            current.wait_stream(self._aside)
         return graph.replay

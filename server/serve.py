@@ -124,8 +124,8 @@ class Running:
 
     def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
         ready = self.supervisor.ready
-        # A replacement gets the pool that requests were admitted to, however much memory is free now.
-        start = self._start if ready is None else msgspec.structs.replace(self._start, pages=ready.num_pages)
+        # A replacement gets the pool that requests were admitted to, however much memory is free now, on the device that began them.
+        start = self._start if ready is None else msgspec.structs.replace(self._start, pages=ready.num_pages, device=ready.device)
         if self._spawned:
             self.metrics.engine_restarts.inc()
         self._spawned += 1

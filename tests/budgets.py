@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("server", "model", "cache")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-MAX_TOTAL_LINES = 19_400
+MAX_TOTAL_LINES = 19_500
 
 # Who may not import whom: every rule whose prefix fits a module binds it, and speaks of imports inside functions too.
 FORBIDDEN = {

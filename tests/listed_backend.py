@@ -13,12 +13,12 @@ from torch import Tensor
 from cache.pool import KVPool
 from model.backends.reference import ReferenceBackend
 from model.backends.triton.configurations import Configuration
-from model.backends.triton.plan import GroupLists, Shape, filled_up, padding_of, plan_groups, shape_of
+from model.backends.triton.plan import GroupLists, Shape, classes, filled_up, padding_of, plan_groups, shape_of
 from model.batch import Batch
 from model.layers import Rotation
 from model.step import Row
 
-CONFIGURATION = Configuration(16, 16, 32, 1, 1)
+CONFIGURATION = Configuration(16, 16, 32, 1, 1, short_split=16, num_short=50)
 
 
 class ListedReference:
@@ -36,6 +36,9 @@ class ListedReference:
 
     def _padding(self, shape: Shape) -> list[GroupLists]:
         return [padding_of(shape, group, self.pool.page_size, self.num_heads, CONFIGURATION) for group in self.pool.layout.groups]
+
+    def contexts(self, longest: int) -> list[int]:
+        return [min(num_keys, longest) for num_keys in classes(self.pool.page_size, longest)]
 
     def pack(self, rows: Sequence[Row], num_rows: int) -> Any:
         lists = plan_groups(rows, range(len(rows)), self.pool.layout, self.num_heads, CONFIGURATION, self.capacity)

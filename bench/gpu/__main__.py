@@ -2,9 +2,9 @@
 
     python -m bench.gpu --output DIR [--only ceilings,attention,step,serve,numerics,peers] [--minutes 10] [--device cuda] [--small]
 
-ceilings   bytes per second of a copy, operations per second of a matrix product
+ceilings   bytes per second of a copy and of a read, operations per second of a matrix product
 attention  the decode kernel at four models' heads, beside SDPA, FlashInfer (where it is installed) and FlexAttention
-step       a step of a model of StarCoderBase-1B's shape, beside its floor
+step       a step of a model of StarCoderBase-1B's shape, beside its floor; which requests' launches wait for the device
 serve      the workload of nano-vllm's bench (256 sequences, 133,966 output tokens) on an engine here, and over HTTP
 numerics   logits and greedy tokens beside the CPU's reference; the same bits alone and in company
 peers      transformers on that workload: generate with a static cache, continuous batching
@@ -23,17 +23,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from bench.gpu.bars import bars
-from bench.gpu.common import Part, make_checkpoint, versions
+from bench.gpu.common import Part, make_checkpoint, versions, write_json
 from bench.gpu.pictures import draw, tables
 from bench.report import Found, conclude, progress
 from server.bench import circumstances
 
-SHARES = {"checkpoint": 0.06, "ceilings": 0.04, "attention": 0.27, "step": 0.1, "serve": 0.18, "numerics": 0.12, "peers": 0.23}
+SHARES = {"ceilings": 0.04, "checkpoint": 0.2, "attention": 0.23, "step": 0.09, "serve": 0.16, "numerics": 0.1, "peers": 0.18}
 """Of the time, in the order in which parts run; what one leaves goes to those behind it."""
 PARTS = tuple(name for name in SHARES if name != "checkpoint")
 ON_CHECKPOINT = {"step", "serve", "peers"}
@@ -75,9 +77,9 @@ def child(options: argparse.Namespace, name: str, scratch: Path, seconds: float)
         except subprocess.TimeoutExpired:
             failed = f"not done after {seconds:.0f} s"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, 9)  # With its server and clients.
-                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)  # With its server and clients: those of a part that has crashed would keep the GPU.
+            process.wait()
     found: Found = json.loads(path.read_text()) if path.exists() else {}
     return found | {"took": time.monotonic() - began} | ({"failed": failed} if failed else {})
 
@@ -95,7 +97,8 @@ def run_all(options: argparse.Namespace) -> int:
             found[name] = child(options, name, Path(scratch), max(1.0, share * (end - time.monotonic())))
             write(options, found)
             bar.advance(task)
-    tables(found)
+    with spared("the tables"):
+        tables(found)
     judged = options.device == "cuda" and not options.small
     return conclude("gpu", options.output, machine(found), told(options, found), bars(found, wanted, judged))
 
@@ -112,10 +115,19 @@ def told(options: argparse.Namespace, found: Found) -> Found:
 
 def write(options: argparse.Namespace, found: Found) -> None:
     """What there is so far, for who is killed."""
-    whole = circumstances(machine(found)) | told(options, found)
-    (options.output / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_json(options.output / "gpu.json", circumstances(machine(found)) | told(options, found))
     if find_spec("matplotlib") is not None:
-        draw(found, options.output / "gpu.png")
+        with spared("the picture"):
+            draw(found, options.output / "gpu.png")
+
+
+@contextmanager
+def spared(what: str) -> Iterator[None]:
+    """What shows the figures may fail and cost none of them."""
+    try:
+        yield
+    except Exception as error:
+        print(f"{what}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def arguments() -> argparse.Namespace:

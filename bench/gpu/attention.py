@@ -1,7 +1,8 @@
 """The decode kernel: seconds and bytes of a call that reads one K and V for all heads, beside SDPA, FlashInfer and FlexAttention.
 
-A call over little memory is timed over many layers, each with keys of its own that nothing has read since the flush. Ours reads pages in
-a random order; SDPA and FlexAttention get the same memory as if it were contiguous. It knows no ceilings: shares are the report's.
+A call is timed over several layers, as a model's step has them, each with keys of its own that nothing has read since the flush. Ours
+reads pages in a random order; SDPA and FlexAttention get the same memory as if it were contiguous. None writes K and V; what ours takes
+with its writing is told beside. It knows no ceilings: shares are the report's.
 
 Shape letters: B sequences, L keys of a sequence, P pages, S slots of a page, H query heads, d columns.
 """
@@ -11,12 +12,13 @@ from array import array
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu.common import Part, captured, median_seconds
+from bench.gpu.common import CASES, HEADS, Part, captured, median_seconds
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
 from model.backends import backend_for, create_backend
@@ -24,16 +26,12 @@ from model.batch import build_batch
 from model.step import Row, StepPlan
 
 PAGE_SIZE = 64
-HEADS = ((16, 128), (48, 128), (71, 64), (8, 256))
-"""StarCoderBase-1B, StarCoder, Falcon-7B, Gemma-2B."""
-CASES = ((1, 1024), (1, 8192), (32, 2048), (32, 8192), (32, 32768), (256, 2048), (256, 8192))
-"""Sequences, and keys of each."""
 PEER_CASES = ((1, 1024), (32, 8192), (256, 2048))
 SMALL_HEADS, SMALL_CASES, SMALL_PEER_CASES = ((4, 32), (3, 16)), ((1, 64), (3, 128)), ((3, 128),)
-LEAST_SECONDS = 15.0
-"""Of a peer that may have to be compiled."""
-COLD_BYTES, MOST_LAYERS = 10**8, 24
-"""A call that reads less than the first is repeated over layers, up to the second."""
+LEAST_SECONDS = 60.0
+"""Of a peer that may have to be compiled: FlashInfer's compiler takes as long for one kernel."""
+COLD_BYTES, MOST_LAYERS = 2 * 10**9, 24
+"""A call is repeated over so many layers that together they read about the first, up to the second."""
 
 
 def backend_name(pool: KVPool, heads: int) -> str:
@@ -43,13 +41,18 @@ def backend_name(pool: KVPool, heads: int) -> str:
     return "triton" if find_spec("triton") is not None else "reference"
 
 
+def layers_of(num_bytes: int) -> int:
+    """Over how many layers a call that reads so much is timed."""
+    return max(1, min(MOST_LAYERS, COLD_BYTES // num_bytes))
+
+
 class Problem:
     """The decode step of sequences with so many keys, the token's own included."""
 
     def __init__(self, heads: int, head_dim: int, contexts: list[int], dtype: torch.dtype, device: str) -> None:
         self.heads, self.head_dim, self.contexts = heads, head_dim, contexts
         self.num_bytes = 2 * sum(contexts) * head_dim * dtype.itemsize
-        self.layers = max(1, min(MOST_LAYERS, COLD_BYTES // self.num_bytes)) if device == "cuda" else 1
+        self.layers = layers_of(self.num_bytes) if device == "cuda" else 1
         self.layout = CacheLayout.of(self.layers, (), PAGE_SIZE)
         counts = [pages_for(context, PAGE_SIZE) for context in contexts]
         self.pool = KVPool.allocate(self.layout, sum(counts), head_dim, head_dim, dtype, torch.device(device))
@@ -74,10 +77,23 @@ class Problem:
     def ours(self, chosen: list[int] | None = None) -> Callable[[int], Tensor]:
         """A layer's call, of some rows or all. Writing the tokens' K and V is part of it."""
         chosen = list(range(len(self.rows))) if chosen is None else chosen
-        backend = create_backend(backend_name(self.pool, self.heads), self.pool, self.scale, self.heads)
-        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.q_BHd.device)
-        plan, (q, k, v) = backend.plan(batch), (x[chosen] for x in (self.q_BHd, self.k_Bd, self.v_Bd))
+        backend, plan = self._planned(chosen)
+        q, k, v = (x[chosen] for x in (self.q_BHd, self.k_Bd, self.v_Bd))
         return lambda layer: backend.run(plan, layer, q, k, v)
+
+    def attending(self) -> Callable[[int], Tensor]:
+        """A layer's call without the writing, of all rows. Raises RuntimeError where a GPU's backend does not offer that."""
+        backend, plan = self._planned(list(range(len(self.rows))))
+        if hasattr(backend, "attend"):
+            return lambda layer: backend.attend(plan, layer, self.q_BHd)
+        if self.q_BHd.is_cuda:
+            raise RuntimeError(f"the backend {backend.name!r} has no attend(plan, layer, q_THd): its attention without its writing")
+        return self.ours()
+
+    def _planned(self, chosen: list[int]) -> tuple[Any, Any]:
+        """A backend, and its plan of these rows."""
+        backend = create_backend(backend_name(self.pool, self.heads), self.pool, self.scale, self.heads)
+        return backend, backend.plan(build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.q_BHd.device))
 
 
 def sdpa(problem: Problem) -> Callable[[int], Tensor]:
@@ -87,13 +103,16 @@ def sdpa(problem: Problem) -> Callable[[int], Tensor]:
 
 
 def flex(problem: Problem) -> Callable[[int], Tensor]:
-    """Compiled where that makes a kernel of it."""
+    """Compiled where that makes a kernel of it. Of head counts that are no power of two it has no kernel that reads K and V once: there
+    heads are rows of one query matrix.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     torch.compiler.reset()  # Of so many shapes of one function it would compile no more than eight.
     attend = torch.compile(flex_attention, dynamic=False) if problem.q_BHd.is_cuda else flex_attention
-    q_BH1d = problem.q_BHd.unsqueeze(2)
-    return lambda layer: attend(q_BH1d, *problem.whole(layer), scale=problem.scale, enable_gqa=True)
+    grouped = problem.heads & (problem.heads - 1) == 0
+    q = problem.q_BHd.unsqueeze(2 if grouped else 1)
+    return lambda layer: attend(q, *problem.whole(layer), scale=problem.scale, enable_gqa=grouped)
 
 
 def flashinfer(problem: Problem) -> Callable[[int], Tensor]:
@@ -111,7 +130,7 @@ def flashinfer(problem: Problem) -> Callable[[int], Tensor]:
 
 
 KERNELS: dict[str, Callable[[Problem], Callable[[int], Tensor]]] = {
-    "onehead": Problem.ours,
+    "onehead": Problem.attending,
     "sdpa": sdpa,
     "flex": flex,
     "flashinfer": flashinfer,
@@ -119,12 +138,12 @@ KERNELS: dict[str, Callable[[Problem], Callable[[int], Tensor]]] = {
 """The slowest to compile at the end: where time is up, that is what is missing."""
 
 
-def time_one(part: Part, kernel: str, problem: Problem) -> dict[str, object]:
-    """Seconds of a call, from a CUDA graph where the kernel can be captured."""
-    call, graph = KERNELS[kernel](problem), False
+def seconds_of(part: Part, call: Callable[[int], Tensor], num_layers: int) -> tuple[float, bool]:
+    """Of a call, and whether from a CUDA graph, which it is where the kernel can be captured."""
+    graph = False
 
     def layers() -> None:
-        for layer in range(problem.layers):
+        for layer in range(num_layers):
             call(layer)
 
     timed: Callable[[], object] = layers
@@ -133,8 +152,16 @@ def time_one(part: Part, kernel: str, problem: Problem) -> dict[str, object]:
             timed, graph = captured(layers), True
         except RuntimeError:
             torch.cuda.synchronize()
-    seconds = median_seconds(timed, part.device, 3 if part.small else 30) / problem.layers
-    return {"seconds": seconds, "bytes": problem.num_bytes, "layers": problem.layers, "graph": graph}
+    return median_seconds(timed, part.device, 3 if part.small else 30) / num_layers, graph
+
+
+def time_one(part: Part, kernel: str, problem: Problem) -> dict[str, object]:
+    """The figures of one kernel; of ours with its writing, too, which others do not do."""
+    seconds, graph = seconds_of(part, KERNELS[kernel](problem), problem.layers)
+    found: dict[str, object] = {"seconds": seconds, "bytes": problem.num_bytes, "layers": problem.layers, "graph": graph}
+    if kernel == "onehead":
+        found["seconds_with_write"], _ = seconds_of(part, problem.ours(), problem.layers)
+    return found
 
 
 @torch.inference_mode()

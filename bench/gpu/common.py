@@ -5,6 +5,7 @@ torch is imported where it is needed: the clients of the service's part do witho
 """
 
 import json
+import os
 import shutil
 import statistics
 import time
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 
 FLUSH_BYTES = 2**29
 """Read before each timed call. Many times an L2, and long enough for the host to have launched what follows."""
+WARMING_SECONDS = 0.05
+"""Of flushes before a timing: a device that was idle raises its clocks only when it works."""
+HEADS = ((16, 128), (48, 128), (71, 64), (8, 256))
+"""Query heads and columns of StarCoderBase-1B, StarCoder, Falcon-7B, Gemma-2B."""
+CASES = ((1, 1024), (1, 8192), (32, 2048), (32, 8192), (32, 32768), (256, 2048), (256, 8192))
+"""Of the decode kernel: sequences, and keys of each."""
 VERSIONS = "torch", "triton", "transformers", "flashinfer-python"
 SIZES = {
     False: {"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_inner": 8192, "vocab_size": 49152, "n_positions": 8192},
@@ -59,7 +66,7 @@ class Part:
         for step in outer:
             place = place.setdefault(step, {})
         place[last] = value
-        self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        write_json(self.path, self.found)
 
     @contextmanager
     def guarded(self, name: str) -> Iterator[None]:
@@ -92,6 +99,13 @@ class Part:
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
 
+def write_json(path: Path, found: Found) -> None:
+    """Who is killed within leaves the file as it was."""
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
 def versions(device: str) -> Found:
     """The device and the libraries."""
     import torch
@@ -115,19 +129,33 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     """The call as a CUDA graph: what it costs without the host."""
     import torch
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
+    current, side, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(current)
+    try:
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        current.wait_stream(side)
+        with torch.cuda.graph(graph, stream=side):
             call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    finally:
+        # A capture that fails may leave us on its stream.
+        torch.cuda.set_stream(current)
+        current.wait_stream(side)
     return graph.replay
 
 
-def median_seconds(call: Callable[[], object], device: str, repeats: int) -> float:
+def warm_up(flush: "torch.Tensor", seconds: float) -> None:
+    """Keeps a GPU at work for so long."""
+    import torch
+
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        flush.sum()
+        torch.cuda.synchronize()
+
+
+def median_seconds(call: Callable[[], object], device: str, repeats: int, warming: float = WARMING_SECONDS) -> float:
     """Of a call behind a flush of the L2: on a GPU between two events, else by the clock.
 
     The flush reads: lines that it wrote would be written back within the call's time.
@@ -144,6 +172,7 @@ def median_seconds(call: Callable[[], object], device: str, repeats: int) -> flo
             times.append(time.perf_counter() - began)
         return statistics.median(times)
     flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+    warm_up(flush, warming)
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for begin, end in pairs:
         flush.sum()

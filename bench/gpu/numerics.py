@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.conditions import Engine, alone, batches, compare, make_cases
-from bench.gpu.attention import HEADS, SMALL_HEADS, Problem, backend_name
-from bench.gpu.common import Part, engine
+from bench.gpu.attention import SMALL_HEADS, Problem, backend_name
+from bench.gpu.common import HEADS, Part, engine
 from bench.report import Found
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool

@@ -1,18 +1,25 @@
 """transformers on the same workload and the same weights: generate with a static cache, compiled; and its continuous batching.
 
 Generate takes all requests as one left-padded batch and runs to the longest output, of which only tokens that were asked for count.
-Continuous batching that is not done in its time is cut, and told as what was finished by then.
+Who is not done in its time is cut, and told as the tokens that there were by then, with where that was.
 """
 
+import gc
 import time
+from dataclasses import fields
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteriaList
 
 from bench.gpu.common import Part
+from bench.report import Found
 
 WARMUP_TOKENS = 8
+RESERVE = 0.4
+"""Of the part's time, kept for continuous batching."""
+PAGE_SIZE, NUM_PAGES, STEP_TOKENS = 256, 2304, 4096
+"""Of continuous batching: about the memory that our engine has, and its tokens of a step."""
 
 
 def drawing(part: Part) -> dict[str, Any]:
@@ -38,7 +45,8 @@ def static(part: Part, model: Any) -> None:
     for most in (WARMUP_TOKENS, count):
 
         def enough(so_far: Any, _: Any, most: int = most, **__: Any) -> Any:
-            return torch.full((len(so_far),), so_far.shape[1] >= longest + most, dtype=torch.bool, device=device)
+            over = so_far.shape[1] >= longest + most or part.left < RESERVE * part.seconds
+            return torch.full((len(so_far),), over, dtype=torch.bool, device=device)
 
         began = time.perf_counter()
         rows = model.generate(
@@ -48,12 +56,32 @@ def static(part: Part, model: Any) -> None:
             cache_implementation="static",
             stopping_criteria=StoppingCriteriaList([enough]),
         )
-        tokens = rows[:, longest:].tolist()
+        steps = len(rows[:, longest:].tolist()[0])
         times.append(time.perf_counter() - began)
-    if len(tokens[0]) != count:
-        raise RuntimeError(f"{len(tokens[0])} tokens came, {count} were asked for")
-    found = {"seconds": times[1], "warmup_seconds": times[0], "computed_tokens": count * len(tokens)}
-    part.note("static", found | {"output_tokens_per_second": workload.num_tokens / times[1]})
+    num_tokens = sum(min(output, steps) for output in workload.outputs)
+    found = {"seconds": times[1], "warmup_seconds": times[0], "steps": steps, "asked_steps": count, "output_tokens": num_tokens}
+    part.note("static", found | {"output_tokens_per_second": num_tokens / times[1]})
+
+
+def sizes(part: Part, config: type) -> dict[str, Any]:
+    """Options of continuous batching, by the names that this version of transformers has for them."""
+    wanted: dict[str, Any] = {"max_requests_per_batch": len(part.workload.prompts), "allow_block_sharing": False}
+    if part.device == "cpu":
+        wanted |= {"num_blocks": 64, "max_batch_tokens": 256, "use_cuda_graph": False, "use_async_batching": False}
+    else:
+        wanted |= {"num_blocks": NUM_PAGES, "max_batch_tokens": STEP_TOKENS}
+    there = {field.name for field in fields(config)}
+    # Where both are there, block_size is the deprecated one.
+    wanted["page_size" if "page_size" in there else "block_size"] = 32 if part.device == "cpu" else PAGE_SIZE
+    return {name: value for name, value in wanted.items() if name in there}
+
+
+def unfinished_tokens(manager: Any) -> int | None:
+    """Of requests that are being computed; None where this version of transformers does not tell."""
+    try:
+        return sum(int(state.generated_len()) for state in list(manager.batch_processor.scheduler.active_requests.values()))
+    except (AttributeError, TypeError, RuntimeError):
+        return None
 
 
 def continuous(part: Part, model: Any) -> None:
@@ -61,15 +89,11 @@ def continuous(part: Part, model: Any) -> None:
     from transformers import ContinuousBatchingConfig
 
     workload = part.workload
-    sizes: dict[str, Any] = {"max_requests_per_batch": len(workload.prompts), "allow_block_sharing": False}
-    if part.device == "cpu":
-        sizes |= {"page_size": 32, "num_blocks": 64, "max_batch_tokens": 256, "use_cuda_graph": False, "use_async_batching": False}
+    config = ContinuousBatchingConfig(**sizes(part, ContinuousBatchingConfig))
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
         **drawing(part), eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.outputs)
     )
-    with model.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**sizes), timeout=5
-    ) as manager:
+    with model.continuous_batching_context_manager(generation_config=generation, continuous_batching_config=config, timeout=5) as manager:
         began, num_tokens, finished = time.perf_counter(), 0, 0
         for prompt, count in zip(workload.prompts, workload.outputs, strict=True):
             manager.add_request(prompt, max_new_tokens=count)
@@ -83,13 +107,22 @@ def continuous(part: Part, model: Any) -> None:
                 raise RuntimeError(result.error)
             finished, num_tokens = finished + 1, num_tokens + len(result.generated_tokens)
         seconds = time.perf_counter() - began
-    found = {"output_tokens_per_second": num_tokens / seconds, "seconds": seconds, "output_tokens": num_tokens}
-    part.note("continuous", found | {"finished": finished, "requests": len(workload.prompts)})
+        found: Found = {"finished": finished, "requests": len(workload.prompts)}
+        if finished < len(workload.prompts):
+            unfinished = unfinished_tokens(manager)
+            found["unfinished_tokens"] = "could not be counted" if unfinished is None else unfinished
+            num_tokens += unfinished or 0
+        # Before the end of the context, which may wait for its thread until we are killed.
+        part.note("continuous", found | {"seconds": seconds, "output_tokens": num_tokens, "output_tokens_per_second": num_tokens / seconds})
 
 
 def measure(part: Part) -> None:
     model = load(part)
     with part.guarded("static"):
         static(part, model)
+    torch.compiler.reset()
+    gc.collect()
+    if part.device == "cuda":
+        torch.cuda.empty_cache()
     with part.guarded("continuous"):
         continuous(part, model)

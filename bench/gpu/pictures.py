@@ -10,10 +10,12 @@ from bench.report import Found, picture, show
 def tables(found: Found) -> None:
     rows = []
     for r in attention_rows(found):
-        share = f"{r['share']:.1%}" if r["share"] else "-"
-        rows.append((f"{r['kernel']} {r['heads']} {r['case']}", r["bytes"] / 1e6, r["seconds"] * 1e6, r["rate"] / 1e12, share))
+        name = f"{r['kernel']} {r['heads']} {r['case']}" + ("" if r["graph"] else ", no graph")
+        shares = (f"{r[share]:.1%}" if r[share] else "-" for share in ("share", "read_share"))
+        with_write = r["seconds_with_write"] * 1e6 if "seconds_with_write" in r else "-"
+        rows.append((name, r["bytes"] / 1e6, r["seconds"] * 1e6, with_write, r["rate"] / 1e12, *shares))
     if rows:
-        show(("attention, heads x columns, sequences x keys", "MB", "us", "TB/s", "of the copy"), rows)
+        show(("attention, heads x columns, sequences x keys", "MB", "us", "writing too", "TB/s", "of the copy", "of the read"), rows)
     steps = [(r["case"], r["seconds"] * 1e3, r["floor"] * 1e3, f"{r['share']:.1%}") for r in step_rows(found)]
     if steps:
         show(("step: sequences x context", "ms", "floor, ms", "of the floor"), steps)

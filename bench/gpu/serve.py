@@ -1,18 +1,23 @@
 """The workload of nano-vllm's bench, whole: on an engine in this process, and over HTTP from a real server with real clients.
 
 Everything is done twice and told of both: the first time compiles. Of the engine's steps with all sequences in them it is measured how
-long the host works (scheduler, and launching or the kernels' lists), how long the GPU does, and how long they take together. Clients
-are processes of their own, so that reading events is not what is measured. torch is imported within: clients do without.
+long the host works (all but waiting for the device), whether the device still had work when the next step was launched, and at the very
+end, as a profiler slows down what it looks at, how long the GPU works. Clients are processes of their own, so that reading events is not
+what is measured. torch is imported within: clients do without.
 """
 
 import asyncio
+import gc
 import os
 import random
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, cast
 
 from bench.gpu.common import Part, engine, where
 from bench.gpu.floor import Workload
@@ -22,7 +27,10 @@ from server.client import Endpoint, Outcome, generate
 from server.offline import ClosedLoop
 
 if TYPE_CHECKING:
+    from model.flight import StepFlight
+    from model.step import StepPlan
     from server.engine.core import EngineCore
+    from server.engine.worker import Worker
 
 ROUNDS = 2
 MOST_CLIENTS = 8
@@ -62,8 +70,12 @@ def told(outcomes: list[Outcome], workload: Workload) -> Found:
     return figures(outcomes) | {"output_tokens": workload.num_tokens}
 
 
-def on_engine(part: Part) -> None:
+def on_engine(part: Part) -> "Worker":
+    """An engine that has all sequences in its steps at the end, as whoever serves has it, but that nobody hears."""
+    from server.engine.worker import Worker
+
     core, ready = engine(part, part.checkpoint, *options(part))
+    gc.freeze()  # As the server's engine does.
     part.note("kernels", ready.kernels)
     prompts = part.workload.prompts
     for round, asked in enumerate(([prompt[::-1] for prompt in prompts], prompts)):  # Nothing is to be found in the cache.
@@ -71,8 +83,11 @@ def on_engine(part: Part) -> None:
         if core.scheduler.num_hit_tokens:
             raise RuntimeError(f"{core.scheduler.num_hit_tokens} tokens of prompts were not computed, but found in the cache")
         part.note(f"engine/{round}", told(outcomes, part.workload) | {"step": steps.figures()})
+    worker = Worker(Connection(os.open(os.devnull, os.O_WRONLY), readable=False), core, cast(Any, None))
     with part.guarded("host"):
-        part.note("host", steady(part, core))
+        fill(part, core)
+        part.note("host", steady(part, worker))
+    return worker
 
 
 def watch(owner: Any, name: str, seconds: list[float]) -> None:
@@ -88,45 +103,88 @@ def watch(owner: Any, name: str, seconds: list[float]) -> None:
     setattr(owner, name, timed)
 
 
-def steady(part: Part, core: "EngineCore") -> Found:
-    """Medians of steps that give each of all sequences one token: the host's work, and all; then of the GPU's work, under a profiler."""
+def many_and_few(part: Part) -> tuple[int, int]:
+    """Steps that are timed, and those under a profiler."""
+    return (8, 3) if part.small else (64, 16)
+
+
+def fill(part: Part, core: "EngineCore") -> None:
+    """All sequences, up to where each of the next steps gives each of them one token."""
     from model.step import Sampling
 
-    many, few, prompt_tokens = (8, 3, 16) if part.small else (64, 16, 512)
-    scheduler, seconds, sampling = core.scheduler, list[float](), Sampling(temperature=part.workload.temperature)
+    scheduler, prompt_tokens, sampling = core.scheduler, 16 if part.small else 512, Sampling(temperature=part.workload.temperature)
     for number, prompt in enumerate(part.workload.prompts):
-        scheduler.submit(10**6 + number, (prompt * 6)[:prompt_tokens], many + few + 64, sampling)
+        scheduler.submit(10**6 + number, (prompt * 6)[:prompt_tokens], sum(many_and_few(part)) + 64, sampling)
     while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
         core.step()
-    runner: Any = core.runner
-    # To launch a step is the host's work, where steps are launched; else its lists are.
-    for owner, name in (
-        (scheduler, "plan"),
-        (scheduler, "commit"),
-        (runner, "launch") if hasattr(runner, "launch") else (runner.backend, "plan"),
-    ):
-        watch(owner, name, seconds)
-    host, whole = [], []
-    for _ in range(many):
-        seconds.clear()
-        began = time.perf_counter()
-        core.step()
-        whole.append(time.perf_counter() - began)
-        host.append(sum(seconds))
-    found = {"sequences": len(scheduler.running), "host": statistics.median(host), "step": statistics.median(whole)}
-    return found | {"gpu": gpu_seconds(core, few) / few}
 
 
-def gpu_seconds(core: "EngineCore", steps: int) -> float:
-    """Of kernels and copies, over so many steps: 0 without a GPU."""
+def step(worker: "Worker") -> None:
+    """As Worker.serve has it."""
+    worker._tell(worker.core.step(worker._announce), 0.0)
+
+
+@contextmanager
+def waiting(seconds: list[float]) -> Iterator[None]:
+    """Within, every wait for the device appends what it took."""
+    from model.streams import CudaEvent
+
+    wait = CudaEvent.wait
+    watch(CudaEvent, "wait", seconds)
+    try:
+        yield
+    finally:
+        CudaEvent.wait = wait  # type: ignore[method-assign]
+
+
+def overlapping(launch: "Callable[[StepPlan], StepFlight]", pending: list[bool]) -> "Callable[[StepPlan], StepFlight]":
+    """The same, which appends whether the device was still at the step before when a step had been launched."""
+    before: Any = None
+
+    def watched(plan: "StepPlan") -> "StepFlight":
+        nonlocal before
+        flight = launch(plan)
+        if before is not None:
+            pending.append(not before._event.query())
+        before = flight.event
+        return flight
+
+    return watched
+
+
+def steady(part: Part, worker: "Worker") -> Found:
+    """Medians of steps that give each of all sequences one token: the host's work, and all. Of a step that is launched it is all but
+    waiting; else scheduler, the kernels' lists and telling.
+    """
+    core, runner, seconds, pending = worker.core, cast(Any, worker.core.runner), list[float](), list[bool]()
+    launches, host, whole = hasattr(runner, "launch"), [], []
+    if launches:
+        runner.launch = overlapping(runner.launch, pending)
+    else:
+        for owner, name in ((core.scheduler, "plan"), (core.scheduler, "commit"), (runner.backend, "plan"), (worker, "_tell")):
+            watch(owner, name, seconds)
+    with waiting(seconds):
+        for _ in range(many_and_few(part)[0]):
+            seconds.clear()
+            began = time.perf_counter()
+            step(worker)
+            whole.append(time.perf_counter() - began)
+            host.append(whole[-1] - sum(seconds) if launches else sum(seconds))
+    found = {"sequences": len(core.scheduler.running), "host": statistics.median(host), "step": statistics.median(whole)}
+    return found | ({"overlapped": sum(pending) / len(pending)} if pending else {})
+
+
+def profiled(part: Part, worker: "Worker") -> Found:
+    """Seconds of kernels and copies in a step: 0 without a GPU."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as profiled:
+    steps = many_and_few(part)[1]
+    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as profiler:
         for _ in range(steps):
-            core.step()
-    events = [event for event in profiled.key_averages() if event.device_type.name == "CUDA"]
-    return sum(float(event.self_device_time_total) for event in events) / 1e6
+            step(worker)
+    events = [event for event in profiler.key_averages() if event.device_type.name == "CUDA"]
+    return {"seconds": sum(float(event.self_device_time_total) for event in events) / 1e6 / steps}
 
 
 # --- over HTTP
@@ -157,7 +215,8 @@ def over_http(part: Part) -> None:
 
     workload, count = part.workload, len(part.workload.prompts)
     clients = max(1, min(MOST_CLIENTS, (os.cpu_count() or 1) // 2, count))
-    server = asyncio.run(Server.start(part.scratch / "server.log", *where(part, part.checkpoint), *options(part)))
+    at_once = "--server.lb_grace", "0"  # Nobody asks late.
+    server = asyncio.run(Server.start(part.scratch / "server.log", *where(part, part.checkpoint), *options(part), *at_once))
     try:
         with ProcessPoolExecutor(clients, mp_context=get_context("spawn")) as pool:
             for round in range(ROUNDS):
@@ -175,7 +234,11 @@ def over_http(part: Part) -> None:
 
 
 def measure(part: Part) -> None:
+    worker = None
     with part.guarded("engine/failure"):
-        on_engine(part)
+        worker = on_engine(part)
     with part.guarded("http/failure"):
         over_http(part)
+    if worker is not None:
+        with part.guarded("gpu"):
+            part.note("gpu", profiled(part, worker))

@@ -1,23 +1,81 @@
-"""A decode step of the whole model through the runner, by batch and context. It knows no floors: those are the report's."""
+"""A decode step of the whole model through the runner, by batch and context; and whether a launch waits for the device, by what requests
+ask for. It knows no floors: those are the report's.
+"""
 
 import statistics
 import time
 from array import array
+from collections.abc import Sequence
+from typing import Any
 
 from bench.gpu.common import Part, engine
+from bench.report import Found
 from cache.layout import pages_for
-from model.step import Row, Sample, Sampling, StepPlan
+from model.step import NotDrawn, Row, Sample, Sampling, StepPlan
 
 CASES = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (256, 8192))
 """Sequences, and tokens of each when the step is over."""
 SMALL_CASES = ((1, 64), (3, 128))
 PAGE_SIZE = 64
+GREEDY = Sample(Sampling(temperature=0.0), [1], [])
 
 
-def plan_of(batch: int, context: int) -> StepPlan:
-    """Every row computes its last token and draws greedily."""
-    pages, sample = pages_for(context, PAGE_SIZE), Sample(Sampling(temperature=0.0), [1], [])
-    return StepPlan(tuple(Row(i, [1], context - 1, [array("q", range(i * pages, (i + 1) * pages))], sample) for i in range(batch)))
+def plan_of(context: int, samples: Sequence[Sample]) -> StepPlan:
+    """Every row computes its last token and draws."""
+    pages = pages_for(context, PAGE_SIZE)
+    return StepPlan(
+        tuple(Row(i, [1], context - 1, [array("q", range(i * pages, (i + 1) * pages))], sample) for i, sample in enumerate(samples))
+    )
+
+
+def kinds(vocab_size: int) -> dict[str, list[Sample]]:
+    """Rows of a step for everything that a request can ask of a draw, and of one step for all of it."""
+
+    def asking(sampling: Sampling, **more: Any) -> Sample:
+        return Sample(sampling, [1], [2, 3], **more)
+
+    one_by_one = {
+        "greedy": asking(Sampling(temperature=0.0)),
+        "temperature": asking(Sampling(temperature=0.8)),
+        "top_p": asking(Sampling(top_p=0.9)),
+        "top_k": asking(Sampling(top_k=50)),
+        "min_p": asking(Sampling(min_p=0.05)),
+        "typical_p": asking(Sampling(typical_p=0.9)),
+        "penalties": asking(Sampling(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.5)),
+        "logit_bias": asking(Sampling(logit_bias={5: 1.0})),
+        "allowed_token_ids": asking(Sampling(allowed_token_ids=[4, 5, 6])),
+        "bad_words": asking(Sampling(bad_words=[[3, 7], [8]])),
+        "forbidden": asking(Sampling(), forbidden=[0]),
+        "num_top": asking(Sampling(), num_top=5),
+        "mask": asking(Sampling(), mask=b"\xff" * -(-vocab_size // 8)),
+    }
+    return {kind: [sample] for kind, sample in one_by_one.items()} | {"together": list(one_by_one.values())}
+
+
+def waiting(runner: Any, plan: StepPlan) -> str | None:
+    """How launching this step waits for the GPU; None where it does not."""
+    import torch
+
+    runner.run(plan)  # Compiling may wait.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flight = runner.launch(plan)
+    except RuntimeError as error:
+        return f"{error}"[:200]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # Whoever draws takes an error for its row's own.
+    return next((drawn.reason for drawn in flight.result().drawn if isinstance(drawn, NotDrawn)), None)
+
+
+def waits(part: Part, runner: Any, vocab_size: int) -> Found:
+    """Of every kind of request. Where nothing is launched there is nothing to ask."""
+    if part.device != "cuda":
+        return {"asked": False}
+    found: dict[str, str | None] = {}
+    for kind, samples in kinds(vocab_size).items():
+        found[kind] = waiting(runner, plan_of(PAGE_SIZE, samples))
+    return {"asked": True, "kinds": list(found), "waiting": {kind: why for kind, why in found.items() if why is not None}}
 
 
 def measure(part: Part) -> None:
@@ -28,9 +86,11 @@ def measure(part: Part) -> None:
     for batch, context in cases:
         name = f"{batch}x{context}"
         with part.guarded(name):
-            plan, times = plan_of(batch, context), []
+            plan, times = plan_of(context, [GREEDY] * batch), []
             for _ in range(5 if part.small else 25):
                 began = time.perf_counter()
                 core.runner.run(plan)
                 times.append(time.perf_counter() - began)
             part.note(name, {"seconds": statistics.median(times[len(times) // 5 :]), "first": times[0]})
+    with part.guarded("waits"):
+        part.note("waits", waits(part, core.runner, ready.vocab_size))

@@ -64,14 +64,15 @@ def product(
         # Tiles that take the same weights follow each other, so that memory gives them once.
         row_T = tile % num_row_tiles * BLOCK_T + tl.arange(0, BLOCK_T)
         column_O = (tile // num_row_tiles * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
-        # Rows behind the last stand for that one, and are not stored. In 64 bits: neither x nor W has to count in 32.
-        rows_T = tl.minimum(row_T, num_rows - 1).to(tl.int64)
+        there_T1 = (row_T < num_rows)[:, None]
+        # In 64 bits: neither x nor W has to count in 32.
+        rows_T = row_T.to(tl.int64)
         x_ptrs = x_ptr + (rows_T * GROUPS + group)[:, None] * INPUTS + index_I[None, :]
         first_ptr = weight_ptr + group * STEP_G
         sum_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
         opened_TO = sum_TO
         for first in range(0, INPUTS, BLOCK_I):
-            x_TI = tl.load(x_ptrs + first, mask=index_I[None, :] < INPUTS - first, other=0.0)
+            x_TI = tl.load(x_ptrs + first, mask=there_T1 & (index_I[None, :] < INPUTS - first), other=0.0)
             x_TI = x_TI.to(tl.float32) if UPCAST else x_TI
             block_ptr = first_ptr + first * STEP_I
             w_IO = _weights(block_ptr, column_O, index_I, INPUTS - first, OUTPUTS, STEP_O, STEP_I, x_TI)
@@ -84,4 +85,4 @@ def product(
         if GATED:
             sum_TO *= _scaled(opened_TO, scale_ptr, bias_ptr, column_O + OUTPUTS, 2 * OUTPUTS)
         y_ptrs = y_ptr + (rows_T * GROUPS + group)[:, None] * OUTPUTS + column_O[None, :]
-        tl.store(y_ptrs, sum_TO.to(y_ptr.dtype.element_ty), mask=(row_T < num_rows)[:, None] & (column_O[None, :] < OUTPUTS))
+        tl.store(y_ptrs, sum_TO.to(y_ptr.dtype.element_ty), mask=there_T1 & (column_O[None, :] < OUTPUTS))

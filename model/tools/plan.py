@@ -18,8 +18,9 @@ from cache.layout import CacheLayout
 from cache.pool import bytes_per_page
 from model.decoder import Decoder, meta_decoder
 from model.families import read_spec
+from model.memory import free_bytes
 from model.quantization import STORED_AS, quantize_modules
-from model.runner import CPU_SHARE, GPU_SHARE, free_bytes
+from model.runner import CPU_SHARE, GPU_SHARE
 from model.spec import ModelSpec, OptionError
 from model.tools.options import PlanOptions
 from model.tools.rounding_error import rounding_errors

@@ -7,6 +7,7 @@ supervises it to replay; one in a single submission fails that sequence alone. A
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 import threading
@@ -94,9 +95,13 @@ def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_conte
     _warn_of_float8(start, str(runner.device))
     if runner.device.type == "cpu":
         return runner
-    from model.overlapped import OverlappedRunner
+    longest = runner.pool.layout.most_tokens(runner.pool.num_pages, options.step_tokens, max_context)
+    if spec.experts is None:  # The host chooses experts, and waits for every layer: a launch would return when the step is done.
+        from model.overlapped import OverlappedRunner
 
-    return OverlappedRunner.on_gpu(runner, options)  # It computes while we do something else.
+        runner = OverlappedRunner.on_gpu(runner, options, longest)
+    runner.warm_up(longest)
+    return runner
 
 
 def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
@@ -276,7 +281,14 @@ def main() -> None:
         gc.freeze()  # What is loaded stays, and whoever looks for cycles need not look there while everybody waits.
         worker = Worker(pipe, core, grammars)
         worker.beat(start.beat_seconds)
-        worker.serve()
+        try:
+            worker.serve()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception:
+            log.exception("the engine has failed")
+            logging.shutdown()
+            os._exit(1)  # What a broken device holds is not given back in order: that can hang, and nobody is served meanwhile.
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # The API process is gone, and everyone who waited for us with it.
 

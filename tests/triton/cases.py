@@ -17,8 +17,8 @@ from model.spec import Rotary
 from model.step import Row, StepPlan
 
 CPU = torch.device("cpu")
-SMALL = Configuration(16, 16, 32, 4, 1)
-"""Short splits, so that short sequences have several."""
+SMALL = Configuration(16, 16, 32, 4, 1, short_split=16, num_short=50)
+"""Short splits, so that short sequences have several, and a border in the middle of a page and of most chunks."""
 
 
 class Case:

@@ -92,7 +92,7 @@ def compile_attention(architecture: int, line: int, window: int, stored: bool) -
     made += [] if num_r else [(write.scatter, {})]  # Latents come turned.
     made += [] if window else [(kernels.join, {})]
     for kernel, absent in made:
-        options = {"num_warps": configuration.warps, "num_stages": configuration.stages} if kernel is kernels.attend else {}
+        options = configuration.options if kernel is kernels.attend else {}
         found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, constants | absent, options, pointers)
         tell({"line": line, "turns": not absent, "window": window, "architecture": architecture} | found)
 

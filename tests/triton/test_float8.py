@@ -74,7 +74,7 @@ def test_what_is_not_finite_is_seen_by_its_own_sequence_alone(part: int, number:
     assert all(torch.equal(before[i], after[i]) for i in everyone if i != 1)
 
 
-@pytest.mark.parametrize("configuration", [Configuration(16, 64, 64, 4, 1), Configuration(32, 16, 32, 4, 1)])
+@pytest.mark.parametrize("configuration", [Configuration(16, 64, 64, 4, 1, num_short=0), Configuration(32, 16, 32, 4, 1, num_short=0)])
 @torch.inference_mode()
 def test_every_number_of_float8_comes_back(configuration: Configuration) -> None:
     """One token that sees itself alone is answered with its value."""

@@ -48,7 +48,7 @@ def test_every_head_count_and_width_of_the_families(num_heads: int, key_dim: int
 def test_ragged_batches_pages_windows_and_splits(seed: int) -> None:
     rng = random.Random(seed)
     page_size, rows = rng.choice([16, 32, 64, 256]), rng.choice([16, 32])
-    configuration = Configuration(rows, 16, rng.choice([32, 64]), 4, 1)
+    configuration = Configuration(rows, 16, rng.choice([32, 64]), 4, 1, short_split=16, num_short=rng.choice([0, 40]))
     window = rng.choice([None, 1, 5, 33, 70])
     case = Case(seed, rng.choice([1, 2, 3, 7, 12]), 32, None, page_size, window, configuration=configuration)
     for layer in (0, 2) if window else (0,):
@@ -89,7 +89,7 @@ def test_what_is_turned_is_rounded_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @torch.inference_mode()
 def test_blocks_that_are_pages(page_size: int) -> None:
-    case = Case(page_size, 4, 32, None, page_size, configuration=Configuration(16, page_size, 2 * page_size, 4, 1))
+    case = Case(page_size, 4, 32, None, page_size, configuration=Configuration(16, page_size, 2 * page_size, 4, 1, num_short=0))
     case.check(EXACT)
 
 
@@ -114,7 +114,7 @@ def test_the_same_bits_alone_in_company_and_in_pieces(seed: int) -> None:
 @torch.inference_mode()
 def test_many_splits_are_summed_in_groups_that_a_tile_does_not_move() -> None:
     """A window of more splits than are summed at once: the tiles of a chunk begin at another split than a single token's."""
-    case = Case(23, 1, 16, None, 64, window=262, most=500, configuration=Configuration(16, 16, 16, 4, 1))
+    case = Case(23, 1, 16, None, 64, window=262, most=500, configuration=Configuration(16, 16, 16, 4, 1, num_short=0))
     i = max(case.everyone(), key=lambda i: case.rows[i].start * (len(case.rows[i].tokens) > 20))
     count = len(case.rows[i].tokens)
     assert case.rows[i].start > 300 and count > 20
@@ -221,7 +221,7 @@ def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: i
         assert torch.equal(pools[0].keys_LPSd.nan_to_num(), pools[1].keys_LPSd.nan_to_num())
         assert torch.equal(pools[0].values_LPSv.nan_to_num(), pools[1].values_LPSv.nan_to_num())
         again, same_shape = backend.pack(case.rows[:1], num_rows)
-        assert len(again) <= len(words) and (len(again) == len(words)) is (same_shape == shape)
+        assert len(again) == len(words) if same_shape == shape else len(again) <= len(words)
 
 
 def test_a_step_that_needs_several_waves_is_not_packed() -> None:

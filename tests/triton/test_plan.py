@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cache.layout import CacheLayout, pages_for
 from cache.table import DROPPED
 from model.backends.triton.configurations import Configuration
-from model.backends.triton.plan import ALIGNMENT, TILE_BUCKET, GroupLists, plan_groups
+from model.backends.triton.plan import ALIGNMENT, TILE_BUCKET, GroupLists, most_splits, plan_groups
 from model.step import Row
 
 ROWS = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40) | st.just(1)), min_size=1, max_size=12)
@@ -22,7 +22,7 @@ class Step:
     def __init__(self, rows: list[tuple[int, int]], num_heads: int, window: int | None, page_size: int, capacity: int) -> None:
         rng = random.Random(0)
         self.layout = CacheLayout.of(3, (None, window, window), page_size) if window else CacheLayout.of(1, (), page_size)
-        self.num_heads, self.configuration, self.capacity = num_heads, Configuration(16, 16, 64, 4, 1), capacity
+        self.num_heads, self.configuration, self.capacity = num_heads, Configuration(16, 16, 64, 4, 1, 32, 100), capacity
         self.rows, self.firsts, first = [], [], 0
         for start, count in rows:
             tables = []
@@ -53,17 +53,19 @@ STEPS = st.builds(
 @given(STEPS)
 def test_every_row_is_in_one_tile_with_the_splits_it_sees(step: Step) -> None:
     for number, group in enumerate(step.layout.groups):
-        lists, rows, split = step.lists(number), step.configuration.rows, step.configuration.split
+        lists, rows, configuration = step.lists(number), step.configuration.rows, step.configuration
         assert len(lists.tiles) % TILE_BUCKET == 0
         tiles = [tile for tile in lists.tiles.tolist() if tile[0] >= 0]
-        assert all(tile == [-1, 0, 0, 0, tile[4]] for tile in lists.tiles.tolist()[len(tiles) :])
-        expected = [(i, begin) for i, row in enumerate(step.rows) for begin in range(0, len(row.tokens) * step.num_heads, rows)]
-        assert [(row, begin) for row, begin, *_ in tiles] == expected
-        for i, begin, first_split, num_splits, _ in tiles:
-            row = step.rows[i]
-            last = min(begin + rows, len(row.tokens) * step.num_heads) - 1
-            first_key, last_key = group.first_seen(row.start + begin // step.num_heads), row.start + last // step.num_heads
-            assert (first_split, first_split + num_splits - 1) == (first_key // split, last_key // split)
+        assert all(tile == [-1, 0, 0, 0, tile[4], 0, 0] for tile in lists.tiles.tolist()[len(tiles) :])
+        # Each once, in their order.
+        there = [(i, j) for i, row in enumerate(step.rows) for j in range(len(row.tokens) * step.num_heads)]
+        assert [(i, j) for i, begin, _, _, _, last, _ in tiles for j in range(begin, last + 1)] == there
+        for i, begin, first_split, num_splits, _, last, split in tiles:
+            assert begin <= last < begin + rows
+            first, end = (step.rows[i].start + j // step.num_heads for j in (begin, last))
+            assert {position < 100 for position in (first, end)} == {split == 32} and split in (32, 64)
+            assert (first_split, first_split + num_splits - 1) == (group.first_seen(first) // split, end // split)
+            assert num_splits <= most_splits(end + 1, None if group.window is None else group.window + last - begin, configuration)
 
 
 @given(STEPS)
@@ -92,7 +94,8 @@ def test_no_two_parts_of_a_wave_share_a_place(step: Step) -> None:
             end += wave.num_tiles
             tiles = lists.tiles[wave.first_tile : end]
             assert wave.most_splits == tiles[:, 3].max()
-            places = [place for *_, num_splits, first in tiles.tolist() if num_splits > 1 for place in range(first, first + num_splits)]
+            parts = tiles[tiles[:, 3] > 1].tolist()
+            places = [place for _, _, _, num_splits, first, *_ in parts for place in range(first, first + num_splits)]
             assert len(places) == len(set(places)) and all(0 <= place < step.capacity for place in places)
         assert end == len(lists.tiles)
 

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from cache.layout import pages_for
 from cache.pool import KVPool
 from model.backends.triton.configurations import Configuration
 from model.backends.triton.kernels import attend, join
@@ -26,8 +25,10 @@ from model.backends.triton.plan import (
     Numbers,
     Shape,
     Wave,
+    classes,
     filled_up,
     joined,
+    most_splits,
     padding_of,
     plan_groups,
     shape_of,
@@ -80,11 +81,11 @@ class TritonBackend:
         self._sizes |= {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key}
         # The interpreter multiplies bfloat16's bit patterns as if they were integers.
         self._sizes["UPCAST"] = device.type == "cpu" and pool.compute_dtype == torch.bfloat16
-        self._sizes |= {"num_warps": configuration.warps, "num_stages": configuration.stages, **EXACT}
+        self._sizes |= configuration.options | EXACT
         self._write_sizes = write_sizes_of(num_heads, key_dim, value_dim) | {"VALUE_IN_KEY": pool.value_in_key} | EXACT
         part_bytes = configuration.rows * value_dim * 4
-        longest = pages_for(pool.num_pages * pool.page_size, configuration.split) + 1
-        self.capacity = max(SCRATCH_BYTES // part_bytes, longest)
+        longest = most_splits(pool.num_pages * pool.page_size, None, configuration)
+        self.capacity = max(SCRATCH_BYTES // part_bytes, longest + 1)
         self._partial = torch.empty(self.capacity * configuration.rows * value_dim, dtype=torch.float32, device=device)
         self._peaks, self._sums = torch.empty(2, self.capacity * configuration.rows, dtype=torch.float32, device=device)
 
@@ -95,6 +96,10 @@ class TritonBackend:
 
     def _lists(self, rows: Sequence[Row], firsts: ArrayLike) -> list[GroupLists]:
         return plan_groups(rows, firsts, self.pool.layout, self.num_heads, self.configuration, self.capacity)
+
+    def contexts(self, longest: int) -> list[int]:
+        """Of each class of contexts the longest."""
+        return [min(num_keys, longest) for num_keys in classes(self.pool.page_size, longest)]
 
     def pack(self, rows: Sequence[Row], num_rows: int) -> tuple[Numbers, Shape] | None:
         """The lists of a step of single tokens, filled up to `num_rows` rows and to its class of contexts, in one array. None where a wave
@@ -118,9 +123,15 @@ class TritonBackend:
         self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
     ) -> Tensor:
         place = self.pool.layout.places[layer]
+        keys, values = self.pool.layer(layer)
+        q_THd = self._store(keys, values, plan[place.group].slots[place.stack], q_THd, k_Td, v_Tv, rotation)
+        return self.attend(plan, layer, q_THd)
+
+    def attend(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor) -> Tensor:
+        """`run` behind its writing: queries that are turned and contiguous in each token, over keys and values that lie in their slots."""
+        place = self.pool.layout.places[layer]
         group, layer_group = plan[place.group], self.pool.layout.groups[place.group]
         keys, values = self.pool.layer(layer)
-        q_THd = self._store(keys, values, group.slots[place.stack], q_THd, k_Td, v_Tv, rotation)
         o_THv = q_THd.new_empty(len(q_THd), self.num_heads, self._value_dim)
         for wave in group.waves:
             attend[(wave.num_tiles, wave.most_splits)](
@@ -131,7 +142,7 @@ class TritonBackend:
             if wave.most_splits > 1:
                 join[(wave.num_tiles, self.configuration.rows)](
                     o_THv, group.spans, group.tiles, self._partial, self._peaks, self._sums, wave.first_tile,
-                    BLOCK_C=JOINED_AT_ONCE, **self._join_sizes,
+                    BLOCK_C=JOINED_AT_ONCE, num_warps=1, **self._join_sizes,
                 )  # fmt: skip
         return o_THv
 
@@ -168,7 +179,6 @@ def sizes_of(num_heads: int, first_columns: int, tail_columns: int, value_dim: i
         "BLOCK_V": _block(value_dim),
         "BLOCK_M": configuration.rows,
         "BLOCK_N": configuration.keys,
-        "SPLIT": configuration.split,
         "SPANS": SPAN_FIELDS,
         "TILES": TILE_FIELDS,
     }

@@ -1,8 +1,8 @@
 """The two kernels of attention: queries of any number of tokens over one head of paged keys, and what joins the splits of long sequences.
 
 The H queries of a token are H rows of one matrix over the same keys. A sequence's tokens make a matrix of tokens * H rows, row r being
-head r % H of token r // H; a tile is BLOCK_M of these, wherever tokens begin. A program takes one tile through one split: SPLIT keys from
-a multiple of SPLIT on. Single tokens, drafts, chunks and what follows a cached prefix are all such tiles.
+head r % H of token r // H; a tile is BLOCK_M of these, wherever tokens begin. A program takes one tile through one split: so many
+keys from a multiple of that on. Single tokens, drafts, chunks and what follows a cached prefix are all such tiles.
 
 Invariant: what a row becomes depends on its own sequence alone. Blocks, splits and the groups of splits that are summed at once lie at
 fixed positions of the sequence, not of the tile; whatever a row does not see leaves its sums as they were, bit for bit.
@@ -85,9 +85,9 @@ def _through(
 
 
 @triton.jit
-def _bounds(split, first_position, last_position, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
-    """Blocks low .. high - 1 of the split are seen by some row, and inner .. outer - 1 by every row whole."""
-    low, high = split * (SPLIT // BLOCK_N), tl.minimum((split + 1) * SPLIT, last_position + BLOCK_N) // BLOCK_N
+def _bounds(number, split, first_position, last_position, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Blocks low .. high - 1 of this split of so many keys are seen by some row, and inner .. outer - 1 by every row whole."""
+    low, high = number * (split // BLOCK_N), tl.minimum((number + 1) * split, last_position + BLOCK_N) // BLOCK_N
     inner = low
     if WINDOW > 0:
         low = tl.maximum(low, tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N)
@@ -101,7 +101,7 @@ def attend(
     q_ptr, keys_ptr, values_ptr, output_ptr, spans_ptr, tiles_ptr, tables_ptr, partial_ptr, peaks_ptr, sums_ptr,
     first_tile, q_stride, table_stride, stack, num_stacks, factor,
     HEADS: tl.constexpr, NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr, UPCAST: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, i): the tile's rows over split i of those it sees. The output itself where that is the only one, else its part."""
@@ -109,19 +109,18 @@ def attend(
     number, num_splits = tl.program_id(1), tl.load(tile_ptr + 3)
     if number >= num_splits:
         return
-    row, begin = tl.load(tile_ptr), tl.load(tile_ptr + 1)
+    row, begin, last_row, split = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 5), tl.load(tile_ptr + 6)
     span_ptr = spans_ptr + row * SPANS
     first, num_tokens, start, first_page = tl.load(span_ptr), tl.load(span_ptr + 1), tl.load(span_ptr + 2), tl.load(span_ptr + 3)
-    # Rows behind the sequence's last stand for that one, and are not stored.
-    last_row = num_tokens * HEADS - 1
+    # Rows behind the tile's last stand for that one, and are not stored.
     index_M, row_M = tl.arange(0, BLOCK_M), tl.minimum(begin + tl.arange(0, BLOCK_M), last_row)
     token_M, head_M = row_M // HEADS, row_M % HEADS
     q_MD = _queries(q_ptr, q_stride, first + token_M, head_M, NUM_D + NUM_R, NUM_D, BLOCK_D, UPCAST)
     q_MR = q_MD
     if NUM_R > 0:
         q_MR = _queries(q_ptr + NUM_D, q_stride, first + token_M, head_M, NUM_D + NUM_R, NUM_R, BLOCK_R, UPCAST)
-    first_position, last_position = start + begin // HEADS, start + tl.minimum(begin + BLOCK_M - 1, last_row) // HEADS
-    low, inner, outer, high = _bounds(tl.load(tile_ptr + 2) + number, first_position, last_position, BLOCK_N, SPLIT, WINDOW)
+    first_position, last_position = start + begin // HEADS, start + last_row // HEADS
+    low, inner, outer, high = _bounds(tl.load(tile_ptr + 2) + number, split, first_position, last_position, BLOCK_N, WINDOW)
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride + stack - first_page * num_stacks
     peak_M, sum_M = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     o_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -154,10 +153,9 @@ def join(
     row, begin, first_split, num_splits = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
     if num_splits <= 1:
         return
-    span_ptr = spans_ptr + row * SPANS
-    first, num_tokens = tl.load(span_ptr), tl.load(span_ptr + 1)
+    first, last_row = tl.load(spans_ptr + row * SPANS), tl.load(tile_ptr + 5)
     sequence_row = begin + tl.program_id(1)
-    if sequence_row >= num_tokens * HEADS:
+    if sequence_row > last_row:
         return
     scratch = tl.load(tile_ptr + 4).to(tl.int64)
     end_split = first_split + num_splits

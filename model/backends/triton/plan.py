@@ -7,7 +7,7 @@ Work in Python grows with the rows of the step, not with how long their sequence
 padding that the kernels skip, so that steps of about a size have lists of one size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,11 +21,12 @@ from model.step import Row
 Numbers = NDArray[np.int32]
 SPAN_FIELDS = 4
 """Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
-TILE_FIELDS = 5
-"""Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch."""
+TILE_FIELDS = 7
+"""Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch, last row,
+keys of a split."""
 MOST_PAGES = 2**18
 """Of all rows' tables together, 1 MiB: making and copying more takes longer than launches do."""
-CLASS_STEP = 4
+CLASS_STEP = 2
 """Contexts of a class are at most this many times as long as those of the one before."""
 TILE_BUCKET = 4
 """The number of tiles is a multiple of it."""
@@ -105,18 +106,35 @@ def _tables(rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r:
 def _tiles(
     start_r: NDArray[np.int64], count_r: NDArray[np.int64], window: int | None, num_heads: int, configuration: Configuration
 ) -> Numbers:
-    """Of every sequence's matrix of queries BLOCK_M rows after the other. The last column is filled in by `_waves`."""
-    matrix_r = count_r * num_heads
-    tiles_r = -(-matrix_r // configuration.rows)
-    row_t = np.repeat(np.arange(len(count_r)), tiles_r)
-    begin_t = (np.arange(len(row_t)) - np.repeat(np.cumsum(tiles_r) - tiles_r, tiles_r)) * configuration.rows
-    end_t = np.minimum(begin_t + configuration.rows, matrix_r[row_t])
-    first_split_t = _first_seen(start_r[row_t] + begin_t // num_heads, window) // configuration.split
-    last_split_t = (start_r[row_t] + (end_t - 1) // num_heads) // configuration.split
-    columns = row_t, begin_t, first_split_t, last_split_t - first_split_t + 1, np.zeros(0, np.int64)
+    """Of every sequence's matrix of queries BLOCK_M rows after the other; those of the first positions, whose splits are short, share no
+    tile with the others. `_waves` fills in the place in the scratch.
+    """
+    short_r = np.clip(configuration.num_short - start_r, 0, count_r) * num_heads
+    # Two segments of each row of the step, of which one is mostly empty.
+    end_s = np.column_stack((short_r, count_r * num_heads)).ravel()
+    first_s = np.column_stack((np.zeros_like(short_r), short_r)).ravel()
+    tiles_s = -(-(end_s - first_s) // configuration.rows)
+    segment_t = np.repeat(np.arange(len(tiles_s)), tiles_s)
+    row_t = segment_t // 2
+    number_t = np.arange(len(segment_t)) - np.repeat(np.cumsum(tiles_s) - tiles_s, tiles_s)
+    begin_t = first_s[segment_t] + number_t * configuration.rows
+    last_t = np.minimum(begin_t + configuration.rows, end_s[segment_t]) - 1
+    split_t = np.where(segment_t % 2, configuration.split, configuration.short_split)
+    first_split_t = _first_seen(start_r[row_t] + begin_t // num_heads, window) // split_t
+    num_splits_t = (start_r[row_t] + last_t // num_heads) // split_t - first_split_t + 1
+    columns = row_t, begin_t, first_split_t, num_splits_t, np.zeros(0, np.int64), last_t, split_t
     tiles = _columns(-(-len(row_t) // TILE_BUCKET) * TILE_BUCKET, columns)
     tiles[len(row_t) :, 0] = -1
     return tiles
+
+
+def most_splits(num_keys: int, window: int | None, configuration: Configuration) -> int:
+    """Of a token of a context of at most so many keys."""
+    seen = num_keys if window is None else min(num_keys, window)
+    # A window can begin within a split.
+    extra = 0 if window is None else 1
+    short = pages_for(min(seen, configuration.num_short), configuration.short_split)
+    return max(short, pages_for(seen, configuration.split)) + extra
 
 
 def _waves(tiles: Numbers, capacity: int) -> tuple[Wave, ...]:
@@ -161,11 +179,10 @@ class Shape:
 @cache
 def padding_of(shape: Shape, group: LayerGroup, page_size: int, num_heads: int, configuration: Configuration) -> GroupLists:
     """Lists of padding, with the wave that takes them. Everybody gets the same ones, and writes to none."""
-    pages, splits = pages_for(shape.num_keys, page_size), pages_for(shape.num_keys, configuration.split)
+    pages, splits = pages_for(shape.num_keys, page_size), most_splits(shape.num_keys, group.window, configuration)
     if group.window is not None:
         # As many as a window can begin and end in.
         pages = min(pages, pages_for(group.window, page_size) + 1)
-        splits = min(splits, pages_for(group.window, configuration.split) + 1)
     num_tiles = pages_for(shape.num_rows * pages_for(num_heads, configuration.rows), TILE_BUCKET) * TILE_BUCKET
     tiles = np.zeros((num_tiles, TILE_FIELDS), np.int32)
     tiles[:, 0] = -1
@@ -178,11 +195,18 @@ def padding_of(shape: Shape, group: LayerGroup, page_size: int, num_heads: int, 
     )
 
 
+def classes(page_size: int, longest: int) -> Iterator[int]:
+    """The longest contexts of the classes, up to that which this one is in."""
+    num_keys = page_size
+    while num_keys < longest:
+        yield num_keys
+        num_keys *= CLASS_STEP
+    yield num_keys
+
+
 def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape | None:
     """The smallest class that these rows of one token are in; None where one long row would make all tables too long."""
-    longest, num_keys = max(row.start for row in rows) + 1, page_size
-    while num_keys < longest:
-        num_keys *= CLASS_STEP
+    *_, num_keys = classes(page_size, max([row.start for row in rows]) + 1)
     return Shape(num_rows, num_keys) if num_rows * num_keys // page_size <= MOST_PAGES else None
 
 
