@@ -121,10 +121,9 @@ class Ask:
             "max_new_tokens": self.output_tokens,
             "truncate": self.prompt_tokens,
             "do_sample": self.temperature > 0,
-            "temperature": self.temperature or None,
             "ignore_eos": True,
             "details": True,
-        }
+        } | ({"temperature": self.temperature} if self.temperature > 0 else {})
         return msgspec.json.encode({"inputs": prompt_text(rng, self.prompt_tokens), "parameters": parameters, "stream": True})
 
     def problem(self, outcome: Outcome) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench import launch_costs
 from bench.gpu import __main__ as gpu
 from bench.gpu.__main__ import child
 from bench.gpu.attention import PAGE_SIZE, Problem, flashinfer, flex, layers_of, sdpa
@@ -31,6 +32,7 @@ from model.families import read_spec
 from model.sampling import draw
 from model.step import Drawn, NotDrawn
 from server.config import EMBEDDED_MODEL
+from tests.listed_backend import ListedReference
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Ceilings(4.8e12, 790e12)
@@ -329,9 +331,8 @@ def test_every_kind_of_request_draws() -> None:
 @pytest.mark.parametrize("behind", [True, False])
 def test_waiting_is_not_the_host_s_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool) -> None:
     """The real engine and worker over a stand-in's stream: 5 ms of every step are the device's."""
-    pytest.importorskip("triton")
-    from bench import launch_costs
-
+    # Kernels are imported in tests/triton alone, under its interpreter.
+    monkeypatch.setattr(launch_costs, "create_backend", lambda _, *sizes: ListedReference(*sizes))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "behind", behind)
     monkeypatch.setattr(launch_costs.Done, "mark", lambda _: streams.CudaEvent())
