@@ -89,7 +89,7 @@ def make_worker(num_sequences: int, num_tokens: int) -> Worker:
     return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(Grammars, None))
 
 
-def measure(num_sequences: int, context: int, temperature: float, steps: int) -> dict[str, Any]:
+def measure(num_sequences: int, context: int, steps: int) -> dict[str, Any]:
     """Medians of so many steps in microseconds: of each part, and of all that the host does between two launches."""
     warm_up = steps // 10 + 2
     worker = make_worker(num_sequences, context + PAGE_SIZE + 2 * (steps + warm_up))
@@ -98,7 +98,7 @@ def measure(num_sequences: int, context: int, temperature: float, steps: int) ->
     for id in range(num_sequences):
         # Page borders at different steps for different sequences, and no prefix in common.
         prompt = [id + 2, *([1] * (context + id % PAGE_SIZE - PAGE_SIZE // 2))]
-        scheduler.submit(id, prompt, 2 * (steps + warm_up), Sampling(temperature=temperature, seed=id))
+        scheduler.submit(id, prompt, 2 * (steps + warm_up), Sampling(temperature=0.0))
     while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
         core.step()
     for owner, part in zip((scheduler, runner, StepFlight, scheduler, worker), PARTS, strict=True):
@@ -120,19 +120,18 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder for launch_costs.json")
     parser.add_argument("--sequences", default="1,16,64,256")
     parser.add_argument("--context", type=int, default=512, help="tokens of a sequence before the steps that are timed")
-    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     torch.set_num_threads(1)
     read = StepFlight._read
     rows = []
     for num_sequences in map(int, options.sequences.split(",")):
-        rows.append(measure(num_sequences, options.context, options.temperature, options.steps))
+        rows.append(measure(num_sequences, options.context, options.steps))
         StepFlight._read = read  # type: ignore[method-assign]
     show(rows[0], (row.values() for row in rows), "microseconds of a step")
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        settings = {"temperature": options.temperature, "steps": options.steps}
+        settings = {"steps": options.steps}
         (options.output / "launch_costs.json").write_text(json.dumps(circumstances(settings) | {"rows": rows}, indent=1) + "\n")
     return 0
 

@@ -30,6 +30,7 @@ class OverlappedRunner(ModelRunner):
         self, decoder: Decoder, pool: KVPool, backend: Backend, device: torch.device, stream: Stream, most_rows: int, most_tokens: int
     ) -> None:
         super().__init__(decoder, pool, backend, device)
+        assert decoder.spec.experts is None, "the host chooses experts, and what it chose would be captured"
         self._stream = stream
         self._drawn_S = torch.zeros(most_tokens, dtype=torch.long, device=device)
         self._place_of: dict[int, int] = {}

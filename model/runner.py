@@ -112,7 +112,9 @@ class ModelRunner:
         try:
             pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key, stored_as=stored_as)
             backend = create_backend(backend_for(pool, spec.num_query_heads), pool, spec.attention_scale, spec.num_query_heads)
-        except (RuntimeError, MemoryError) as error:  # RuntimeError is torch's way of saying that memory is short.
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError):
+                lack_of_memory(error)
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
             ) from error
@@ -178,6 +180,7 @@ class ModelRunner:
         pages = all_in_page_0(self.pool.layout, longest)
         for sampling in (GREEDY, Sampling(), SORTING):
             self.run(StepPlan((Row(0, [0], longest - 1, pages, Sample(sampling, (), ())),)))
+        self.pool.clear(upload([0], self.device))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes every row of `plan` and draws a token for each that samples. Raises MemoryError; a part of the plan may still fit."""

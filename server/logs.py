@@ -56,6 +56,11 @@ class Sink(logging.Handler):
             return
         self._thread.join(EXIT_SECONDS)
 
+    def close(self) -> None:
+        """The last line is out when this returns, or in vain."""
+        self._finish()
+        super().close()
+
 
 class TextFormatter(logging.Formatter):
     """A line for people: what a client wrote in it is escaped, so that it cannot forge another."""

@@ -3,13 +3,18 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server import logs
 from tests.processes import wait_until
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def record(message: str, *arguments: Any, **extra: Any) -> logging.LogRecord:
@@ -78,3 +83,21 @@ def test_a_line_that_cannot_be_formatted_is_dropped() -> None:
     sink = logs.Sink(io.StringIO())
     sink.emit(record("%d", "no number"))
     assert sink.num_dropped == 1
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_a_process_says_before_it_is_gone_at_once_is_out(form: str) -> None:
+    """As an engine that fails does: `atexit` is not asked then."""
+    last = f"""
+import logging, os
+from server import logs
+logs.configure("info", "{form}")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("onehead").exception("the engine has failed")
+logging.shutdown()
+os._exit(1)
+"""
+    done = subprocess.run([sys.executable, "-c", last], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "the engine has failed" in done.stderr and "ZeroDivisionError" in done.stderr

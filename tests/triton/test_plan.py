@@ -65,7 +65,7 @@ def test_every_row_is_in_one_tile_with_the_splits_it_sees(step: Step) -> None:
             first, end = (step.rows[i].start + j // step.num_heads for j in (begin, last))
             assert {position < 100 for position in (first, end)} == {split == 32} and split in (32, 64)
             assert (first_split, first_split + num_splits - 1) == (group.first_seen(first) // split, end // split)
-            assert num_splits <= most_splits(end + 1, None if group.window is None else group.window + last - begin, configuration)
+            assert num_splits <= most_splits(end + 1, None if group.window is None else group.window + end - first, configuration)
 
 
 @given(STEPS)
