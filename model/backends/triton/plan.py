@@ -109,10 +109,11 @@ def _tiles(
     """Of every sequence's matrix of queries BLOCK_M rows after the other; those of the first positions, whose splits are short, share no
     tile with the others. `_waves` fills in the place in the scratch.
     """
-    short_r = np.clip(configuration.num_short - start_r, 0, count_r) * num_heads
     # Two segments of each row of the step, of which one is mostly empty.
-    end_s = np.column_stack((short_r, count_r * num_heads)).ravel()
-    first_s = np.column_stack((np.zeros_like(short_r), short_r)).ravel()
+    borders_r3 = np.zeros((len(start_r), 3), np.int64)
+    borders_r3[:, 2] = count_r * num_heads
+    borders_r3[:, 1] = np.minimum(np.maximum(configuration.num_short - start_r, 0) * num_heads, borders_r3[:, 2])
+    first_s, end_s = borders_r3[:, :2].ravel(), borders_r3[:, 1:].ravel()
     tiles_s = -(-(end_s - first_s) // configuration.rows)
     segment_t = np.repeat(np.arange(len(tiles_s)), tiles_s)
     row_t = segment_t // 2
