@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bench.gpu.serve import watch
+from bench.gpu.serve import step, watch
 from bench.report import show
 from cache.layout import CacheLayout
 from cache.pool import KVPool
@@ -106,7 +106,7 @@ def measure(num_sequences: int, context: int, steps: int) -> dict[str, Any]:
     whole = []
     for number in range(warm_up + steps):
         began = time.perf_counter()
-        worker._tell(core.step(worker._announce), 0.0)
+        step(worker)
         if number >= warm_up:
             whole.append(time.perf_counter() - began)
     if len(scheduler.running) != num_sequences:
