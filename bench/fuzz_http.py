@@ -35,8 +35,11 @@ from pydantic import BaseModel
 
 from bench.raw_http import answer_problem, exchange
 from bench.report import Check, conclude, progress, show, usage
-from server.api.generate import GenerateBody, Parameters
-from server.api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, InfillBody, TokenizeBody
+from server.api.chat_fields import ChatBody
+from server.api.infill_fields import InfillBody
+from server.api.openai_fields import CompletionBody
+from server.api.tgi_fields import GenerateBody, Parameters
+from server.api.token_fields import DetokenizeBody, TokenizeBody
 from tests.bad_inputs import CHAT, COMPLETIONS, GENERATE, JSON, body_cases, choice_cases, document, post, prompt_cases, value_cases
 from tests.checkpoints import SHAPES, make_checkpoint, make_tokenizer
 from tests.processes import ServerProcess

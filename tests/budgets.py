@@ -62,15 +62,11 @@ IN_PROCESS = ("server.cli", "server.offline")
 # Siblings that never import each other.
 STRANGERS = ("model.families", "model.backends")
 # The two dialects share fields, body and sse, and never each other.
-FORBIDDEN["server.api.generate"] = (
-    "server.api.openai",
-    "server.api.openai_fields",
-    "server.api.completions",
-    "server.api.chat",
-    "server.api.infill",
-)
-for dialect in ("openai", "openai_fields", "completions", "chat", "infill", "replies"):
-    FORBIDDEN[f"server.api.{dialect}"] = ("server.api.generate",)
+TGI = ("generate", "tgi_fields")
+OPENAI = ("openai", "openai_fields", "chat_fields", "infill_fields", "completions", "chat", "infill", "replies")
+for ours, theirs in ((TGI, OPENAI), (OPENAI, TGI)):
+    for dialect in ours:
+        FORBIDDEN[f"server.api.{dialect}"] = tuple(f"server.api.{other}" for other in theirs)
 FORBIDDEN_CALLS = {
     "eval",
     "exec",

@@ -13,8 +13,11 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
-from server.api.generate import GenerateBody, Parameters
-from server.api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, InfillBody, TokenizeBody
+from server.api.chat_fields import ChatBody
+from server.api.infill_fields import InfillBody
+from server.api.openai_fields import CompletionBody
+from server.api.tgi_fields import GenerateBody, Parameters
+from server.api.token_fields import DetokenizeBody, TokenizeBody
 from tests.checkpoints import make_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.fake_engine import READY, FakeEngine, Served, serve

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from server.api.openai_fields import ChatBody
+from server.api.chat_fields import ChatBody
 from server.api.replies import Answer, Token
 from server.chat import ChatTemplate
 from server.generation import Generation, with_choices

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,6 +20,8 @@ ANY_MODEL = ("dummy", "tgi")
 MAX_CHOICES = 128
 MAX_TOP = 20
 Value = TypeVar("Value")
+Nothing = Literal[None]
+Empty = Field(default=None, max_length=0)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]

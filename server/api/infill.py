@@ -7,7 +7,7 @@ from typing import Any
 
 from server import protocol
 from server.api.fields import default
-from server.api.openai_fields import InfillBody
+from server.api.infill_fields import InfillBody
 from server.fim import FillInTheMiddle, cut_last_token
 from server.generation import Generation, Request
 from server.stream import OpenStreams, Piece

@@ -14,12 +14,14 @@ from starlette.responses import JSONResponse, Response
 from server.api import sse
 from server.api.body import check, documented, read_model
 from server.api.chat import ChatReply
+from server.api.chat_fields import ChatBody
 from server.api.completions import CompletionReply
 from server.api.disconnect import unless_disconnected
 from server.api.fields import check_model
 from server.api.infill import InfillReply
+from server.api.infill_fields import InfillBody
 from server.api.openai_errors import error_body
-from server.api.openai_fields import ChatBody, CompletionBody, GenerationBody, InfillBody
+from server.api.openai_fields import CompletionBody, GenerationBody
 from server.api.streams import Publications, is_resumable
 from server.chat import ChatTemplate
 from server.config import ServerSection

@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse, Response
 
 from server.api.body import check, documented, read_model, read_value
 from server.api.fields import check_model
-from server.api.openai_fields import DetokenizeBody, TokenizeBody
+from server.api.token_fields import DetokenizeBody, TokenizeBody
 from server.chat import ChatTemplate
 from server.config import ServerSection
 from server.errors import InvalidRequest
