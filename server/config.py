@@ -28,6 +28,11 @@ from pydantic_settings import (
 from server.errors import ConfigurationError
 
 PREFIX = "ONEHEAD_"
+_SERVICE_VARIABLE = re.compile(
+    PREFIX + r"(\w+_)?(SERVICE_HOST=[\w.:]+|SERVICE_PORT(_\w+)?=\d+|PORT(_\d+_[A-Z]+)?=[a-z]+://\S+"
+    r"|PORT_\d+_[A-Z]+_(PROTO=[a-z]+|PORT=\d+|ADDR=[\w.:]+))"
+)
+"""NAME=value of the variables that Kubernetes sets in each pod for a Service called onehead or onehead-..."""
 # The library reads "None" and "null" as no value, and a prompt may be just that.
 NO_NONE = "\0"
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "model" / "pretrained"
@@ -189,21 +194,23 @@ Options = TypeVar("Options")
 
 def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
     """The settings of one command. Raises ConfigurationError naming the option; a flag that does not exist exits with status 2."""
-    toml = _toml_path(argv)
-    if toml is not None and not toml.is_file():
-        raise ConfigurationError(f"--config {toml}: no such file")
 
     class Loaded(cls):  # type: ignore[valid-type, misc]
         __doc__ = cls.__doc__
-        model_config = SettingsConfigDict(toml_file=toml)
 
         @classmethod
         def settings_customise_sources(
             cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return _command_line(settings_cls, argv, prog), EnvSettingsSource(settings_cls), DeploymentFile(settings_cls)
+            # First, so that --help is answered whatever is wrong with the environment or the file.
+            arguments = _command_line(settings_cls, argv, prog)
+            if toml is not None and not toml.is_file():
+                raise ConfigurationError(f"--config {toml}: no such file")
+            environment = EnvSettingsSource(settings_cls)
+            environment.env_vars = {key.lower(): value for key, value in _variables(cls).items()}
+            return arguments, environment, DeploymentFile(settings_cls, toml)
 
-    _refuse_unknown_variables(cls)
+    toml = _toml_path(argv)
     try:
         return Loaded()
     except ValidationError as error:
@@ -273,8 +280,10 @@ def _toml_path(argv: list[str]) -> Path | None:
     return Path(path) if path else None
 
 
-def _refuse_unknown_variables(cls: type[BaseSettings]) -> None:
-    """The library ignores misspelt environment variables; we do not."""
+def _variables(cls: type[BaseSettings]) -> dict[str, str]:
+    """The environment variables that set options; those of a Kubernetes Service are left out. Raises ConfigurationError for a misspelt
+    one, which the library would ignore.
+    """
     known: set[str] = set()
     for name, field in ServeSettings.model_fields.items() | cls.model_fields.items():
         section = field.annotation
@@ -282,9 +291,15 @@ def _refuse_unknown_variables(cls: type[BaseSettings]) -> None:
             known.update(f"{PREFIX}{name}__{option}".upper() for option in section.model_fields)
         else:
             known.add(f"{PREFIX}{name}".upper())
-    unknown = sorted(key for key in os.environ if key.upper().startswith(PREFIX) and key.upper() not in known)
+    given = {
+        key: value
+        for key, value in os.environ.items()
+        if key.upper().startswith(PREFIX) and _SERVICE_VARIABLE.fullmatch(f"{key}={value}") is None
+    }
+    unknown = sorted(key for key in given if key.upper() not in known)
     if unknown:
         raise ConfigurationError(f"environment variable {unknown[0]}: no such option")
+    return given
 
 
 def cache_folder() -> Path:

@@ -55,6 +55,57 @@ def test_a_misspelt_key_is_named_wherever_it_stands(
         settings()
 
 
+SERVICE_VARIABLES = {  # As a pod has them where its namespace has the Services onehead and onehead-api.
+    "ONEHEAD_PORT": "tcp://10.0.0.1:8000",
+    "ONEHEAD_SERVICE_HOST": "10.0.0.1",
+    "ONEHEAD_SERVICE_PORT": "8000",
+    "ONEHEAD_SERVICE_PORT_HTTP": "8000",
+    "ONEHEAD_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+    "ONEHEAD_PORT_8000_TCP_PROTO": "tcp",
+    "ONEHEAD_PORT_8000_TCP_PORT": "8000",
+    "ONEHEAD_PORT_8000_TCP_ADDR": "10.0.0.1",
+    "ONEHEAD_API_PORT": "udp://[fd00::1]:53",
+    "ONEHEAD_API_SERVICE_HOST": "fd00::1",
+    "ONEHEAD_API_SERVICE_PORT": "53",
+    "ONEHEAD_API_PORT_53_UDP": "udp://[fd00::1]:53",
+    "ONEHEAD_API_PORT_53_UDP_ADDR": "fd00::1",
+}
+
+
+def test_variables_of_a_kubernetes_service_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SERVICE_VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ONEHEAD_HOST", "0.0.0.0")
+    assert settings().port == 8000 and settings().host == "0.0.0.0"
+    assert load(GenerateSettings, ["x"], "onehead generate").prompt == "x"
+    monkeypatch.setenv("ONEHEAD_PORT", "9000")
+    assert settings().port == 9000
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ONEHEAD_SERVICE_HOTS", "10.0.0.1"),
+        ("ONEHEAD_SERVICE_PORT", "http"),
+        ("ONEHEAD_SERVER_PORT", "9000"),
+        ("ONEHEAD_PROT", "tcp://10.0.0.1:8000"),
+        ("ONEHEAD_PORT_8000_TCP_ADR", "10.0.0.1"),
+    ],
+)
+def test_a_variable_that_only_resembles_a_services_is_an_error_naming_it(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=f"{name}: no such option"):
+        settings()
+
+
+def test_help_is_answered_in_any_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"PROT": "1", "PORT": "x", "SERVER__KEYS": "x", "CONFIG": "/nowhere/x.toml"}.items():
+        monkeypatch.setenv(f"ONEHEAD_{name}", value)
+    with pytest.raises(SystemExit) as exit:
+        settings("--help")
+    assert exit.value.code == 0 and "--engine.max_running" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
