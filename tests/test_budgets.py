@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,16 @@ def test_help_does_not_import_torch_or_the_service() -> None:
     heavy = "{'torch', 'fastapi', 'pydantic'}"
     code = f"import sys; from server.cli import main; main(['--help']); sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_tokens_are_counted_without_docstrings_comments_and_layout(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text('"""A module."""\n\n\ndef f(a):  # A comment.\n    """Doc."""\n    return a\n')
+    assert budgets.num_tokens(path, ast.parse(path.read_text())) == len("def f ( a ) : return a".split())
+
+
+def test_what_serves_is_found_through_imports_inside_functions() -> None:
+    trees = {name: ast.parse("") for name in ("server", *budgets.SERVING_ROOTS, "model", "model.a", "model.b", "model.c")}
+    trees["server.serve"] = ast.parse("def f():\n    from model import a")
+    trees["model.a"] = ast.parse("import model.b")
+    assert {"model.a", "model.b"} <= budgets.serving_modules(trees) and "model.c" not in budgets.serving_modules(trees)
