@@ -10,10 +10,12 @@ from server.api.openai_fields import GenerationBody
 
 
 class TextPart(Body):
-    """A part of a message's content."""
+    """A part of a message's content: text."""
 
     type: Literal["text"]
+    """Only text is supported."""
     text: fields.Text
+    """The text."""
 
 
 def _in_parts(value: Any) -> Any:
@@ -21,16 +23,24 @@ def _in_parts(value: Any) -> Any:
 
 
 class Message(Body):
-    """One message. Images, sound, tools and what they bring are refused: these are models of text."""
+    """A message of a conversation. Images, audio and tools are refused: the models served here read and write text."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart] | None, BeforeValidator(_in_parts)] = None
+    """Who wrote the message. Which roles may follow each other, the checkpoint's chat template decides."""
+    content: Annotated[list[TextPart] | None, BeforeValidator(_in_parts, str | list[TextPart] | None)] = None
+    """The text, or a list of parts which are joined. Special tokens are not recognised in it. Only an assistant's message may have none."""
     name: str | None = Field(default=None, max_length=256)
+    """The author's name, for chat templates that use it."""
     refusal: Nothing = None
+    """Only null is accepted."""
     audio: Nothing = None
+    """Audio is not supported: only null is accepted."""
     function_call: Nothing = None
+    """Functions are not supported: only null is accepted."""
     tool_calls: list[Any] | None = Empty
+    """Tools are not supported: only an empty list is accepted."""
     annotations: list[Any] | None = Empty
+    """Annotations are not supported: only an empty list is accepted."""
 
     def plain(self) -> dict[str, str]:
         """What a chat template is given."""
@@ -39,24 +49,39 @@ class Message(Body):
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions. Null is the default of every field but `messages`."""
 
     messages: list[Message] = Field(min_length=1, max_length=1024)
+    """The conversation, oldest message first. 1 to 1024 messages."""
     max_tokens: fields.Positive | None = None
+    """Most tokens to generate for each output. Default: what the context still holds."""
     max_completion_tokens: fields.Positive | None = None
+    """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
+    """Return the log-probability of each output token. Default: false."""
     top_logprobs: fields.Top | None = None
+    """Return this many most likely tokens in each output token's place; only with `logprobs`. Default: 0."""
     add_generation_prompt: bool | None = None
+    """Whether the chat template begins the assistant's answer after the last message. Default: true."""
     # Harmless at these values.
     tools: list[Any] | None = Empty
+    """Tools are not supported: only an empty list is accepted."""
     tool_choice: Literal["none", "auto"] | None = None
+    """Tools are not supported: only `none` and `auto` are accepted."""
     parallel_tool_calls: bool | None = None
+    """Tools are not supported: accepted for OpenAI's clients, changes nothing."""
     functions: list[Any] | None = Empty
+    """Functions are not supported: only an empty list is accepted."""
     function_call: Literal["none", "auto"] | None = None
+    """Functions are not supported: only `none` and `auto` are accepted."""
     modalities: list[Literal["text"]] | None = None
+    """Only text is supported."""
     audio: Nothing = None
+    """Audio is not supported: only null is accepted."""
     prediction: Nothing = None
+    """Predicted outputs are not supported: only null is accepted."""
     reasoning_effort: Nothing = None
+    """Not supported: only null is accepted."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatBody":

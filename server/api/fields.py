@@ -32,7 +32,7 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, examples=[42])]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
@@ -46,9 +46,11 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_f
 
 
 class Body(BaseModel):
-    """Base of every body: unknown fields and numbers that are not finite are refused."""
+    """Base of every body: unknown fields and numbers that are not finite are refused. The docstring below a field is its description in
+    the OpenAPI document.
+    """
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def default(value: Value | None, otherwise: Value) -> Value:
@@ -69,22 +71,67 @@ def check_fewest(fewest: int | None, most: int | None, names: tuple[str, str]) -
         raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {most}. Given: {fewest}")
 
 
+class DeliveryBody(Body):
+    """Fields of every route that generates text: how the answer is delivered, and when the request is served."""
+
+    stream: bool | None = None
+    """Whether the answer comes as server-sent events, as the text is generated. Default: false."""
+    resumable: bool | None = None
+    """Whether the stream can be read again, and goes on, after its connection was lost: GET /v1/streams/{stream_id}. Only with `stream`.
+    Default: false.
+    """
+    priority: Priority | None = None
+    """Waiting requests with a lower number are served first. Default: 0."""
+
+
+class LimitedBody(DeliveryBody):
+    """Also a time limit, and who shares the prefix cache."""
+
+    timeout_s: Seconds | None = None
+    """Time limit in seconds, waiting included. A request that has begun by then ends with what it has and the finish reason `timeout`; one
+    that still waits is answered 504. Default: none.
+    """
+    cache_salt: Salt | None = None
+    """Requests share the KV cache of common prefixes only with requests of the same salt. Default: no salt."""
+
+
 class SamplingBody(Body):
-    """What both dialects say of how tokens are drawn. Temperature is not among it: they differ in what it may be and what it means."""
+    """How tokens are drawn, in both dialects. Temperature is not among these fields: its bounds and defaults differ."""
 
     top_k: TopK | None = None
+    """Sample from this many most likely tokens only; at most the size of the vocabulary. 0 and -1: from all. Default: all."""
     top_p: TopP | None = None
+    """Sample from the most likely tokens whose probabilities add up to this share. Default: 1.0, all tokens."""
     min_p: Share | None = None
+    """Sample only tokens at least this share as likely as the most likely token. Default: 0, all tokens."""
     typical_p: TopP | None = None
+    """Locally typical sampling: sample from the tokens whose information is nearest to the distribution's entropy, as many as hold this
+    share of the probability. Default: 1.0, all tokens.
+    """
     repetition_penalty: RepetitionPenalty | None = None
+    """Positive logits of tokens that occur in the prompt or in the output are divided by this, negative ones multiplied. Default: 1.0, no
+    penalty.
+    """
     frequency_penalty: Penalty | None = None
+    """Subtracted from a token's logit once for each time the token occurs in the output. Default: 0."""
     presence_penalty: Penalty | None = None
+    """Subtracted once from the logit of each token that occurs in the output. Default: 0."""
     logit_bias: LogitBias | None = None
+    """Added to the logits of these tokens: token ids, as strings of decimal digits, to biases from -100 to 100. Up to 1024 tokens. Default:
+    none.
+    """
     allowed_token_ids: TokenIds | None = None
+    """Only these token ids may be generated. Default: all of the vocabulary."""
     seed: Seed | None = None
+    """Seed of the random draws: the same request with the same seed gets the same tokens. 0 to 2**63 - 1. Default: drawn at random for each
+    request.
+    """
     min_tokens: Count | None = None
+    """Tokens to generate before a stop token, a stop string or the end of sequence may end the output. Default: 0."""
     stop_token_ids: StopTokenIds | None = None
+    """Token ids that end the output, as the end of sequence does. Up to 128. Default: none."""
     ignore_eos: bool | None = None
+    """Whether generation goes on after the end-of-sequence token, up to the limit of tokens. Default: false."""
 
     def sampling(self, temperature: float, own: Mapping[str, float] = MappingProxyType({})) -> protocol.SamplingParams:
         """The engine's parameters; `own` has the defaults that differ from none. A seed is drawn here where none was given, so that it
@@ -112,20 +159,31 @@ def check_model(name: str | None, served: str) -> None:
 
 
 class JsonSchema(Body):
-    """A schema with its name, as OpenAI and TGI wrap it. `strict` changes nothing: a schema is always kept to."""
+    """A JSON Schema with a name, as OpenAI and TGI wrap it."""
 
     name: str | None = Field(default=None, max_length=256)
+    """A name for the schema. It changes nothing in the answer."""
     description: str | None = Field(default=None, max_length=4096)
+    """A description of the schema. It changes nothing in the answer."""
     strict: bool | None = None
+    """Accepted for OpenAI's clients: the output always follows the schema."""
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """The JSON Schema that the output follows. Required."""
 
 
 class Format(Body):
-    """`response_format`, and `grammar` of TGI: {"type", "value"} there, {"type", "json_schema"} here; each is accepted in both."""
+    """A constraint on the output: OpenAI's `response_format` (`type` and `json_schema`) and TGI's `grammar` (`type` and `value`). Both
+    forms are accepted in both places.
+    """
 
     type: str = Field(max_length=32)
+    """`text` (no constraint), `json` or `json_object` (a JSON object, or what the schema in `value` says), `json_schema`, or `regex`."""
     value: Any = None
+    """For `json` and `json_object` a JSON Schema; for `regex` a regular expression that the whole output matches; for `json_schema` what
+    `json_schema` holds.
+    """
     json_schema: JsonSchema | None = None
+    """The schema of the type `json_schema`."""
 
     def source(self, field: str) -> Source | None:
         """The constraint; None for plain text. Raises ValueError for a type that is unknown or lacks its value."""

@@ -9,7 +9,7 @@ from msgspec import structs
 from pydantic import BeforeValidator, Field, model_validator
 
 from server.api import fields
-from server.api.fields import Body, Format, SamplingBody, default
+from server.api.fields import Body, Format, LimitedBody, SamplingBody, default
 from server.generation import Request
 from server.grammar import Source
 from server.text import TextCodec
@@ -23,21 +23,29 @@ def _in_list(value: Any) -> Any:
 
 
 class StreamOptions(Body):
-    """`stream_options`. Obfuscation is padding against those who watch lengths; there is none here."""
+    """Options of a stream on /v1."""
 
     include_usage: bool | None = None
+    """Whether a last chunk with empty `choices` has the token counts in `usage`. Default: false."""
     continuous_usage_stats: bool | None = None
+    """Whether every chunk has the token counts so far; needs `include_usage`. Default: false."""
     include_obfuscation: Literal[False] | None = None
+    """Padding against observers of lengths is not supported: only false is accepted."""
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """A constraint on the output, in vLLM's form: exactly one of the fields is set."""
 
     json_: Any = Field(default=None, alias="json")
+    """A JSON Schema that the output follows, as an object or as a string of JSON."""
     json_object: Literal[True] | None = None
+    """True: the output is a JSON object of any kind."""
     regex: str | None = None
+    """A regular expression that the whole output matches."""
     choice: list[fields.Word] | None = Field(default=None, min_length=1, max_length=1024)
+    """Texts, one of which is the output. 1 to 1024 texts of 1 to 256 characters."""
     grammar: str | None = None
+    """A grammar in Lark's syntax (as llguidance reads it) that the output follows."""
 
     def source(self) -> Source:
         given: list[Source] = []
@@ -56,35 +64,52 @@ class StructuredOutputs(Body):
         return given[0]
 
 
-class GenerationBody(SamplingBody):
-    """What completions and chat have in common. Null is the default everywhere."""
+class GenerationBody(SamplingBody, LimitedBody):
+    """Fields of both completions and chat."""
 
     model: str | None = Field(default=None, max_length=1024)
+    """The name of the served model, as GET /v1/models shows it; `dummy` and `tgi` are accepted too. Default: the served model."""
     temperature: float | None = Field(default=None, ge=0, le=2)
+    """Divides the logits before sampling. 0: always the most likely token (greedy). Default: the checkpoint's generation_config.json, else
+    1.0; the defaults of `top_k`, `top_p`, `min_p`, `typical_p` and `repetition_penalty` come from that file too, where it has them.
+    """
     bad_words: list[fields.Word] | None = Field(default=None, max_length=128)
-    stop: Annotated[list[fields.StopString] | None, BeforeValidator(_in_list)] = None
+    """Texts of 1 to 256 characters whose token sequences are never generated. Up to 128. Default: none."""
+    stop: Annotated[list[fields.StopString] | None, BeforeValidator(_in_list, list[fields.StopString] | fields.StopString | None)] = None
+    """Texts that end the output, one or a list, of 1 to 1024 characters each, up to server.max_stop_strings (16). Default: none."""
     include_stop_str_in_output: bool | None = None
+    """Whether the stop string or stop token that ended the output is part of its text. Default: false."""
     skip_special_tokens: bool | None = None
+    """Whether special tokens are left out of the text. Default: true."""
     prompt_logprobs: fields.Top | None = None
+    """Also return the log-probability of each prompt token, and this many most likely tokens in its place. Not with `stream`. Default:
+    none.
+    """
     n: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
-    stream: bool | None = None
+    """Number of outputs for each prompt. Default: 1."""
     stream_options: StreamOptions | None = None
+    """Options of a stream; only with `stream`."""
     response_format: Format | None = None
+    """A constraint on the output. Default: none."""
     structured_outputs: StructuredOutputs | None = None
+    """vLLM's constraints on the output: exactly one of its fields. Not with `response_format`. Default: none."""
     return_token_ids: bool | None = None
-    priority: fields.Priority | None = None
-    timeout_s: fields.Seconds | None = None
-    resumable: bool | None = None
+    """Whether the answer has the token ids of the prompt and of the output. Default: false."""
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
-    # Requests with another one share nothing that is computed.
-    cache_salt: fields.Salt | None = None
+    """Becomes the part of the answer's `id` after the hyphen: 1 to 64 letters, digits, `_` and `-`. Default: a random one."""
     # Harmless: what clients send as a matter of course, and what changes no answer.
     user: str | None = Field(default=None, max_length=1024)
+    """Accepted for OpenAI's clients; it changes nothing."""
     safety_identifier: str | None = Field(default=None, max_length=1024)
+    """Accepted for OpenAI's clients; it changes nothing."""
     prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    """Accepted for OpenAI's clients; it changes nothing: prompts that share a prefix share its KV cache anyway."""
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    """Accepted for OpenAI's clients; it changes nothing. Up to 16 keys."""
     store: Literal[False] | None = None
+    """Answers are not stored: only false is accepted."""
     service_tier: Literal["auto", "default"] | None = None
+    """Accepted for OpenAI's clients at these values; they change nothing."""
 
     @model_validator(mode="after")
     def _common_fits_together(self) -> "GenerationBody":
@@ -180,17 +205,32 @@ def _check_ids(ids: list[Any], name: str) -> None:
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions. Null is the default of every field but `prompt`."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
-    """Texts or token ids; a single one of either becomes a list of one."""
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts, str | list[str] | fields.TokenIds | list[fields.TokenIds])]
+    """The text to continue, or its token ids; or a list of up to 256 texts, or of lists of token ids. Each prompt gets `n` outputs; all
+    together up to 1024.
+    """
     suffix: fields.Text | None = None
+    """Text after the gap to fill: the output stands between `prompt`, a single text, and this. Needs a tokenizer with fill-in-the-middle
+    tokens. Default: none.
+    """
     max_tokens: fields.Count | None = None
+    """Most tokens to generate for each output. 0 only with `echo`. Default: 16."""
     echo: bool | None = None
+    """Whether the text of each choice begins with its prompt. Default: false."""
     logprobs: fields.Top | None = None
+    """Return the log-probability of each output token, and this many most likely tokens in its place. Default: none."""
     best_of: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
+    """Number of outputs generated for each prompt, of which the `n` with the highest mean log-probability are returned; at least `n`. Not
+    above `n` with `stream`. Default: `n`.
+    """
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens, such as the beginning of sequence, to a text prompt. Default: true."""
     token_healing: bool | None = None
+    """Whether the prompt's last token is removed and generated again under the constraint that its text is kept, for prompts that end
+    within a word. Text prompts only. Default: false; true with `suffix` unless the output has a constraint.
+    """
 
     @model_validator(mode="after")
     def _fits_together(self) -> "CompletionBody":

@@ -5,29 +5,51 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from server.api import fields
-from server.api.fields import Body, Format, Nothing, SamplingBody
+from server.api.fields import Format, LimitedBody, Nothing, SamplingBody
 
 MAX_TOP_N_TOKENS = 5
 
 
 class Parameters(SamplingBody):
-    """`parameters` of a request. Null is the default everywhere."""
+    """How to generate. Null is the default of every field."""
 
     do_sample: bool | None = None
+    """Whether tokens are drawn at random. Default: true without `parameters`; with them, true if `temperature`, `top_p`, `typical_p`,
+    `top_k` or `min_p` is set to a value that only sampling can honour, else false (greedy).
+    """
     temperature: float | None = Field(default=None, gt=0, le=2)
+    """Divides the logits before sampling. Default: 1.0."""
     max_new_tokens: fields.Positive | None = None
+    """Most tokens to generate. Default: what the context still holds."""
     stop: list[fields.StopString] | None = Field(default=None, fail_fast=True)
+    """Texts of 1 to 1024 characters that end the output, and stay at its end; up to server.max_stop_strings (16). Default: none."""
     truncate: fields.Positive | None = None
+    """Keep only this many tokens of the prompt, its last ones. Default: all."""
     return_full_text: bool | None = None
+    """Whether `generated_text` begins with the prompt. Default: false on /generate and /generate_stream; on / what server.return_full_text
+    says (true).
+    """
     details: bool | None = None
+    """Whether the answer has `details`: the tokens with their log-probabilities, the finish reason and the seed. Default: false."""
     decoder_input_details: bool | None = None
+    """Also return the log-probability of each prompt token, in `details.prefill`. Not when streaming. Default: false."""
     top_n_tokens: int | None = Field(default=None, ge=0, le=MAX_TOP_N_TOKENS)
+    """Return this many most likely tokens in each output token's place. Default: 0."""
     best_of: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
+    """Generate this many outputs and return the one with the highest mean log-probability. Above 1 only with sampling, without `seed` and
+    without streaming. Default: 1.
+    """
     grammar: Format | None = None
+    """A constraint on the output. Default: none."""
     token_healing: bool | None = None
+    """Whether the prompt's last token is removed and generated again under the constraint that its text is kept, for prompts that end
+    within a word. Default: false.
+    """
     # What clients send as a matter of course and what changes nothing: accepted at that value alone.
     watermark: Literal[False] | None = None
+    """Watermarks are not supported: only false is accepted."""
     adapter_id: Nothing = None
+    """Adapters are not supported: only null is accepted."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Parameters":
@@ -56,14 +78,10 @@ class Parameters(SamplingBody):
         return bool(self.details or self.decoder_input_details)
 
 
-class GenerateBody(Body):
-    """The body of all routes; `stream` decides on /generate and /."""
+class GenerateBody(LimitedBody):
+    """The body of POST /generate, /generate_stream and /. Null is the default of every field but `inputs`."""
 
     inputs: str = Field(min_length=1, max_length=2**24)
+    """The prompt. Special tokens are recognised in it."""
     parameters: Parameters | None = None
-    stream: bool | None = None
-    priority: fields.Priority | None = None
-    timeout_s: fields.Seconds | None = None
-    resumable: bool | None = None
-    # Requests with another one share nothing that is computed.
-    cache_salt: fields.Salt | None = None
+    """How to generate. Without it, tokens are sampled at temperature 1.0; with an empty object, generation is greedy."""

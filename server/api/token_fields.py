@@ -10,17 +10,24 @@ from server.api.fields import Body
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: TGI's `inputs`, or vLLM's `prompt` or `messages`."""
+    """The body of POST /tokenize: exactly one of TGI's `inputs`, and vLLM's `prompt` and `messages`."""
 
     inputs: str | None = Field(default=None, min_length=1, max_length=2**24)
+    """Text to tokenize, answered as TGI does: a list of tokens with their places in the text."""
     parameters: dict[str, Any] | None = None
-    """Harmless: TGI's clients send the body of /generate, and none of it changes the tokens."""
+    """Accepted beside `inputs` for TGI's clients, which send the body of /generate; it changes nothing."""
     prompt: fields.Text | None = None
+    """Text to tokenize, answered as vLLM does: an object with the token ids."""
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024)
+    """A conversation to tokenize with the checkpoint's chat template, answered as vLLM does. 1 to 1024 messages."""
     model: str | None = Field(default=None, max_length=1024)
+    """The name of the served model, as GET /v1/models shows it; `dummy` and `tgi` are accepted too. Default: the served model."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens, such as the beginning of sequence; only with `prompt`. Default: true."""
     add_generation_prompt: bool | None = None
+    """Whether the chat template begins the assistant's answer after the last message; only with `messages`. Default: true."""
     return_token_strs: bool | None = None
+    """Also return each token as the vocabulary spells it; not with `inputs`. Default: false."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TokenizeBody":
@@ -38,7 +45,9 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     tokens: fields.TokenIds
+    """Token ids to decode, each below the size of the vocabulary."""
     model: str | None = Field(default=None, max_length=1024)
+    """The name of the served model, as GET /v1/models shows it; `dummy` and `tgi` are accepted too. Default: the served model."""
