@@ -34,7 +34,10 @@ MAX_OPEN = 100_000
 
 
 class BatchSettings(EngineSettings):
-    """onehead batch: answer a file of requests, in OpenAI's batch format."""
+    """onehead batch: answer a file of requests, in OpenAI's batch format.
+
+    Exit status 1: OUTPUT is whole, and requests in it were refused or failed. A run that was stopped is resumed by the same command.
+    """
 
     input: CliPositionalArg[Path] = Field(description="requests, one JSON object a line: custom_id, method, url, body")
     output: CliPositionalArg[Path] = Field(description="answers, in the same order")
@@ -48,6 +51,28 @@ class Line:
     url: str
     body: dict[str, Any]
     digest: str
+
+
+def check_files(settings: BatchSettings) -> None:
+    """Raises UsageError where a file that the run writes is the file of requests, by whatever path or link, or cannot be written. Opens
+    nothing.
+    """
+    source, output = settings.input, settings.output
+    if output.is_dir() or not output.parent.is_dir():
+        raise UsageError(f"{output}: is not a file that can be written")
+    for written in (output, _partial(output), _whole(output)):
+        if written.exists() and source.exists() and written.samefile(source):
+            raise UsageError(f"{written}: is the file of requests, {source}, and would be overwritten; give another OUTPUT")
+
+
+def _partial(output: Path) -> Path:
+    """The answers of a run that has not ended."""
+    return output.with_name(output.name + ".partial")
+
+
+def _whole(output: Path) -> Path:
+    """All answers, until they take the place of the output."""
+    return output.with_name(output.name + ".whole")
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -123,7 +148,7 @@ class Journal:
     def finish(self, output: Path, lines: list[Line]) -> None:
         """Writes every answer to `output`, in order, and removes the journal."""
         self._file.close()
-        whole = output.with_name(output.name + ".whole")
+        whole = _whole(output)
         with whole.open("w", encoding="utf-8") as file:
             for line in lines:
                 file.write(json.dumps(self.answers[line.digest]) + "\n")
@@ -150,12 +175,11 @@ async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any]:
 
 
 async def batch(settings: BatchSettings) -> int:
-    """Answers every line that has no answer yet; the exit status. Raises UsageError for files that cannot be used."""
+    """Answers every line that has no answer yet; the exit status, which is 1 where requests were refused or failed. Raises UsageError for
+    files that cannot be used.
+    """
     lines = read_lines(settings.input)
-    if settings.output.is_dir() or not settings.output.parent.is_dir():
-        raise UsageError(f"{settings.output}: is no file that can be written")
-    path = settings.output.with_name(settings.output.name + ".partial")
-    journal = Journal(path, lines, _maker(settings))
+    journal = Journal(_partial(settings.output), lines, _maker(settings))
     missing = [line for line in lines if line.digest not in journal.answers]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     section = ServerSection(max_waiting=MAX_OPEN, max_waiting_tokens=sys.maxsize, max_queue_wait=86400, log_level="warning")
@@ -183,5 +207,5 @@ async def batch(settings: BatchSettings) -> int:
     refused = sum(journal.answers[line.digest]["response"]["status_code"] != 200 for line in lines)
     journal.finish(settings.output, lines)
     if refused:
-        print(f"{refused} of {len(lines)} requests were refused or failed; {settings.output} says why", file=sys.stderr)
-    return 0
+        print(f"onehead batch: {refused} of {len(lines)} requests were refused or failed; {settings.output} says why", file=sys.stderr)
+    return 1 if refused else 0

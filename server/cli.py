@@ -48,11 +48,13 @@ def _generate(argv: list[str]) -> int:
 
 
 def _batch(argv: list[str]) -> int:
-    from server.batch import BatchSettings, batch
+    from server.batch import BatchSettings, batch, check_files
     from server.config import load
     from server.hub import resolved
 
-    return asyncio.run(batch(resolved(load(BatchSettings, argv, "onehead batch"), _check)))
+    settings = load(BatchSettings, argv, "onehead batch")
+    check_files(settings)
+    return asyncio.run(batch(resolved(settings, _check)))
 
 
 def _bench(argv: list[str]) -> int:
@@ -71,7 +73,7 @@ def _bench(argv: list[str]) -> int:
 
 def _train(argv: list[str]) -> int:
     from model.tools.options import TrainOptions
-    from server.config import load_dataclass
+    from server.tool_options import load_dataclass
 
     def work() -> None:
         options = load_dataclass(TrainOptions, argv, "onehead train")
@@ -85,7 +87,7 @@ def _train(argv: list[str]) -> int:
 
 def _compare(argv: list[str]) -> int:
     from model.tools.options import CompareOptions
-    from server.config import load_dataclass
+    from server.tool_options import load_dataclass
 
     def work() -> None:
         options = load_dataclass(CompareOptions, argv, "onehead compare")
@@ -98,7 +100,7 @@ def _compare(argv: list[str]) -> int:
 
 def _convert(argv: list[str]) -> int:
     from model.tools.options import ConvertOptions
-    from server.config import load_dataclass
+    from server.tool_options import load_dataclass
 
     def work() -> None:
         options = load_dataclass(ConvertOptions, argv, "onehead convert")
@@ -112,7 +114,7 @@ def _convert(argv: list[str]) -> int:
 
 def _plan(argv: list[str]) -> int:
     from model.tools.options import PlanOptions
-    from server.config import load_dataclass
+    from server.tool_options import load_dataclass
 
     def work() -> None:
         options = load_dataclass(PlanOptions, argv, "onehead plan")

@@ -8,15 +8,12 @@ import os
 import re
 import sys
 import tomllib
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
-    CliPositionalArg,
-    CliSettingsSource,
     EnvSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
@@ -24,7 +21,9 @@ from pydantic_settings import (
     SettingsError,
     TomlConfigSettingsSource,
 )
+from typing_extensions import TypeAliasType
 
+from server.command_line import command_line
 from server.errors import ConfigurationError
 
 PREFIX = "ONEHEAD_"
@@ -33,8 +32,6 @@ _SERVICE_VARIABLE = re.compile(
     r"|PORT_\d+_[A-Z]+_(PROTO=[a-z]+|PORT=\d+|ADDR=[\w.:]+))"
 )
 """NAME=value of the variables that Kubernetes sets in each pod for a Service called onehead or onehead-..."""
-# The library reads "None" and "null" as no value, and a prompt may be just that.
-NO_NONE = "\0"
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "model" / "pretrained"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -65,6 +62,7 @@ def _check_digest(value: str) -> str:
 
 
 Digest = Annotated[str, AfterValidator(_check_digest)]
+Size = TypeAliasType("Size", Annotated[float, BeforeValidator(_parse_memory)])
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_words)]
 Digests = Annotated[tuple[Digest, ...], NoDecode, BeforeValidator(_parse_words)]
 
@@ -141,7 +139,7 @@ class EngineSection(Section):
 
 class CacheSection(Section):
     dtype: Literal["auto", "fp8"] = Field("auto", description="auto: engine.dtype; fp8: 8 bits, on GPUs from compute capability 8.9 on")
-    memory: Annotated[float, BeforeValidator(_parse_memory), Field(gt=0)] | None = Field(
+    memory: Annotated[Size, Field(gt=0)] | None = Field(
         None, description="a share up to 1.0 of free memory, or bytes (2GiB); default: 0.4 on a CPU, 0.9 on a GPU"
     )
     pages: int | None = Field(None, ge=1, description="exact number of pages, instead of memory")
@@ -157,7 +155,6 @@ class EngineSettings(BaseSettings):
         extra="forbid",
         frozen=True,
         protected_namespaces=(),
-        cli_enforce_required=True,
     )
 
     model: Path = Field(
@@ -189,7 +186,6 @@ class DeploymentFile(TomlConfigSettingsSource):
 
 
 AnySettings = TypeVar("AnySettings", bound=BaseSettings)
-Options = TypeVar("Options")
 
 
 def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
@@ -203,7 +199,7 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
             cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             # First, so that --help is answered whatever is wrong with the environment or the file.
-            arguments = _command_line(settings_cls, argv, prog)
+            arguments = command_line(settings_cls, argv, prog)
             if toml is not None and not toml.is_file():
                 raise ConfigurationError(f"--config {toml}: no such file")
             environment = EnvSettingsSource(settings_cls)
@@ -214,56 +210,13 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
     try:
         return Loaded()
     except ValidationError as error:
-        raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
+        raise ConfigurationError("; ".join(describe(detail) for detail in error.errors())) from None
     except (SettingsError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{toml}: {error}" if isinstance(error, ValueError) else str(error)) from None
 
 
-def _command_line(cls: type[BaseSettings], argv: list[str], prog: str, implicit_flags: bool = False) -> CliSettingsSource[Any]:
-    """The arguments as a source of settings. With `implicit_flags` a boolean is a flag that takes no value."""
-    return CliSettingsSource(
-        cls,
-        cli_parse_args=argv,
-        cli_prog_name=prog,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
-        cli_parse_none_str=NO_NONE,
-        cli_implicit_flags=implicit_flags,
-    )
-
-
-class CommandLineOnly(BaseSettings):
-    """Base of the tools' options: the environment is not asked."""
-
-    @classmethod
-    def settings_customise_sources(  # type: ignore[override]
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
-
-
-def load_dataclass(cls: type[Options], argv: list[str], prog: str) -> Options:
-    """The options of a tool, which are a plain dataclass, from the command line alone. Raises ConfigurationError."""
-    options: dict[str, Any] = {
-        f.name: (_annotation(f), Field(... if f.default is MISSING else f.default, description=f.metadata.get("help")))
-        for f in fields(cls)  # type: ignore[arg-type]
-    }
-    model: type[BaseSettings] = create_model("Tool", __base__=CommandLineOnly, __doc__=cls.__doc__, **options)
-    try:
-        values = model(**_command_line(model, argv, prog, implicit_flags=True)())
-    except ValidationError as error:
-        raise ConfigurationError("; ".join(_describe(detail) for detail in error.errors())) from None
-    return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})  # type: ignore[arg-type]
-
-
-def _annotation(field: Any) -> Any:
-    """The type of a tool's option: positional, or memory with a unit, where its metadata says so."""
-    if field.metadata.get("positional"):
-        return CliPositionalArg[field.type]  # type: ignore[misc]
-    return Annotated[field.type, BeforeValidator(_parse_memory)] if field.metadata.get("memory") else field.type
-
-
-def _describe(detail: Any) -> str:
+def describe(detail: Any) -> str:
+    """An error of validation in words that begin with the option."""
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         return f"{key}: no such option"

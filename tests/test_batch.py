@@ -42,8 +42,10 @@ def test_it_goes_on_after_a_kill_and_answers_in_order(tiny_folder: Path, tmp_pat
     assert not target.exists() and 12 <= before < 60
     with partial.open("ab") as file:
         file.write(b'{"digest": "cut off in the mid')
-    subprocess.run(command(tiny_folder, source, target), check=True, timeout=DEADLINE)
-    subprocess.run(command(tiny_folder, source, straight), check=True, timeout=DEADLINE)
+    for output in (target, straight):
+        done = subprocess.run(command(tiny_folder, source, output), check=False, capture_output=True, text=True, timeout=DEADLINE)
+        assert done.returncode == 1
+        assert f"onehead batch: 3 of 60 requests were refused or failed; {output} says why" in done.stderr
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     assert [answer["custom_id"] for answer in answers] == [line["custom_id"] for line in lines] and not partial.exists()
     assert all(set(answer) == {"id", "custom_id", "response", "error"} for answer in answers)
@@ -73,6 +75,24 @@ def test_a_file_that_is_none_is_refused_before_anything_is_loaded(tiny_folder: P
         command(tiny_folder, source, tmp_path / "out.jsonl"), check=False, capture_output=True, text=True, timeout=DEADLINE
     )
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_requests_are_never_overwritten(tmp_path: Path) -> None:
+    source, other = write(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "other"
+    requests = source.read_bytes()
+    other.mkdir()
+    (other / "symbolic.jsonl").symlink_to(source)
+    (other / "hard.jsonl").hardlink_to(source)
+    (other / "later.jsonl.partial").symlink_to(source)
+    (other / "last.jsonl.whole").hardlink_to(source)
+    targets = source, other / ".." / "in.jsonl", *(other / name for name in ("symbolic.jsonl", "hard.jsonl", "later.jsonl", "last.jsonl"))
+    for target in targets:
+        # A model that is no folder: refused before anything is opened, the checkpoint included.
+        done = subprocess.run(command(tmp_path / "none", source, target), check=False, capture_output=True, text=True, timeout=DEADLINE)
+        assert done.returncode == 2 and "would be overwritten" in done.stderr, target
+        assert source.read_bytes() == requests
+    found = {path.name for path in tmp_path.iterdir()} | {path.name for path in other.iterdir()}
+    assert found == {"in.jsonl", "other", "symbolic.jsonl", "hard.jsonl", "later.jsonl.partial", "last.jsonl.whole"}
 
 
 def test_answers_to_other_requests_are_not_taken_for_these(tiny_folder: Path, tmp_path: Path) -> None:
