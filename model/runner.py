@@ -261,7 +261,8 @@ def _check_deterministic(spec: ModelSpec, options: RunnerOptions, dtype: torch.d
         expected = {
             "cpu": "engine.dtype float32, cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, and "
             "kernels that were compiled when onehead was installed",
-            "cuda": "triton (pip install 'onehead[gpu]'), cache.page_size a power of two from 16, and keys of at most 576 columns",
+            "cuda": "triton (`.venv/bin/pip install -c constraints.txt -e '.[gpu]'` in onehead's checkout), cache.page_size a power of two "
+            "from 16, and keys of at most 576 columns",
         }[device.type]
         raise OptionError(
             f"engine.deterministic is true, but attention by {found!r} on {device.type}, in {str(dtype).removeprefix('torch.')} with "

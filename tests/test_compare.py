@@ -1,6 +1,8 @@
 """`onehead compare`: the counted figures to the last digit, the measured ones on toy sizes, and a report that holds them."""
 
+import html
 import json
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +14,7 @@ from model.decoder import Decoder
 from model.reference.twin import MultiHeadDecoder, equal_mlp
 from model.tools import arithmetic, compare, timing, twins
 from model.tools.options import CompareOptions
+from model.tools.pictures import MISSING
 
 # As printed in the walk-through that the project began from.
 PRINTED = {
@@ -90,7 +93,12 @@ class Checker(HTMLParser):
             self.fetched.append(str(attrs))
 
 
-def test_the_whole_command_on_toy_sizes(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+def test_the_whole_command_on_toy_sizes(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_matplotlib: bool
+) -> None:
+    if not has_matplotlib:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
     toy = replace(timing.GPT2, vocab_size=300, hidden_size=64, num_layers=1, num_query_heads=4, head_dim=16, intermediate_size=64)
     monkeypatch.setattr(timing, "GPT2", toy)
     monkeypatch.setattr(timing, "PAPER", {"d": 32, "h": 4, "k": 8, "mha_ff": 64, "mqa_ff": 88})
@@ -114,4 +122,8 @@ def test_the_whole_command_on_toy_sizes(tiny_folder: Path, tmp_path: Path, monke
     page = (tmp_path / "report" / "report.html").read_text()
     checker = Checker()
     checker.feed(page)
-    assert checker.fetched == [] and checker.tags.count("figure") == 4 and "12.976128" in page
+    assert checker.fetched == [] and checker.tags.count("figure") == 4 * has_matplotlib and "12.976128" in page
+    # Without it everything else is there, and both the terminal, before the work, and the page say what is missing.
+    assert page.count(html.escape(MISSING)) == (0 if has_matplotlib else 4)
+    warning = f"onehead compare: report.html will have no pictures: {MISSING}\n"
+    assert capsys.readouterr().err == ("" if has_matplotlib else warning)

@@ -16,7 +16,9 @@ from cache.table import PageTable
 from model.families import read_spec
 from model.runner import ModelRunner, RunnerOptions
 from model.tools.options import PlanOptions
+from model.tools.pictures import MISSING
 from model.tools.plan import draw, make_plan
+from server import cli
 
 BIGCODE = {"model_type": "gpt_bigcode", "multi_query": True, "vocab_size": 49152, "n_positions": 8192, "eos_token_id": 0}
 GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 262144, "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 32768}
@@ -123,3 +125,14 @@ def test_the_picture(suffix: str, tmp_path: Path) -> None:
     folder = config_folder(tmp_path, PUBLISHED["Gemma-3-1b"][0])
     draw(make_plan(PlanOptions(folder, memory=80 * 2**30)), tmp_path / f"plan{suffix}")
     assert (tmp_path / f"plan{suffix}").stat().st_size > 5000
+
+
+def test_without_matplotlib_the_plan_is_printed_and_the_picture_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder, picture = config_folder(tmp_path, PUBLISHED["Gemma-3-1b"][0]), tmp_path / "plan.svg"
+    assert cli.main(["plan", str(folder), "--memory", "80GiB", "--picture", str(picture)]) == 2
+    printed = capsys.readouterr()
+    assert "sequences that fit" in printed.out and not picture.exists()
+    assert printed.err == f"onehead plan: picture {picture} is not written: {MISSING}\n"

@@ -2,7 +2,9 @@
 
 import json
 import random
-from dataclasses import replace
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,9 @@ from model.families import read_spec
 from model.spec import CheckpointError, OptionError
 from model.tools import corpus, train
 from model.tools.held_out import decoder_logits
-from model.tools.options import TrainOptions
+from model.tools.options import OF_A_NEW_MODEL, TrainOptions
+from model.tools.pictures import MISSING
+from model.tools.state import TrainState
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +54,40 @@ def options(data: Path, tmp_path: Path) -> TrainOptions:
     )
 
 
+KEPT = "; the state of step {} is kept in {}, and the same command continues from it\n"
+
+
+def interrupted_after(count: int) -> Callable[..., None]:
+    """take_step, under Ctrl-C in place of its step number `count` + 1."""
+    take_step, taken = train.take_step, 0
+
+    def take_one(*arguments: object) -> None:
+        nonlocal taken
+        if taken == count:
+            raise KeyboardInterrupt
+        taken += 1
+        take_step(*arguments)  # type: ignore[arg-type]
+
+    return take_one
+
+
+def test_the_bar_shows_losses_from_when_there_are_any() -> None:
+    shown = [train.figures(state) for state in (TrainState(0, [], []), TrainState(1, [5.0], []), TrainState(8, [4.0], [(8, 4.5)]))]
+    assert shown == ["", "loss 5.000 nats/token", "loss 4.000, held-out 4.500 nats/token"]
+
+
 def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
-    options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train.train(options)
     whole = load_file(options.output / "model.safetensors")
     stopped = replace(options, output=tmp_path / "resumed", work=tmp_path / "work2")
-    take_step, taken = train.take_step, 0
-
-    def interrupted(*arguments: object) -> None:
-        nonlocal taken
-        taken += 1
-        if taken == 21:
-            raise KeyboardInterrupt
-        take_step(*arguments)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "take_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train.train(stopped)
+    for steps, words in ((5, "before the first save at step 8: nothing is kept\n"), (20, KEPT), (1, KEPT)):
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "take_step", interrupted_after(steps))
+            with pytest.raises(KeyboardInterrupt):
+                train.train(stopped)
+        assert words.format(16, stopped.work) in capsys.readouterr().err
     train.train(stopped)
     resumed = load_file(stopped.output / "model.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -77,6 +96,22 @@ def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
     state = json.loads(_metadata(options.work / "state.safetensors")["state"])
     assert state["losses"][-1] < 0.8 * state["losses"][0] and [step for step, _ in state["held_out"]] == [8, 16, 24]
     assert (options.output / "loss.svg").read_text().count("<svg") == 1
+
+
+def test_without_matplotlib_everything_but_the_picture_is_written(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.train(replace(options, steps=8))
+    whole = {path.name for path in options.output.iterdir()}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    other = replace(options, steps=8, output=options.output.parent / "bare", work=options.work.parent / "bare work")
+    capsys.readouterr()
+    train.train(other)
+    assert whole - {path.name for path in other.output.iterdir()} == {"loss.svg"}
+    assert capsys.readouterr().err == f"onehead train: loss.svg will not be written: {MISSING}\n"
+    sizes = {f.name: f.default for f in fields(TrainOptions) if f.name in OF_A_NEW_MODEL}
+    train.train(replace(options, init=other.output, output=options.output.parent / "further", work=options.work.parent / "w", **sizes))
+    assert (options.output.parent / "further" / "model.safetensors").exists()
 
 
 def _metadata(path: Path) -> dict[str, str]:

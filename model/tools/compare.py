@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from rich.table import Table
 from model.families import read_spec
 from model.tools import arithmetic, report, timing, twins
 from model.tools.options import CompareOptions
+from model.tools.pictures import MISSING, load_pyplot
 
 CONTEXT = 8192
 Measure = Callable[[timing.Say], Any]
@@ -64,6 +66,8 @@ def compare(options: CompareOptions) -> None:
     memory = {"seed": arithmetic.seed_tensors(), "models": arithmetic.cache_table(shapes, CONTEXT)}
     results: dict[str, Any] = {"schema": 2, "quick": options.quick, "machine": _machine(), "memory": memory}
     console = Console()
+    if load_pyplot() is None:
+        print(f"onehead compare: report.html will have no pictures: {MISSING}", file=sys.stderr)
     measured = _measure(plan(options), console)
     for key in ("decode", "classes"):
         results[key] = measured[key]

@@ -1,4 +1,4 @@
-"""What a finished training run leaves behind: a checkpoint folder that onehead and transformers both read, and its loss curve."""
+"""The output of a finished training run: a checkpoint folder that onehead and transformers both read, and its loss curve."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ from model.decoder import Decoder
 from model.families import gpt_bigcode
 from model.tools import corpus
 from model.tools.options import TrainOptions
+from model.tools.pictures import load_pyplot
 from model.tools.state import TrainState
 from model.weights import save_decoder
 
@@ -38,13 +39,10 @@ def export(options: TrainOptions, decoder: Decoder, tokenizer: Tokenizer, state:
 
 
 def plot_losses(path: Path, state: TrainState) -> None:
-    """The loss of every step, smoothed, and the held-out loss at each save, as an SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "onehead"
-    import matplotlib.pyplot as plt
-
+    """The loss of every step, smoothed, and the held-out loss at each save, as an SVG; without matplotlib, nothing."""
+    plt = load_pyplot()
+    if plt is None:
+        return
     width = max(1, len(state.losses) // 200)
     smooth = np.convolve(state.losses, np.ones(width) / width, mode="valid")
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")

@@ -23,6 +23,7 @@ from model.quantization import STORED_AS, quantize_modules
 from model.runner import CPU_SHARE, GPU_SHARE
 from model.spec import ModelSpec, OptionError
 from model.tools.options import PlanOptions
+from model.tools.pictures import MISSING, load_pyplot
 from model.tools.rounding_error import rounding_errors
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -211,13 +212,9 @@ def _show_memory(made: Plan, console: Console) -> None:
 
 def draw(made: Plan, path: Path) -> None:
     """The sequences that fit by context, with one key/value head and with one for every query head, as an SVG or PNG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise OptionError("picture: matplotlib is not installed; pip install 'onehead[train]' brings it") from None
-    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
-    matplotlib.rcParams["svg.hashsalt"] = "onehead"
-    import matplotlib.pyplot as plt
+    plt = load_pyplot("svg" if path.suffix == ".svg" else "agg")
+    if plt is None:
+        raise OptionError(f"picture {path} is not written: {MISSING}")
     from matplotlib.ticker import FuncFormatter
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")

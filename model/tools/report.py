@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from model.tools.pictures import MISSING, load_pyplot
+
 Results = dict[str, Any]
 MIB = 2**20
 STYLE = """
@@ -34,12 +36,10 @@ def table(caption: str, head: list[str], rows: list[list[str]]) -> str:
 
 
 def picture(draw: Callable[[Any], None], title: str) -> str:
-    """A matplotlib figure, drawn by `draw` on its axes, as an inline SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    """A matplotlib figure, drawn by `draw` on its axes, as an inline SVG; without matplotlib, a line that says so."""
+    plt = load_pyplot()
+    if plt is None:
+        return f'<p class="note">{html.escape(title)}: no picture, as {html.escape(MISSING)}.</p>'
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     draw(axes)
     axes.grid(alpha=0.3)

@@ -8,6 +8,7 @@ Shape letters: B sequences, T tokens of a sequence, U = T + 1, N = B * T, V voca
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from model.tools import corpus, uptrain
 from model.tools.export import export, plot_losses
 from model.tools.held_out import CausalAttention, decoder_logits, held_out_rows, losses
 from model.tools.options import TrainOptions
+from model.tools.pictures import MISSING, load_pyplot
 from model.tools.state import TrainState, load_state, make_folder, save_state
 
 
@@ -200,6 +202,8 @@ class Training:
         self.held_out_rows = held_out_rows(self.held_out, self.tokenizer, self.decoder.spec.end_token_ids, options.sequence)
         self.steppers = optimizers(self.decoder, options)
         self.state = load_state(options, self.decoder, self.steppers)
+        self.saved_step = self.state.step
+        """The step of the state in options.work; 0 where there is none."""
 
     def run(self) -> Iterator[TrainState]:
         """Takes the steps that are left; the state after each. Saves and evaluates on the way."""
@@ -212,6 +216,7 @@ class Training:
             if state.step % options.save_every == 0 or state.step == options.steps:
                 state.held_out.append((state.step, held_out_loss(self.decoder, self.held_out_rows, self.device)))
                 save_state(options, state, self.decoder, self.steppers)
+                self.saved_step = state.step
             yield state
 
 
@@ -221,13 +226,24 @@ def train(options: TrainOptions) -> None:
         torch.set_num_threads(options.threads)
     training = Training(options)
     make_folder(options.output)
-    rows_BU = None
+    if load_pyplot() is None:
+        print(f"onehead train: loss.svg will not be written: {MISSING}", file=sys.stderr)
+    try:
+        _run(training)
+    except KeyboardInterrupt:
+        print(f"onehead train: {_kept(training)}", file=sys.stderr)
+        raise
+
+
+def _run(training: Training) -> None:
+    """Takes the steps that are left under a progress bar, draws the losses at each save, and writes options.output."""
+    options, rows_BU = training.options, None
     if options.init is not None:
         rows_BU = uptrain.yardstick(options.init, training.held_out, training.tokenizer, training.decoder.spec)
     with _progress() as progress:
-        task = progress.add_task("training", total=options.steps, completed=training.state.step, **_figures(training.state))
+        task = progress.add_task("training", total=options.steps, completed=training.state.step, figures=figures(training.state))
         for state in training.run():
-            progress.update(task, completed=state.step, **_figures(state))
+            progress.update(task, completed=state.step, figures=figures(state))
             if state.held_out and state.held_out[-1][0] == state.step:
                 plot_losses(options.work / "loss.svg", state)
     if options.init is None:
@@ -236,13 +252,25 @@ def train(options: TrainOptions) -> None:
         uptrain.export(options.output, options.init, training.decoder, training.state, rows_BU)
 
 
-def _figures(state: TrainState) -> dict[str, Any]:
-    return {
-        "loss": float(np.mean(state.losses[-20:])) if state.losses else math.nan,
-        "held_out": state.held_out[-1][1] if state.held_out else math.nan,
-    }
+def _kept(training: Training) -> str:
+    """What a run that was interrupted leaves behind."""
+    options, state = training.options, training.state
+    if not training.saved_step:
+        return f"interrupted at step {state.step}, before the first save at step {min(options.save_every, options.steps)}: nothing is kept"
+    kept = f"the state of step {training.saved_step} is kept in {options.work}"
+    return f"interrupted at step {state.step}; {kept}, and the same command continues from it"
+
+
+def figures(state: TrainState) -> str:
+    """The losses as the progress bar shows them: each from when there is one."""
+    losses = [("loss", float(np.mean(state.losses[-20:])))] if state.losses else []
+    losses += [("held-out", loss) for _, loss in state.held_out[-1:]]
+    return ", ".join(f"{name} {loss:.3f}" for name, loss in losses) + (" nats/token" if losses else "")
 
 
 def _progress() -> Progress:
-    columns = "loss {task.fields[loss]:.3f}  held-out {task.fields[held_out]:.3f} nats/token"
-    return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(columns), TimeRemainingColumn())
+    """The bar takes what the figures leave of the line."""
+    figures = TextColumn("{task.fields[figures]}")
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), figures, TimeRemainingColumn(), expand=True
+    )

@@ -32,7 +32,7 @@ if find_spec("triton") is not None:
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels imported from here on run in numpy. Nothing else in a test process imports them."""
     if find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install 'onehead[gpu]'")
+        pytest.skip("triton is not installed: pip install -e '.[gpu]'")
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         pytest.skip("Triton 3.6's interpreter cannot loop up to a number that it has loaded with numpy 2.4")

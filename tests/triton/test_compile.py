@@ -22,7 +22,7 @@ SAMPLE = [(80, 0, 0), (90, 5, 0), (100, 5, 512)]
 FLOAT8_SAMPLE = [(90, 0, 0), (100, 0, 0)]
 """Line 0 of the table has tiles of 16 rows, line 5 of 64."""
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install 'onehead[gpu]'")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install -e '.[gpu]'")
 
 
 def expected_instruction(architecture: int, rows: int, size: int) -> str:
