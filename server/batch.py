@@ -26,6 +26,7 @@ from server.chat import ChatTemplate
 from server.config import EngineSettings, ServerSection
 from server.errors import MalformedBody, RequestError, UsageError
 from server.hub import model_id
+from server.names import ModelNames
 from server.serve import running
 from server.stream_buffer import Retention, StreamStore
 from server.supervisor import State
@@ -186,7 +187,7 @@ async def batch(settings: BatchSettings) -> int:
     async with running(settings, section) as engine:
         template = ChatTemplate(engine.generation.codec)
         nowhere = Publications(StreamStore(Retention()), keep_alive=0.0)
-        routes = OpenAIRoutes(engine.generation, section, model_id(settings.model), template, nowhere)
+        routes = OpenAIRoutes(engine.generation, section, ModelNames.of(model_id(settings.model), settings.given), template, nowhere)
         # Twice as many as run, so that the next are tokenized when a place is free.
         places = asyncio.Semaphore(2 * settings.engine.max_running)
         with Progress(*columns) as progress:

@@ -9,9 +9,9 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -74,7 +74,8 @@ class Section(BaseModel):
 
 
 class ServerSection(Section):
-    model_name: str | None = Field(None, description="model id in replies; default: the folder's base name")
+    model_name: str | None = Field(None, description="the model's name in replies; default: the repository, or the folder's base name")
+    served_model_names: Words = Field((), description="further names of the model that requests on /v1 may give, and /v1/models lists")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log lines shown")
     log_format: Literal["text", "json"] = Field("text", description="log lines for people, or one JSON object each")
     log_prompts: bool = Field(False, description="log the text of prompts")
@@ -163,6 +164,18 @@ class EngineSettings(BaseSettings):
     config: Path | None = Field(None, description="TOML file of options")
     engine: EngineSection = Field(EngineSection(), description="the computing side")
     cache: CacheSection = Field(CacheSection(), description="the key/value cache")
+    _given: str | None = PrivateAttr(None)
+
+    @property
+    def given(self) -> str:
+        """What --model was given, also where `model` has become the folder that this repository is cached in."""
+        return self._given or str(self.model)
+
+    def found_in(self, folder: Path) -> Self:
+        """These settings with the folder of the checkpoint that --model names."""
+        found = self.model_copy(update={"model": folder})
+        found._given = self.given
+        return found
 
 
 class ServeSettings(EngineSettings):

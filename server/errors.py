@@ -49,12 +49,13 @@ class EngineGaveUp(OneheadError):
 
 class RequestError(OneheadError):
     """`status` and `tgi_type` are TGI's dialect, `openai_status` (where it differs) and `openai_type` OpenAI's. `retry_after` is in
-    seconds, where waiting helps; `param` the field at fault; `code` a word for programs to read.
+    seconds, where waiting helps; `param` the field at fault; `code` a word for programs to read. With a `tgi_type` of None TGI's clients
+    go by the status.
     """
 
     status = 500
     openai_status: int | None = None
-    tgi_type = "generation"
+    tgi_type: str | None = "generation"
     openai_type = "InternalServerError"
 
     def __init__(self, message: str, retry_after: int | None = None, param: str | None = None, code: str | None = None) -> None:
@@ -82,7 +83,7 @@ class InvalidRequest(RequestError):
 
 
 class NotFound(RequestError):
-    status, tgi_type, openai_type = 404, "validation", "NotFoundError"
+    status, tgi_type, openai_type = 404, None, "NotFoundError"
 
 
 class Unauthorized(RequestError):

@@ -42,14 +42,14 @@ class FillInTheMiddle:
                 self._separator = codec.token_id(separator) if separator else None
                 break
 
-    def fill(self, prefix: str, suffix: str, heal: bool, extra: tuple[tuple[str, str], ...] = ()) -> Filling:
+    def fill(self, prefix: str, suffix: str, heal: bool, extra: tuple[tuple[str, str], ...] = (), field: str = "suffix") -> Filling:
         """The prompt for what stands between `prefix` and `suffix`. `extra` is (name, text) of other files, which come before.
 
-        Raises InvalidRequest where the tokenizer has no such marks.
+        Raises InvalidRequest, which names `field`, where the tokenizer has no such marks.
         """
         if self._marks is None:
             spoken = ", ".join(dialect[0] for dialect in DIALECTS)
-            raise InvalidRequest(f"this model cannot fill in the middle: its tokenizer has none of {spoken}", param="suffix")
+            raise InvalidRequest(f"`{field}`: this model cannot fill in the middle, for its tokenizer has none of {spoken}", param=field)
         begin, then, fill = self._marks
         prefix_ids = self._codec.encode_plain(prefix)
         healed = ""

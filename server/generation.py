@@ -280,8 +280,8 @@ class Generation:
             ("logit_bias", sampling.logit_bias),
             ("allowed_token_ids", sampling.allowed_token_ids),
         ):
-            if any(id >= vocab_size for id in ids):
-                raise InvalidRequest(f"`{name}` holds a token id that is not below the vocabulary's {vocab_size}", param=name)
+            if (unknown := next((id for id in ids if id >= vocab_size), None)) is not None:
+                raise InvalidRequest(f"`{name}` holds the token id {unknown}, which is not below the vocabulary's {vocab_size}", param=name)
         if sampling.top_k > vocab_size:
             raise InvalidRequest(f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}", param="top_k")
 

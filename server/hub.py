@@ -42,7 +42,7 @@ def resolved(settings: Settings, check: Check) -> Settings:
 
     folder = resolve(settings.model, check=check_all)
     check_all(folder)
-    return settings.model_copy(update={"model": folder})
+    return settings.found_in(folder)
 
 
 def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Check | None = None) -> Path:
@@ -79,11 +79,11 @@ def _has(folder: Path, patterns: list[str]) -> bool:
 
 
 def model_id(folder: Path) -> str:
-    """What a checkpoint is called in replies: its folder's name, or its repository's where the folder is a snapshot in the hub's cache."""
+    """A checkpoint's name in replies: the base name of its folder, or org/name where the folder is a snapshot in the hub's cache."""
     folder = folder.resolve()
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.rsplit("--", 1)[1]
+        return repository.removeprefix("models--").replace("--", "/", 1)
     return folder.name
 
 

@@ -31,6 +31,7 @@ from server.errors import ResourceError
 from server.generation import Bounds, Generation
 from server.hub import model_id
 from server.metrics import Metrics
+from server.names import ModelNames
 from server.stream_buffer import Retention, StreamStore
 from server.supervisor import Patience, State, Supervisor
 from server.text import TextCodec
@@ -229,10 +230,10 @@ class OutOfFiles:
             log.error("no connection can be accepted: %s; lower server.max_connections, or allow this process more files", error.strerror)
 
 
-def http_server(engine: Running, settings: ServeSettings, name: str, store: StreamStore) -> HttpServer:
+def http_server(engine: Running, settings: ServeSettings, names: ModelNames, store: StreamStore) -> HttpServer:
     """uvicorn over the application."""
     section = settings.server
-    door = create_app(engine.generation, section, name, version("onehead"), store)
+    door = create_app(engine.generation, section, names, version("onehead"), store)
     config = uvicorn.Config(
         with_cors(door, section.cors_origins),
         http=connection_class(section, allow_files(section.max_connections), door),
@@ -253,12 +254,12 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     section = settings.server
     with bind(settings.host, settings.port) as listener:
         engine = Running(settings, section)
-        name = section.model_name or model_id(settings.model)
+        names = ModelNames.of(section.model_name or model_id(settings.model), settings.given, section.served_model_names)
         retention = Retention(
             section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
         )
         store = StreamStore(retention)
-        http = http_server(engine, settings, name, store)
+        http = http_server(engine, settings, names, store)
         engine.start(lambda: store.sweep(time.monotonic()), lambda: engine.count(sink, store))
         drain = Drain(http, engine.generation, section.drain_timeout, section.lb_grace)
         loop = asyncio.get_running_loop()
@@ -271,7 +272,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         gc.freeze()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
-            await _announce(engine, name, section, listener)
+            await _announce(engine, names.shown, section, listener)
             await engine.until(State.STOPPED)
             engine.generation.raise_if_over()
         finally:

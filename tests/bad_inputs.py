@@ -195,9 +195,10 @@ VALUES: list[tuple[str, tuple[str, ...], str, tuple[Any, ...], int, tuple[str, .
     # Structured output there is, so what is refused is what it cannot be.
     ("B52", OPENAI, "response_format", ({"type": "xml"}, {"type": "json_schema"}, "json", {}), INVALID, ()),
     ("B52", (GENERATE,), "response_format", ({"type": "json_object"},), INVALID, ("not a known field",)),
+    # Beside `inputs` it may be anything, but it is no parameter.
     ("B55", (GENERATE,), "model", (MODEL, "../../etc/passwd"), INVALID, ("not a known field",)),
     ("B55", OPENAI, "model", ("x" * 10**4, 3, []), INVALID, ()),
-    ("B55", OPENAI, "model", (MODEL, None, "dummy", "tgi"), OK, ()),
+    ("B55", OPENAI, "model", (MODEL, None, "", "dummy", "tgi"), OK, ()),
 ]
 # --- the same, with members of one dialect alone: (id, path, members, status, words)
 
@@ -225,7 +226,7 @@ OUTERMOST: list[tuple[str, str, tuple[str, ...]]] = [
     ("B57", '"stream":1', ("`stream`", "boolean")),
     ("B57", '"stream_options":{}', ("not a known field",)),
 ]
-UNKNOWN_MODELS = ("../../etc/passwd", "/abs", "C:\\x", "%2e%2e", "http://127.0.0.1:9/", "", "t\u0456ny", MODEL.upper(), f"{MODEL} ")
+UNKNOWN_MODELS = ("../../etc/passwd", "/abs", "C:\\x", "%2e%2e", "http://127.0.0.1:9/", "t\u0456ny", MODEL.upper(), f"{MODEL} ")
 
 # --- constraints on the output: (id, kind, value, status, words)
 

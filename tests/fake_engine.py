@@ -16,6 +16,7 @@ from server.api.app import create_app
 from server.config import ServerSection
 from server.generation import Bounds, Generation
 from server.metrics import Metrics
+from server.names import ModelNames
 from server.stream_buffer import Retention, StreamStore
 from server.supervisor import State, Supervisor
 from server.text import TextCodec
@@ -43,6 +44,7 @@ READY = protocol.Ready(
     sequences=[(32, 8), (64, 4)],
 )
 KILLED = -9
+NAMES = ModelNames(("tiny",))
 
 Defer = Callable[[Callable[[], None]], object]
 
@@ -198,7 +200,13 @@ class Served:
     app: ASGIApp
 
 
-def serve(tokenizer_folder: Path, engine: FakeEngine | None = None, section: ServerSection | None = None, max_open: int = 64) -> Served:
+def serve(
+    tokenizer_folder: Path,
+    engine: FakeEngine | None = None,
+    section: ServerSection | None = None,
+    max_open: int = 64,
+    names: ModelNames = NAMES,
+) -> Served:
     """Wires what server.serve wires, and starts the engine. It is ready once its deferred callbacks have run."""
     engine, section = engine or FakeEngine(), section or ServerSection()
     metrics = Metrics()
@@ -211,6 +219,6 @@ def serve(tokenizer_folder: Path, engine: FakeEngine | None = None, section: Ser
 
     supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.heard(step))
     generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, Bounds(max_open, max_running=max_open))
-    app = create_app(generation, section, "tiny", "0", StreamStore(Retention()))
+    app = create_app(generation, section, names, "0", StreamStore(Retention()))
     supervisor.start()
     return Served(engine, supervisor, generation, app)

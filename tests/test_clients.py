@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError, ValidationError
 from pydantic import BaseModel
 
 from tests.processes import ServerProcess
@@ -145,6 +146,16 @@ def test_hugging_face_text_generation(hub: InferenceClient) -> None:
     assert len(best.details.best_of_sequences or ()) == 2
     stopped = hub.text_generation("def f", stop=[expected[3:5]], **settings)
     assert stopped == expected[: expected.index(expected[3:5]) + 2]
+
+
+def test_tgis_clients_raise_by_the_status_where_there_is_no_such_route(embedded_server: ServerProcess) -> None:
+    for path, status in (("nowhere", 404), ("info", 405)):
+        with pytest.raises(HfHubHTTPError) as caught:
+            InferenceClient(model=f"http://127.0.0.1:{embedded_server.port}/{path}").text_generation("x")
+        assert type(caught.value) is HfHubHTTPError and caught.value.response.status_code == status
+        assert caught.value.response.json().keys() == {"error"}  # text-generation's client goes by the status where no type is given.
+    with pytest.raises(ValidationError):
+        InferenceClient(model=f"http://127.0.0.1:{embedded_server.port}").text_generation("x", temperature=9)
 
 
 def test_hugging_face_grammar_and_chat(hub: InferenceClient) -> None:

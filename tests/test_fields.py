@@ -185,7 +185,7 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
         "reasoning_effort": None,
     },
     InfillBody: {"t_max_prompt_ms": 500, "id_slot": 0, "model": "tiny"},
-    GenerateBody: {},
+    GenerateBody: {"model": "http://127.0.0.1:8000"},
     Parameters: {"watermark": False, "adapter_id": None},
     TokenizeBody: {"model": "tiny"},
     DetokenizeBody: {"model": "tiny"},

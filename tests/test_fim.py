@@ -75,8 +75,11 @@ def test_marks_within_the_code_are_text(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_marks_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="cannot fill in the middle"):
+    with pytest.raises(InvalidRequest, match="`suffix`: this model cannot fill in the middle"):
         FillInTheMiddle(make(tmp_path, ())).fill("a", "b", heal=True)
+    with pytest.raises(InvalidRequest, match="`input_suffix`: this model") as caught:
+        FillInTheMiddle(make(tmp_path, ())).fill("a", "b", heal=True, field="input_suffix")
+    assert caught.value.param == "input_suffix"
 
 
 def test_the_embedded_model_speaks_starcoders() -> None:

@@ -83,13 +83,13 @@ def test_it_is_downloaded_and_served_and_served_again_without_the_hub(
         monkeypatch.setenv("HF_HUB_OFFLINE", offline)
         asked = len(fake.requests)
         server = ServerProcess(Path(REPOSITORY))
-        assert [model["id"] for model in json.loads(server.get("/v1/models")[1])["data"]] == ["tiny-one"]
+        assert [model["id"] for model in json.loads(server.get("/v1/models")[1])["data"]] == [REPOSITORY]
         texts.append(server.text("def f", max_new_tokens=8, ignore_eos=True))
         assert server.stop() == 0
         assert (len(fake.requests) > asked) == (offline == "0")
     assert texts[0] == texts[1]
     (snapshot,) = tmp_path.glob("hub/models--*/snapshots/*")
-    assert snapshot.name == COMMIT and hub.model_id(snapshot) == "tiny-one"
+    assert snapshot.name == COMMIT and hub.model_id(snapshot) == REPOSITORY
     read = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in snapshot.iterdir()} == read
     assert re.fullmatch("[0-9a-f]{64}", (snapshot / "model.safetensors").resolve().name)

@@ -119,7 +119,7 @@ def test_a_model_without_a_template_refuses_chat(tiny_checkpoint: TinyCheckpoint
         status, body = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
         assert status == 400 and "no chat template" in body["error"]["message"] and body["error"]["param"] == "messages"
         status, body = server.post("/infill", {"input_prefix": "a", "input_suffix": "b"})
-        assert status == 400 and "cannot fill in the middle" in body["error"]["message"]
+        assert status == 400 and "cannot fill in the middle" in body["error"]["message"] and body["error"]["param"] == "input_suffix"
         check_scores(server, tiny_checkpoint)
     finally:
         assert server.stop() == 0
@@ -192,7 +192,15 @@ def test_bad_bodies_get_openais_error(embedded_server: ServerProcess) -> None:
         ("/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}}, "`response_format.type` must be", "response_format.type"),
         ("/v1/chat/completions", {"messages": []}, "`messages` cannot be empty", "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "`messages`: only an assistant's", "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 1}]}, "`messages.0.content` must be of type array", None),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": 1}]},
+            "`messages.0.content` must be of type string or array",
+            None,
+        ),
+        ("/v1/completions", {"prompt": "a", "stop": 5}, "`stop` must be of type string or array", "stop"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "`logit_bias` has the key 'x', which is no token id", "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"4096": 1}}, "`logit_bias` holds the token id 4096, which is", "logit_bias"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, "`messages`: only an assistant's", "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "developer", "content": "x"}]}, "refuses these messages: no role", "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "`top_logprobs` is allowed", None),

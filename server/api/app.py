@@ -21,12 +21,13 @@ from server.chat import ChatTemplate
 from server.config import ServerSection
 from server.errors import InvalidRequest, NotFound, RequestError
 from server.generation import Generation
+from server.names import ModelNames
 from server.stream_buffer import StreamStore
 
 log = logging.getLogger("onehead.api")
 
 
-def create_app(generation: Generation, section: ServerSection, model_id: str, version: str, store: StreamStore) -> FrontDoor:
+def create_app(generation: Generation, section: ServerSection, names: ModelNames, version: str, store: StreamStore) -> FrontDoor:
     """The application that `onehead serve` runs. `store` keeps its resumable streams."""
     # The documentation page must open on hosts without internet, so its scripts come from here and from no content network.
     app = FastAPIOffline(
@@ -34,10 +35,10 @@ def create_app(generation: Generation, section: ServerSection, model_id: str, ve
     )
     chat_template = ChatTemplate(generation.codec)
     publications = Publications(store, section.keep_alive)
-    app.include_router(TgiRoutes(generation, section, model_id, version, publications).router())
-    app.include_router(OpenAIRoutes(generation, section, model_id, chat_template, publications).router())
+    app.include_router(TgiRoutes(generation, section, names.shown, version, publications).router())
+    app.include_router(OpenAIRoutes(generation, section, names, chat_template, publications).router())
     app.include_router(StreamRoutes(publications).router())
-    app.include_router(TokenRoutes(generation, section, model_id, chat_template).router())
+    app.include_router(TokenRoutes(generation, section, names, chat_template).router())
     app.include_router(OpsRoutes(generation).router())
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -68,6 +69,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     )
     refused = NotFound(text) if error.status_code == 404 else InvalidRequest(text)
     refused.status = refused.openai_status = error.status_code
+    refused.tgi_type = None
     return refusal(request, refused, dict(error.headers or {}))
 
 

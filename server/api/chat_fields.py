@@ -19,7 +19,7 @@ class TextPart(Body):
 
 
 def _in_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    return [{"type": "text", "text": value}] if isinstance(fields.text_or_list(value), str) else value
 
 
 class Message(Body):

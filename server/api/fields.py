@@ -10,13 +10,11 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from server import protocol
-from server.errors import NotFound
 from server.grammar import Source
 
-ANY_MODEL = ("dummy", "tgi")
-"""Names that clients of other servers send where a server has one model."""
 MAX_CHOICES = 128
 MAX_TOP = 20
 Value = TypeVar("Value")
@@ -58,11 +56,18 @@ def default(value: Value | None, otherwise: Value) -> Value:
     return otherwise if value is None else value
 
 
+def text_or_list(value: Any) -> Any:
+    """The value of a field that takes a text or a list. Raises an error that says so of any other, where the list alone would be named."""
+    if value is None or isinstance(value, str | list):
+        return value
+    raise PydanticCustomError("string_or_array_type", "must be a string or an array")
+
+
 def check_logit_bias(bias: dict[str, float] | None, name: str) -> None:
     """Raises ValueError where a key is no token id."""
     for key in bias or {}:
         if not _TOKEN_ID.fullmatch(key):
-            raise ValueError(f"`{name}` must have token ids as keys: up to 9 decimal digits, no leading zero")
+            raise ValueError(f"`{name}` has the key {key[:64]!a}, which is no token id: up to 9 decimal digits, no leading zero")
 
 
 def check_fewest(fewest: int | None, most: int | None, names: tuple[str, str]) -> None:
@@ -150,12 +155,6 @@ class SamplingBody(Body):
             allowed_token_ids=self.allowed_token_ids or [],
             seed=secrets.randbits(63) if self.seed is None else self.seed,
         )
-
-
-def check_model(name: str | None, served: str) -> None:
-    """Raises NotFound for a model that is another."""
-    if name is not None and name != served and name not in ANY_MODEL:
-        raise NotFound(f"no such model; this server has {served!r}", param="model", code="model_not_found")
 
 
 class JsonSchema(Body):

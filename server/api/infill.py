@@ -142,7 +142,7 @@ def _prompt(codec: TextCodec, fim: FillInTheMiddle, body: InfillBody) -> tuple[l
     """Token ids, the text that was cut off their end to be healed, and the marks that end the answer."""
     heal = body.token_healing is not False
     extra = tuple((file.filename or "", file.text) for file in body.input_extra or ())
-    filling = fim.fill(body.input_prefix, body.input_suffix, heal and not body.prompt, extra)
+    filling = fim.fill(body.input_prefix, body.input_suffix, heal and not body.prompt, extra, "input_suffix")
     if not body.prompt:
         return filling.prompt, filling.healed, filling.stop_token_ids
     # What is typed already stands behind the marks, so its end is the seam.

@@ -17,7 +17,6 @@ from server.api.chat import ChatReply
 from server.api.chat_fields import ChatBody
 from server.api.completions import CompletionReply
 from server.api.disconnect import unless_disconnected
-from server.api.fields import check_model
 from server.api.infill import InfillReply
 from server.api.infill_fields import InfillBody
 from server.api.openai_errors import error_body
@@ -28,6 +27,7 @@ from server.config import ServerSection
 from server.errors import InvalidRequest, RequestError
 from server.fim import FillInTheMiddle
 from server.generation import Generation
+from server.names import ModelNames
 from server.stream import OpenStreams, Piece
 
 
@@ -70,12 +70,12 @@ class OpenAIRoutes:
     """The dialect over one Generation."""
 
     def __init__(
-        self, generation: Generation, section: ServerSection, model_id: str, chat_template: ChatTemplate, publications: Publications
+        self, generation: Generation, section: ServerSection, names: ModelNames, chat_template: ChatTemplate, publications: Publications
     ) -> None:
         self.generation = generation
         self.publications = publications
         self.section = section
-        self.model_id = model_id
+        self.names = names
         self.created = int(time.time())
         self.chat_template = chat_template
         self.fim = FillInTheMiddle(generation.codec)
@@ -109,21 +109,20 @@ class OpenAIRoutes:
         body = await read_model(http, InfillBody, self.section.max_body_bytes)
         delivery = Delivery.of(http, body, done=False)
         self._check_stops(body.stop)
-        reply = await InfillReply.open(self.generation, self.fim, body, self.model_id)
+        reply = await InfillReply.open(self.generation, self.fim, body, self.names.shown)
         return await self._answer(http, reply, delivery)
 
     async def models(self) -> dict[str, Any]:
-        """The one model there is."""
-        return {"object": "list", "data": [self._model()]}
+        """The model that is served, once under each of its names: the first is the one in replies."""
+        return {"object": "list", "data": [self._model(name) for name in self.names.listed]}
 
     async def model(self, name: str) -> dict[str, Any]:
         """The model by its name."""
-        check_model(name, self.model_id)
-        return self._model()
+        return self._model(self.names.resolve(name))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.model_id,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "onehead",
@@ -150,15 +149,15 @@ class OpenAIRoutes:
     async def open_completion(self, body: CompletionBody) -> CompletionReply:
         """Checks and starts a completion."""
         self._check(body)
-        return await CompletionReply.open(self.generation, self.fim, body, self.model_id)
+        return await CompletionReply.open(self.generation, self.fim, body, self.names.shown)
 
     async def open_chat(self, body: ChatBody) -> ChatReply:
         """Checks and starts a chat completion."""
         self._check(body)
-        return await ChatReply.open(self.generation, self.chat_template, body, self.model_id)
+        return await ChatReply.open(self.generation, self.chat_template, body, self.names.shown)
 
     def _check(self, body: GenerationBody) -> None:
-        check_model(body.model, self.model_id)
+        self.names.resolve(body.model)
         self._check_stops(body.stop)
 
     def _check_stops(self, stops: list[str] | None) -> None:

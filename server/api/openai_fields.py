@@ -19,7 +19,7 @@ MAX_SEQUENCES = 1024
 
 
 def _in_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(fields.text_or_list(value), str) else value
 
 
 class StreamOptions(Body):

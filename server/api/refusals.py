@@ -14,8 +14,8 @@ def speaks_openai(request: Request) -> bool:
 
 
 def tgi_error_body(error: RequestError) -> dict[str, str]:
-    """An error in TGI's words."""
-    return {"error": error.message, "error_type": error.tgi_type}
+    """An error in TGI's words. Its clients raise by `error_type`, and by the status only where there is none."""
+    return {"error": error.message} | ({} if error.tgi_type is None else {"error_type": error.tgi_type})
 
 
 def refusal(request: Request, error: RequestError, headers: dict[str, str] | None = None) -> Response:

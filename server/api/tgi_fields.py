@@ -85,3 +85,6 @@ class GenerateBody(LimitedBody):
     """The prompt. Special tokens are recognised in it."""
     parameters: Parameters | None = None
     """How to generate. Without it, tokens are sampled at temperature 1.0; with an empty object, generation is greedy."""
+    # Harmless.
+    model: str | None = Field(default=None, max_length=1024)
+    """Ignored: there is one model, whatever a client calls it."""

@@ -5,20 +5,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.api.body import check, documented, read_model, read_value
-from server.api.fields import check_model
 from server.api.token_fields import DetokenizeBody, TokenizeBody
 from server.chat import ChatTemplate
 from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.generation import Generation
+from server.names import ModelNames
 
 
 class TokenRoutes:
     """The routes over one Generation."""
 
-    def __init__(self, generation: Generation, section: ServerSection, model_id: str, chat_template: ChatTemplate) -> None:
+    def __init__(self, generation: Generation, section: ServerSection, names: ModelNames, chat_template: ChatTemplate) -> None:
         self.generation = generation
-        self.model_id = model_id
+        self.names = names
         self.section = section
         self.chat_template = chat_template
 
@@ -33,12 +33,12 @@ class TokenRoutes:
         value = await read_value(http, self.section.max_body_bytes)
         http.scope["openai"] = "inputs" not in value
         body = check(value, TokenizeBody)
-        check_model(body.model, self.model_id)
         codec = self.generation.codec
         if body.inputs is not None:
-            text = body.inputs
+            text = body.inputs  # As on TGI's other routes, `model` may be anything.
             tokens = await self.generation.tokenizing(len(text), codec.encode_with_offsets, text)
             return JSONResponse([{"id": id, "text": text[start:end], "start": start, "stop": end} for id, start, end in tokens])
+        self.names.resolve(body.model)
         if body.messages is not None:
             messages = [message.plain() for message in body.messages]
             num_chars = sum(len(message["content"]) for message in messages)
@@ -52,9 +52,8 @@ class TokenRoutes:
     async def detokenize(self, http: HttpRequest) -> Response:
         """Token ids to text."""
         body = await read_model(http, DetokenizeBody, self.section.max_body_bytes)
-        check_model(body.model, self.model_id)
-        if max(body.tokens) >= self.generation.ready.vocab_size:
-            raise InvalidRequest(
-                f"`tokens` holds an id that is not below the vocabulary's {self.generation.ready.vocab_size}", param="tokens"
-            )
+        self.names.resolve(body.model)
+        largest, vocab_size = max(body.tokens), self.generation.ready.vocab_size
+        if largest >= vocab_size:
+            raise InvalidRequest(f"`tokens` holds the id {largest}, which is not below the vocabulary's {vocab_size}", param="tokens")
         return JSONResponse({"prompt": self.generation.codec.decode(body.tokens)})
