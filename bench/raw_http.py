@@ -143,7 +143,11 @@ def error_problem(reply: Reply, openai: bool | None = None) -> str | None:
         fits = set(body) == {"error"} and set(error) == {"message", "type", "param", "code"} and isinstance(error["type"], str)
         message = error["message"]
     else:
-        fits = openai is not True and isinstance(body, dict) and set(body) == {"error", "error_type"}
+        fits = (
+            openai is not True
+            and isinstance(body, dict)
+            and set(body) == ({"error"} | (set() if reply.status in (404, 405) else {"error_type"}))
+        )
         message = error
     if not fits or not isinstance(message, str) or not message:
         return "an error of another shape"
