@@ -6,7 +6,6 @@ an option is an error that names it, wherever it stands. Each component is hande
 
 import os
 import re
-import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -275,20 +274,3 @@ def cache_folder() -> Path:
         return (Path(chosen) if chosen.startswith("/") else Path.home() / ".cache") / "onehead"
     except RuntimeError:
         raise ConfigurationError("this user has no home folder to keep a cache in; set XDG_CACHE_HOME to a folder") from None
-
-
-def cpu_threads(configured: int | None) -> int:
-    """Threads for CPU work: as configured, else OMP_NUM_THREADS, else the processors this control group may use."""
-    if configured is not None:
-        return configured
-    omp = os.environ.get("OMP_NUM_THREADS", "")
-    if omp.isdigit() and int(omp) > 0:
-        return int(omp)
-    available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            available = min(available, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # No control group version 2: every processor is ours.
-    return available

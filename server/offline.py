@@ -5,6 +5,7 @@ HTTP is what the service costs. Prompts are random token ids, choices greedy, en
 step; whoever waits in the engine's queue is charged for it from when its client submitted it.
 """
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from server.client import Outcome
 from server.comparison import Earlier
 from server.config import EngineSettings, ServerSection
 from server.errors import ConfigurationError, ResourceError, UsageError
+from server.processors import engine_environment
 
 if TYPE_CHECKING:
     from model.step import StepPlan, StepResult
@@ -181,6 +183,7 @@ def load_engine(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]
     from server.serve import start_message
     from server.text import TextCodec
 
+    os.environ.update(engine_environment())  # The OpenMP runtime reads it when torch is imported, which is below.
     start = start_message(settings, TextCodec(settings.model), ServerSection())
     try:
         core, ready, _ = load(start)

@@ -24,7 +24,7 @@ import uvicorn
 
 from server import logs, protocol
 from server.api.app import create_app, with_cors
-from server.config import EngineSettings, ServerSection, ServeSettings, cpu_threads
+from server.config import EngineSettings, ServerSection, ServeSettings
 from server.connection import connection_class
 from server.drain import FLUSH_SECONDS, SIGNALS, Drain, HttpServer
 from server.errors import ResourceError
@@ -32,6 +32,7 @@ from server.generation import Bounds, Generation
 from server.hub import model_id
 from server.metrics import Metrics
 from server.names import ModelNames
+from server.processors import available_processors, engine_threads
 from server.stream_buffer import Retention, StreamStore
 from server.supervisor import Patience, State, Supervisor
 from server.text import TextCodec
@@ -59,7 +60,7 @@ def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSec
         dtype=engine.dtype,
         quantization=engine.quantization,
         deterministic=engine.deterministic,
-        threads=cpu_threads(engine.threads),
+        threads=engine_threads(engine.threads),
         max_context=engine.max_context,
         max_running=engine.max_running,
         step_tokens=engine.step_tokens,
@@ -137,6 +138,8 @@ class Running:
         log.info("engine: %s", f"{state.value} ({self.supervisor.reason})" if self.supervisor.reason else state.value)
         if state is State.READY and self.supervisor.ready is not None:
             self.metrics.loaded(self.supervisor.ready)
+            if self._died is None and self.supervisor.ready.device == "cpu":
+                _warn_of_threads(self._start.threads)
             if self._died is not None:
                 seconds = time.monotonic() - self._died
                 self.metrics.engine_recovery.observe(seconds)
@@ -172,6 +175,19 @@ class Running:
             self._watch.cancel()
         if self._process is not None:
             await self._process.ended(ENGINE_EXIT_SECONDS)
+
+
+def _warn_of_threads(threads: int) -> None:
+    """Logs that the engine has more threads than processors: at every barrier all threads wait for one that is not running."""
+    processors = available_processors()
+    if threads > processors:
+        log.warning(
+            "the engine has %d threads for %g processors (affinity and CPU quota of this process): steps take longer than with %d; "
+            "set engine.threads, or leave it and OMP_NUM_THREADS out",
+            threads,
+            processors,
+            max(1, int(processors)),
+        )
 
 
 @contextlib.asynccontextmanager

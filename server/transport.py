@@ -18,6 +18,7 @@ from multiprocessing import Pipe
 import msgspec
 
 from server import protocol
+from server.processors import engine_environment
 
 log = logging.getLogger("onehead.supervisor")
 
@@ -74,7 +75,7 @@ class EngineProcess:
         self._socket = socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
         # What a terminal says to its group is for us alone (we drain first), so the engine is in a group of its own.
         command = [sys.executable, "-P", "-m", ENGINE_MODULE, str(fd)]
-        self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0)
+        self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0, env=engine_environment())
         theirs.close()  # The child has the only copy now, so its death is an EOF here.
         try:
             threading.Thread(target=self._write, daemon=True).start()

@@ -96,7 +96,7 @@ FORBIDDEN_CALLS = {
 }
 # The one reader of weights in pickles: of their tensors alone.
 WEIGHTS_READER, WEIGHTS_ONLY = "model.tools.convert", "weights_only=True"
-ENVIRONMENT_READERS = {"server.config", "server.processors"}
+ENVIRONMENT_READERS = {"server.config", "server.processors", "server.offline"}
 FORBIDDEN_MODULES = {"pickle", "dill", "marshal", "shelve"}
 
 

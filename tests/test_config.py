@@ -9,7 +9,7 @@ import pytest
 from model.spec import OptionError
 from model.tools.options import CompareOptions, TrainOptions
 from server import cli
-from server.config import EMBEDDED_MODEL, ServeSettings, cpu_threads, load
+from server.config import EMBEDDED_MODEL, ServeSettings, load
 from server.errors import ConfigurationError
 from server.terminal import GenerateSettings
 from server.tool_options import load_dataclass
@@ -153,13 +153,6 @@ def test_another_command_reads_the_servers_file_and_refuses_the_servers_flags(tm
 @pytest.mark.parametrize(("text", "value"), [("0.5", 0.5), ("1000000", 1e6), ("500MB", 5e8), ("2 GiB", 2**31), ("1.5gib", 1.5 * 2**30)])
 def test_memory_sizes(text: str, value: float) -> None:
     assert settings("--cache.memory", text).cache.memory == value
-
-
-def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert cpu_threads(None) == 3 and cpu_threads(5) == 5
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert cpu_threads(None) >= 1
 
 
 def test_tool_options_come_from_their_dataclass_and_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
