@@ -169,6 +169,8 @@ OF_OPENAI: dict[str, Any] = {
     "metadata": {"a": "b"},
     "store": False,
     "service_tier": "auto",
+    "use_beam_search": False,
+    "spaces_between_special_tokens": True,
 }
 HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
     CompletionBody: OF_OPENAI,
@@ -180,13 +182,12 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
         "functions": [],
         "function_call": "auto",
         "modalities": ["text"],
-        "audio": None,
-        "prediction": None,
-        "reasoning_effort": None,
+        "continue_final_message": False,
+        "chat_template_kwargs": {},
     },
     InfillBody: {"t_max_prompt_ms": 500, "id_slot": 0, "model": "tiny"},
-    GenerateBody: {"model": "http://127.0.0.1:8000"},
-    Parameters: {"watermark": False, "adapter_id": None},
+    GenerateBody: {"model": "http://127.0.0.1:8000", "options": {"use_cache": False, "wait_for_model": True}, "use_cache": True},
+    Parameters: {"watermark": False},
     TokenizeBody: {"model": "tiny"},
     DetokenizeBody: {"model": "tiny"},
 }
@@ -207,7 +208,23 @@ NOT_HARMLESS = [
     ("/v1/chat/completions", {"modalities": ["audio"]}),
     ("/v1/completions", {"store": True}),
     ("/v1/completions", {"service_tier": "priority"}),
+    ("/v1/chat/completions", {"continue_final_message": True}),
+    ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}),
+    ("/v1/completions", {"use_beam_search": True}),
+    ("/v1/completions", {"spaces_between_special_tokens": False}),
     ("/infill", {"samplers": ["mirostat"]}),
+]
+# (path, what the request has besides, what is the same as not being said): values of fields that change something at others.
+SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("/v1/chat/completions", {}, {"top_logprobs": 0}),
+    (
+        "/v1/chat/completions",
+        {"stream": True, "stream_options": {}},
+        {"stream_options": {"include_usage": False, "continuous_usage_stats": True}},
+    ),
+    ("/v1/chat/completions", {}, {"max_tokens": 8.0, "n": 1.0, "top_k": -1.0}),
+    ("/v1/completions", {"temperature": 1, "seed": 3}, {"seed": 3.0, "max_tokens": 8.0}),
+    ("/infill", {}, {"n_predict": 8.0}),
 ]
 
 
@@ -288,6 +305,32 @@ async def test_it_is_harmless_at_no_other_value(tokenizer_folder: Path, path: st
     base = next(base for other, base, _ in CASES.values() if other == path)
     status, (text, submits) = await observe(tokenizer_folder, path, base | extra)
     assert status == 400 and next(iter(extra)) in text and submits == []
+
+
+@pytest.mark.parametrize("schema", bodies(), ids=lambda schema: schema.__name__)
+async def test_an_unknown_field_that_is_null_changes_nothing(tokenizer_folder: Path, schema: type[BaseModel]) -> None:
+    path, base, _ = CASES[schema]
+    nulls: dict[str, Any] = {"streem": None, "reasoning_effort": None} | dict.fromkeys(CASES[schema][2].keys() - base.keys())
+    before = await observe(tokenizer_folder, path, in_place(schema, base))
+    assert before == await observe(tokenizer_folder, path, in_place(schema, base | nulls)) and before[0] == 200
+
+
+@pytest.mark.parametrize(("path", "besides", "extra"), SAME_AS_ABSENT, ids=str)
+async def test_the_value_is_the_same_as_none(tokenizer_folder: Path, path: str, besides: dict[str, Any], extra: dict[str, Any]) -> None:
+    base = next(base for other, base, _ in CASES.values() if other == path) | besides
+    before = await observe(tokenizer_folder, path, base)
+    assert before == await observe(tokenizer_folder, path, base | extra) and before[0] == 200
+
+
+@pytest.mark.parametrize("schema", [CompletionBody, ChatBody, InfillBody, Parameters], ids=lambda schema: schema.__name__)
+async def test_a_seed_of_minus_one_is_drawn_for_each_request(tokenizer_folder: Path, schema: type[BaseModel]) -> None:
+    path, base, _ = CASES[schema]
+    seeds = []
+    for _ in range(2):
+        status, (_, (submit,)) = await observe(tokenizer_folder, path, in_place(schema, base | {"seed": -1}))
+        assert status == 200
+        seeds.append(submit["sampling"].seed)
+    assert seeds[0] != seeds[1] and min(seeds) >= 0
 
 
 @pytest.mark.parametrize("schema", bodies(), ids=lambda schema: schema.__name__)

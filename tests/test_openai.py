@@ -166,7 +166,7 @@ def test_lm_evals_request(embedded_server: ServerProcess) -> None:
 def test_bad_bodies_get_openais_error(embedded_server: ServerProcess) -> None:
     cases: list[tuple[str, Any, str, str | None]] = [
         ("/v1/completions", {}, "`prompt` is required", "prompt"),
-        ("/v1/completions", {"prompt": None}, "`prompt` must be a text", "prompt"),
+        ("/v1/completions", {"prompt": None}, "`prompt` is required", "prompt"),
         ("/v1/completions", {"prompt": [1, "a"]}, "`prompt.1` must be a token id", "prompt.1"),
         ("/v1/completions", {"prompt": [[1], [2, -1]]}, "`prompt.1.1` must be a token id", "prompt.1.1"),
         ("/v1/completions", {"prompt": [1, True]}, "`prompt.1` must be a token id", "prompt.1"),
@@ -198,6 +198,7 @@ def test_bad_bodies_get_openais_error(embedded_server: ServerProcess) -> None:
             "`messages.0.content` must be of type string or array",
             None,
         ),
+        ("/v1/completions", {"prompt": "a", "timeout_s": 2e-311}, "`timeout_s` must be >= 0.001. Given: 2e-311", "timeout_s"),
         ("/v1/completions", {"prompt": "a", "stop": 5}, "`stop` must be of type string or array", "stop"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "`logit_bias` has the key 'x', which is no token id", "logit_bias"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"4096": 1}}, "`logit_bias` holds the token id 4096, which is", "logit_bias"),

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from server.api import fields
-from server.api.fields import Body, Empty, Nothing, default
+from server.api.fields import Body, Empty, default
 from server.api.openai_fields import GenerationBody
 
 
@@ -31,12 +31,6 @@ class Message(Body):
     """The text, or a list of parts which are joined. Special tokens are not recognised in it. Only an assistant's message may have none."""
     name: str | None = Field(default=None, max_length=256)
     """The author's name, for chat templates that use it."""
-    refusal: Nothing = None
-    """Only null is accepted."""
-    audio: Nothing = None
-    """Audio is not supported: only null is accepted."""
-    function_call: Nothing = None
-    """Functions are not supported: only null is accepted."""
     tool_calls: list[Any] | None = Empty
     """Tools are not supported: only an empty list is accepted."""
     annotations: list[Any] | None = Empty
@@ -76,18 +70,16 @@ class ChatBody(GenerationBody):
     """Functions are not supported: only `none` and `auto` are accepted."""
     modalities: list[Literal["text"]] | None = None
     """Only text is supported."""
-    audio: Nothing = None
-    """Audio is not supported: only null is accepted."""
-    prediction: Nothing = None
-    """Predicted outputs are not supported: only null is accepted."""
-    reasoning_effort: Nothing = None
-    """Not supported: only null is accepted."""
+    continue_final_message: Literal[False] | None = None
+    """Not supported: only false is accepted."""
+    chat_template_kwargs: dict[str, Any] | None = Empty
+    """Not supported: only an empty object is accepted."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ChatBody":
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("`max_tokens` and `max_completion_tokens` differ; give one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("`top_logprobs` is allowed only with `logprobs`")
         if any(message.role != "assistant" and message.content is None for message in self.messages):
             raise ValueError("`messages`: only an assistant's message may have no content")

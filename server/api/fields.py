@@ -7,9 +7,9 @@ import re
 import secrets
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from server import protocol
@@ -18,22 +18,32 @@ from server.grammar import Source
 MAX_CHOICES = 128
 MAX_TOP = 20
 Value = TypeVar("Value")
-Nothing = Literal[None]
 Empty = Field(default=None, max_length=0)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
-Count = Annotated[int, Field(ge=0, lt=2**31)]
-Positive = Annotated[int, Field(ge=1, lt=2**31)]
+
+def _whole(value: Any) -> Any:
+    """3.0 is the integer 3, as it is in JSON Schema: some languages write every number so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Integer, Field(ge=0, lt=2**31)]
+Positive = Annotated[Integer, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+TopK = Annotated[Integer, Field(ge=-1, lt=2**31)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Seed = Annotated[int, Field(ge=0, lt=2**63, examples=[42])]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
+Seed = Annotated[
+    Annotated[Integer, Field(ge=-1, lt=2**63, examples=[42])] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
+]
+"""-1 is no seed: clients of vLLM and of llama.cpp mean by it that one is drawn."""
+Seconds = Annotated[float, Field(ge=0.001, le=86_400)]
+Priority = Annotated[Integer, Field(ge=-(2**31), lt=2**31)]
+Top = Annotated[Integer, Field(ge=0, le=MAX_TOP)]
+Choices = Annotated[Integer, Field(ge=1, le=MAX_CHOICES)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=1024)]
@@ -44,11 +54,16 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_f
 
 
 class Body(BaseModel):
-    """Base of every body: unknown fields and numbers that are not finite are refused. The docstring below a field is its description in
-    the OpenAPI document.
+    """Base of every body: unknown fields and numbers that are not finite are refused. Null is the default of every field, known or not:
+    clients send it for the options that they leave alone. The docstring below a field is its description in the OpenAPI document.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def default(value: Value | None, otherwise: Value) -> Value:
@@ -93,8 +108,8 @@ class LimitedBody(DeliveryBody):
     """Also a time limit, and who shares the prefix cache."""
 
     timeout_s: Seconds | None = None
-    """Time limit in seconds, waiting included. A request that has begun by then ends with what it has and the finish reason `timeout`; one
-    that still waits is answered 504. Default: none.
+    """Time limit in seconds, from 0.001 on, waiting included. A request that has begun by then ends with what it has and the finish reason
+    `timeout`; one that still waits is answered 504. Default: none.
     """
     cache_salt: Salt | None = None
     """Requests share the KV cache of common prefixes only with requests of the same salt. Default: no salt."""
@@ -127,9 +142,9 @@ class SamplingBody(Body):
     """
     allowed_token_ids: TokenIds | None = None
     """Only these token ids may be generated. Default: all of the vocabulary."""
-    seed: Seed | None = None
-    """Seed of the random draws: the same request with the same seed gets the same tokens. 0 to 2**63 - 1. Default: drawn at random for each
-    request.
+    seed: Seed = None
+    """Seed of the random draws: the same request with the same seed gets the same tokens. 0 to 2**63 - 1. -1, the default: drawn at random
+    for each request.
     """
     min_tokens: Count | None = None
     """Tokens to generate before a stop token, a stop string or the end of sequence may end the output. Default: 0."""

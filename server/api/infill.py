@@ -163,5 +163,5 @@ def _sampling(body: InfillBody) -> protocol.SamplingParams:
         repetition_penalty=default(body.repeat_penalty, 1.0),
         presence_penalty=default(body.presence_penalty, 0.0),
         frequency_penalty=default(body.frequency_penalty, 0.0),
-        seed=secrets.randbits(63) if body.seed in (None, -1) else body.seed,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
     )

@@ -30,7 +30,7 @@ class InfillBody(DeliveryBody):
     """Other files, placed before the prefix as context. Up to 256. Default: none."""
     prompt: fields.Text | None = None
     """The beginning of the text in the gap, which the answer continues. Default: empty."""
-    n_predict: int | None = Field(default=None, ge=-1, lt=2**31)
+    n_predict: Annotated[fields.Integer, Field(ge=-1, lt=2**31)] | None = None
     """Most tokens to generate. -1, the default: what the context still holds."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """Divides the logits before sampling. 0: always the most likely token (greedy). Default: 0.8."""
@@ -48,13 +48,13 @@ class InfillBody(DeliveryBody):
     """Subtracted once from the logit of each token that occurs in the output. Default: 0."""
     frequency_penalty: fields.Penalty | None = None
     """Subtracted from a token's logit once for each time the token occurs in the output. Default: 0."""
-    seed: int | None = Field(default=None, ge=-1, lt=2**63)
+    seed: fields.Seed = None
     """Seed of the random draws: the same request with the same seed gets the same tokens. -1, the default: drawn at random for each
     request.
     """
     stop: list[fields.StopString] | None = None
     """Texts of 1 to 1024 characters that end the output and are left out of it; up to server.max_stop_strings (16). Default: none."""
-    t_max_predict_ms: int | None = Field(default=None, ge=1, lt=2**31)
+    t_max_predict_ms: fields.Positive | None = None
     """Time limit in milliseconds, waiting included, after which the answer ends with what it has. Default: none."""
     token_healing: bool | None = None
     """Whether the last token before the gap is removed and generated again under the constraint that its text is kept, for gaps within a
@@ -75,5 +75,5 @@ class InfillBody(DeliveryBody):
     """Accepted for llama.cpp's editors at any value; it changes nothing."""
     t_max_prompt_ms: fields.Count | None = None
     """Accepted for llama.cpp's editors; it changes nothing."""
-    id_slot: int | None = None
+    id_slot: fields.Integer | None = None
     """Accepted for llama.cpp's editors; it changes nothing."""

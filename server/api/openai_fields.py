@@ -28,7 +28,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     """Whether a last chunk with empty `choices` has the token counts in `usage`. Default: false."""
     continuous_usage_stats: bool | None = None
-    """Whether every chunk has the token counts so far; needs `include_usage`. Default: false."""
+    """Whether every chunk has the token counts so far; needs `include_usage`, and does nothing where that is false. Default: false."""
     include_obfuscation: Literal[False] | None = None
     """Padding against observers of lengths is not supported: only false is accepted."""
 
@@ -85,7 +85,7 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Also return the log-probability of each prompt token, and this many most likely tokens in its place. Not with `stream`. Default:
     none.
     """
-    n: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
+    n: fields.Choices | None = None
     """Number of outputs for each prompt. Default: 1."""
     stream_options: StreamOptions | None = None
     """Options of a stream; only with `stream`."""
@@ -110,6 +110,10 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Answers are not stored: only false is accepted."""
     service_tier: Literal["auto", "default"] | None = None
     """Accepted for OpenAI's clients at these values; they change nothing."""
+    use_beam_search: Literal[False] | None = None
+    """Beam search is not supported: only false is accepted."""
+    spaces_between_special_tokens: Literal[True] | None = None
+    """Accepted for vLLM's clients at its default, true, which changes nothing."""
 
     @model_validator(mode="after")
     def _common_fits_together(self) -> "GenerationBody":
@@ -118,7 +122,7 @@ class GenerationBody(SamplingBody, LimitedBody):
         if self.stream_options is not None and not self.stream:
             raise ValueError("`stream_options` is allowed only with `stream`")
         options = self.stream_options
-        if options is not None and options.continuous_usage_stats and not options.include_usage:
+        if options is not None and options.continuous_usage_stats and options.include_usage is None:
             raise ValueError("`stream_options.continuous_usage_stats` is allowed only with `include_usage`")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("`prompt_logprobs` is not supported when streaming")
@@ -221,7 +225,7 @@ class CompletionBody(GenerationBody):
     """Whether the text of each choice begins with its prompt. Default: false."""
     logprobs: fields.Top | None = None
     """Return the log-probability of each output token, and this many most likely tokens in its place. Default: none."""
-    best_of: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
+    best_of: fields.Choices | None = None
     """Number of outputs generated for each prompt, of which the `n` with the highest mean log-probability are returned; at least `n`. Not
     above `n` with `stream`. Default: `n`.
     """

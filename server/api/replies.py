@@ -81,7 +81,7 @@ class Answer:
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """One chunk of a stream, with the usage so far where that is wanted."""
         options = self.body.stream_options
-        usage = {"usage": self.usage} if options is not None and options.continuous_usage_stats else {}
+        usage = {"usage": self.usage} if options is not None and options.include_usage and options.continuous_usage_stats else {}
         return self.head | {"choices": choices} | usage
 
     def usage_chunks(self) -> list[dict[str, Any]]:

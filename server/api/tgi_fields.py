@@ -1,11 +1,11 @@
 """The body of the routes in TGI's dialect, with vLLM's names inside `parameters` where TGI has none."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from server.api import fields
-from server.api.fields import Format, LimitedBody, Nothing, SamplingBody
+from server.api.fields import Body, Format, LimitedBody, SamplingBody
 
 MAX_TOP_N_TOKENS = 5
 
@@ -33,9 +33,9 @@ class Parameters(SamplingBody):
     """Whether the answer has `details`: the tokens with their log-probabilities, the finish reason and the seed. Default: false."""
     decoder_input_details: bool | None = None
     """Also return the log-probability of each prompt token, in `details.prefill`. Not when streaming. Default: false."""
-    top_n_tokens: int | None = Field(default=None, ge=0, le=MAX_TOP_N_TOKENS)
+    top_n_tokens: Annotated[fields.Integer, Field(ge=0, le=MAX_TOP_N_TOKENS)] | None = None
     """Return this many most likely tokens in each output token's place. Default: 0."""
-    best_of: int | None = Field(default=None, ge=1, le=fields.MAX_CHOICES)
+    best_of: fields.Choices | None = None
     """Generate this many outputs and return the one with the highest mean log-probability. Above 1 only with sampling, without `seed` and
     without streaming. Default: 1.
     """
@@ -48,8 +48,6 @@ class Parameters(SamplingBody):
     # What clients send as a matter of course and what changes nothing: accepted at that value alone.
     watermark: Literal[False] | None = None
     """Watermarks are not supported: only false is accepted."""
-    adapter_id: Nothing = None
-    """Adapters are not supported: only null is accepted."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Parameters":
@@ -78,6 +76,15 @@ class Parameters(SamplingBody):
         return bool(self.details or self.decoder_input_details)
 
 
+class Options(Body):
+    """`options` of Hugging Face's inference API."""
+
+    use_cache: bool | None = None
+    """Accepted for Hugging Face's clients; it changes nothing: answers are not cached."""
+    wait_for_model: bool | None = None
+    """Accepted for Hugging Face's clients; it changes nothing: a server that is not ready answers 503."""
+
+
 class GenerateBody(LimitedBody):
     """The body of POST /generate, /generate_stream and /. Null is the default of every field but `inputs`."""
 
@@ -86,5 +93,9 @@ class GenerateBody(LimitedBody):
     parameters: Parameters | None = None
     """How to generate. Without it, tokens are sampled at temperature 1.0; with an empty object, generation is greedy."""
     # Harmless.
+    options: Options | None = None
+    """Accepted for Hugging Face's clients; it changes nothing."""
+    use_cache: bool | None = None
+    """Accepted for Hugging Face's clients; it changes nothing: answers are not cached."""
     model: str | None = Field(default=None, max_length=1024)
     """Ignored: there is one model, whatever a client calls it."""

@@ -31,7 +31,7 @@ class TokenRoutes:
     async def tokenize(self, http: HttpRequest) -> Response:
         """`inputs` to TGI's list of tokens with their places; `prompt` or `messages` to vLLM's object of ids."""
         value = await read_value(http, self.section.max_body_bytes)
-        http.scope["openai"] = "inputs" not in value
+        http.scope["openai"] = value.get("inputs") is None
         body = check(value, TokenizeBody)
         codec = self.generation.codec
         if body.inputs is not None:
