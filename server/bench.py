@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,17 +28,19 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from server.bench_tables import tables
 from server.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reason
 from server.comparison import Earlier
 from server.config import PREFIX
 
 PLAIN_WIDTH = 120
 """Columns of the table where standard output is no terminal."""
+EXIT_INTERRUPTED = 130
+WARMUP = "warm-up"
+AGAIN = "nothing is kept, so the same command begins again"
 VOCABULARY = """
     def class return self import from for in if else not None True yield await with try except raise assert lambda while break
     index length buffer cache token tokens layer batch value values result request response stream reader writer path config
@@ -144,6 +146,14 @@ def prompt_text(rng: random.Random, min_tokens: int) -> str:
     return "".join(word + rng.choice("    \n") for word in words).rstrip()
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a run; `outcomes` are those of the requests that had ended."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        super().__init__()
+        self.outcomes = [outcome for outcome in outcomes if outcome.end]
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """How one run sends its requests: from `clients` back to back, or at the times `arrivals`, in seconds after its start."""
@@ -163,7 +173,9 @@ class Load:
 
 
 async def run(endpoint: Endpoint, ask: Ask, load: Load, bodies: list[bytes], on_end: Callable[[], None]) -> list[Outcome]:
-    """Sends `bodies` as `load` says, and waits for every end; the outcomes are in the order of the bodies."""
+    """Sends `bodies` as `load` says, and waits for every end; the outcomes are in the order of the bodies. Raises Interrupted where it is
+    cancelled.
+    """
     requests = [endpoint.request("POST", "/generate", body) for body in bodies]
     outcomes = [Outcome(0.0) for _ in bodies]
     start = time.perf_counter()
@@ -178,7 +190,10 @@ async def run(endpoint: Endpoint, ask: Ask, load: Load, bodies: list[bytes], on_
         outcome.failure = outcome.failure or ask.problem(outcome)
         on_end()
 
-    await (_open_loop(one, load.arrivals, clock) if load.arrivals else _closed_loop(one, len(bodies), load.clients, clock))
+    try:
+        await (_open_loop(one, load.arrivals, clock) if load.arrivals else _closed_loop(one, len(bodies), load.clients, clock))
+    except asyncio.CancelledError:
+        raise Interrupted(outcomes) from None
     return outcomes
 
 
@@ -287,51 +302,23 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
 
 
-async def _run_all(settings: BenchSettings, loads: list[Load], endpoint: Endpoint) -> list[tuple[Load, list[Outcome]]]:
-    """Every run after the warm-up, one after the other."""
+async def _run_all(settings: BenchSettings, loads: list[Load], endpoint: Endpoint) -> list[dict[str, Any]]:
+    """Every run after the warm-up, one after the other; after an interruption those that there are, the last one partial."""
     ask = Ask(settings.prompt_tokens, settings.output_tokens, settings.timeout)
     rng = random.Random(f"{settings.seed} prompts")
-    results = []
+    runs: list[dict[str, Any]] = []
+    label = WARMUP
     with progress_bar() as progress:
-        await run(endpoint, ask, Load.closed(1), [ask.body(rng) for _ in range(settings.warmup)], lambda: None)
-        for load in loads:
-            task = progress.add_task(load.label, total=settings.requests)
-            bodies = [ask.body(rng) for _ in range(settings.requests)]
-            results.append((load, await run(endpoint, ask, load, bodies, partial(progress.advance, task))))
-    return results
-
-
-def _table(headings: tuple[str, ...], rows: list[list[str]], caption: str) -> Table:
-    """One row for each run."""
-    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "load" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _pairs(*spreads: tuple[dict[str, float] | None, float]) -> list[str]:
-    """Median and 99th percentile of each, in its unit."""
-    return [f"{s['p50'] * unit:.2f} / {s['p99'] * unit:.2f}" if s else "-" for s, unit in spreads]
-
-
-def _tables(runs: list[dict[str, Any]]) -> Iterator[Table]:
-    """What clients saw; and of runs that know their steps, what of one is the host's work and what the model's."""
-    rows, steps = [], []
-    for each in runs:
-        f = each["figures"]
-        counts = [each["load"], str(f["requests"]), str(f["failed"])]
-        rates = [f"{f['output_tokens_per_second']:.1f}", f"{f['requests_per_second']:.2f}"]
-        latencies = _pairs((f["time_to_first_token"], 1e3), (f["inter_token_latency"], 1e3), (f["e2e_latency"], 1))
-        rows.append(counts + rates + latencies)
-        if step := f.get("step"):
-            parts = _pairs((step["host"], 1e3), (step["compute"], 1e3))
-            steps.append([each["load"], str(step["count"]), *parts, f"{step['host_share']:.2%}"])
-    headings = "load", "requests", "failed", "tokens/s", "requests/s", "first ms", "between ms", "whole s"
-    yield _table(headings, rows, "first token, between tokens, whole request: p50 / p99")
-    if steps:
-        yield _table(("load", "steps", "host ms", "compute ms", "host's share"), steps, "parts of a step: p50 / p99; share of all seconds")
+        try:
+            await run(endpoint, ask, Load.closed(1), [ask.body(rng) for _ in range(settings.warmup)], lambda: None)
+            for load in loads:
+                label = load.label
+                task = progress.add_task(label, total=settings.requests)
+                bodies = [ask.body(rng) for _ in range(settings.requests)]
+                runs.append(run_of(label, await run(endpoint, ask, load, bodies, partial(progress.advance, task))))
+        except Interrupted as interrupted:
+            runs += partial_run(label, interrupted.outcomes)
+    return runs
 
 
 def run_of(label: str, outcomes: list[Outcome]) -> dict[str, Any]:
@@ -339,20 +326,33 @@ def run_of(label: str, outcomes: list[Outcome]) -> dict[str, Any]:
     return {"load": label, "figures": figures(outcomes), "requests": [_raw(outcome) for outcome in outcomes]}
 
 
-def report(settings: Cases, kind: str, info: dict[str, Any], runs: list[dict[str, Any]], earlier: Earlier | None) -> int:
-    """Tables, reasons of failures, result file; the exit status."""
+def partial_run(label: str, outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """A run that was interrupted, by the requests that had ended; none where there is nothing to show."""
+    return [run_of(label, outcomes) | {"partial": True}] if outcomes and label != WARMUP else []
+
+
+def report(settings: Cases, kind: str, info: dict[str, Any], runs: list[dict[str, Any]], planned: int, earlier: Earlier | None) -> int:
+    """Tables, reasons of failures, result file; the exit status. Fewer complete runs than `planned` are a partial result, which is not
+    written.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
-    console.print(*_tables(runs))
+    if runs:
+        console.print(*tables(runs))
+    complete = [each for each in runs if not each.get("partial")]
     result = circumstances(info) | {"kind": kind, "settings": settings.model_dump(mode="json"), "runs": runs}
-    if earlier is not None:
-        console.print(earlier.table(runs))
+    if earlier is not None and complete:
+        console.print(earlier.table(complete))
         for difference in earlier.differences(result):
             print(f"onehead bench: not as in the earlier result: {difference}", file=sys.stderr)
     reasons = Counter(request["failure"] for each in runs for request in each["requests"] if request["failure"])
     for words, count in reasons.most_common():
         print(f"onehead bench: {count} failed: {words}", file=sys.stderr)
+    if len(complete) < planned:
+        unwritten = f", and {settings.output} is not written" if settings.output else ""
+        print(f"onehead bench: interrupted: {len(complete)} of {planned} runs are complete{unwritten}; {AGAIN}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     if settings.output:
         settings.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 1 if reasons else 0
@@ -373,5 +373,4 @@ async def bench(settings: BenchSettings) -> int:
         return 1
     if earlier is not None:
         earlier.must_be_on(info)
-    results = await _run_all(settings, loads, endpoint)
-    return report(settings, "server", info, [run_of(load.label, outcomes) for load, outcomes in results], earlier)
+    return report(settings, "server", info, await _run_all(settings, loads, endpoint), len(loads), earlier)

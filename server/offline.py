@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import model_validator
 
-from server.bench import Cases, progress_bar, report, run_of, spread
+from server.bench import WARMUP, Cases, Interrupted, partial_run, progress_bar, report, run_of, spread
 from server.client import Outcome
 from server.comparison import Earlier
 from server.config import EngineSettings, ServerSection
@@ -120,7 +120,7 @@ class ClosedLoop:
         return time.perf_counter() - self._began
 
     def run(self, clients: int, prompts: list[list[int]]) -> tuple[list[Outcome], Steps]:
-        """Every prompt to its end; the outcomes in their order."""
+        """Every prompt to its end; the outcomes in their order. Raises Interrupted at Ctrl-C."""
         self._outcomes, steps, numbers = [Outcome(0.0) for _ in prompts], Steps(), iter(range(len(prompts)))
         runner, self._core.runner = self._core.runner, self._stopwatch
         self._began = time.perf_counter()
@@ -132,6 +132,8 @@ class ClosedLoop:
                     number = next(numbers, -1)
                     if number >= 0:
                         self._submit(number, prompts[number])
+        except KeyboardInterrupt:
+            raise Interrupted(self._outcomes) from None
         finally:
             self._core.runner = runner
         return self._outcomes, steps
@@ -216,22 +218,27 @@ def info_of(settings: OfflineSettings, ready: "protocol.Ready") -> dict[str, Any
 
 
 def _run_all(settings: OfflineSettings, core: "EngineCore", vocab_size: int) -> list[dict[str, Any]]:
-    """Every run after the warm-up, one after the other."""
+    """Every run after the warm-up, one after the other; after an interruption those that there are, the last one partial."""
     rng = random.Random(f"{settings.seed} prompts")
 
     def prompts(count: int) -> list[list[int]]:
         return [rng.choices(range(vocab_size), k=settings.prompt_tokens) for _ in range(count)]
 
-    runs = []
+    runs: list[dict[str, Any]] = []
+    label = WARMUP
     with progress_bar() as progress:
-        ClosedLoop(core, settings.output_tokens, lambda: None).run(1, prompts(settings.warmup))
-        for clients in settings.concurrency:
-            task = progress.add_task(f"closed {clients}", total=settings.requests)
-            loop = ClosedLoop(core, settings.output_tokens, partial(progress.advance, task))
-            outcomes, steps = loop.run(clients, prompts(settings.requests))
-            run = run_of(f"closed {clients}", outcomes)
-            run["figures"]["step"] = steps.figures()
-            runs.append(run)
+        try:
+            ClosedLoop(core, settings.output_tokens, lambda: None).run(1, prompts(settings.warmup))
+            for clients in settings.concurrency:
+                label = f"closed {clients}"
+                task = progress.add_task(label, total=settings.requests)
+                loop = ClosedLoop(core, settings.output_tokens, partial(progress.advance, task))
+                outcomes, steps = loop.run(clients, prompts(settings.requests))
+                run = run_of(label, outcomes)
+                run["figures"]["step"] = steps.figures()
+                runs.append(run)
+        except Interrupted as interrupted:
+            runs += partial_run(label, interrupted.outcomes)
     return runs
 
 
@@ -249,4 +256,4 @@ def bench(settings: OfflineSettings) -> int:
     info = info_of(settings, ready)
     if earlier is not None:
         earlier.must_be_on(info)
-    return report(settings, "offline", info, _run_all(settings, core, ready.vocab_size), earlier)
+    return report(settings, "offline", info, _run_all(settings, core, ready.vocab_size), len(settings.concurrency), earlier)

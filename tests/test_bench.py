@@ -1,18 +1,21 @@
 """`onehead bench` against a server of a few lines, and its arithmetic against numbers worked out by hand."""
 
 import asyncio
+import io
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from server.bench import Ask, BenchSettings, Load, bench, figures, prompt_text, run
+from server.bench_tables import tables
 from server.client import Endpoint, Outcome
 from server.config import load
 from server.errors import ConfigurationError, UsageError
@@ -302,6 +305,67 @@ async def test_the_result_file_holds_all_that_a_later_run_needs(tmp_path: Path, 
             assert 0 <= request["intended"] <= request["sent"] <= request["first_token"] <= request["end"]
     printed = capsys.readouterr()
     assert "tokens/s" in printed.out and "open 200/s" in printed.out and "failed:" not in printed.err
+
+
+WIDE = {"mean": 98_765.4, "p50": 98_765.4, "p90": 98_765.4, "p99": 98_765.4, "max": 98_765.4}
+
+
+@pytest.mark.parametrize("width", [72, 80, 120])
+def test_no_figure_is_cut_at_the_width_of_a_terminal(width: int) -> None:
+    """Latencies of a day, in milliseconds, and rates of a large server."""
+    part = {"p50": 0.0123456, "p99": 0.123456}
+    step = {"count": 123_456, "host": part, "compute": part, "host_share": 0.1234}
+    latencies = {"time_to_first_token": WIDE, "inter_token_latency": WIDE, "e2e_latency": WIDE, "step": step}
+    found = {"requests": 1_000_000, "failed": 12_345, "output_tokens_per_second": 123_456.7, "requests_per_second": 12_345.67} | latencies
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(*tables([{"load": "open 0.333333/s", "figures": found, "partial": True}]))
+    text = console.export_text()
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    expected = ["1000000", "12345", "123456.7", "12345.67", "123456", "12.34%"]
+    assert all(figure in text.split() for figure in expected) and text.count("98765400") == 4 and text.count("98765") == 6
+    assert "TTFT" in text and text.count("12.35 /") == 2 and text.count("0.333333/s*") == 3
+    if width >= 80:
+        assert all(len(line.split("/")) > 2 for line in text.splitlines() if "98765400" in line)  # Each run in one line.
+
+
+async def interrupt(bench_run: Coroutine[Any, Any, int], until: Callable[[], bool]) -> int:
+    """The exit status of a bench that is cancelled, as asyncio.run does at Ctrl-C, when `until` holds."""
+    task = asyncio.ensure_future(bench_run)
+    while not until():
+        await asyncio.sleep(0.01)
+    task.cancel()
+    status = await task
+    await asyncio.sleep(0.05)  # The server sees that its clients are gone.
+    return status
+
+
+async def test_an_interrupted_bench_shows_what_it_has_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answered, output = [0], tmp_path / "result.json"
+
+    async def some(exchange: Exchange) -> None:
+        answered[0] += 1
+        await (exchange.answer() if answered[0] < 8 else exchange.reader.read())  # To the end of the connection.
+
+    async with serving(some) as url:
+        assert await interrupt(bench(settings_for(url, concurrency=[1, 1, 2], output=output)), lambda: answered[0] == 8) == 130
+    printed = capsys.readouterr()
+    rows = [line.split()[:4] for line in printed.out.splitlines() if "closed" in line]
+    assert rows[:2] == [["closed", "1", "4", "0"], ["closed", "1*", "3", "0"]] and "*: interrupted" in printed.out
+    words = f"interrupted: 1 of 3 runs are complete, and {output} is not written; nothing is kept, so the same command begins again"
+    assert printed.err.endswith(f"onehead bench: {words}\n") and not output.exists()
+
+
+async def test_a_bench_that_is_interrupted_before_its_first_reply_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    async def silent(exchange: Exchange) -> None:
+        asked.append(exchange)
+        await exchange.reader.read()
+
+    async with serving(silent) as url:
+        assert await interrupt(bench(settings_for(url, warmup=1)), lambda: bool(asked)) == 130
+    printed = capsys.readouterr()
+    assert printed.out == "" and "interrupted: 0 of 2 runs are complete; nothing is kept" in printed.err
 
 
 async def test_failures_make_the_status_1_and_are_told(capsys: pytest.CaptureFixture[str]) -> None:

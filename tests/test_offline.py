@@ -129,3 +129,22 @@ def test_options_of_the_other_kind_are_refused(option: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as left:
         main(["bench", "--offline", option, "1"])
     assert left.value.code == 2 and option in capsys.readouterr().err
+
+
+def test_an_interrupted_run_shows_what_it_has_and_writes_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, taken, output = ClosedLoop._step, [0], tmp_path / "result.json"
+
+    def interrupted(self: ClosedLoop, steps: Any) -> int:
+        taken[0] += 1
+        if taken[0] == 40:  # After the warm-up's 5 steps and the first run's 20, in the third request of the second.
+            raise KeyboardInterrupt
+        return step(self, steps)
+
+    monkeypatch.setattr(ClosedLoop, "_step", interrupted)
+    assert bench(settings_for(folder, output=output, concurrency=[1, 1], requests=4)) == 130
+    printed = capsys.readouterr()
+    rows = [line.split()[:4] for line in printed.out.splitlines() if "closed" in line]
+    assert rows[:2] == [["closed", "1", "4", "0"], ["closed", "1*", "2", "0"]] and not output.exists()
+    assert f"interrupted: 1 of 2 runs are complete, and {output} is not written" in printed.err
