@@ -80,6 +80,9 @@ class ServerSection(Section):
     log_prompts: bool = Field(False, description="log the text of prompts")
     api_keys: Digests = Field((), description="SHA-256 digests, in hex, of the keys that clients must send one of; default: none is needed")
     metrics_key: Digest | None = Field(None, description="SHA-256 digest of the key to /metrics; default: none is needed")
+    root_path: str = Field(
+        "", pattern="^(/[^/ ]+)*$", description="path prefix, like /llm, that a reverse proxy passes on; none where it removes the prefix"
+    )
     cors_origins: Words = Field((), description="origins whose pages may call from a browser; default: none")
     max_waiting: int = Field(1024, ge=0, le=100_000, description="requests that may wait beyond engine.max_running; more get 429")
     max_waiting_tokens: int = Field(1_000_000, ge=1, description="prompt tokens that may wait; more get 429")

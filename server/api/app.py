@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Sequence
 
-from fastapi_offline import FastAPIOffline
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from server.api.documentation import add_documentation
 from server.api.front import FrontDoor
 from server.api.generate import TgiRoutes
 from server.api.openai import OpenAIRoutes
@@ -29,10 +30,8 @@ log = logging.getLogger("onehead.api")
 
 def create_app(generation: Generation, section: ServerSection, names: ModelNames, version: str, store: StreamStore) -> FrontDoor:
     """The application that `onehead serve` runs. `store` keeps its resumable streams."""
-    # The documentation page must open on hosts without internet, so its scripts come from here and from no content network.
-    app = FastAPIOffline(
-        title="onehead", version=version, description="Text generation with Multi-Query Attention.", redoc_url=None, redirect_slashes=False
-    )
+    about = "Text generation with Multi-Query Attention."
+    app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
     chat_template = ChatTemplate(generation.codec)
     publications = Publications(store, section.keep_alive)
     app.include_router(TgiRoutes(generation, section, names.shown, version, publications).router())
@@ -44,7 +43,9 @@ def create_app(generation: Generation, section: ServerSection, names: ModelNames
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unexpected)
-    return FrontDoor(app, generation, section.api_keys, section.metrics_key)
+    door = FrontDoor(app, generation, section)
+    add_documentation(app, lambda path: bool(door.keys(path)))
+    return door
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -43,21 +43,6 @@ ELSEWHERE = {
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def documented(schema: type[BaseModel]) -> dict[str, Any]:
-    """What OpenAPI says of a route that reads its body here."""
-    return {"requestBody": {"content": {"application/json": {"schema": _inlined(schema.model_json_schema(), {})}}, "required": True}}
-
-
-def _inlined(value: Any, definitions: dict[str, Any]) -> Any:
-    """A schema with its definitions where they are used: a reference would be looked up in the whole document, which has none of them."""
-    if isinstance(value, dict):
-        definitions = value.get("$defs", definitions)
-        if "$ref" in value:
-            return _inlined(definitions[value["$ref"].rpartition("/")[2]], definitions)
-        return {key: _inlined(item, definitions) for key, item in value.items() if key != "$defs"}
-    return [_inlined(item, definitions) for item in value] if isinstance(value, list) else value
-
-
 async def read_model(request: Request, schema: type[Model], max_bytes: int) -> Model:
     """The body as a `schema`. Raises MalformedBody, UnsupportedMedia, BodyTooLarge or InvalidRequest."""
     return check(await read_value(request, max_bytes), schema)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.refusals import refusal
 from server.api.sse import WRITE
+from server.config import ServerSection
 from server.connection import SAFETY_HEADERS
 from server.errors import Conflict, NotFound, RequestError, Unauthorized
 from server.generation import Generation, Place, current_place
@@ -61,11 +62,10 @@ class Entry:
 class FrontDoor:
     """The application behind its door. Keys are SHA-256 digests in hex."""
 
-    def __init__(self, app: ASGIApp, generation: Generation, api_keys: Sequence[str], metrics_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, generation: Generation, section: ServerSection) -> None:
         self.app = app
         self.generation = generation
-        self._api_keys = tuple(api_keys)
-        self._metrics_key = metrics_key
+        self._section = section
         self._running: set[tuple[str, bytes]] = set()
         """(who, Idempotency-Key) of the requests that are being answered."""
 
@@ -100,6 +100,9 @@ class FrontDoor:
     def admits(self, scope: Scope) -> bool:
         """Decides, once for each request, whether anything is done for it, and notes that in its scope. It waits for nothing."""
         entry = scope[ENTRY] = Entry(self._running)
+        prefix = self._section.root_path
+        if prefix and f"{scope['path']}/".startswith(f"{prefix}/"):
+            scope["path"] = scope["path"].removeprefix(prefix) or "/"
         scope["request_id"] = _request_id(scope)
         try:
             scope["principal"] = self._principal(scope)
@@ -114,13 +117,16 @@ class FrontDoor:
             entry.error = error.with_traceback(None)
         return entry.error is None
 
+    def keys(self, path: str) -> Sequence[str]:
+        """The digests of the keys one of which a request for `path` needs; empty where it needs none."""
+        if path == "/metrics":
+            return () if self._section.metrics_key is None else (self._section.metrics_key,)
+        return () if path in PUBLIC else self._section.api_keys
+
     def _principal(self, scope: Scope) -> str:
         """Who asks: the digest of the key, empty where none is needed. Raises Unauthorized."""
-        path = scope["path"]
-        keys = self._api_keys
-        if path == "/metrics":
-            keys = () if self._metrics_key is None else (self._metrics_key,)
-        if path in PUBLIC or not keys:
+        keys = self.keys(scope["path"])
+        if not keys:
             return ""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")

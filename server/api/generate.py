@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.api import fields, sse
-from server.api.body import documented, read_model
+from server.api.body import read_model
 from server.api.disconnect import unless_disconnected
 from server.api.fields import default
 from server.api.refusals import tgi_error_body
@@ -38,32 +38,24 @@ class TgiRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["text-generation-inference"])
-        schema = documented(GenerateBody)
-        errors: dict[int | str, dict[str, Any]] = {
-            status: {"description": text}
-            for status, text in {
-                400: "not JSON",
-                413: "body too large",
-                415: "not application/json",
-                422: "a field that is unknown, of the wrong type or out of bounds",
-                424: "generation failed",
-                429: "too many open requests",
-                503: "not ready",
-                504: "the request's time limit was over before its turn came",
-            }.items()
-        }
         for path, handler in (("/generate", self.generate), ("/generate_stream", self.generate_stream), ("/", self.root)):
-            router.add_api_route(path, handler, methods=["POST"], responses=errors, openapi_extra=schema, response_class=Response)
+            router.add_api_route(path, handler, methods=["POST"], response_class=Response)
         router.add_api_route("/info", self.info, methods=["GET"])
         return router
 
     async def generate(self, http: HttpRequest) -> Response:
-        """Text for a prompt: one JSON object, or server-sent events with `"stream": true`."""
+        """Generate text for a prompt.
+
+        One JSON object, or server-sent events with `"stream": true`.
+        """
         body = await self._read(http)
         return await self._answer(http, body, stream=bool(body.stream), echo=False)
 
     async def generate_stream(self, http: HttpRequest) -> Response:
-        """Text for a prompt, as server-sent events."""
+        """Generate text for a prompt, as server-sent events.
+
+        As /generate with `"stream": true`, which may be left out here.
+        """
         body = await self._read(http)
         if body.stream is False:
             with in_tgi_words():
@@ -71,12 +63,15 @@ class TgiRoutes:
         return await self._answer(http, body, stream=True, echo=False)
 
     async def root(self, http: HttpRequest) -> Response:
-        """As /generate, but a list of one object, and the prompt is repeated where the request does not say (server.return_full_text)."""
+        """Generate text for a prompt, as a list of one object.
+
+        As /generate, but the text begins with the prompt unless `return_full_text` or server.return_full_text is false.
+        """
         body = await self._read(http)
         return await self._answer(http, body, stream=bool(body.stream), echo=self.section.return_full_text, in_list=True)
 
     async def info(self) -> dict[str, Any]:
-        """What is served, and its bounds."""
+        """Show what is served, and its bounds."""
         ready = self.generation.ready
         return {
             "model_id": self.model_id,

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.api import sse
-from server.api.body import check, documented, read_model
+from server.api.body import check, read_model
 from server.api.chat import ChatReply
 from server.api.chat_fields import ChatBody
 from server.api.completions import CompletionReply
@@ -82,30 +82,35 @@ class OpenAIRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["openai"])
-        for path, handler, schema in (
-            ("/v1/completions", self.completions, CompletionBody),
-            ("/v1/chat/completions", self.chat, ChatBody),
-            ("/infill", self.infill, InfillBody),
-        ):
-            router.add_api_route(path, handler, methods=["POST"], openapi_extra=documented(schema), response_class=Response)
+        for path, handler in (("/v1/completions", self.completions), ("/v1/chat/completions", self.chat), ("/infill", self.infill)):
+            router.add_api_route(path, handler, methods=["POST"], response_class=Response)
         router.add_api_route("/v1/models", self.models, methods=["GET"])
         router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
         return router
 
     async def completions(self, http: HttpRequest) -> Response:
-        """Text for one prompt or several, as texts or token ids."""
+        """Continue one prompt or several.
+
+        Prompts are texts or token ids.
+        """
         body = await read_model(http, CompletionBody, self.section.max_body_bytes)
         delivery = Delivery.of(http, body, done=True)
         return await self._answer(http, await self.open_completion(body), delivery)
 
     async def chat(self, http: HttpRequest) -> Response:
-        """The next message of a conversation, in the checkpoint's own template."""
+        """Write the next message of a conversation.
+
+        The checkpoint's own chat template makes the prompt; a checkpoint without one is used by /v1/completions.
+        """
         body = await read_model(http, ChatBody, self.section.max_body_bytes)
         delivery = Delivery.of(http, body, done=True)
         return await self._answer(http, await self.open_chat(body), delivery)
 
     async def infill(self, http: HttpRequest) -> Response:
-        """What stands between a prefix and a suffix, in llama.cpp's form."""
+        """Fill the gap between two texts.
+
+        In llama.cpp's form, for editors. The checkpoint's tokenizer must have fill-in-the-middle tokens.
+        """
         body = await read_model(http, InfillBody, self.section.max_body_bytes)
         delivery = Delivery.of(http, body, done=False)
         self._check_stops(body.stop)
@@ -113,11 +118,14 @@ class OpenAIRoutes:
         return await self._answer(http, reply, delivery)
 
     async def models(self) -> dict[str, Any]:
-        """The model that is served, once under each of its names: the first is the one in replies."""
+        """List the served model.
+
+        Once under each of its names; the first is the one in replies.
+        """
         return {"object": "list", "data": [self._model(name) for name in self.names.listed]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """The model by its name."""
+        """Show the served model by one of its names."""
         return self._model(self.names.resolve(name))
 
     def _model(self, name: str) -> dict[str, Any]:

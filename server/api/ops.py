@@ -27,11 +27,17 @@ class OpsRoutes:
         return {"/live": self.live, "/ready": self.ready, "/health": self.ready, "/metrics": self.metrics, "/plan": self.plan}
 
     async def live(self) -> Response:
-        """200 as long as this process answers; an engine that is being replaced does not change that."""
+        """Whether the server's process answers.
+
+        Also 200 while the engine is starting or restarting.
+        """
         return JSONResponse({"status": "live"})
 
     async def ready(self) -> Response:
-        """200 when a request would be computed now, else 503."""
+        """Whether a request would be computed now.
+
+        200 if so, else 503.
+        """
         if self.generation.accepting:
             return JSONResponse({"status": "ready"})
         state = self.generation.supervisor.state
@@ -40,11 +46,14 @@ class OpsRoutes:
         return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
 
     async def metrics(self) -> Response:
-        """Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         return Response(self.generation.metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def plan(self) -> Response:
-        """What the running engine takes and holds, in bytes and sequences; `onehead plan` says the same of a folder."""
+        """Show the memory of the running engine.
+
+        In bytes and sequences. `onehead plan` shows the same for a checkpoint folder.
+        """
         ready = self.generation.supervisor.ready
         if ready is None:
             return await self.ready()

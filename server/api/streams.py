@@ -132,7 +132,10 @@ class StreamRoutes:
         return router
 
     async def resume(self, http: HttpRequest, stream_id: str) -> Response:
-        """The events of a resumable stream behind the one that `Last-Event-ID` (or `?after=`) names: what there is, then as they come."""
+        """Read a resumable stream again.
+
+        The events after the one that `Last-Event-ID` or `after` names: those there are at once, then the others as they come.
+        """
         buffer = self._find(http, stream_id)
         try:
             seen = _last_seen(http, buffer.id)
@@ -143,7 +146,10 @@ class StreamRoutes:
             raise MalformedBody(f"that event has not been sent yet; the last one is {buffer.num_events}", code="future_event") from None
 
     async def cancel(self, http: HttpRequest, stream_id: str) -> Response:
-        """Ends a resumable stream; to leave it is not to end it."""
+        """Cancel a resumable stream.
+
+        Closing its connection does not cancel it: it goes on for server.detach_grace seconds.
+        """
         self._find(http, stream_id).stop("the stream was cancelled")
         return Response(status_code=204)
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from server.api.body import check, documented, read_model, read_value
+from server.api.body import check, read_model, read_value
 from server.api.token_fields import DetokenizeBody, TokenizeBody
 from server.chat import ChatTemplate
 from server.config import ServerSection
@@ -24,12 +24,15 @@ class TokenRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["tokens"])
-        for path, handler, schema in (("/tokenize", self.tokenize, TokenizeBody), ("/detokenize", self.detokenize, DetokenizeBody)):
-            router.add_api_route(path, handler, methods=["POST"], openapi_extra=documented(schema), response_class=Response)
+        for path, handler in (("/tokenize", self.tokenize), ("/detokenize", self.detokenize)):
+            router.add_api_route(path, handler, methods=["POST"], response_class=Response)
         return router
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        """`inputs` to TGI's list of tokens with their places; `prompt` or `messages` to vLLM's object of ids."""
+        """Turn text into tokens.
+
+        `inputs` is answered as TGI does, with a list of tokens and their places; `prompt` and `messages` as vLLM does, with an object.
+        """
         value = await read_value(http, self.section.max_body_bytes)
         http.scope["openai"] = value.get("inputs") is None
         body = check(value, TokenizeBody)
@@ -50,7 +53,7 @@ class TokenRoutes:
         return JSONResponse({"count": len(ids), "max_model_len": self.generation.max_total_tokens, "tokens": ids, "token_strs": names})
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        """Token ids to text."""
+        """Turn token ids into text."""
         body = await read_model(http, DetokenizeBody, self.section.max_body_bytes)
         self.names.resolve(body.model)
         largest, vocab_size = max(body.tokens), self.generation.ready.vocab_size
