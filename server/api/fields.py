@@ -27,23 +27,25 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[Integer, Field(ge=0, lt=2**31)]
-Positive = Annotated[Integer, Field(ge=1, lt=2**31)]
+WHOLE = BeforeValidator(_whole)
+"""To stand after the bounds of an integer: pydantic has no names in JSON Schema for bounds of what a validator returns."""
+Integer = Annotated[int, WHOLE]
+Count = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
+Positive = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TopK = Annotated[Integer, Field(ge=-1, lt=2**31)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[
-    Annotated[Integer, Field(ge=-1, lt=2**63, examples=[42])] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
+    Annotated[int, Field(ge=-1, lt=2**63, examples=[42]), WHOLE] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
 ]
 """-1 is no seed: clients of vLLM and of llama.cpp mean by it that one is drawn."""
 Seconds = Annotated[float, Field(ge=0.001, le=86_400)]
-Priority = Annotated[Integer, Field(ge=-(2**31), lt=2**31)]
-Top = Annotated[Integer, Field(ge=0, le=MAX_TOP)]
-Choices = Annotated[Integer, Field(ge=1, le=MAX_CHOICES)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+Top = Annotated[int, Field(ge=0, le=MAX_TOP), WHOLE]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=1024)]

@@ -33,7 +33,7 @@ class Parameters(SamplingBody):
     """Whether the answer has `details`: the tokens with their log-probabilities, the finish reason and the seed. Default: false."""
     decoder_input_details: bool | None = None
     """Also return the log-probability of each prompt token, in `details.prefill`. Not when streaming. Default: false."""
-    top_n_tokens: Annotated[fields.Integer, Field(ge=0, le=MAX_TOP_N_TOKENS)] | None = None
+    top_n_tokens: Annotated[int, Field(ge=0, le=MAX_TOP_N_TOKENS), fields.WHOLE] | None = None
     """Return this many most likely tokens in each output token's place. Default: 0."""
     best_of: fields.Choices | None = None
     """Generate this many outputs and return the one with the highest mean log-probability. Above 1 only with sampling, without `seed` and
@@ -98,4 +98,4 @@ class GenerateBody(LimitedBody):
     use_cache: bool | None = None
     """Accepted for Hugging Face's clients; it changes nothing: answers are not cached."""
     model: str | None = Field(default=None, max_length=1024)
-    """Ignored: there is one model, whatever a client calls it."""
+    """Accepted at any name; it changes nothing: there is one model."""
