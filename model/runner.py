@@ -21,7 +21,7 @@ from model.backends import Backend, backend_for, create_backend
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
 from model.flight import StepFlight
-from model.memory import free_bytes, lack_of_memory, memory_error
+from model.memory import free_bytes, lack_of_memory, memory_error, total_bytes
 from model.packed import PackedMatrix
 from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
@@ -301,7 +301,10 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions, device: torch.device, free: int) -> int:
+    """Pages of the memory that options allow, and no more than requests can use. Raises MemoryError for more than the device has."""
     memory = options.memory or (CPU_SHARE if device.type == "cpu" else GPU_SHARE)
+    if memory > (total := total_bytes(device)):
+        raise MemoryError(f"cache.memory is {memory / 2**30:.2f} GiB, and {device.type} has {total / 2**30:.2f} GiB in all; lower it")
     budget = memory * free if memory <= 1.0 else memory
     useful = options.max_running * layout.most_pages(options.max_context + options.page_size, options.step_tokens)
     return min(int(budget // page_bytes), useful)

@@ -16,6 +16,7 @@ from model.backends import backend_for, create_backend
 from model.batch import build_batch
 from model.decoder import Decoder
 from model.families import read_spec
+from model.memory import free_bytes, total_bytes
 from model.packed import PackedEmbedding
 from model.runner import ModelRunner, RunnerOptions
 from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan
@@ -215,6 +216,21 @@ def test_cache_sizes(tiny_checkpoint: TinyCheckpoint) -> None:
     assert ModelRunner.load(tiny_checkpoint.folder, spec, capped).pool.num_pages == 7
     with pytest.raises(MemoryError, match=r"cache\.memory"):
         ModelRunner.load(tiny_checkpoint.folder, spec, RunnerOptions("cpu", "float32", 1, 16, None, 5.0, 512, 64, 64))
+    # What requests could use is far less and would fit: more than there is cannot be meant.
+    with pytest.raises(MemoryError, match=r"^cache\.memory is 921600\.00 GiB, and cpu has [0-9.]+ GiB in all; lower it$"):
+        ModelRunner.load(tiny_checkpoint.folder, spec, RunnerOptions("cpu", "float32", 1, 16, None, 900.0 * 2**40, 512, 64, 64))
+
+
+def test_the_limit_of_a_control_group_is_all_that_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    machine = total_bytes(cpu)
+    monkeypatch.setattr("model.memory.GROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert total_bytes(cpu) >= machine
+    (tmp_path / "memory.max").write_text(f"{2**20}\n")
+    assert total_bytes(cpu) == 2**20
+    assert free_bytes(cpu) == 2**20 - 1000
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.families import read_spec
+from model.families import read_spec, spec_of
 from model.runner import ModelRunner, RunnerOptions
 from model.spec import CheckpointError
 from model.tools.held_out import decoder_logits
@@ -24,6 +24,20 @@ PROMPT = "def f(x): "
 @pytest.fixture(scope="module", params=ALL, ids=lambda param: f"{param[0]}-{param[1]}")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCheckpoint:
     return make_family_checkpoint(*request.param, tmp_path_factory.mktemp("family"))
+
+
+def test_what_transformers_writes_beside_the_model_is_no_warning(checkpoint: FamilyCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """The folder as `transformers` wrote it, and with the keys of its own that other versions of it add."""
+    values = json.loads((checkpoint.folder / "config.json").read_text())
+    values.pop("auto_map", None)  # Code of the checkpoint's own, which has a warning of its own.
+    own = {"_name_or_path": "x", "_model_name_or_path": "x", "_commit_hash": "0", "_attn_implementation": "sdpa", "architectures": ["X"]}
+    own |= {"transformers_version": "4.57.1", "torch_dtype": "float32", "dtype": "float32", "gradient_checkpointing": False}
+    spec_of(checkpoint.folder, values | own)
+    assert caplog.messages == []
+    spec_of(checkpoint.folder, values | {"scale_of_everything": 2.0})
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "keys that onehead does not know and ignores: 'scale_of_everything'"
+    ]
 
 
 def random_ids(checkpoint: FamilyCheckpoint, count: int) -> list[int]:

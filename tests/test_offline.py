@@ -16,7 +16,7 @@ from server.config import load
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from server.errors import ConfigurationError, UsageError
-from server.offline import ClosedLoop, OfflineSettings, bench
+from server.offline import ClosedLoop, OfflineSettings, bench, load_engine
 from tests.checkpoints import SHAPES, make_checkpoint
 
 MAX_RUNNING = 4
@@ -148,3 +148,11 @@ def test_an_interrupted_run_shows_what_it_has_and_writes_nothing(
     rows = [line.split()[:4] for line in printed.out.splitlines() if "closed" in line]
     assert rows[:2] == [["closed", "1", "4", "0"], ["closed", "1*", "2", "0"]] and not output.exists()
     assert f"interrupted: 1 of 2 runs are complete, and {output} is not written" in printed.err
+
+
+@pytest.mark.parametrize(("pages", "tokens"), [(2, 128), (8, None)])
+def test_a_cache_smaller_than_the_context_is_told(folder: Path, caplog: pytest.LogCaptureFixture, pages: int, tokens: int | None) -> None:
+    load_engine(settings_for(folder, cache={"pages": pages}, engine={"threads": 1, "max_context": 512}))
+    assert [message[: message.index(":")] for message in caplog.messages] == [
+        f"the KV cache holds {tokens} tokens of one sequence, fewer than the context of 512" for _ in range(tokens is not None)
+    ]

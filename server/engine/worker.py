@@ -47,6 +47,9 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     grammars.prepare(spec.end_token_ids)
     runner = _load_runner(start, folder, spec, max_context)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
+    if limits.capacity < max_context:
+        short = "the KV cache holds %d tokens of one sequence, fewer than the context of %d: longer requests are refused; see cache.memory"
+        log.warning(short, limits.capacity, max_context)
     dtype, kv_dtype = runner.pool.compute_dtype, runner.pool.keys_LPSd.dtype
     ready = protocol.Ready(
         model_type=spec.model_type,
