@@ -68,7 +68,7 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Fields of both completions and chat."""
 
     model: str | None = Field(default=None, max_length=1024)
-    """A name of the served model, as GET /v1/models lists them; `dummy`, `tgi` and an empty text do too. Default: the served model."""
+    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """Divides the logits before sampling. 0: always the most likely token (greedy). Default: the checkpoint's generation_config.json, else
     1.0; the defaults of `top_k`, `top_p`, `min_p`, `typical_p` and `repetition_penalty` come from that file too, where it has them.

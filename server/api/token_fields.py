@@ -21,7 +21,7 @@ class TokenizeBody(Body):
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024)
     """A conversation to tokenize with the checkpoint's chat template, answered as vLLM does. 1 to 1024 messages."""
     model: str | None = Field(default=None, max_length=1024)
-    """A name of the served model, as GET /v1/models lists them; `dummy`, `tgi` and an empty text do too. Default: the served model."""
+    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens, such as the beginning of sequence; only with `prompt`. Default: true."""
     add_generation_prompt: bool | None = None
@@ -50,4 +50,4 @@ class DetokenizeBody(Body):
     tokens: fields.TokenIds
     """Token ids to decode, each below the size of the vocabulary."""
     model: str | None = Field(default=None, max_length=1024)
-    """A name of the served model, as GET /v1/models lists them; `dummy`, `tgi` and an empty text do too. Default: the served model."""
+    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
