@@ -48,6 +48,7 @@ def add_documentation(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
             swagger_js_url=f"{SCRIPTS}/swagger-ui-bundle.js",
             swagger_css_url=f"{SCRIPTS}/swagger-ui.css",
             swagger_favicon_url=f"{SCRIPTS}/favicon.png",
+            swagger_ui_parameters={"defaultModelExpandDepth": 2},
         )
 
 
@@ -57,6 +58,8 @@ def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
     described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
     _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")
     components["schemas"] |= bodies["$defs"]
+    for schema in bodies["$defs"].values():  # Required fields first.
+        schema["properties"] = {name: None for name in schema.get("required", ())} | schema["properties"]
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             operation |= paths[path][method]
