@@ -1,5 +1,6 @@
 """`onehead plan` on the published dimensions, and its arithmetic against the allocator's."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -7,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.table import PageTable
+from model.decoder import Decoder, meta_decoder
 from model.families import read_spec
+from model.quantization import quantize_modules
+from model.reference.twin import MultiHeadDecoder
 from model.runner import ModelRunner, RunnerOptions
+from model.spec import CheckpointError
 from model.tools.options import PlanOptions
 from model.tools.pictures import MISSING
 from model.tools.plan import draw, make_plan
@@ -53,7 +59,7 @@ def config_folder(folder: Path, config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_dimensions(name: str, tmp_path: Path) -> None:
     config, multi_query, multi_head = PUBLISHED[name]
-    plan = make_plan(PlanOptions(config_folder(tmp_path, config), memory=80 * 2**30))
+    plan = make_plan(PlanOptions(config_folder(tmp_path, config), memory=80 * 2**30, device="cuda"))
     assert plan.kv_bytes_per_token["bfloat16"] == {"multi_query": multi_query, "multi_head": multi_head}
     assert plan.kv_bytes_per_token["float32"] == {"multi_query": 2 * multi_query, "multi_head": 2 * multi_head}
     assert plan.weight_bytes["bfloat16"] == 2 * plan.parameters and plan.weight_bytes["float32"] == 4 * plan.parameters
@@ -75,7 +81,7 @@ def test_the_command_prints_exact_bytes_and_works_from_config_json_alone(tmp_pat
         assert figure in done.stdout
     as_json = json.loads(run(folder, "--memory", "80GiB", "--format", "json").stdout)
     assert as_json["kv_bytes_per_token"]["bfloat16"] == {"multi_query": 26_624, "multi_head": 1_277_952}
-    assert "the weights alone do not fit" in run(folder, "--memory", "20GiB").stdout
+    assert "the weights alone do not fit" in run(folder, "--memory", "20GiB", "--device", "cuda").stdout
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -102,6 +108,103 @@ def test_what_the_plan_says_is_what_the_runner_takes(tiny_folder: Path) -> None:
         assert make_plan(PlanOptions(tiny_folder, memory=10**9, dtype=dtype)).weight_bytes["int8"] == small.weight_bytes
 
 
+def test_the_device_that_is_here_is_planned_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = config_folder(tmp_path, PUBLISHED["Gemma-2B"][0])
+    expected = {
+        (False, "auto"): ("cpu", "float32", "planned for a CPU: torch finds no GPU here; --device cuda plans one"),
+        (True, "auto"): ("cuda", "bfloat16", "planned for a GPU: torch finds a GPU here; --device cpu plans a CPU"),
+        (False, "cuda"): ("cuda", "bfloat16", "planned for a GPU: --device says so"),
+    }
+    for (has_gpu, device), (planned, dtype, line) in expected.items():
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert cli.main(["plan", str(folder), "--memory", "16GiB", "--device", device]) == 0
+        assert line in capsys.readouterr().out
+        made = make_plan(PlanOptions(folder, memory=2**34, device=device))  # type: ignore[arg-type]
+        assert (made.device, made.dtype, made.as_json()["device"]) == (planned, dtype, planned)
+
+
+SEVERAL_HEADS: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "GPT-2": (
+        {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257, "eos_token_id": 50256},
+        12,
+        124_439_808,
+        2 * 12 * 12 * 64,
+    ),
+    "Llama-3-8B": (
+        {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "num_hidden_layers": 32}
+        | {
+            "intermediate_size": 14336,
+            "vocab_size": 128256,
+            "max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+            "eos_token_id": 128001,
+        },
+        8,
+        8_030_261_248,
+        2 * 32 * 8 * 128,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_HEADS)
+def test_a_checkpoint_with_several_heads_is_compared_with_what_convert_makes_of_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, heads, parameters, numbers_of_a_token = SEVERAL_HEADS[name]
+    folder = config_folder(tmp_path, config)
+    plan = make_plan(PlanOptions(folder, memory=80 * 2**30, device="cuda"))
+    assert plan.weight_bytes_as_is["float32"] == 4 * parameters and plan.weight_bytes_as_is["bfloat16"] == 2 * parameters
+    assert plan.kv_bytes_per_token["bfloat16"] == {"multi_query": 2 * numbers_of_a_token // heads, "multi_head": 2 * numbers_of_a_token}
+    assert plan.fit is not None and all(row["multi_query"] > heads / 1.2 * row["multi_head"] > 0 for row in plan.fit)
+    assert cli.main(["plan", str(folder), "--memory", "80GiB"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        f"{heads} key/value heads of" in printed
+        and "as `onehead convert` makes it" in printed
+        and printed.count(f"with {heads} heads") == 3
+    )
+    assert cli.main(["plan", str(folder), "--memory", "80GiB", "--format", "json"]) == 0
+    as_json = json.loads(capsys.readouterr().out)
+    assert as_json["key_value_heads"] == as_json["compared_key_value_heads"] == heads
+
+
+def test_as_it_is_in_8_bits_to_the_byte(tmp_path: Path) -> None:
+    """Against a decoder with as many heads, in the forms that the server would hold."""
+    config = BIGCODE | {"multi_query": False, "vocab_size": 300, "n_positions": 64, "n_embd": 64, "n_head": 4, "n_layer": 3}
+    plan = make_plan(PlanOptions(config_folder(tmp_path, config), memory=10**9, dtype="bfloat16"))
+    decoder = meta_decoder(plan.spec)
+    with torch.device("meta"):
+        several = MultiHeadDecoder(plan.spec)
+    decoder_bytes, several_bytes = (weight_bytes_of(each) for each in (decoder, several))
+    assert {form: decoder_bytes[form] for form in plan.weight_bytes} == plan.weight_bytes
+    assert {form: several_bytes[form] for form in plan.weight_bytes} == plan.weight_bytes_as_is
+
+
+def weight_bytes_of(decoder: Decoder) -> dict[str, int]:
+    """Counted on the decoder itself, with what stays in bfloat16."""
+    found = {"float32": 4 * decoder.num_parameters, "bfloat16": 2 * decoder.num_parameters}
+    for kind in ("int8", "fp8"):
+        quantized = copy.deepcopy(decoder)
+        quantize_modules(quantized, kind, torch.float32)
+        kept = [(p, p.dtype is not torch.float32 or name.endswith(".scale")) for name, p in quantized.named_parameters()]
+        found[kind] = sum(p.nbytes if is_8_bits else 2 * p.numel() for p, is_8_bits in kept)
+    return found
+
+
+def test_what_convert_cannot_read_is_refused_as_the_server_refuses_it(tmp_path: Path) -> None:
+    for change, words in (
+        ({"num_kv_heads": 71, "new_decoder_architecture": True}, "num_kv_heads is 71"),
+        ({"model_type": "x"}, "supported: "),
+    ):
+        with pytest.raises(CheckpointError, match=words) as refused:
+            make_plan(PlanOptions(config_folder(tmp_path, PUBLISHED["Falcon-7B"][0] | change), memory=10**9))
+        with pytest.raises(CheckpointError) as by_the_server:
+            read_spec(tmp_path)
+        assert str(refused.value) == str(by_the_server.value)
+
+
 @given(st.integers(0, 400), st.integers(1, 300), st.integers(1, 80), st.sampled_from([(), (None, 20, 20), (9, 9, 9), (None, 40, 40)]))
 def test_as_many_sequences_as_it_says_do_fit_and_one_more_does_not(
     num_pages: int, num_tokens: int, step: int, windows: tuple[int | None, ...]
@@ -123,7 +226,7 @@ def test_as_many_sequences_as_it_says_do_fit_and_one_more_does_not(
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_the_picture(suffix: str, tmp_path: Path) -> None:
     folder = config_folder(tmp_path, PUBLISHED["Gemma-3-1b"][0])
-    draw(make_plan(PlanOptions(folder, memory=80 * 2**30)), tmp_path / f"plan{suffix}")
+    draw(make_plan(PlanOptions(folder, memory=80 * 2**30, device="cuda")), tmp_path / f"plan{suffix}")
     assert (tmp_path / f"plan{suffix}").stat().st_size > 5000
 
 

@@ -106,7 +106,7 @@ class PlanOptions:
         default=None, metadata={"help": "of the device, like 80GiB; default: what is free on this machine", "memory": True}
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "of the server that is planned; auto: this machine's, or cuda where memory is given. The cache takes 0.9 or, on a CPU, 0.4"
+        "auto", "of the server that is planned; auto: this machine's. The cache takes 0.9 of the memory left on a GPU, 0.4 on a CPU"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "weights and cache; auto: float32 on a CPU, bfloat16 on a GPU")
     quantization: Literal["none", "int8", "fp8"] = option("none", "weights in 8 bits; where the folder has weights, also the error")
