@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 NO_NONE = "\0"
 TYPES = {"Path": "PATH", "str": "TEXT", "int": "N", "float": "NUMBER", "bool": "{true,false}", "Size": "SIZE", "tuple[str,...]": "A,B,..."}
 TYPES |= {"list[int]": "N,N,...", "list[float]": "NUMBER,..."}
-DEFAULTS = {NO_NONE: "none", "None": "none", "()": "none", "[]": "none", "True": "true", "False": "false"}
+DEFAULTS = {NO_NONE: "none", "": "none", "None": "none", "()": "none", "[]": "none", "True": "true", "False": "false"}
 
 
 def command_line(cls: type[BaseSettings], argv: list[str], prog: str, implicit_flags: bool = False) -> CliSettingsSource[Any]:
