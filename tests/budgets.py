@@ -17,8 +17,8 @@ MAX_FUNCTION_LINES = 50
 MAX_SERVING_TOKENS = 100_700
 """Python tokens of what `onehead serve` imports, imports inside functions included; docstrings, comments, line ends and indentation do not
 count. An issue that adds a capability says by how much this may rise."""
-MAX_TOKENS = 139_500
-"""The same for all three packages."""
+MAX_TOKENS = 142_000
+"""The same for all three packages, commands and studies included."""
 SERVING_ROOTS = ("server.serve", "server.config", "server.logs", "server.hub", "server.engine.worker", "server.tokenizer_conversion")
 LAYOUT_TOKENS = {
     tokenize.COMMENT,
