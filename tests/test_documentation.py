@@ -14,6 +14,8 @@ import jsonschema
 import msgspec
 import pytest
 
+from server import errors
+from server.api.front import WORK
 from server.config import ServerSection, ServeSettings, load
 from server.errors import ConfigurationError
 from tests.bad_inputs import KEY_HASHES, KEYS
@@ -287,6 +289,18 @@ async def test_another_model_is_documented(folder: Path, document: dict[str, Any
         response = await http.post(path, json=first_example(document, path) | {"model": "another"})
     assert response.status_code == 404
     check_reply(document, document["paths"][path]["post"], response)
+
+
+def test_every_error_of_generation_is_documented(document: dict[str, Any]) -> None:
+    """By the statuses of the classes in errors.py, and 408, which the connection answers."""
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.RequestError)}
+    kinds -= {errors.StreamCancelled, errors.StreamExpired, errors.Unauthorized}  # Of streams, and of servers with keys.
+    for path in WORK:
+        openai = path.startswith("/v1/") or path == "/infill"
+        named = kinds if path.startswith("/v1/") else kinds - {errors.NotFound}
+        statuses = {(kind.openai_status if openai else None) or kind.status for kind in named}
+        documented = set(document["paths"][path]["post"]["responses"])
+        assert documented == {"200", "408", "default", *map(str, statuses)}, path
 
 
 async def test_a_key_is_documented_where_one_is_needed(folder: Path, document: dict[str, Any]) -> None:
