@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from server.bench import prompt_text
-from tests.processes import alive, children
+from tests.processes import alive, children, served_port
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 180.0
@@ -298,10 +298,11 @@ class Server:
         assert process.stdout is not None
         async with asyncio.timeout(START_SECONDS):
             line = await asyncio.to_thread(process.stdout.readline)
-        if not line.startswith("onehead serves"):
+        served = served_port(line)
+        if served is None:
             process.kill()
             raise SystemExit(f"the server did not start: {' '.join(command)}\n{log.read_text()[-2000:]}")
-        return cls(process, int(line.rsplit(":", 1)[1]), log)
+        return cls(process, served, log)
 
     @property
     def engine_pid(self) -> int | None:

@@ -27,7 +27,7 @@ from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
 from model.step import Row, Sample, Sampling, StepPlan, StepResult
 from model.transfer import download, upload
-from model.weights import load_decoder
+from model.weights import Report, load_decoder
 
 SCORED_AT_ONCE = 128
 INVARIANT = "native", "triton"
@@ -74,7 +74,7 @@ class ModelRunner:
         self.device = device
 
     @classmethod
-    def load(cls, folder: Path, spec: ModelSpec, options: RunnerOptions) -> "ModelRunner":
+    def load(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, report: Report = lambda *_: None) -> "ModelRunner":
         """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and MemoryError where not one page fits."""
         device = choose_device(options.device)
         check_float8(options, device)
@@ -83,7 +83,8 @@ class ModelRunner:
             torch.set_num_threads(options.threads)
         if options.deterministic:
             _check_deterministic(spec, options, dtype, device)
-        decoder = load_decoder(folder, spec, dtype, device, options.quantization, packed=True)
+        decoder = load_decoder(folder, spec, dtype, device, options.quantization, packed=True, report=report)
+        report("measuring memory", 0, 0)
         if options.deterministic and device.type == "cuda":
             from model.gpu.modules import stand_in
 

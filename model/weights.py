@@ -6,8 +6,8 @@ done and one block more.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ BLOCK_ELEMENTS = 2**22
 INDEX = "model.safetensors.index.json"
 MANIFEST = "SHA256SUMS"
 """What `sha256sum *.safetensors` prints. Where a folder has it, its files are held to it."""
+
+
+Report = Callable[[str, int, int], None]
+"""Is told what a loader is doing, and how many bytes of how many are done: 0 of 0 where it cannot be said."""
 
 
 class Checkpoint:
@@ -111,7 +115,14 @@ def digest(path: Path) -> str:
 
 
 def load_decoder(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str = "none", *, packed: bool = False
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str = "none",
+    *,
+    packed: bool = False,
+    report: Report = lambda *_: None,
 ) -> Decoder:
     """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or, where quantized, in 8 bits; `packed`: as the CPU's
     kernels read them, where there are any (for fp8 there are none). Raises CheckpointError.
@@ -120,14 +131,17 @@ def load_decoder(
     decoder = meta_decoder(spec)
     names = family_of(spec.model_type).weight_names(spec)
     check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
+    sizes = [sum(checkpoint.entry(part.name).num_bytes for part in parts) for parts in names.values()]
+    report("loading weights", 0, total := sum(sizes))  # The manifest's digests are part of it: they take as long as reading.
     checkpoint.verify()
     check_tied(checkpoint, spec, names["token_embedding.weight"][0])
     if packed and device.type == "cpu" and dtype is torch.float32 and quantization != "fp8" and library() is not None:
         pack_modules(decoder, quantized=quantization == "int8")
     elif quantization != "none":
         quantize_modules(decoder, quantization, dtype)
-    for ours, parts in names.items():
+    for (ours, parts), done in zip(names.items(), accumulate(sizes), strict=True):
         _put(decoder, ours, checkpoint, parts, dtype, device)
+        report("loading weights", done, total)
     for module in decoder.modules():
         if isinstance(module, PackedHeads):
             module.pack()

@@ -1,6 +1,7 @@
 """The `onehead` command. Finds the subcommand and imports what that one needs; `--help` imports no torch and nothing heavy."""
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -36,7 +37,13 @@ def _serve(argv: list[str]) -> int:
     from server.hub import resolved
     from server.serve import serve
 
-    return asyncio.run(serve(resolved(settings, _check), sink))
+    try:
+        return asyncio.run(serve(resolved(settings, _check), sink))
+    except OneheadError as error:
+        if settings.server.log_format == "text":
+            raise
+        logging.getLogger("onehead").error("%s", _line(error))  # As the rest of this output: JSON.
+        return error.exit_code
 
 
 def _generate(argv: list[str]) -> int:

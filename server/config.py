@@ -60,6 +60,7 @@ def _check_digest(value: str) -> str:
     return value.lower()
 
 
+Seconds = Annotated[float, Field(gt=0, le=3600)]
 Digest = Annotated[str, AfterValidator(_check_digest)]
 Size = TypeAliasType("Size", Annotated[float, BeforeValidator(_parse_memory)])
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_words)]
@@ -79,6 +80,9 @@ class ServerSection(Section):
     log_format: Literal["text", "json"] = Field("text", description="log lines for people, or one JSON object each")
     log_prompts: bool = Field(False, description="log the text of prompts")
     api_keys: Digests = Field((), description="SHA-256 digests, in hex, of the keys that clients must send one of; default: none is needed")
+    api_keys_file: Path | None = Field(
+        None, description="TOML file of keys, each a [[key]] table with its `name` and `sha256`; SIGHUP has it read again"
+    )
     metrics_key: Digest | None = Field(None, description="SHA-256 digest of the key to /metrics; default: none is needed")
     root_path: str = Field(
         "", pattern="^(/[^/ ]+)*$", description="path prefix, like /llm, that a reverse proxy passes on; none where it removes the prefix"
@@ -94,13 +98,13 @@ class ServerSection(Section):
     return_full_text: bool = Field(True, description="POST / repeats the prompt where the request does not say, as TGI does")
     grammar_timeout: float = Field(2.0, gt=0, le=60, description="seconds that a request's grammar may take to compile")
     tokenize_timeout: float = Field(5.0, gt=0, le=600, description="seconds that a prompt may take to tokenize")
-    header_timeout: float = Field(10.0, gt=0, le=3600, description="seconds that the head of a request may take to arrive")
-    body_timeout: float = Field(30.0, gt=0, le=3600, description="seconds that its body may take")
-    write_timeout: float = Field(30.0, gt=0, le=3600, description="seconds after which a client that takes nothing is dropped")
-    keep_alive: float = Field(15.0, gt=0, le=3600, description="seconds of silence in a stream before a comment is sent")
-    stall_after: float = Field(10.0, gt=0, le=3600, description="seconds without progress after which an engine is replaced")
+    header_timeout: Seconds = Field(10.0, description="seconds that the head of a request may take to arrive")
+    body_timeout: Seconds = Field(30.0, description="seconds that its body may take")
+    write_timeout: Seconds = Field(30.0, description="seconds after which a client that takes nothing is dropped")
+    keep_alive: Seconds = Field(15.0, description="seconds of silence in a stream before a comment is sent")
+    stall_after: Seconds = Field(10.0, description="seconds without progress after which an engine is replaced")
     start_timeout: float = Field(600.0, gt=0, le=86400, description="seconds that an engine may take to load")
-    recovery_timeout: float = Field(60.0, gt=0, le=3600, description="seconds that open requests wait for an engine that is replaced")
+    recovery_timeout: Seconds = Field(60.0, description="seconds that open requests wait for an engine that is replaced")
     drain_timeout: float = Field(60.0, ge=0, le=3600, description="seconds that running streams get to finish at shutdown")
     lb_grace: float = Field(5.0, ge=0, le=3600, description="seconds after SIGTERM in which late requests still get a 503")
     resume_retention: float = Field(60.0, ge=0, le=86400, description="seconds that a resumable stream is kept after its end")
@@ -225,13 +229,17 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
     try:
         return Loaded()
     except ValidationError as error:
-        raise ConfigurationError("; ".join(describe(detail) for detail in error.errors())) from None
+        raise ConfigurationError(describe(error)) from None
     except (SettingsError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{toml}: {error}" if isinstance(error, ValueError) else str(error)) from None
 
 
-def describe(detail: Any) -> str:
-    """An error of validation in words that begin with the option."""
+def describe(error: ValidationError) -> str:
+    """What is wrong, option by option, in words that begin with the option."""
+    return "; ".join(_describe(detail) for detail in error.errors())
+
+
+def _describe(detail: Any) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         return f"{key}: no such option"

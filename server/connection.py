@@ -252,8 +252,9 @@ class Connection(HttpToolsProtocol):
             cycle.scope["onehead.refused"] = status  # type: ignore[typeddict-unknown-key]
             request_id = str(cycle.scope.get("request_id", request_id))
         else:
-            fields = {"request_id": request_id, "status": status, "code": code}
-            access.info("refused a connection: %d %s request=%s", status, code, request_id, extra={"fields": fields})
+            client = self.client[0] if self.client else ""
+            fields = {"request_id": request_id, "status": status, "code": code, "client": client}
+            access.info("refused a connection: %d %s client=%s request=%s", status, code, client, request_id, extra={"fields": fields})
         self._write_refusal(status, code, message, request_id)
         if status == 503:  # Of connections there are too many: this one must not stay.
             self.transport.close()

@@ -17,7 +17,7 @@ from server.generation import Generation
 log = logging.getLogger("onehead")
 
 FLUSH_SECONDS = 1.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class HttpServer(uvicorn.Server):

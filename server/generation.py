@@ -98,6 +98,8 @@ class Place:
 
     def __init__(self, generation: "Generation", principal: str) -> None:
         self.principal = principal
+        self.choices: list[Choice] = []
+        """The sequences that were started for the request."""
         self._generation: Generation | None = generation
         generation.num_entering += 1
 
@@ -200,7 +202,10 @@ class Generation:
             self.metrics.prompt_tokens.inc(len(prompt))
             if self.log_prompts:
                 log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})
-        return OpenStreams(self, requests, submits)
+        streams = OpenStreams(self, requests, submits)
+        if place is not None:
+            place.choices += streams.choices
+        return streams
 
     def take_place(self, principal: str) -> "Place":
         """A place for a request whose sequences are not known yet: so many read at once must not all find the last one free. Raises

@@ -6,9 +6,11 @@ What every token and every step say is only noted, and becomes a metric when som
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
+from importlib.metadata import version
 from itertools import accumulate
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+from msgspec.structs import asdict
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Info, ProcessCollector, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -16,6 +18,10 @@ from server.protocol import Gauges, Ready
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+IDLE = Gauges(0, 0, 0, 0, 0.0)
+"""What an engine would report that has nothing to do."""
 
 
 class Histogram(Collector):
@@ -41,37 +47,38 @@ class Histogram(Collector):
 
 
 class Metrics:
-    """One registry and its series."""
+    """One registry and its series. The model's name is a label of onehead_model_info alone (docs/decisions/0030)."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str = "") -> None:
         self.registry = CollectorRegistry()
-        self.requests_running = self._gauge("requests_running", "Sequences in the running set of the engine.")
-        self.requests_waiting = self._gauge("requests_waiting", "Sequences waiting for pages or a place in the running set.")
-        self.kv_pages_used = self._gauge("kv_pages_used", "Cache pages owned by open requests.")
-        self.kv_pages_cached = self._gauge("kv_pages_cached", "Cache pages owned by nobody, kept as prefixes until the room is needed.")
-        self.kv_pages_total = self._gauge("kv_pages_total", "Cache pages there are.")
-        self.kv_cache_usage_ratio = self._gauge("kv_cache_usage_ratio", "Used pages over all pages.")
-        self.preemptions = self._counter("preemptions", "Sequences put back into the queue for want of pages.")
-        self.prefix_cache_queries = self._counter("prefix_cache_queries", "Tokens of sequences that were let into the running set.")
-        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Those among them that were found in the cache.")
-        self.drafted_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens guessed by speculation.")
-        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Those among them that came true.")
+        ProcessCollector(registry=self.registry)
+        Info("onehead_build", "Version of the onehead server.", registry=self.registry).info({"version": version("onehead")})
+        self._model = {"model_name": model_name}
+        self._model_info = Info("onehead_model", "The model that is served, and what it is computed with.", registry=self.registry)
+        self._model_info.info(self._model)
+        self.requests_running = self._gauge("requests_running", "Sequences that the engine is running.")
+        self.requests_waiting = self._gauge(
+            "requests_waiting", "Sequences that wait in the engine for KV cache pages or a place in the batch."
+        )
+        self.kv_pages_used = self._gauge("kv_pages_used", "KV cache pages held by open requests.")
+        self.kv_pages_cached = self._gauge("kv_pages_cached", "KV cache pages held by no open request and kept for the prefix cache.")
+        self.kv_pages_total = self._gauge("kv_pages_total", "KV cache pages in all.")
+        self.kv_cache_usage_ratio = self._gauge("kv_cache_usage_ratio", "Share of the KV cache pages held by open requests, from 0 to 1.")
+        self.preemptions = self._counter("preemptions", "Times that a running sequence was preempted for want of KV cache pages.")
+        self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens served from the prefix cache.")
+        self.drafted_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens proposed by speculative decoding.")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted by speculative decoding.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.engine_restarts = self._counter("engine_restarts", "Engines started in place of a dead one.")
+        self.engine_restarts = self._counter("engine_restarts", "Engine processes started to replace one that crashed or hung.")
         self.requests = Counter(
-            "onehead_requests", "Requests by how they ended.", ["outcome"], registry=self.registry
-        )  # outcome: a finish reason, cancelled, failed or refused
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.")
-        self.e2e_latency = self._histogram("e2e_latency_seconds", "From arrival to the last token.")
-        self.queue_time = self._histogram("queue_time_seconds", "From arrival to the first step that computed some of the prompt.")
-        self.step_time = self._histogram("step_time_seconds", "Duration of one engine step.")
-        self.engine_recovery = self._histogram("engine_recovery_seconds", "From an engine's end until its successor is ready.")
-        self.requests_quarantined = self._counter("requests_quarantined", "Requests given up because engines died of them.")
-        self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
-        self.streams_detached = self._gauge("streams_detached", "Resumable streams that go on without a reader.")
-        self.resume_bytes = self._gauge("resume_bytes", "Bytes kept for readers of resumable streams.")
+            "onehead_requests",
+            "Sequences that ended, by outcome: a finish reason, cancelled, failed or refused.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._declare_others()
         self._reached: dict[Counter, int] = {}
         self._engine_totals = {
             self.preemptions: "preemptions",
@@ -81,47 +88,61 @@ class Metrics:
             self.accepted_tokens: "accepted_tokens",
         }
         """What an engine counts from its start -> the field of Gauges that says it."""
-        self._gauges: Gauges | None = None
-        self._num_new_tokens = 0
-        """Generated since they were last added up."""
-        self._num_pages = 0
+        self.gauges = IDLE
+        """What the engine of the moment reported last."""
+        self.num_generated = 0
+        self.num_pages = 0
+
+    def _declare_others(self) -> None:
+        """Latencies, and what happens in no request."""
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Time from a sequence's arrival to its first token (TTFT)."
+        )
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Time between two consecutive tokens of a sequence.")
+        self.e2e_latency = self._histogram("e2e_latency_seconds", "Time from a sequence's arrival to its last token (end-to-end latency).")
+        self.queue_time = self._histogram(
+            "queue_time_seconds", "Time from a sequence's arrival to the first step that computes its prompt."
+        )
+        self.step_time = self._histogram("step_time_seconds", "Time that one engine step takes.")
+        self.engine_recovery = self._histogram("engine_recovery_seconds", "Time from an engine crash until the next engine is ready.")
+        self.requests_quarantined = self._counter("requests_quarantined", "Sequences given up after repeated engine crashes.")
+        self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
+        self.streams_detached = self._gauge("streams_detached", "Resumable streams that run without a connected client.")
+        self.resume_bytes = self._gauge("resume_bytes", "Bytes kept for clients that resume their streams.")
 
     def loaded(self, ready: Ready) -> None:
         """A new engine is ready; its own counts begin at 0 again."""
         self.idle()
-        self._num_pages = ready.num_pages
+        self.num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
-        for counter in self._engine_totals:
-            self._reached.pop(counter, None)
+        words = {name: str(value) for name, value in asdict(ready).items() if isinstance(value, str | bool)}
+        self._model_info.info(self._model | words)
 
     def idle(self) -> None:
         """There is no engine, or a new one that has nothing to do yet."""
         self._settle()
-        self._gauges = None
-        for gauge in (self.requests_running, self.requests_waiting, self.kv_pages_used, self.kv_pages_cached, self.kv_cache_usage_ratio):
-            gauge.set(0)
+        self.gauges = IDLE
+        for counter in self._engine_totals:
+            self._reached.pop(counter, None)
 
     def step(self, gauges: Gauges, num_tokens: int) -> None:
         """What the engine said after a step."""
-        self._gauges = gauges
-        self._num_new_tokens += num_tokens
+        self.gauges = gauges
+        self.num_generated += num_tokens
         if gauges.step_seconds:
             self.step_time.observe(gauges.step_seconds)
 
     def _settle(self) -> None:
-        """Makes metrics of what the engine said last."""
-        gauges = self._gauges
-        if gauges is None:
-            return
+        """Updates the metrics to what the engine reported last."""
+        gauges = self.gauges
         self.requests_running.set(gauges.running)
         self.requests_waiting.set(gauges.waiting)
         self.kv_pages_used.set(gauges.pages_used)
-        self.kv_cache_usage_ratio.set(gauges.pages_used / self._num_pages)
+        self.kv_cache_usage_ratio.set(gauges.pages_used / max(1, self.num_pages))
         self.kv_pages_cached.set(gauges.pages_cached)
         for counter, field in self._engine_totals.items():
             self.reach(counter, getattr(gauges, field))
-        self.generation_tokens.inc(self._num_new_tokens)
-        self._num_new_tokens = 0
+        self.reach(self.generation_tokens, self.num_generated)
 
     def reach(self, counter: Counter, total: int) -> None:
         """Brings a counter to what somebody else has counted."""

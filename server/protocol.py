@@ -5,7 +5,7 @@ Everything on the pipe is the msgpack bytes of one of these; nothing is pickled.
 
 import msgspec
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME_BYTES = 64 * 2**20
 # What a grammar may cost, in llguidance's units: checked on one side, kept to on the other. The library's defaults are ten times these.
 GRAMMAR_LIMITS = {
@@ -18,11 +18,15 @@ GRAMMAR_LIMITS = {
 }
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Base of what messages consist of."""
+
+
+class Message(Part, frozen=True, tag=True):
     """Base of all messages."""
 
 
-class Start(Message, frozen=True, tag=True, array_like=True):
+class Start(Message, frozen=True):
     """First message to an engine: what to load and how. `memory` as cache.memory; None leaves the default."""
 
     version: int
@@ -53,7 +57,7 @@ class Start(Message, frozen=True, tag=True, array_like=True):
     log_format: str
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+class SamplingParams(Part, frozen=True):
     """How tokens are drawn: the fields of model.step.Sampling, by the same names."""
 
     temperature: float = 1.0
@@ -71,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     choice: int = 0
 
 
-class Submit(Message, frozen=True, tag=True, array_like=True):
+class Submit(Message, frozen=True):
     """A sequence to generate. `output` holds tokens it has already: a sequence replayed after an engine's death goes on behind them."""
 
     id: int
@@ -96,17 +100,23 @@ class Submit(Message, frozen=True, tag=True, array_like=True):
     """Only sequences of the same one share pages."""
 
 
-class Cancel(Message, frozen=True, tag=True, array_like=True):
+class Cancel(Message, frozen=True):
     """Forget this sequence and free its pages; nothing more is said of it."""
 
     id: int
 
 
-class Shutdown(Message, frozen=True, tag=True, array_like=True):
+class Shutdown(Message, frozen=True):
     """Leave, with exit status 0."""
 
 
-class Ready(Message, frozen=True, tag=True, array_like=True):
+class Loading(Message, frozen=True):
+    """What an engine that is not ready yet is doing, in words: `loading weights 40 %`."""
+
+    phase: str
+
+
+class Ready(Message, frozen=True):
     """The engine is loaded. What a client or an operator may want to know of it."""
 
     model_type: str
@@ -136,14 +146,14 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     """(context, how many sequences of that many tokens the cache holds together)"""
 
 
-class Refused(Message, frozen=True, tag=True, array_like=True):
+class Refused(Message, frozen=True):
     """The engine cannot start. `reason` is for the person who started it; `resource` says that memory is what it lacked."""
 
     reason: str
     resource: bool = False
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True):
+class Token(Part, frozen=True):
     """One new token of sequence `id`: its place in the output, its log-probability, and why it is the last one, if it is."""
 
     id: int
@@ -156,7 +166,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     """The likeliest tokens and their log-probabilities."""
 
 
-class Score(msgspec.Struct, frozen=True, array_like=True):
+class Score(Part, frozen=True):
     """Log-probability and rank (from 1) of one prompt token, and the likeliest in its place."""
 
     token: int
@@ -165,7 +175,7 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
-class Scores(Message, frozen=True, tag=True, array_like=True):
+class Scores(Message, frozen=True):
     """Scores of the prompt tokens `first`, first + 1, ... of sequence `id`."""
 
     id: int
@@ -173,7 +183,7 @@ class Scores(Message, frozen=True, tag=True, array_like=True):
     scores: list[Score]
 
 
-class Gauges(msgspec.Struct, frozen=True, array_like=True):
+class Gauges(Part, frozen=True):
     """The engine's state after a step, and counts since it started."""
 
     running: int
@@ -191,14 +201,14 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
     """Those among them that came true."""
 
 
-class Tokens(Message, frozen=True, tag=True, array_like=True):
+class Tokens(Message, frozen=True):
     """What one step brought."""
 
     tokens: list[Token]
     gauges: Gauges
 
 
-class Started(Message, frozen=True, tag=True, array_like=True):
+class Started(Message, frozen=True):
     """Sequences that leave the queue for the first time in the step that is computed next: said before it, so that whoever survives it
     knows who was in it.
     """
@@ -208,13 +218,13 @@ class Started(Message, frozen=True, tag=True, array_like=True):
     """Of each, prompt tokens that are not computed again."""
 
 
-class Beat(Message, frozen=True, tag=True, array_like=True):
+class Beat(Message, frozen=True):
     """The engine's process runs. `progress` grows with every layer that it computes."""
 
     progress: int
 
 
-class Failed(Message, frozen=True, tag=True, array_like=True):
+class Failed(Message, frozen=True):
     """Sequence `id` ended without its answer, through no fault of the others. `refused`: what it asks for cannot be had. `code`: a word
     for programs to read.
     """
@@ -226,7 +236,7 @@ class Failed(Message, frozen=True, tag=True, array_like=True):
 
 
 ToEngine = Start | Submit | Cancel | Shutdown
-FromEngine = Ready | Refused | Started | Tokens | Scores | Failed | Beat
+FromEngine = Loading | Ready | Refused | Started | Tokens | Scores | Failed | Beat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

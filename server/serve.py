@@ -21,15 +21,18 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from prometheus_client import ProcessCollector
 
 from server import logs, protocol
 from server.api.app import create_app, with_cors
+from server.api.front import FrontDoor
 from server.config import EngineSettings, ServerSection, ServeSettings
 from server.connection import connection_class
 from server.drain import FLUSH_SECONDS, SIGNALS, Drain, HttpServer
 from server.errors import ResourceError
 from server.generation import Bounds, Generation
 from server.hub import model_id
+from server.load_log import LoadLog
 from server.metrics import Metrics
 from server.names import ModelNames
 from server.processors import available_processors, engine_threads
@@ -49,27 +52,18 @@ log = logging.getLogger("onehead")
 
 def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSection) -> protocol.Start:
     """What an engine of these settings is told first."""
-    engine, cache = settings.engine, settings.cache
+    cache = settings.cache
     return protocol.Start(
+        **settings.engine.model_dump() | {"threads": engine_threads(settings.engine.threads)},  # The fields have the options' names.
         version=protocol.VERSION,
         model=str(settings.model),
         tokenizer=str(codec.path),
         largest_token_id=codec.largest_id,
         end_token_ids=list(codec.end_token_ids),
-        device=engine.device,
-        dtype=engine.dtype,
-        quantization=engine.quantization,
-        deterministic=engine.deterministic,
-        threads=engine_threads(engine.threads),
-        max_context=engine.max_context,
-        max_running=engine.max_running,
-        step_tokens=engine.step_tokens,
-        speculation=engine.speculation,
         cache_dtype=cache.dtype,
         page_size=cache.page_size,
         pages=cache.pages,
         memory=cache.memory,
-        serve_pooled=engine.serve_pooled,
         beat_seconds=section.stall_after / 4,
         log_level=section.log_level,
         log_format=section.log_format,
@@ -79,7 +73,7 @@ def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSec
 class Running:
     """A supervised engine with a Generation over it, inside an event loop."""
 
-    def __init__(self, settings: EngineSettings, section: ServerSection) -> None:
+    def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "") -> None:
         codec = TextCodec(settings.model)
         self._start = start_message(settings, codec, section)
         self._changed = asyncio.Event()
@@ -88,7 +82,8 @@ class Running:
         self._died: float | None = None
         self._tick = min(TICK_SECONDS, section.stall_after / 10)
         self._watch: asyncio.Task[None] | None = None
-        self.metrics = Metrics()
+        self.metrics = Metrics(name)
+        ProcessCollector("onehead_engine", lambda: self._process.process.pid if self._process else 0, registry=self.metrics.registry)
         patience = Patience(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, patience)
         max_open = settings.engine.max_running + section.max_waiting
@@ -135,7 +130,7 @@ class Running:
         return self._process
 
     def _on_state(self, state: State) -> None:
-        log.info("engine: %s", f"{state.value} ({self.supervisor.reason})" if self.supervisor.reason else state.value)
+        log.info("engine: %s%s", self.supervisor.status, f" ({self.supervisor.reason})" if self.supervisor.reason else "")
         if state is State.READY and self.supervisor.ready is not None:
             self.metrics.loaded(self.supervisor.ready)
             if self._died is None and self.supervisor.ready.device == "cpu":
@@ -246,10 +241,8 @@ class OutOfFiles:
             log.error("no connection can be accepted: %s; lower server.max_connections, or allow this process more files", error.strerror)
 
 
-def http_server(engine: Running, settings: ServeSettings, names: ModelNames, store: StreamStore) -> HttpServer:
+def http_server(door: FrontDoor, section: ServerSection) -> HttpServer:
     """uvicorn over the application."""
-    section = settings.server
-    door = create_app(engine.generation, section, names, version("onehead"), store)
     config = uvicorn.Config(
         with_cors(door, section.cors_origins),
         http=connection_class(section, allow_files(section.max_connections), door),
@@ -269,26 +262,30 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     """Serves until a signal or the engine's end; the exit code. Raises OneheadError for what prevents it."""
     section = settings.server
     with bind(settings.host, settings.port) as listener:
-        engine = Running(settings, section)
         names = ModelNames.of(section.model_name or model_id(settings.model), settings.given, section.served_model_names)
+        engine = Running(settings, section, names.shown)
         retention = Retention(
             section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
         )
         store = StreamStore(retention)
-        http = http_server(engine, settings, names, store)
-        engine.start(lambda: store.sweep(time.monotonic()), lambda: engine.count(sink, store))
+        door = create_app(engine.generation, section, names, version("onehead"), store)
+        http = http_server(door, section)
+        load = LoadLog(engine.generation, time.monotonic())
+        engine.start(lambda: store.sweep(time.monotonic()), lambda: engine.count(sink, store), lambda: load.tick(time.monotonic()))
         drain = Drain(http, engine.generation, section.drain_timeout, section.lb_grace)
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(OutOfFiles())
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish is respected.
                 loop.add_signal_handler(number, drain.on_signal, number)
+        # Even under nohup: it ends nothing, and a key that was removed must not stay valid.
+        loop.add_signal_handler(signal.SIGHUP, door.api_keys.reload)
         # What there is now stays: left out of every full collection, it no longer holds up requests for a tenth of a second.
         gc.collect()
         gc.freeze()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
-            await _announce(engine, names.shown, section, listener)
+            await _announce(engine, names.shown, door, sink, listener)
             await engine.until(State.STOPPED)
             engine.generation.raise_if_over()
         finally:
@@ -299,8 +296,8 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     return EXIT_STREAMS_CUT if drain.cut or http.cut else 0
 
 
-async def _announce(engine: Running, name: str, section: ServerSection, listener: socket.socket) -> None:
-    """Waits for the engine and prints the one line that says where it is served; the log says what."""
+async def _announce(engine: Running, name: str, door: FrontDoor, sink: logs.Sink, listener: socket.socket) -> None:
+    """Waits for the engine, logs what is served, and prints the one line that says where."""
     if await engine.until(State.READY) is not State.READY:
         return
     ready = engine.generation.ready
@@ -308,11 +305,14 @@ async def _announce(engine: Running, name: str, section: ServerSection, listener
     weights = ready.dtype if ready.quantization == "none" else ready.quantization
     log.info(
         f"{name}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}, "
-        f"by {ready.kernels}, {'the same bits in any company' if ready.deterministic else 'last bits depend on the company'}; "
+        f"by {ready.kernels}, {'batch-invariant' if ready.deterministic else 'not batch-invariant'}; "
         f"cache {ready.kv_bytes_per_token} bytes per token in {ready.kv_dtype}, {ready.num_pages} pages of {ready.page_size}, "
         f"up to {ready.capacity} tokens a sequence"
     )
-    if not section.api_keys and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        log.warning("whoever reaches this port may use it: no key is asked for (server.api_keys)")
-    with contextlib.suppress(OSError):  # Whoever started us may have closed the pipe; that is no reason not to serve.
-        print(f"onehead serves {name} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    if door.api_keys.names is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        log.warning("every host that reaches this port can use it: no key is needed (server.api_keys, server.api_keys_file)")
+    line = f"onehead serves {name} on http://{f'[{host}]' if ':' in host else host}:{port}"
+    if isinstance(sink.formatter, logs.JsonFormatter):  # A collector that reads both outputs finds JSON alone.
+        line = sink.format(log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None))
+    with contextlib.suppress(OSError):  # The reader of standard output may have closed it; that is no reason not to serve.
+        print(line, flush=True)

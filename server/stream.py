@@ -70,6 +70,24 @@ class Choice:
     outcome: str | None = None
 
 
+def prompt_tokens(choices: Sequence[Choice]) -> int:
+    """Tokens of the prompts of a request, those of a prompt with several choices once."""
+    return sum({id(choice.request.prompt): len(choice.request.prompt) for choice in choices}.values())
+
+
+def speeds(choices: Sequence[Choice]) -> dict[str, float]:
+    """Token counts, TTFT and generation speed of a request, for a line of the log; 0 for what there is not."""
+    num_tokens = sum(choice.num_tokens for choice in choices)
+    first = min((choice.first for choice in choices if choice.num_tokens), default=0.0)
+    seconds = max((choice.last for choice in choices), default=0.0) - first
+    return {
+        "prompt_tokens": prompt_tokens(choices),
+        "output_tokens": num_tokens,
+        "ttft_ms": first and round((first - choices[0].arrival) * 1e3, 1),
+        "tokens_per_second": seconds and round((num_tokens - 1) / seconds, 1),
+    }
+
+
 class ChoiceText:
     """Tokens of one sequence to pieces."""
 

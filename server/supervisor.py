@@ -89,6 +89,8 @@ class Supervisor:
         self._backoff = 0.0
         self.deaths = Deaths()
         self._next_id = 0
+        self._phase = self._crash = ""
+        """What an engine that is not ready is doing, and why it replaces another."""
         self._trial: OpenSequence | None = None
         """The suspect that is run alone."""
         self._any_sent = False
@@ -107,6 +109,14 @@ class Supervisor:
     def lost(self) -> bool:
         """Whether the engine has been away for longer than a request should wait for it."""
         return self.ready is not None and self._without >= self._patience.recovery
+
+    @property
+    def status(self) -> str:
+        """What the engine is doing, in words."""
+        if self.state is not State.STARTING:
+            return str(self.state.value)
+        phase = self._phase or "starting"
+        return f"restarting after the engine {self._crash}: {phase}" if self._crash else phase
 
     def start(self) -> None:
         """Spawns an engine under a new epoch: whatever an older one still says is ignored. Raises OSError."""
@@ -186,6 +196,8 @@ class Supervisor:
             self._take_scores(message)
         elif isinstance(message, protocol.Failed):
             self._fail(message)
+        elif isinstance(message, protocol.Loading):
+            self._phase = message.phase
         elif isinstance(message, protocol.Ready):
             self._take_over(message)
         elif self.ready is None:
@@ -196,7 +208,7 @@ class Supervisor:
     def _take_over(self, ready: protocol.Ready) -> None:
         self.ready = ready
         self._careful, self._suspicious = self.deaths.careful, self._next_id
-        self._without = 0.0
+        self._without, self._crash, self._phase = 0.0, "", ""
         self._enter(State.READY)
         self._dispatch()
 
@@ -265,7 +277,7 @@ class Supervisor:
 
     def _condemn(self, reason: str) -> None:
         """Kills the engine. It is dead to us from now on; the next one is spawned when its exit is known, so that never two live."""
-        self._condemned = reason
+        self._condemned = self._crash = reason
         self._enter(State.STARTING)
         assert self._engine is not None
         self._engine.kill()
@@ -273,9 +285,10 @@ class Supervisor:
     def _bury(self, epoch: int, status: int) -> None:
         if epoch != self._epoch or self.state not in LIVE:
             return
-        log.error("the engine %s; %d sequences are open", self._condemned or f"ended with status {status}", len(self.open))
+        self._crash = self._condemned or f"ended with status {status}"
+        log.error("the engine %s; %d sequences are open", self._crash, len(self.open))
         lone = self.deaths.count(self.open.values(), self._careful or self._trial is not None, self._any_sent)
-        self._engine, self._condemned, self._trial = None, "", None
+        self._engine, self._condemned, self._trial, self._phase = None, "", None, ""
         self._epoch += 1
         if lone is not None:
             self._give_up(lone)

@@ -33,7 +33,7 @@ def load_dataclass(cls: type[Options], argv: list[str], prog: str) -> Options:
     try:
         values = model(**command_line(model, argv, prog, implicit_flags=True)())
     except ValidationError as error:
-        raise ConfigurationError("; ".join(describe(detail) for detail in error.errors())) from None
+        raise ConfigurationError(describe(error)) from None
     return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})  # type: ignore[arg-type]
 
 

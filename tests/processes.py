@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -43,6 +44,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def served_port(line: str) -> int | None:
+    """The port in the line that a server prints when it is ready, as text or as JSON."""
+    found = re.search(r"onehead serves .*:(\d+)\b", line)
+    return int(found[1]) if found else None
+
+
 class ServerProcess:
     """`onehead serve` on a free port, ready."""
 
@@ -53,10 +60,11 @@ class ServerProcess:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        if not line.startswith("onehead serves"):
+        port = served_port(line)
+        if port is None:
             self.process.kill()
             raise AssertionError(f"did not start: {self.process.communicate()}")
-        self.port = int(line.rsplit(":", 1)[1])
+        self.first_line, self.port = line, port
 
     @property
     def engine_pid(self) -> int:

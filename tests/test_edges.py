@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from server import protocol
 from server.api.generate import Reply
 from server.generation import NUMERICAL_ERRORS
-from tests.fake_engine import serve
+from tests.fake_engine import FakeEngine, serve
 from tests.processes import ServerProcess, wait_until
 from tests.test_resume import Client, request_of
 
@@ -162,6 +163,21 @@ async def test_many_numerical_errors_make_it_not_ready(tokenizer_folder: Path) -
         served.generation.numerical_error()
     response = await Client(served).request("GET", "/ready")
     assert response.status_code == 503 and response.json()["status"] == "numerical errors"
+
+
+async def test_not_ready_says_what_the_server_is_doing(tokenizer_folder: Path) -> None:
+    served = serve(tokenizer_folder, FakeEngine(defer=lambda callback: None))
+
+    async def status() -> str:
+        response = await Client(served).request("GET", "/ready")
+        assert response.status_code == 503 and response.json()["error_type"] == "healthcheck"
+        return str(response.json()["status"])
+
+    assert await status() == "starting"
+    served.supervisor._hear(1, protocol.Loading("loading weights 40 %"))
+    assert await status() == "loading weights 40 %"
+    served.generation.draining = True
+    assert await status() == "draining"
 
 
 @pytest.mark.parametrize("stream", [False, True])

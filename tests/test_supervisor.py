@@ -141,6 +141,28 @@ def test_the_last_words_of_a_dead_engine_count_for_nothing() -> None:
     assert bench.delivered[id] == [] and bench.supervisor.state is State.READY and len(bench.engines) == 2
 
 
+def test_its_status_says_how_far_an_engine_is_and_why_it_replaces_another() -> None:
+    bench = Bench()
+    supervisor = bench.supervisor
+    assert supervisor.status == "starting"
+    bench.engine.on_message(protocol.Loading("loading weights 40 %"))
+    assert supervisor.status == "loading weights 40 %"
+    bench.engine.on_message(READY)
+    assert supervisor.status == "ready"
+    bench.submit()
+    bench.engine.kill()
+    assert supervisor.status == "restarting after the engine ended with status -9: starting"
+    bench.engine.on_message(protocol.Loading("measuring memory"))
+    assert supervisor.status == "restarting after the engine ended with status -9: measuring memory"
+    bench.engine.on_message(READY)
+    assert supervisor.status == "ready"
+    bench.engine.on_exit = lambda status: None  # What is killed now takes its time to end.
+    supervisor.tick(PATIENCE.stall)
+    assert supervisor.status == "restarting after the engine showed no progress for 10 s: starting"
+    supervisor.stop()
+    assert supervisor.status == "stopped"
+
+
 def test_an_engine_that_loaded_once_and_then_cannot_is_a_death_like_any_other() -> None:
     bench = Bench()
     bench.engine.on_message(READY)

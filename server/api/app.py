@@ -44,7 +44,7 @@ def create_app(generation: Generation, section: ServerSection, names: ModelNames
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unexpected)
     door = FrontDoor(app, generation, section)
-    add_documentation(app, lambda path: bool(door.keys(path)))
+    add_documentation(app, lambda path: door.keys(path) is not None)
     return door
 
 

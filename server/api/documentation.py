@@ -54,7 +54,7 @@ def add_documentation(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
 
 def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
     """The OpenAPI document. `needs_key` says which paths need one."""
-    stated = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    stated: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
     _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")
     components["schemas"] |= bodies["$defs"]

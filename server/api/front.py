@@ -6,11 +6,9 @@ not named public here needs a key, if there are any. It decides on the path that
 """
 
 import hashlib
-import hmac
 import logging
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -22,13 +20,15 @@ from server.config import ServerSection
 from server.connection import SAFETY_HEADERS
 from server.errors import Conflict, NotFound, RequestError, Unauthorized
 from server.generation import Generation, Place, current_place
+from server.keys import Keys
 from server.logs import request_id as current_request_id
+from server.stream import speeds
 
 access = logging.getLogger("onehead.access")
 
 PUBLIC = frozenset({"/live", "/ready", "/health"})
-PROBED = PUBLIC | {"/metrics"}
-"""Asked every few seconds: a line of the log for each would hide the others."""
+PROBED = PUBLIC | {"/metrics", "/ping"}
+"""Paths that are asked every few seconds: their lines of the access log are at the level debug."""
 WORK = frozenset({"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/infill"})
 """Paths whose POST asks for generation."""
 RAW_SAFETY_HEADERS = tuple((name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items())
@@ -60,11 +60,12 @@ class Entry:
 
 
 class FrontDoor:
-    """The application behind its door. Keys are SHA-256 digests in hex."""
+    """The application and what every request passes before it."""
 
     def __init__(self, app: ASGIApp, generation: Generation, section: ServerSection) -> None:
         self.app = app
         self.generation = generation
+        self.api_keys = Keys(section.api_keys, section.api_keys_file)
         self._section = section
         self._running: set[tuple[str, bytes]] = set()
         """(who, Idempotency-Key) of the requests that are being answered."""
@@ -117,23 +118,24 @@ class FrontDoor:
             entry.error = error.with_traceback(None)
         return entry.error is None
 
-    def keys(self, path: str) -> Sequence[str]:
-        """The digests of the keys one of which a request for `path` needs; empty where it needs none."""
+    def keys(self, path: str) -> dict[str, str] | None:
+        """Names by digest of the keys one of which a request for `path` needs; None where it needs none."""
         if path == "/metrics":
-            return () if self._section.metrics_key is None else (self._section.metrics_key,)
-        return () if path in PUBLIC else self._section.api_keys
+            return {self._section.metrics_key: ""} if self._section.metrics_key else None
+        return None if path in PUBLIC else self.api_keys.names
 
     def _principal(self, scope: Scope) -> str:
-        """Who asks: the digest of the key, empty where none is needed. Raises Unauthorized."""
+        """The digest of the request's key, empty where none is needed; notes the key's name. Raises Unauthorized."""
         keys = self.keys(scope["path"])
-        if not keys:
+        if keys is None:
             return ""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).hexdigest()
-        # Every key is compared, whichever fits: the time must not tell.
-        if not any([hmac.compare_digest(digest, known) for known in keys]) or scheme.lower() != b"bearer":
+        # The time that this takes says something of a digest at most, and no key follows from that.
+        if digest not in keys or scheme.lower() != b"bearer":
             raise Unauthorized("a valid key is needed: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
+        scope["key_name"] = keys[digest]
         return digest
 
     def _claim(self, scope: Scope) -> tuple[str, bytes] | None:
@@ -182,8 +184,13 @@ class Exchange:
         if path.startswith(STREAMS):
             path = f"{STREAMS}..."  # Whoever knows an id may read the stream.
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
-        level = logging.DEBUG if path in PROBED and status < 500 else logging.INFO
-        access.log(level, "%s %s %d %.1f ms", method, ascii(path[:200])[1:-1], status, milliseconds, extra={"fields": fields})
+        client, place = self._scope.get("client"), self._scope[ENTRY].place
+        details = {"client": client and client[0], "key": self._scope.get("key_name"), **speeds(place.choices if place else ())}
+        details = {name: value for name, value in details.items() if value}
+        level = logging.DEBUG if path in PROBED else logging.INFO
+        words = "".join(f" {name}={value}" for name, value in details.items())
+        text = f"{method} {ascii(path[:200])[1:-1]} {status} {milliseconds:.1f} ms{words}"
+        access.log(level, "%s", text, extra={"fields": fields | details})
 
 
 def _request_id(scope: Scope) -> str:

@@ -36,13 +36,14 @@ class OpsRoutes:
     async def ready(self) -> Response:
         """Whether a request would be computed now.
 
-        200 if so, else 503.
+        200 if so, else 503 with what the server is doing instead: the phase of loading, why the engine is restarted, or draining.
         """
         if self.generation.accepting:
             return JSONResponse({"status": "ready"})
-        state = self.generation.supervisor.state
-        # Ready, and still not accepting: too many requests have failed of their numbers.
-        status = "draining" if self.generation.draining else "numerical errors" if state is State.READY else state.value
+        supervisor = self.generation.supervisor
+        # An engine that is ready and still not accepting: the logits of too many requests were not finite.
+        status = "numerical errors" if supervisor.state is State.READY else supervisor.status
+        status = "draining" if self.generation.draining else status
         return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
 
     async def metrics(self) -> Response:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.api.openai_fields import GenerationBody
-from server.stream import Choice, OpenStreams, Piece, Top
+from server.stream import Choice, OpenStreams, Piece, Top, prompt_tokens
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "timeout": "timeout"}
 
@@ -68,13 +68,13 @@ class Answer:
     @property
     def usage(self) -> dict[str, Any]:
         """Tokens of each prompt once, and of every output. Of a prompt of several choices, what the first did not need to compute."""
-        prompts = {id(output.choice.request.prompt): len(output.choice.request.prompt) for output in self.outputs}
+        prompt = prompt_tokens(self.streams.choices)
         cached = {id(output.choice.request.prompt): output.choice.num_cached for output in reversed(self.outputs)}
         completion = sum(len(output.tokens) for output in self.outputs)
         return {
-            "prompt_tokens": sum(prompts.values()),
+            "prompt_tokens": prompt,
             "completion_tokens": completion,
-            "total_tokens": sum(prompts.values()) + completion,
+            "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 

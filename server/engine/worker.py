@@ -5,6 +5,7 @@ supervises it to replay; one in a single submission fails that sequence alone. A
 """
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -32,11 +33,12 @@ from server.engine.sequence import ConstraintFailed
 
 if TYPE_CHECKING:
     from model.runner import ModelRunner
+    from model.weights import Report
 
 log = logging.getLogger("onehead")
 
 
-def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
+def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.Ready, Grammars]:
     """The engine that `start` asks for. Raises CheckpointError, OptionError or MemoryError. The config is checked before torch is there."""
     folder = Path(start.model)
     spec = read_spec(folder)
@@ -45,7 +47,7 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     _check_tokenizer(start, spec)
     grammars = Grammars(Path(start.tokenizer), spec.vocab_size)
     grammars.prepare(spec.end_token_ids)
-    runner = _load_runner(start, folder, spec, max_context)
+    runner = _load_runner(start, folder, spec, max_context, report)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
     if limits.capacity < max_context:
         short = "the KV cache holds %d tokens of one sequence, fewer than the context of %d: longer requests are refused; see cache.memory"
@@ -76,25 +78,13 @@ def load(start: protocol.Start) -> tuple[EngineCore, protocol.Ready, Grammars]:
     return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
 
 
-def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int) -> "ModelRunner":
+def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report") -> "ModelRunner":
     """Here torch is imported, and not before."""
     from model.runner import ModelRunner, RunnerOptions
 
-    options = RunnerOptions(
-        device=start.device,
-        dtype=start.dtype,
-        threads=start.threads,
-        page_size=start.page_size,
-        pages=start.pages,
-        memory=start.memory,
-        max_context=max_context,
-        max_running=start.max_running,
-        step_tokens=start.step_tokens,
-        quantization=start.quantization,
-        deterministic=start.deterministic,
-        cache_dtype=start.cache_dtype,
-    )
-    runner = ModelRunner.load(folder, spec, options)
+    same = {field.name: getattr(start, field.name) for field in dataclasses.fields(RunnerOptions)}
+    options = RunnerOptions(**same | {"max_context": max_context})
+    runner = ModelRunner.load(folder, spec, options, report)
     _warn_of_float8(start, str(runner.device))
     if runner.device.type == "cpu":
         return runner
@@ -103,6 +93,7 @@ def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_conte
         from model.overlapped import OverlappedRunner
 
         runner = OverlappedRunner.on_gpu(runner, options, longest)
+    report("compiling kernels", 0, 0)
     runner.warm_up(longest)
     return runner
 
@@ -147,6 +138,21 @@ def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
     if start.max_context is not None and start.max_context > spec.max_positions:
         raise CheckpointError(f"engine.max_context {start.max_context} is above the {spec.max_positions} positions of the checkpoint")
     return start.max_context or spec.max_positions
+
+
+def load_report(pipe: Connection) -> "Report":
+    """What tells the API process how far the engine is while it loads, and logs how long each phase took."""
+    last, began = "starting", time.perf_counter()
+
+    def report(phase: str, done: int, total: int) -> None:
+        nonlocal last, began
+        if phase != last:
+            log.info("%s took %.2f s", last, time.perf_counter() - began)
+            last, began = phase, time.perf_counter()
+            log.info(f"{phase}, {total} bytes" if total else phase)
+        pipe.send_bytes(protocol.encode(protocol.Loading(f"{phase} {100 * done // total} %" if total else phase)))
+
+    return report
 
 
 class Worker:
@@ -276,7 +282,8 @@ def main() -> None:
             raise CheckpointError(f"the engine speaks protocol {protocol.VERSION} and was not started in it")
         logs.configure(start.log_level, start.log_format)
         try:
-            core, ready, grammars = load(start)
+            core, ready, grammars = load(start, report := load_report(pipe))
+            report("starting to serve", 0, 0)
         except Exception as error:
             pipe.send_bytes(protocol.encode(_refusal(error)))
             return

@@ -253,9 +253,9 @@ def install(faults: Faults) -> None:
     """Puts the wraps where the production engine looks its parts up."""
     load, constraint = worker.load, grammar.Grammars.constraint
 
-    def faulty_load(start: protocol.Start) -> Any:
+    def faulty_load(start: protocol.Start, report: Any) -> Any:
         faults.loading()
-        core, *others = load(start)
+        core, *others = load(start, report)
         core.runner = FaultyRunner(core.runner, core.scheduler, faults, Path(start.tokenizer))
         markers.extend((rule, core.runner.markers[rule.marker]) for rule in faults.rules.named("grammar_fails"))
         return core, *others

@@ -23,7 +23,7 @@ from tests.faults.checker import verdict
 from tests.faults.clients import Ask, Exchange, asks
 from tests.faults.history import History
 from tests.faults.rules import FOLDER_VARIABLE, Rule, as_json, never_struck
-from tests.processes import ServerProcess, alive, children, wait_until
+from tests.processes import ServerProcess, alive, children, served_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 20.0
@@ -31,7 +31,6 @@ LIVE_SECONDS = 2.0
 WATCH_SECONDS = 0.05
 ORACLES = 4
 """Answers that the undisturbed server is asked for at once."""
-STARTED = "onehead serves"
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,11 @@ class FaultyServer(ServerProcess):
         guard.start()
         line = self.process.stdout.readline()
         guard.cancel()
-        if not line.startswith(STARTED):
+        port = served_port(line)
+        if port is None:
             self.process.kill()
             raise AssertionError(f"did not start but said {line!r}, exit status {self.process.wait()}: {self.log}")
-        self.port = int(line.rsplit(":", 1)[1])
+        self.port = port
         return self
 
     @property

@@ -15,7 +15,7 @@ from model.layers import ACTIVATIONS
 from model.runner import ModelRunner, RunnerOptions
 from model.sampling import _order
 from model.spec import ModelSpec
-from model.weights import load_decoder
+from model.weights import Report, load_decoder
 
 # An exponential that is too large, and NaN's arithmetic: numpy warns of what a GPU does in silence.
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -196,7 +196,9 @@ def test_a_gpu_gets_them_when_it_is_asked_to(deterministic: bool, tiny_folder: P
     """A decoder on the CPU stands for the GPU's."""
     from model.gpu.modules import GpuNorm
 
-    def load_on_cpu(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str, *, packed: bool) -> Decoder:
+    def load_on_cpu(
+        folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str, *, packed: bool, report: Report
+    ) -> Decoder:
         assert packed and device.type == "cuda"
         return load_decoder(folder, spec, dtype, torch.device("cpu"), quantization)
 

@@ -1,0 +1,60 @@
+"""Keys: the valid API keys, as SHA-256 digests, from server.api_keys and from the file of server.api_keys_file.
+
+The file is read at start and again on SIGHUP. Invariant: a file that cannot be used changes nothing; no message holds a key or a digest.
+"""
+
+import logging
+import tomllib
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from server.config import Digest, Section, describe
+from server.errors import ConfigurationError
+
+log = logging.getLogger("onehead")
+
+
+class _Key(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    sha256: Digest
+
+
+class _File(Section):
+    key: tuple[_Key, ...] = ()
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """Names of keys by their digests. Raises ConfigurationError that names the file and the entry."""
+    try:
+        keys = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).key
+        for one, other in combinations(keys, 2):
+            if one.name == other.name or one.sha256 == other.sha256:
+                raise ValueError(f"{one.name} and {other.name} must each have a name and a sha256 of their own")
+        return {key.sha256: key.name for key in keys}
+    except (OSError, ValueError) as error:  # TOML's and Unicode's errors, and the validator's, are ValueErrors.
+        reason = describe(error) if isinstance(error, ValidationError) else error
+        raise ConfigurationError(f"server.api_keys_file {path}: {reason}") from None
+
+
+class Keys:
+    """The valid API keys: `names` by digest, empty for one of server.api_keys; None where no key is needed."""
+
+    def __init__(self, digests: Sequence[str], path: Path | None) -> None:
+        self._unnamed = dict.fromkeys(digests, "")
+        self._path = path
+        self.names = self._read()
+
+    def reload(self) -> None:
+        """Reads the file again. A key that it no longer holds is refused from its next request on."""
+        try:
+            self.names = self._read()
+            log.info("SIGHUP: %d API keys are valid", len(self.names or ()))
+        except ConfigurationError as error:
+            log.error("SIGHUP: the API keys stay as they were: %s", error)
+
+    def _read(self) -> dict[str, str] | None:
+        """With a file that holds no key every request is refused: without its last key a server must not be open."""
+        return self._unnamed | read_keys(self._path) if self._path else self._unnamed or None

@@ -1,0 +1,41 @@
+"""LoadLog: a line of the log every 10 s while requests are open. It reads no clock."""
+
+import logging
+
+from server.generation import Generation
+
+log = logging.getLogger("onehead")
+
+PERIOD_SECONDS = 10.0
+
+
+class LoadLog:
+    """Logs the engine's load, the token rates and the prefix cache hit rate since the period before, and the KV cache usage."""
+
+    def __init__(self, generation: Generation, now: float) -> None:
+        self._generation = generation
+        self._began = now
+        self._counted = 0, 0, 0
+
+    def tick(self, now: float) -> None:
+        """Ends a period where it is time; a period in which there was nothing to do gets no line."""
+        seconds = now - self._began
+        if seconds < PERIOD_SECONDS:
+            return
+        metrics = self._generation.metrics
+        gauges = metrics.gauges
+        counted = metrics.num_generated, gauges.queried_tokens, gauges.hit_tokens
+        # An engine that replaces another counts from 0 again.
+        generated, queried, hit = (max(0, new - old) for new, old in zip(counted, self._counted, strict=True))
+        self._began, self._counted = now, counted
+        if self._generation.num_open or generated:
+            log.info(
+                "load: %d running, %d waiting, prompt %.1f tokens/s, generation %.1f tokens/s, KV cache usage %.1f %%, "
+                "prefix cache hit rate %.1f %%",
+                gauges.running,
+                gauges.waiting,
+                (queried - hit) / seconds,
+                generated / seconds,
+                100 * gauges.pages_used / max(1, metrics.num_pages),
+                100 * hit / max(1, queried),
+            )
