@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from server import errors
-from server.api.front import WORK
+from server.api.front import PUBLIC, WORK
 from server.config import ServerSection, ServeSettings, load
 from server.errors import ConfigurationError
 from tests.bad_inputs import KEY_HASHES, KEYS
@@ -26,7 +26,6 @@ from tests.processes import ServerProcess
 
 PREFIX = "/llm"
 KEYED = ServerSection.model_validate({"api_keys": KEY_HASHES, "metrics_key": KEY_HASHES.partition(",")[0], "max_body_bytes": 4096})
-PUBLIC = {"/live", "/ready", "/health"}
 KEY = {"authorization": f"Bearer {KEYS[0]}"}
 
 
