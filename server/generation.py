@@ -83,7 +83,7 @@ def with_choices(request: Request, count: int) -> list[Request]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much is taken at once, and how long preparing a request may take, in seconds."""
+    """How much is taken at once, how long preparing a request may take, in seconds, and how schemas are read."""
 
     max_open: int
     max_running: int
@@ -91,6 +91,7 @@ class Bounds:
     max_queue_wait: float = 600.0
     grammar_seconds: float = 2.0
     tokenize_seconds: float = 5.0
+    open_objects: bool = False
 
 
 class Place:
@@ -271,7 +272,6 @@ class Generation:
             num_top=request.num_top,
             score_prompt=request.score_prompt,
             grammar=request.grammar,
-            end_token_ids=list(self.end_token_ids),
             healed=request.healed,
             salt=f"{place.principal if place else ''}:{request.salt}",
         )
@@ -291,12 +291,13 @@ class Generation:
             raise InvalidRequest(f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}", param="top_k")
 
     @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self.codec, self.ready.vocab_size, self.end_token_ids, self.bounds.grammar_seconds)
+    def compiler(self) -> GrammarCompiler:
+        """Raises ConfigurationError."""
+        return GrammarCompiler(self.codec, self.bounds.grammar_seconds, self.bounds.open_objects)
 
     async def grammar(self, source: Source | None) -> str:
         """The grammar of what a request asks for, empty for nothing. Raises InvalidRequest."""
-        return "" if source is None else await self._compiler.compile(source)
+        return "" if source is None else await self.compiler.compile(source)
 
     def _max_new_tokens(self, request: Request) -> int:
         num_prompt, most = len(request.prompt), self.max_total_tokens

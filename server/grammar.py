@@ -7,18 +7,21 @@ interpreter's lock, so streams go on meanwhile. It knows nothing of dialects.
 
 import asyncio
 import json
+import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from server.errors import InvalidRequest
-from server.protocol import GRAMMAR_LIMITS
+from llguidance import LLMatcher
+
+from server import guidance, json_schema
+from server.errors import ConfigurationError, InvalidRequest
 from server.text import TextCodec
 
 MAX_SOURCE_CHARS = 2**16
-MAX_NESTING = 64
-TRIED_TOKENS = 8
+TRIED_PATHS = 4
+TRIED_TOKENS = 16
 CACHED = 256
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \[((?:"[A-Za-z$-]{1,40}"(?:, )?)+)\]')
 
@@ -35,29 +38,33 @@ class Source:
 
 
 class GrammarCompiler:
-    """Sources to grammars for one tokenizer; the same source is compiled once, and one at a time: what floods this waits for itself."""
+    """Sources to grammars for one tokenizer; the same source is compiled once, and one at a time: what floods this waits for itself.
 
-    def __init__(self, codec: TextCodec, vocab_size: int, end_token_ids: tuple[int, ...], timeout: float) -> None:
-        self._codec = codec
-        self._vocab_size = vocab_size
-        self._end_token_ids = end_token_ids
+    The tokenizer is read when this is made. Raises ConfigurationError.
+    """
+
+    def __init__(self, codec: TextCodec, timeout: float, open_objects: bool = False) -> None:
         self._timeout = timeout
-        self._tokenizer: Any = None
+        self._open_objects = open_objects
         self._thread = ThreadPoolExecutor(1)
         self._checks: dict[str, asyncio.Future[str | None]] = {}
         """Grammar -> what is wrong with it; the oldest first."""
+        try:
+            self._tokenizer = guidance.read_tokenizer(codec.path, list(codec.end_token_ids))
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
 
     async def compile(self, source: Source) -> str:
         """A grammar as protocol.Submit carries it. Raises InvalidRequest that names the field."""
-        grammar = _grammar(source, _source_text(source))
-        loop = asyncio.get_running_loop()
-        if self._tokenizer is None:
-            await loop.run_in_executor(self._thread, self._read_tokenizer)
+        try:
+            grammar = _grammar(source, self._open_objects)
+        except ValueError as error:
+            raise InvalidRequest(f"`{source.field}` {error}", param=source.field) from None
         check = self._checks.get(grammar)
         if check is None or (check.done() and check.exception() is not None):  # An exception was no verdict on the grammar.
             if len(self._checks) >= CACHED:
                 del self._checks[next(iter(self._checks))]
-            check = self._checks[grammar] = loop.run_in_executor(self._thread, self._check, grammar)
+            check = self._checks[grammar] = asyncio.get_running_loop().run_in_executor(self._thread, self._check, grammar)
         try:
             problem = await asyncio.wait_for(asyncio.shield(check), self._timeout)
         except TimeoutError:
@@ -66,77 +73,51 @@ class GrammarCompiler:
             raise InvalidRequest(f"`{source.field}` {problem}", param=source.field)
         return grammar
 
-    def _read_tokenizer(self) -> None:
-        from llguidance import LLTokenizer
-
-        if self._tokenizer is None:
-            ends = list(self._end_token_ids) or None
-            self._tokenizer = LLTokenizer(self._codec.tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=ends)
-
     def _check(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, for the client; None where it works."""
-        from llguidance import LLMatcher, LLParserLimits
+        """What is wrong with a grammar, for the client; None where it works. Several texts are tried, each as the engine would follow it:
+        of the allowed tokens the lowest id each time, the highest, and one by chance, from fixed seeds.
+        """
+        for path in range(TRIED_PATHS):
+            matcher = guidance.new_matcher(self._tokenizer, grammar)
+            if matcher.is_error():
+                return _in_our_words(matcher.get_error())
+            rng = random.Random(path)
+            for _ in range(TRIED_TOKENS):
+                matcher.consume_tokens(matcher.compute_ff_tokens())
+                allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+                if matcher.is_error() or not allowed:
+                    return "is too complex to be followed, or nothing satisfies it"
+                highest = allowed.bit_length() - 1
+                start = rng.randint(0, highest) if path > 1 else path * highest
+                rest = allowed >> start
+                token = start + (rest & -rest).bit_length() - 1
+                if token in self._tokenizer.eos_tokens or matcher.is_stopped():
+                    break
+                matcher.consume_token(token)
+        return None
 
-        limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)  # type: ignore[arg-type]
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            return _in_our_words(matcher.get_error())
-        for _ in range(TRIED_TOKENS):
-            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-            if matcher.is_error() or not allowed:
-                return "is too complex to be followed, or nothing satisfies it"
-            longest = allowed.bit_length() - 1
-            if longest in self._end_token_ids or matcher.is_stopped():
-                break
-            matcher.consume_token(longest)
-            matcher.consume_tokens(matcher.compute_ff_tokens())
-        return "is too complex to be followed" if matcher.is_error() else None
 
-
-def _source_text(source: Source) -> str:
-    """The constraint as one text, within the bounds on its size."""
-    value = source.value
-    if source.kind == "json" and isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise InvalidRequest(f"`{source.field}` is a text that is not JSON", param=source.field) from None
+def _grammar(source: Source, open_objects: bool) -> str:
+    """A constraint as llguidance reads it, within the bound on its size. Raises ValueError with the message for the client."""
+    try:
+        text = source.value if isinstance(source.value, str) else json.dumps(source.value)
+        if len(text) > MAX_SOURCE_CHARS:
+            raise ValueError(f"is longer than {MAX_SOURCE_CHARS} characters. Given: {len(text)}")
+        if source.kind == "json":
+            text = json.dumps(json_schema.prepare(json.loads(text), open_objects), allow_nan=False)
+    except json.JSONDecodeError:
+        raise ValueError("is a text that is not JSON") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     if source.kind == "json":
-        if not isinstance(value, dict):
-            raise InvalidRequest(f"`{source.field}` must be a JSON schema, which is an object", param=source.field)
-        if "x-guidance" in value:
-            raise InvalidRequest(f"`{source.field}`: the key x-guidance is not supported", param=source.field)
-        if "properties" in value and "type" not in value:
-            value = {"type": "object"} | value  # As TGI's own example leaves it out.
-        if _nesting(value) > MAX_NESTING:
-            raise InvalidRequest(f"`{source.field}` is nested deeper than {MAX_NESTING}", param=source.field)
-    text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) > MAX_SOURCE_CHARS:
-        raise InvalidRequest(f"`{source.field}` is longer than {MAX_SOURCE_CHARS} characters. Given: {len(text)}", param=source.field)
-    return text
-
-
-def _nesting(value: Any) -> int:
-    depth, level = 0, [value]
-    while level and depth <= MAX_NESTING:
-        depth += 1
-        inner: list[Any] = []
-        for item in level:
-            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        level = inner
-    return depth
-
-
-def _grammar(source: Source, text: str) -> str:
-    from llguidance import LLMatcher
-
-    if source.kind == "json":
-        # Free whitespace invites models to write nothing else.
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+        # Free whitespace invites models to write nothing else; \u would spell a declared key in a way that is not compared with it.
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'})
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if source.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in json.loads(text)))
+    if "::=" in text:
+        raise ValueError(f"has ::= as in GBNF at character {text.index('::=')}; it must be a Lark grammar")
     return LLMatcher.grammar_from_lark(text)
 
 
@@ -147,10 +128,10 @@ def _in_our_words(error: str) -> str:
         return f"uses JSON schema keywords that are not supported: {unsupported[1].replace(chr(34), '')}"
     if "too big" in error or "too many" in error or "too complex" in error or "limit" in error:
         return "is too large or too complex"
+    if "min/maxProperties" in error:
+        return "uses minProperties or maxProperties where some properties are optional; require them all, or leave the bound out"
     if "regex" in error:
         return "is not a regular expression that can be followed; look-around and back-references are not supported"
-    if "retrieving it failed" in error:
-        return "refers to a schema elsewhere; nothing is fetched, so give it whole"
     if "nsatisfiable" in error:
         return "cannot be satisfied by anything"
     return "cannot be compiled"

@@ -7,15 +7,6 @@ import msgspec
 
 VERSION = 8
 MAX_FRAME_BYTES = 64 * 2**20
-# What a grammar may cost, in llguidance's units: checked on one side, kept to on the other. The library's defaults are ten times these.
-GRAMMAR_LIMITS = {
-    "initial_lexer_fuel": 200_000,
-    "step_lexer_fuel": 20_000,
-    "step_max_items": 10_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-}
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -92,8 +83,6 @@ class Submit(Message, frozen=True):
     score_prompt: bool = False
     grammar: str = ""
     """As llguidance reads it; empty for none."""
-    end_token_ids: list[int] = []
-    """What ends a text that satisfies the grammar."""
     healed: str = ""
     """Text that was cut off the prompt's end, to be generated again before anything else."""
     salt: str = ""

@@ -94,15 +94,20 @@ class Running:
             section.max_queue_wait,
             section.grammar_timeout,
             section.tokenize_timeout,
+            section.open_objects,
         )
         self.generation = Generation(self.supervisor, codec, self.metrics, bounds, section.log_prompts)
 
     def start(self, *every_tick: Callable[[], None]) -> None:
-        """Spawns the engine and begins to watch it; `every_tick` is called at intervals with it. Raises ResourceError."""
+        """Spawns the engine and begins to watch it; `every_tick` is called at intervals with it.
+
+        Raises ResourceError or ConfigurationError.
+        """
         try:
             self.supervisor.start()
         except OSError as error:
             raise ResourceError(f"no engine can be started: {error.strerror}") from None
+        _ = self.generation.compiler  # Read while the engine loads: a request that had to wait for it would hold up all others.
         self._watch = asyncio.create_task(self._pass_time(every_tick))
 
     async def _pass_time(self, every_tick: tuple[Callable[[], None], ...]) -> None:

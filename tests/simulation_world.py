@@ -65,7 +65,7 @@ class World:
         self.to_come = len(scenario.calls)
         self.deaths_in_row = 0
         self.stopped = False
-        self.grammars = SimulatedGrammars(Path(), 64)
+        self.grammars = SimulatedGrammars(Path(), [])
         self.grammars.seen = self.seen
         self.store = StreamStore(scenario.retention, lambda: f"s{len(self.requests)}")
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, PATIENCE)

@@ -17,6 +17,9 @@ from server.engine.sequence import Constraint, ConstraintFailed
 from server.errors import InvalidRequest
 from server.grammar import GrammarCompiler, Source
 from server.text import TextCodec
+from tests.constraints import BOMBS, EVERYDAY, PUBLISHED, strings
+from tests.guided import allowed_from, alone, compiled, fresh, requests, together
+from tests.large_vocabulary import write_large_tokenizer
 from tests.processes import ServerProcess, kill, wait_until
 
 EMBEDDED = Path(__file__).parent.parent / "model" / "pretrained"
@@ -25,12 +28,12 @@ END = 0
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(TextCodec(EMBEDDED), 4096, (END,), 5.0)
+    return GrammarCompiler(TextCodec(EMBEDDED), 5.0)
 
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(EMBEDDED / "tokenizer.json", 4096)
+    return Grammars(EMBEDDED / "tokenizer.json", [END])
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -105,10 +108,77 @@ def walk(constraint: Constraint, rng: random.Random, most: int = 400) -> list[in
     return output
 
 
-def submit(grammar: str = "", healed: str = "", output: list[int] | None = None) -> protocol.Submit:
-    return protocol.Submit(
-        0, [1], output or [], 500, 0, [END], protocol.SamplingParams(), grammar=grammar, end_token_ids=[END], healed=healed
-    )
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 262,144 words."""
+    return write_large_tokenizer(tmp_path_factory.mktemp("large"))
+
+
+@pytest.fixture(scope="module", params=[4096, 262_144])
+def vocabulary(request: pytest.FixtureRequest) -> Path:
+    """The folder of a tokenizer of so many words."""
+    return EMBEDDED if request.param == 4096 else request.getfixturevalue("large_folder")  # type: ignore[no-any-return]
+
+
+def test_requests_served_together_get_what_each_gets_alone(vocabulary: Path) -> None:
+    """200 requests over 40 grammars on 64 streams, with preemption and two replays: no request's lexer, nor its limits, is another's."""
+    codec = TextCodec(vocabulary)
+    grammars, refused = compiled(codec)
+    assert not refused and len(set(grammars)) == 40
+    served = Grammars(codec.path, list(codec.end_token_ids))
+    asked, ends = requests(grammars, 200, 100, seed=1), list(codec.end_token_ids)
+    for request, outcome in zip(asked, together(asked, served, ends, seed=1, crashes=2), strict=True):
+        assert outcome == alone(request, fresh(served), ends), request
+        assert outcome[1] in ("eos_token", "length") or request.grammar in grammars[-len(BOMBS) :]
+
+
+def test_the_limits_of_a_grammar_do_not_depend_on_who_used_it_before(compiler: GrammarCompiler, grammars: Grammars) -> None:
+    """Ten long strings: the states of one text are a fifth of what a lexer may have."""
+    grammar = asyncio.run(compiler.compile(Source("json", strings(10, 120, 1100), "f")))
+    for seed in range(20):
+        constraint, rng = grammars.constraint(submit(grammar)), random.Random(seed)
+        assert constraint is not None
+        while constraint.mask is not None and (token := allowed_from(constraint.mask, rng.randrange(4096))) != END:
+            constraint.advance(token)
+
+
+ANSWERED = PUBLISHED + [("regex", expression) for expression in EVERYDAY if ("regex", expression) not in PUBLISHED]
+
+
+@pytest.mark.parametrize(("kind", "value"), ANSWERED, ids=lambda x: str(x)[:40])
+def test_published_and_everyday_constraints_are_answered_on_262144_words(
+    large_compiler: GrammarCompiler, large_grammars: Grammars, kind: Any, value: Any
+) -> None:
+    vocab_size = 262_144
+    grammar = asyncio.run(large_compiler.compile(Source(kind, value, "f")))
+    for seed in range(3):
+        constraint, rng = large_grammars.constraint(submit(grammar, end=1)), random.Random(seed)
+        assert constraint is not None
+        for _ in range(100):
+            assert constraint.mask is not None
+            if (token := allowed_from(constraint.mask, rng.randrange(vocab_size))) == 1:
+                break
+            constraint.advance(token)
+
+
+@pytest.fixture(scope="module")
+def large_compiler(large_folder: Path) -> GrammarCompiler:
+    return GrammarCompiler(TextCodec(large_folder), 60.0)
+
+
+@pytest.fixture(scope="module")
+def large_grammars(large_folder: Path) -> Grammars:
+    return Grammars(large_folder / "tokenizer.json", [1])
+
+
+async def test_a_grammar_that_fails_after_some_tokens_only_is_refused_before(compiler: GrammarCompiler) -> None:
+    """The highest ids alone lead nowhere near the part that is too complex."""
+    with pytest.raises(InvalidRequest, match="too complex"):
+        await compiler.compile(Source("regex", "\\x{10FFFF}{40}|!(?:a{1,1000}){1000}", "f"))
+
+
+def submit(grammar: str = "", healed: str = "", output: list[int] | None = None, end: int = END) -> protocol.Submit:
+    return protocol.Submit(0, [1], output or [], 500, 0, [end], protocol.SamplingParams(), grammar=grammar, healed=healed)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -184,6 +254,8 @@ def test_a_constrained_stream_outlives_the_engine(embedded_folder: Path) -> None
         ("json", "{", "not JSON"),
         ("lark", "start: (", "cannot be compiled"),
         ("lark", "start: missing", "cannot be compiled"),
+        ("lark", 'x ::= y\nroot ::= "a"', "::= as in GBNF at character 2; it must be a Lark grammar"),
+        ("json", '{"type": "object", "default": NaN}', "not JSON compliant"),
     ],
     ids=lambda x: str(x)[:20],
 )
@@ -193,11 +265,15 @@ async def test_bombs_and_nonsense_are_refused_at_once(compiler: GrammarCompiler,
     assert caught.value.param == "field" and "\n" not in caught.value.message and len(caught.value.message) < 200
 
 
-async def test_deep_schemas(compiler: GrammarCompiler) -> None:
+@pytest.mark.parametrize("depth", [50, 120, 200, 320, 10_000])
+async def test_deep_schemas(compiler: GrammarCompiler, depth: int) -> None:
     schema: dict[str, Any] = {"type": "string"}
-    for _ in range(10_000):
+    for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
-    with pytest.raises(InvalidRequest, match="nested deeper than 64"):
+    if depth < 100:
+        await compiler.compile(Source("json", schema, "field"))
+        return
+    with pytest.raises(InvalidRequest, match=r"nested too deeply|recursion limit exceeded"):
         await compiler.compile(Source("json", schema, "field"))
 
 

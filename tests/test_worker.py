@@ -53,7 +53,7 @@ class Engine:
 def engine() -> Iterator[Engine]:
     ours, theirs = Pipe()
     core = EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), SlowModel(one_group(4)))
-    thread = threading.Thread(target=Worker(theirs, core, Grammars(Path(), 64)).serve)
+    thread = threading.Thread(target=Worker(theirs, core, Grammars(Path(), [])).serve)
     thread.start()
     yield Engine(ours, core)
     ours.send_bytes(protocol.encode(protocol.Shutdown()))
@@ -86,7 +86,7 @@ def test_tokens_that_came_true_together_come_in_one_report() -> None:
     )
     for message in (submit(1, [3, 4, 5], 30), protocol.Shutdown()):
         ours.send_bytes(protocol.encode(message))
-    worker = Worker(theirs, EngineCore(scheduler, model), Grammars(Path(), 64))
+    worker = Worker(theirs, EngineCore(scheduler, model), Grammars(Path(), []))
     worker._handle(protocol.decode_to_engine(theirs.recv_bytes()))  # type: ignore[arg-type]
     while scheduler.has_work:
         worker._tell(worker.core.step(), 0.0)
@@ -130,7 +130,7 @@ def test_who_starts_is_said_before_the_step(engine: Engine) -> None:
 def test_it_beats_whatever_it_does() -> None:
     ours, theirs = Pipe()
     model = SlowModel(one_group(4))
-    Worker(theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), Grammars(Path(), 64)).beat(0.001)
+    Worker(theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), Grammars(Path(), [])).beat(0.001)
     assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(0)
     model.progress = 5
     while protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(0):

@@ -1,20 +1,18 @@
 """Grammars: what a grammar, or the seam of a healed prompt, allows next; token by token, as bit masks over the vocabulary.
 
-llguidance does the parsing. A matcher is a pure function of grammar and tokens so far, so a replayed sequence goes on where it was.
-It knows nothing of requests or of how a grammar was asked for: server.grammar has checked it under the same limits.
+llguidance does the parsing. Invariant: a mask, and whether a limit is reached, depend on the grammar and the output alone.
+It knows nothing of how a grammar was asked for: server.grammar has checked it under the same limits.
 """
 
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from model.spec import CheckpointError
+from server import guidance
 from server.engine.sequence import Constraint, ConstraintFailed
-from server.protocol import GRAMMAR_LIMITS
-
-CACHED = 32
-"""Compiled grammars kept: requests of one kind come in numbers."""
 
 
 class Asked(Protocol):
@@ -23,57 +21,39 @@ class Asked(Protocol):
     @property
     def grammar(self) -> str: ...
     @property
-    def end_token_ids(self) -> list[int]: ...
-    @property
     def healed(self) -> str: ...
     @property
     def output(self) -> list[int]: ...
 
 
 class Grammars:
-    """The grammars of one model's tokenizer, which is read when the first is asked for."""
+    """The grammars of one model's tokenizer. `ends`: what ends a text that satisfies a grammar."""
 
-    def __init__(self, tokenizer: Path, vocab_size: int) -> None:
-        self._path = tokenizer
-        self._vocab_size = vocab_size
-        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
-        self._compiled: dict[str, LLMatcher] = {}
+    def __init__(self, path: Path, ends: list[int]) -> None:
+        self._path = path
+        self._ends = ends
 
-    def prepare(self, ends: tuple[int, ...]) -> None:
-        """Reads the tokenizer now: of a large one that takes seconds, which no step should. Raises CheckpointError."""
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """Raises CheckpointError."""
         try:
-            self._tokenizer(ends)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # A panic of the library's is no Exception.
-            raise CheckpointError(f"{self._path}: not a tokenizer whose tokens can be constrained ({type(error).__name__})") from None
+            return guidance.read_tokenizer(self._path, self._ends)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
 
     def constraint(self, asked: Asked) -> Constraint | None:
-        """What a submission asks for, behind the output it comes with; None for most. Raises ConstraintFailed."""
-        if not asked.grammar and not asked.healed:
-            return None
-        tokenizer = self._tokenizer(tuple(asked.end_token_ids))
+        """The constraint of a submission, after the output it comes with; None where it has none. Raises ConstraintFailed."""
         if asked.grammar:
-            return GrammarConstraint(self._matcher(tokenizer, asked.grammar), asked.output)
-        matcher = self._matcher(tokenizer, LLMatcher.grammar_from_regex(f"(?s:{_literal(asked.healed)}.*)"))
-        return HealingConstraint(tokenizer, matcher, asked.healed, asked.output)
+            return GrammarConstraint(self._matcher(asked.grammar), asked.output)
+        if not asked.healed:
+            return None
+        matcher = self._matcher(LLMatcher.grammar_from_regex(f"(?s:{_literal(asked.healed)}.*)"))
+        return HealingConstraint(self.tokenizer, matcher, asked.healed, asked.output)
 
-    def _tokenizer(self, ends: tuple[int, ...]) -> LLTokenizer:
-        if ends not in self._tokenizers:
-            text = self._path.read_text(encoding="utf-8")
-            self._tokenizers[ends] = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(ends) or None)
-        return self._tokenizers[ends]
-
-    def _matcher(self, tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-        compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)  # type: ignore[arg-type]
-            compiled = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-            _check(compiled)
-        self._compiled[grammar] = compiled  # Behind the others: the first in the dict is the longest unused.
-        if len(self._compiled) > CACHED:
-            del self._compiled[next(iter(self._compiled))]
-        return compiled.deep_copy()
+    def _matcher(self, grammar: str) -> LLMatcher:
+        matcher = guidance.new_matcher(self.tokenizer, grammar)
+        _check(matcher)
+        return matcher
 
 
 class GrammarConstraint:
@@ -83,7 +63,14 @@ class GrammarConstraint:
         self._matcher = matcher
         self.mask: bytes | None = None
         self.forced: list[int] = []
-        self._consume(output)
+        self._consume([])
+        # Masks fill the lexer's tables, which have limits. A replayed sequence computes those that it computed before, or it would have
+        # more left than at the same token without the replay.
+        position = 0
+        while position + len(self.forced) < len(output):
+            position += len(self.forced) + 1
+            self.advance(output[position - 1])
+        del self.forced[: len(output) - position]
 
     def advance(self, token: int) -> None:
         self._consume([token])

@@ -45,8 +45,8 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
     _check_tokenizer(start, spec)
-    grammars = Grammars(Path(start.tokenizer), spec.vocab_size)
-    grammars.prepare(spec.end_token_ids)
+    grammars = Grammars(Path(start.tokenizer), sorted({*spec.end_token_ids, *start.end_token_ids}))
+    _ = grammars.tokenizer  # Read now: of a large one that takes seconds, which no step should.
     runner = _load_runner(start, folder, spec, max_context, report)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
     if limits.capacity < max_context:

@@ -1,0 +1,174 @@
+"""Prepares JSON schemas for llguidance: what it would not follow to the letter is rewritten, or refused by keyword, value and place.
+
+Objects that do not say otherwise are closed; a oneOf whose branches exclude each other becomes an anyOf; formats that nothing checks are
+annotations, as the standard says. Invariant: what satisfies the prepared schema satisfies the given one. No I/O.
+"""
+
+import json
+import re
+from decimal import Decimal
+from typing import Any
+
+MAX_MULTIPLE = 1000
+"""Largest digits of a multipleOf: the lexer has a state for each remainder."""
+EXACT = 2**53
+"""llguidance reads numbers as floats, and from here on those are not exact."""
+_EXACT = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_INNER = ("items", "prefixItems", "additionalItems", "additionalProperties")
+_IN_PLACE = ("allOf", "anyOf", "oneOf")
+_FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+"""llguidance allows 29 February in any year and a leap second in any minute."""
+_DIGITS = "-0123456789"
+_BEGINNINGS = {"null": "n", "boolean": "tf", "integer": _DIGITS, "number": _DIGITS, "string": '"', "array": "[", "object": "{"}
+"""Type -> the characters that its values begin with as JSON."""
+
+
+Node = dict[str, Any]
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be followed; the message is for the client."""
+
+
+def prepare(schema: Any, open_objects: bool) -> Node:
+    """The schema for llguidance. `open_objects`: objects that do not say otherwise take any further properties. Raises SchemaError."""
+    if not isinstance(schema, dict):
+        raise SchemaError("must be a JSON schema, which is an object")
+    if "x-guidance" in schema:
+        raise SchemaError("has the key x-guidance, which is not supported")
+    try:
+        return _Preparation(schema, not open_objects).run()
+    except (AttributeError, LookupError, TypeError):  # A list where an object belongs, and the like: checking each takes more than this.
+        raise SchemaError("has a keyword with a value of the wrong type, or a reference to nothing") from None
+
+
+def _refuse(at: str, value: Any, why: str) -> SchemaError:
+    """`at`: the JSON pointer of a keyword."""
+    pointer = json.dumps(at)[1:-1]
+    return SchemaError(f"has {pointer.rpartition('/')[2]} {json.dumps(value)[:40]} at {pointer[-60:]}: {why}")
+
+
+class _Preparation:
+    def __init__(self, root: Node, closing: bool) -> None:
+        self._root = root
+        self._closing = closing
+        self._open: set[str] = set()
+        """References to what is combined with other schemas, which may name further properties."""
+
+    def run(self) -> Node:
+        for _ in range(4):  # What is open refers to what is then open, too.
+            prepared: Node = self._schema(self._root, "#", self._closing)
+        return prepared
+
+    def _schema(self, node: Any, at: str, closing: bool) -> Any:
+        """`closing`: whether an object that does not say otherwise is closed."""
+        if not isinstance(node, dict):
+            return node
+        _check(node, at)
+        combined = len(node.get("allOf", ())) + sum(key in node for key in ("anyOf", "oneOf", "$ref", "properties")) > 1
+        closing = closing and not combined and at not in self._open
+        if "$ref" in node and not closing:
+            self._open.add(node["$ref"])
+        prepared = {key: self._value(key, value, f"{at}/{key}", closing) for key, value in node.items()}
+        if not isinstance(node.get("items"), list):
+            prepared.pop("additionalItems", None)  # It says nothing then, and llguidance would forget prefixItems for it.
+        besides = [{"anyOf": prepared.pop("oneOf")}] if "oneOf" in node else []
+        if (name := prepared.pop("format", None)) in _FORMATS:
+            prepared["format"] = name
+        elif name in _PATTERNS:
+            besides.append({"pattern": _PATTERNS[name]})
+        required = node.get("required", [])
+        if "properties" in node:
+            if not {"type", "const", "enum"} & node.keys():
+                prepared["type"] = "object"
+            if closing and "additionalProperties" not in node:
+                prepared["properties"] |= {name: True for name in required if name not in node["properties"]}
+                prepared["additionalProperties"] = False
+        is_open = prepared.get("additionalProperties") is not False or "patternProperties" in node
+        if is_open and node.get("minProperties", 0) > len(required) + 1:
+            raise _refuse(
+                f"{at}/minProperties", node["minProperties"], "keys that the schema does not name may repeat; require some by name"
+            )
+        return prepared | ({"allOf": prepared.get("allOf", []) + besides} if besides else {})
+
+    def _value(self, key: str, value: Any, at: str, closing: bool) -> Any:
+        """The value of a keyword. `closing` is for schemas of the same value."""
+        if key in _NAMED:
+            return {name: self._schema(item, f"{at}/{name}", self._closing) for name, item in value.items()}
+        if key == "$ref" and not value.startswith("#"):
+            raise _refuse(at, value, "refers to a schema elsewhere; nothing is fetched, so give it whole")
+        if key not in _INNER + _IN_PLACE:
+            return value
+        closing = self._closing if key in _INNER else closing
+        if not isinstance(value, list):
+            return self._schema(value, at, closing)
+        branches = [self._schema(item, f"{at}/{i}", closing) for i, item in enumerate(value)]
+        if key == "oneOf" and (name := self._discriminator(value, at)):
+            return [{"allOf": [branch], "required": [name]} for branch in branches]
+        return branches
+
+    def _resolved(self, node: Any) -> Node:
+        """The schema that a chain of references ends in; an empty one for true and false."""
+        for _ in range(64):
+            if isinstance(node, dict) and "$ref" in node:
+                names, node = node["$ref"].split("/")[1:], self._root
+                for name in names:
+                    node = node[name.replace("~1", "/").replace("~0", "~")]
+        return node if isinstance(node, dict) else {}
+
+    def _discriminator(self, nodes: list[Any], at: str) -> str:
+        """The property by which the objects among the branches of a oneOf differ; empty where their types do. Raises SchemaError where a
+        value could satisfy two branches.
+        """
+        forms = [self._forms(node) for node in nodes]
+        objects = [self._resolved(node).get("properties", {}) for node, form in zip(nodes, forms, strict=True) if form == {"{"}]
+        key = ""
+        if len(objects) > 1:
+            key = next((name for name in objects[0] if not _clash([self._forms(properties.get(name)) for properties in objects])), "")
+        if _clash([form for form in forms if form != {"{"} or not key] + [{"{"}] * bool(key)):
+            raise _refuse(at, nodes, "two branches may hold for one value; use anyOf, or tell them apart by a const")
+        return key
+
+    def _forms(self, node: Any) -> set[str]:
+        """What the values of a schema look like as JSON: each of them whole where they are listed, or what they may begin with."""
+        node = self._resolved(node)
+        if {"const", "enum"} & node.keys():
+            values = json.loads(json.dumps(node.get("enum", [node.get("const")])), parse_int=float)
+            return {json.dumps(value, sort_keys=True) + ";" for value in values}
+        types = node.get("type", [*_BEGINNINGS])
+        return {*"".join(_BEGINNINGS[kind] for kind in ([types] if isinstance(types, str) else types))}
+
+
+def _clash(values: list[set[str]]) -> bool:
+    """Whether two of the schemas of these forms may have a value in common."""
+    seen: set[str] = set()
+    for forms in values:
+        if any(form in seen or form[0] in seen or f"?{form}" in seen for form in forms):
+            return True
+        seen |= forms | {f"?{form[0]}" for form in forms if form[1:]}
+    return False
+
+
+def _check(node: Node, at: str) -> None:
+    """Raises SchemaError for values that llguidance would read as others."""
+    for key in node.keys() & {*_EXACT}:
+        text, numbers = json.dumps(node[key], ensure_ascii=False), list[str]()
+        json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
+        if any(abs(float(number)) >= EXACT for number in numbers):
+            raise _refuse(f"{at}/{key}", node[key], f"numbers from {EXACT} on are not exact; use a text, or leave the bound out")
+        if re.search(r"\\u00|\x7f", text):
+            raise _refuse(f"{at}/{key}", node[key], "it holds a control character, which is never written")
+    if multiple := abs(node.get("multipleOf", 0)):
+        scaled, digits = float(multiple), 0
+        while scaled % 1:
+            scaled, digits = scaled * 10, digits + 1
+        # This is how llguidance counts digits: where that gives another number than is written, it would follow that.
+        if scaled > MAX_MULTIPLE or Decimal(scaled) != Decimal(str(multiple)).scaleb(digits):
+            raise _refuse(f"{at}/multipleOf", multiple, f"only numbers whose digits make up to {MAX_MULTIPLE} are supported")
