@@ -2,7 +2,7 @@
 
 There is no generator with state: preempting, replaying or batching a sequence differently cannot change what it draws.
 
-Shape letters: S rows that sample, F rows that need sorting, V vocabulary.
+Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens that requests name.
 """
 
 import ctypes
@@ -134,7 +134,9 @@ class _Part:
         self.tokens_S = tokens_S
         self._tokens_S = download(tokens_S)
         self._numbers_3S = download(torch.stack([logprobs_S, normaliser_S, largest_S]))
-        self._tops = _Tops(logits_SV, normaliser_S, [sample.num_top for sample in samples])
+        named = [sample.sampling.logprob_token_ids for sample in samples]
+        num_tops = [0 if ids else sample.num_top for ids, sample in zip(named, samples, strict=True)]
+        self._tops = _Tops(logits_SV, normaliser_S, num_tops, named)
 
     def read(self) -> list[Drawn | NotDrawn]:
         tokens, (logprobs, normalisers, largest), tops = self._tokens_S.tolist(), self._numbers_3S.tolist(), self._tops.read()
@@ -195,10 +197,15 @@ class Scores:
 
 
 class _Tops:
-    """For each row its `num_tops` likeliest tokens with their log-probabilities."""
+    """For each row its `num_tops` likeliest tokens with their log-probabilities, or the tokens that a request has named."""
 
-    def __init__(self, logits_SV: Tensor, normaliser_S: Tensor, num_tops: Sequence[int]) -> None:
+    def __init__(self, logits_SV: Tensor, normaliser_S: Tensor, num_tops: Sequence[int], named: Sequence[Sequence[int]] = ()) -> None:
         self._num_tops = num_tops
+        self._named = [(i, ids) for i, ids in enumerate(named) if ids]
+        if self._named:
+            rows_N = upload([i for i, ids in self._named for _ in ids], logits_SV.device)
+            ids_N = upload([id for _, ids in self._named for id in ids], logits_SV.device)
+            self._named_logprobs_N = download(logits_SV[rows_N, ids_N] - normaliser_S[rows_N])
         self._rows = [i for i, count in enumerate(num_tops) if count]
         if self._rows:
             most = min(max(num_tops), logits_SV.shape[-1])
@@ -214,6 +221,10 @@ class _Tops:
         if self._rows:
             for i, ids, logprobs in zip(self._rows, self._ids_FK.tolist(), self._logprobs_FK.tolist(), strict=True):
                 tops[i] = tuple(zip(ids, logprobs, strict=True))[: self._num_tops[i]]
+        if self._named:
+            named_logprobs = iter(self._named_logprobs_N.tolist())
+            for i, named in self._named:
+                tops[i] = tuple((id, next(named_logprobs)) for id in named)
         return tops
 
 

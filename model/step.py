@@ -43,6 +43,8 @@ class Sampling:
     """If any, the only tokens that can be drawn."""
     bad_words: Sequence[Sequence[int]] = ()
     """Token sequences that must not occur in the output: the last token of one is not drawn where the others stand."""
+    logprob_token_ids: Sequence[int] = ()
+    """If any, the tokens to report with the drawn one, instead of the likeliest."""
     seed: int = 0
     """With the choice's number and the output index, all there is to the randomness of a draw."""
     choice: int = 0

@@ -284,6 +284,7 @@ class Generation:
             ("stop_token_ids", request.stop_token_ids),
             ("logit_bias", sampling.logit_bias),
             ("allowed_token_ids", sampling.allowed_token_ids),
+            ("logprob_token_ids", sampling.logprob_token_ids),
         ):
             if (unknown := next((id for id in ids if id >= vocab_size), None)) is not None:
                 raise InvalidRequest(f"`{name}` holds the token id {unknown}, which is not below the vocabulary's {vocab_size}", param=name)

@@ -62,6 +62,7 @@ class SamplingParams(Part, frozen=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] = []
     bad_words: list[list[int]] = []
+    logprob_token_ids: list[int] = []
     seed: int = 0
     choice: int = 0
 

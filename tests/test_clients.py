@@ -75,7 +75,7 @@ def test_openai_prompts_of_every_kind(client: openai.OpenAI, embedded_server: Se
     stop = single.text[2:4]
     (stopped,) = client.completions.create(prompt="import os", stop=stop, **settings).choices
     assert stopped.text == single.text[: single.text.index(stop)] and stopped.finish_reason == "stop"
-    assert stopped.model_extra == {"stop_reason": stop}
+    assert stopped.model_extra == {"stop_reason": stop, "prompt_logprobs": None}
 
 
 def test_openai_fill_in_the_middle(client: openai.OpenAI) -> None:

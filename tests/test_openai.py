@@ -149,6 +149,13 @@ def check_scores(server: ServerProcess, checkpoint: TinyCheckpoint) -> None:
             assert abs(own["logprob"] - row_V[ids[place]].item()) < 1e-4
             assert own["rank"] == int((row_V >= row_V[ids[place]]).sum())
             assert max(value["logprob"] for value in entry.values()) == pytest.approx(row_V.max().item(), abs=1e-4)
+        named = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 1, "return_tokens_as_token_ids": True}
+        status, answer = server.post("/v1/completions", named | {"logprob_token_ids": [5, 200, 6]})
+        (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+        row_V = expected_TV[-1]
+        wanted = [int(row_V.argmax()), 5, 200, 6]
+        assert list(top) == [f"token_id:{id}" for id in dict.fromkeys(wanted)]
+        assert list(top.values()) == [pytest.approx(row_V[id].item(), abs=1e-4) for id in dict.fromkeys(wanted)]
 
 
 def test_lm_evals_request(embedded_server: ServerProcess) -> None:

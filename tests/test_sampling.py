@@ -189,7 +189,7 @@ def test_the_noise_differs_in_each_argument_and_is_exponential() -> None:
 
 def test_the_wire_has_the_same_fields() -> None:
     ours, wire = Sampling(), SamplingParams()
-    empty = {"allowed_token_ids": [], "bad_words": []}
+    empty: dict[str, object] = {"allowed_token_ids": [], "bad_words": [], "logprob_token_ids": []}
     assert {f.name: getattr(ours, f.name) for f in fields(ours)} | empty == msgspec.structs.asdict(wire)
 
 
@@ -206,3 +206,23 @@ def test_a_row_that_is_not_finite_draws_nothing_and_its_neighbours_are_untouched
     assert isinstance(draw(LOGITS[None], [everything])[0], NotDrawn)
     overflow = Sample(Sampling(temperature=temperature, repetition_penalty=1e-45), [0], [])
     assert isinstance(draw(LOGITS[None], [overflow])[0], NotDrawn)
+
+
+def test_tokens_that_are_named_are_reported_instead_of_the_likeliest() -> None:
+    """Each row its own, in any company, and under the model's own distribution whatever bias the draw has."""
+    logits_SV = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 4
+    logprobs_SV = logits_SV.log_softmax(dim=-1)
+    samplings = [
+        Sampling(0.0, logprob_token_ids=[7, 3, 49]),
+        Sampling(0.0),
+        Sampling(1.0, logprob_token_ids=[0], logit_bias={0: 9.0}),
+        Sampling(0.0),
+    ]
+    samples = [Sample(sampling, [1], [], num_top=num_top) for sampling, num_top in zip(samplings, (2, 2, 0, 0), strict=True)]
+    together = draw(logits_SV, samples)
+    for i, drawn in enumerate(together):
+        (alone,) = draw(logits_SV[i : i + 1], samples[i : i + 1])
+        assert isinstance(drawn, Drawn) and isinstance(alone, Drawn) and drawn.top == alone.top
+        likeliest = logprobs_SV[i].topk(samples[i].num_top).indices.tolist()
+        assert [id for id, _ in drawn.top] == (list(samplings[i].logprob_token_ids) or likeliest)
+        assert all(logprob == pytest.approx(logprobs_SV[i, id].item(), abs=1e-5) for id, logprob in drawn.top)

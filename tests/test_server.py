@@ -1,5 +1,6 @@
 """The whole service as processes and sockets: streams, disconnects, an engine's death, shutdown, refusals to start."""
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -97,8 +98,16 @@ def test_info_and_probes(server: ServerProcess) -> None:
         and info["max_total_tokens"] == 512
         and info["model_dtype"] == info["kv_dtype"] == "float32"
     )
-    for path in ("/live", "/ready", "/health", "/docs", "/openapi.json"):
+    for path in ("/live", "/ready", "/health", "/ping", "/docs", "/openapi.json"):
         assert server.get(path)[0] == 200
+    assert json.loads(server.get("/version")[1]) == {"version": info["version"]}
+    for path in ("/live", "/ready", "/health", "/ping"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        with contextlib.closing(connection):
+            for method in ("HEAD", "GET"):  # On one connection: an answer to HEAD has no body that would be taken for the next answer.
+                connection.request(method, path)
+                response = connection.getresponse()
+                assert (response.status, response.read() == b"") == (200, method == "HEAD")
     page = server.get("/docs")[1]
     assert "https://" not in page and "swagger-ui" in page
     assert server.get("/nowhere")[0] == 404 and server.get("/generate")[0] == 405

@@ -38,7 +38,7 @@ def create_app(generation: Generation, section: ServerSection, names: ModelNames
     app.include_router(OpenAIRoutes(generation, section, names, chat_template, publications).router())
     app.include_router(StreamRoutes(publications).router())
     app.include_router(TokenRoutes(generation, section, names, chat_template).router())
-    app.include_router(OpsRoutes(generation).router())
+    app.include_router(OpsRoutes(generation, version).router())
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _gone)

@@ -26,6 +26,7 @@ class ChatReply(Answer):
         messages = [message.plain() for message in body.messages]
         num_chars = sum(len(message["content"]) for message in messages)
         prompt = await generation.tokenizing(num_chars, template.encode, messages, body.add_generation_prompt is not False)
+        prompt = body.truncated(prompt, generation.max_total_tokens)
         grammar = await generation.grammar(body.source())
         request = replace(body.request(generation.codec, prompt), grammar=grammar)
         return cls(body, model_id, generation.start(*with_choices(request, body.n or 1)))
@@ -33,7 +34,9 @@ class ChatReply(Answer):
     def first(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [
-            self.chunk([{"index": output.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]) for output in self.outputs
+            self.chunk([{"index": output.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            | self.prompt_token_ids(output)
+            for output in self.outputs
         ]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
@@ -47,7 +50,7 @@ class ChatReply(Answer):
             "logprobs": self._logprobs(tokens),
             "finish_reason": output.finish,
             "stop_reason": output.stop,
-        } | self.token_ids(output, tokens, with_prompt=False)
+        } | self.token_ids(tokens)
         return [self.chunk([choice])]
 
     def last(self) -> list[dict[str, Any]]:
@@ -62,21 +65,20 @@ class ChatReply(Answer):
                 "finish_reason": output.finish,
                 "stop_reason": output.stop,
             }
-            | self.token_ids(output, output.tokens, with_prompt=True)
+            | self.token_ids(output.tokens)
             for output in self.outputs
         ]
-        prompt_logprobs = self.prompt_logprobs(self.outputs[0])
-        return self.head | {"choices": choices, "usage": self.usage} | prompt_logprobs
+        prompt = self.prompt_logprobs(self.outputs[0]) | self.prompt_token_ids(self.outputs[0])
+        return self.head | {"choices": choices, "usage": self.usage} | prompt
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]] | None:
-        count = self.body.num_top
-        if count is None:
+        if self.body.num_top is None:
             return None
         content = [
-            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(id, logprob) for id, logprob in token.top[:count]]}
+            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(id, logprob) for id, logprob in self.top(token)]}
             for token in tokens
         ]
         return {"content": content}
 
     def _entry(self, id: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.token_text(id), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}
+        return {"token": self.token_name(id), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}

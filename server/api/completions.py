@@ -1,14 +1,14 @@
 """/v1/completions: prompts to requests, pieces to text_completion objects."""
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from server.api.openai_fields import CompletionBody
 from server.api.replies import Answer, Output, Token
 from server.fim import FillInTheMiddle, cut_last_token
 from server.generation import Generation, Request, with_choices
-from server.stream import OpenStreams, Piece
+from server.stream import OpenStreams, Piece, Top
+from server.text import Detokenizer, TextCodec
 
 
 class CompletionReply(Answer):
@@ -20,21 +20,20 @@ class CompletionReply(Answer):
         super().__init__("cmpl", "text_completion", model_id, body, streams)
         self.prompts = prompts
         """The text of each prompt, where it is to be repeated."""
-        self.offsets = [0] * len(self.outputs)
-        """Where the next token's text begins, in each output that is streamed with log-probabilities."""
         self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
+        self.offsets = [TextOffsets(self.codec, len(self._echo(output))) for output in self.outputs]
 
     @classmethod
     async def open(cls, generation: Generation, fim: FillInTheMiddle, body: CompletionBody, model_id: str) -> "CompletionReply":
         """Encodes the prompts and starts their sequences. Raises RequestError."""
         grammar = await generation.grammar(body.source())
         requests: list[Request] = []
+        prompts: list[str] = []
         for prompt in body.prompt:
-            request = replace(await _request(generation, fim, body, prompt, healing=not grammar), grammar=grammar)
-            requests += with_choices(request, body.best_of or body.n or 1)
-        prompts = []
-        if body.echo:
-            prompts = [prompt if isinstance(prompt, str) else generation.codec.decode(prompt) for prompt in body.prompt]
+            request, text = await _request(generation, fim, body, prompt, healing=not grammar)
+            requests += with_choices(replace(request, grammar=grammar), body.best_of or body.n or 1)
+            if body.echo:
+                prompts.append(text)
         return cls(body, model_id, generation.start(*requests), prompts)
 
     def first(self) -> list[dict[str, Any]]:
@@ -53,7 +52,7 @@ class CompletionReply(Answer):
             "logprobs": self._logprobs(output, tokens, with_prompt=begins),
             "finish_reason": output.finish,
             "stop_reason": output.stop,
-        } | self.token_ids(output, tokens, begins)
+        } | self._token_ids(output, tokens, begins)
         return [self.chunk([choice])]
 
     def last(self) -> list[dict[str, Any]]:
@@ -74,61 +73,94 @@ class CompletionReply(Answer):
                     "finish_reason": output.finish,
                     "stop_reason": output.stop,
                 }
-                choices.append(choice | self.prompt_logprobs(output) | self.token_ids(output, output.tokens, True))
+                choices.append(choice | self.prompt_logprobs(output) | self._token_ids(output, output.tokens, True))
         return self.head | {"choices": choices, "usage": self.usage}
+
+    def _token_ids(self, output: Output, tokens: list[Token], with_prompt: bool) -> dict[str, Any]:
+        return self.token_ids(tokens) | self.prompt_token_ids(output if with_prompt else None)
 
     def _echo(self, output: Output) -> str:
         return self.prompts[output.choice.index // self.per_prompt] if self.prompts else ""
 
     def _logprobs(self, output: Output, tokens: list[Token], with_prompt: bool) -> dict[str, list[Any]] | None:
         """The legacy object: parallel lists, the prompt's tokens first where it is repeated."""
-        count = self.body.logprobs
-        if count is None:
+        if self.body.logprobs is None:
             return None
-        rows: list[tuple[str, float | None, dict[str, float] | None]] = []
-        if with_prompt and self.body.echo:
-            choice = output.choice
-            rows.append((self.token_text(choice.request.prompt[0]), None, None))
-            rows += [self._row(Token(score.token, score.logprob, score.top), count) for score in choice.prompt_scores]
-        rows += [self._row(token, count) for token in tokens]
-        # A chunk's offsets go on where the chunks before it ended.
-        ends = list(accumulate((len(text) for text, _, _ in rows), initial=0 if with_prompt else self.offsets[output.choice.index]))
-        offsets, self.offsets[output.choice.index] = ends[:-1], ends[-1]
+        rows = self._prompt_rows(output, self.body.logprobs) if with_prompt and self.body.echo else []
+        skipped = () if self.body.skip_special_tokens is False else self.codec.special_ids
+        offsets = self.offsets[output.choice.index]
+        rows += [
+            (offsets.next(token.id, token.id not in skipped), *self._row(token.id, token.logprob, self.top(token))) for token in tokens
+        ]
         return {
-            "text_offset": offsets,
-            "token_logprobs": [logprob for _, logprob, _ in rows],
-            "tokens": [text for text, _, _ in rows],
-            "top_logprobs": [top for _, _, top in rows],
+            "text_offset": [offset for offset, _, _, _ in rows],
+            "token_logprobs": [logprob for _, _, logprob, _ in rows],
+            "tokens": [name for _, name, _, _ in rows],
+            "top_logprobs": [top for _, _, _, top in rows],
         }
 
-    def _row(self, token: Token, count: int) -> tuple[str, float, dict[str, float]]:
-        text = self.token_text(token.id)
+    def _prompt_rows(self, output: Output, count: int) -> list[tuple[int, str, float | None, dict[str, float] | None]]:
+        """(offset, name, log-probability, alternatives) of each prompt token; the first has only the two former."""
+        choice, text, offsets = output.choice, self._echo(output), TextOffsets(self.codec)
+
+        def offset(id: int) -> int:
+            # What the tokenizer adds, such as a beginning of sequence, is no part of the text; what was written as such is.
+            return offsets.next(id, id not in self.codec.special_ids or text.startswith(self.token_text(id), offsets.place))
+
+        first = choice.request.prompt[0]
+        rows: list[tuple[int, str, float | None, dict[str, float] | None]] = [(offset(first), self.token_name(first), None, None)]
+        for score in choice.prompt_scores:
+            rows.append((offset(score.token), *self._row(score.token, score.logprob, score.top[:count])))
+        return rows
+
+    def _row(self, id: int, logprob: float, others: Top) -> tuple[str, float, dict[str, float]]:
+        name = self.token_name(id)
         top: dict[str, float] = {}
-        for id, logprob in token.top[:count]:
-            top.setdefault(self.token_text(id), logprob)
-        top.setdefault(text, token.logprob)
-        return text, token.logprob, top
+        for other, its_logprob in others:
+            top.setdefault(self.token_name(other), its_logprob)
+        top.setdefault(name, logprob)
+        return name, logprob, top
 
 
-async def _request(generation: Generation, fim: FillInTheMiddle, body: CompletionBody, prompt: str | list[int], healing: bool) -> Request:
-    """The internal request of one prompt, as yet without a grammar."""
-    codec, healed = generation.codec, ""
+class TextOffsets:
+    """Where each token's text begins, in a text that is made of them token by token and begins at `place`."""
+
+    def __init__(self, codec: TextCodec, place: int = 0) -> None:
+        self.place = place
+        self._detokenizer = Detokenizer(codec)
+
+    def next(self, id: int, shown: bool) -> int:
+        """The place of the next token, which has text only if it is shown."""
+        place = self.place
+        if shown:
+            self.place += len(self._detokenizer.push(id))
+        return place
+
+
+async def _request(
+    generation: Generation, fim: FillInTheMiddle, body: CompletionBody, prompt: str | list[int], healing: bool
+) -> tuple[Request, str]:
+    """The internal request of one prompt, as yet without a grammar, and the text that `echo` repeats."""
+    codec, healed, text = generation.codec, "", ""
     stops: tuple[int, ...] = ()
     if body.suffix is not None and isinstance(prompt, str):
         heal = healing if body.token_healing is None else body.token_healing
         filling = await generation.tokenizing(len(prompt) + len(body.suffix), fim.fill, prompt, body.suffix, heal)
         ids, healed, stops = filling.prompt, filling.healed, filling.stop_token_ids
-    elif isinstance(prompt, list):
-        ids = prompt
     else:
-        ids = await generation.tokenizing(len(prompt), codec.encode_bare if body.add_special_tokens is False else codec.encode, prompt)
-        if body.token_healing:
+        encode = codec.encode_bare if body.add_special_tokens is False else codec.encode
+        whole = prompt if isinstance(prompt, list) else await generation.tokenizing(len(prompt), encode, prompt)
+        ids = body.truncated(whole, generation.max_total_tokens)
+        if body.echo:
+            text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else codec.decode(ids)
+        if body.token_healing and isinstance(prompt, str):
             ids, healed = cut_last_token(codec, ids, prompt)
     request = body.request(codec, ids)
     scored = bool(body.echo) and body.logprobs is not None
-    return replace(
+    request = replace(
         request,
         healed=healed,
         score_prompt=request.score_prompt or scored,
         stop_token_ids=(*request.stop_token_ids, *stops),
     )
+    return request, text

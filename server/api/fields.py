@@ -52,6 +52,7 @@ Salt = Annotated[str, Field(max_length=1024)]
 Text = Annotated[str, Field(max_length=2**24)]
 LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=128)]
+TruncatePromptTokens = Annotated[Integer, Field(ge=-1, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
 
 
@@ -200,17 +201,22 @@ class Format(Body):
     """
     json_schema: JsonSchema | None = None
     """The schema of the type `json_schema`."""
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """For `json_object` and `json` the JSON Schema that the object follows, as llama.cpp takes it."""
 
     def source(self, field: str) -> Source | None:
         """The constraint; None for plain text. Raises ValueError for a type that is unknown or lacks its value."""
-        if (self.value is not None and self.json_schema is not None) or (self.type == "text" and self.value is not None):
-            raise ValueError(f"`{field}` has more than its type {self.type!a} takes")
+        given = [value for value in (self.value, self.json_schema, self.schema_) if value is not None]
         if self.json_schema is not None and self.type != "json_schema":
             raise ValueError(f"`{field}.json_schema` goes with the type json_schema")
+        if self.schema_ is not None and self.type not in ("json", "json_object"):
+            raise ValueError(f"`{field}.schema` goes with the type json_object")
+        if len(given) > (self.type != "text"):
+            raise ValueError(f"`{field}` has more than its type {self.type!a} takes")
         if self.type == "text":
             return None
         if self.type in ("json", "json_object"):
-            return Source("json", {"type": "object"} if self.value is None else self.value, field)
+            return Source("json", given[0] if given else {"type": "object"}, field)
         if self.type == "json_schema":
             wrapped = self.json_schema or JsonSchema.model_validate(self.value if isinstance(self.value, dict) else {}, strict=True)
             if wrapped.schema_ is None:

@@ -26,8 +26,8 @@ from server.stream import speeds
 
 access = logging.getLogger("onehead.access")
 
-PUBLIC = frozenset({"/live", "/ready", "/health"})
-PROBED = PUBLIC | {"/metrics", "/ping"}
+PUBLIC = frozenset({"/live", "/ready", "/health", "/ping"})
+PROBED = PUBLIC | {"/metrics"}
 """Paths that are asked every few seconds: their lines of the access log are at the level debug."""
 WORK = frozenset({"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/infill"})
 """Paths whose POST asks for generation."""

@@ -85,6 +85,16 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Also return the log-probability of each prompt token, and this many most likely tokens in its place. Not with `stream`. Default:
     none.
     """
+    logprob_token_ids: Annotated[list[fields.TokenId], Field(min_length=1, max_length=128)] | None = None
+    """Return the log-probabilities of these token ids in each output token's place, after that of the token itself, instead of those of the
+    most likely tokens; only with `logprobs`. 1 to 128 ids. Default: none.
+    """
+    return_tokens_as_token_ids: bool | None = None
+    """Whether tokens in `logprobs` are written as `token_id:` and their id, so that those of the same text differ; only with `logprobs`.
+    Default: false.
+    """
+    truncate_prompt_tokens: fields.TruncatePromptTokens | None = None
+    """Keep only this many tokens of the prompt, its last ones. -1: as many as the context holds beside `max_tokens`. Default: all."""
     n: fields.Choices | None = None
     """Number of outputs for each prompt. Default: 1."""
     stream_options: StreamOptions | None = None
@@ -126,6 +136,11 @@ class GenerationBody(SamplingBody, LimitedBody):
             raise ValueError("`stream_options.continuous_usage_stats` is allowed only with `include_usage`")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("`prompt_logprobs` is not supported when streaming")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("`truncate_prompt_tokens` must be -1 or >= 1. Given: 0")
+        for name in ("logprob_token_ids", "return_tokens_as_token_ids"):
+            if getattr(self, name) and self.num_top is None:
+                raise ValueError(f"`{name}` is allowed only with `logprobs`")
         self.source()
         return self
 
@@ -148,12 +163,20 @@ class GenerationBody(SamplingBody, LimitedBody):
             raise ValueError("`structured_outputs` cannot be combined with `response_format`")
         return self.structured_outputs.source()
 
+    def truncated(self, prompt: list[int], capacity: int) -> list[int]:
+        """The end of a prompt that `truncate_prompt_tokens` keeps; `capacity` is the most tokens of prompt and output."""
+        kept = self.truncate_prompt_tokens
+        if kept == -1:
+            kept = max(1, capacity - (self.most_tokens or 1))
+        return prompt if kept is None else prompt[-kept:]
+
     def request(self, codec: TextCodec, prompt: list[int]) -> Request:
         """The internal request. Sampling defaults are the checkpoint's own, as vLLM's clients expect on these routes."""
         own = codec.files.sampling_defaults
         sampling = structs.replace(
             self.sampling(default(self.temperature, own.get("temperature", 1.0)), own),
             bad_words=[ids for word in self.bad_words or () for ids in bad_word_ids(codec, word)],
+            logprob_token_ids=self.logprob_token_ids or [],
         )
         return Request(
             prompt=prompt,
@@ -250,6 +273,8 @@ class CompletionBody(GenerationBody):
             raise ValueError("`suffix` needs a `prompt` that is one string, and no `echo`")
         if self.suffix is not None and self.add_special_tokens is not None:
             raise ValueError("`add_special_tokens` cannot be combined with `suffix`")
+        if self.suffix is not None and self.truncate_prompt_tokens is not None:
+            raise ValueError("`truncate_prompt_tokens` cannot be combined with `suffix`")
         if self.token_healing and not isinstance(self.prompt[0], str):
             raise ValueError("`token_healing` needs prompts that are texts")
         if self.token_healing and self.source() is not None:

@@ -1,4 +1,4 @@
-"""What an operator's tools ask: /live, /ready, /health, /metrics, /plan."""
+"""What an operator's tools ask: /live, /ready, /health, /ping, /version, /metrics, /plan."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,18 +13,29 @@ from server.supervisor import State
 class OpsRoutes:
     """The routes over one Generation."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, version: str) -> None:
         self.generation = generation
+        self._version = version
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["operations"])
         for path, handler in self.handlers().items():
             router.add_api_route(path, handler, methods=["GET"], response_class=Response)
+            # Load balancers probe with HEAD.
+            router.add_api_route(path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False)
         return router
 
     def handlers(self) -> dict[str, Callable[[], Awaitable[Response]]]:
         """The route of each question."""
-        return {"/live": self.live, "/ready": self.ready, "/health": self.ready, "/metrics": self.metrics, "/plan": self.plan}
+        return {
+            "/live": self.live,
+            "/ready": self.ready,
+            "/health": self.ready,
+            "/ping": self.ready,
+            "/version": self.version,
+            "/metrics": self.metrics,
+            "/plan": self.plan,
+        }
 
     async def live(self) -> Response:
         """Whether the server's process answers.
@@ -45,6 +56,10 @@ class OpsRoutes:
         status = "numerical errors" if supervisor.state is State.READY else supervisor.status
         status = "draining" if self.generation.draining else status
         return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
+
+    async def version(self) -> Response:
+        """The version of this server, as vLLM shows its own."""
+        return JSONResponse({"version": self._version})
 
     async def metrics(self) -> Response:
         """Metrics in Prometheus' text format."""

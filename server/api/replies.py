@@ -31,9 +31,13 @@ class Output:
     finish: str | None = None
     stop: str | int | None = None
 
-    def take(self, piece: Piece) -> list[Token]:
-        """Adds a piece; its token, if it has one."""
-        new = [] if piece.token is None else [Token(piece.token, piece.logprob or 0.0, piece.top)]
+    def take(self, piece: Piece, named: bool) -> list[Token]:
+        """Adds a piece; its token, if it has one. `named`: before the tokens that the request has named it reports the token itself."""
+        new = []
+        if piece.token is not None:
+            own = (piece.token, piece.logprob or 0.0)
+            top = (own, *(other for other in piece.top if other[0] != piece.token)) if named else piece.top
+            new = [Token(*own, top)]
         self.tokens += new
         self.text += piece.text
         if piece.finish is not None:
@@ -63,7 +67,11 @@ class Answer:
 
     def take(self, piece: Piece) -> list[Token]:
         """Adds a piece to its output; its token, if it has one."""
-        return self.outputs[piece.choice].take(piece)
+        return self.outputs[piece.choice].take(piece, bool(self.body.logprob_token_ids))
+
+    def top(self, token: Token) -> Top:
+        """The tokens to report in an output token's place."""
+        return token.top if self.body.logprob_token_ids else token.top[: self.body.num_top]
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -93,11 +101,17 @@ class Answer:
         """A token by itself."""
         return self.codec.decode([id])
 
+    def token_name(self, id: int) -> str:
+        """A token as `logprobs` show it."""
+        return f"token_id:{id}" if self.body.return_tokens_as_token_ids else self.token_text(id)
+
     def prompt_logprobs(self, output: Output) -> dict[str, Any]:
-        """vLLM's `prompt_logprobs`: for each prompt token but the first, it and the likeliest in its place, by id."""
+        """vLLM's `prompt_logprobs`: for each prompt token but the first, it and the likeliest in its place, by id. Null where they are not
+        asked for.
+        """
         count = self.body.prompt_logprobs
         if count is None:
-            return {}
+            return {"prompt_logprobs": None}
         entries: list[dict[str, Any] | None] = [None]
         for score in output.choice.prompt_scores:
             top = {id: (rank, logprob) for rank, (id, logprob) in enumerate(score.top[:count], 1)}
@@ -107,9 +121,12 @@ class Answer:
             )
         return {"prompt_logprobs": entries}
 
-    def token_ids(self, output: Output, tokens: Sequence[Token], with_prompt: bool) -> dict[str, Any]:
-        """vLLM's `return_token_ids`."""
+    def token_ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """vLLM's `return_token_ids`: the output's, which stand in each choice."""
+        return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
+
+    def prompt_token_ids(self, output: Output | None) -> dict[str, Any]:
+        """The same of an output's prompt: in each choice of completions, once in the reply of chat."""
         if not self.body.return_token_ids:
             return {}
-        prompt = output.choice.request.prompt if with_prompt else None
-        return {"token_ids": [token.id for token in tokens], "prompt_token_ids": prompt}
+        return {"prompt_token_ids": None if output is None else output.choice.request.prompt}
