@@ -52,7 +52,7 @@ Salt = Annotated[str, Field(max_length=1024)]
 Text = Annotated[str, Field(max_length=2**24)]
 LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=128)]
-TruncatePromptTokens = Annotated[Integer, Field(ge=-1, lt=2**31)]
+TruncatePromptTokens = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
 
 
