@@ -2,7 +2,7 @@
 
 There is no generator with state: preempting, replaying or batching a sequence differently cannot change what it draws.
 
-Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens that requests name.
+Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens that a request names.
 """
 
 import ctypes
@@ -135,8 +135,7 @@ class _Part:
         self._tokens_S = download(tokens_S)
         self._numbers_3S = download(torch.stack([logprobs_S, normaliser_S, largest_S]))
         named = [sample.sampling.logprob_token_ids for sample in samples]
-        num_tops = [0 if ids else sample.num_top for ids, sample in zip(named, samples, strict=True)]
-        self._tops = _Tops(logits_SV, normaliser_S, num_tops, named)
+        self._tops = _Tops(logits_SV, normaliser_S, [sample.num_top for sample in samples], named)
 
     def read(self) -> list[Drawn | NotDrawn]:
         tokens, (logprobs, normalisers, largest), tops = self._tokens_S.tolist(), self._numbers_3S.tolist(), self._tops.read()
@@ -201,11 +200,10 @@ class _Tops:
 
     def __init__(self, logits_SV: Tensor, normaliser_S: Tensor, num_tops: Sequence[int], named: Sequence[Sequence[int]] = ()) -> None:
         self._num_tops = num_tops
-        self._named = [(i, ids) for i, ids in enumerate(named) if ids]
-        if self._named:
-            rows_N = upload([i for i, ids in self._named for _ in ids], logits_SV.device)
-            ids_N = upload([id for _, ids in self._named for id in ids], logits_SV.device)
-            self._named_logprobs_N = download(logits_SV[rows_N, ids_N] - normaliser_S[rows_N])
+        self._named = named
+        if most := max(map(len, named), default=0):
+            ids_SN = upload([(*ids, *[0] * (most - len(ids))) for ids in named], logits_SV.device)
+            self._named_SN = download(logits_SV.gather(1, ids_SN) - normaliser_S[:, None])
         self._rows = [i for i, count in enumerate(num_tops) if count]
         if self._rows:
             most = min(max(num_tops), logits_SV.shape[-1])
@@ -221,10 +219,9 @@ class _Tops:
         if self._rows:
             for i, ids, logprobs in zip(self._rows, self._ids_FK.tolist(), self._logprobs_FK.tolist(), strict=True):
                 tops[i] = tuple(zip(ids, logprobs, strict=True))[: self._num_tops[i]]
-        if self._named:
-            named_logprobs = iter(self._named_logprobs_N.tolist())
-            for i, named in self._named:
-                tops[i] = tuple((id, next(named_logprobs)) for id in named)
+        if any(self._named):
+            for i, (ids, logprobs) in enumerate(zip(self._named, self._named_SN.tolist(), strict=True)):
+                tops[i] = tuple(zip(ids, logprobs, strict=False)) or tops[i]
         return tops
 
 

@@ -75,10 +75,10 @@ class ChatReply(Answer):
         if self.body.num_top is None:
             return None
         content = [
-            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(id, logprob) for id, logprob in self.top(token)]}
+            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(id, logprob) for id, logprob in token.top]}
             for token in tokens
         ]
         return {"content": content}
 
-    def _entry(self, id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self.token_name(id), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}

@@ -1,14 +1,16 @@
 """/v1/completions: prompts to requests, pieces to text_completion objects."""
 
+from collections.abc import Set
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from server.api.openai_fields import CompletionBody
 from server.api.replies import Answer, Output, Token
 from server.fim import FillInTheMiddle, cut_last_token
 from server.generation import Generation, Request, with_choices
-from server.stream import OpenStreams, Piece, Top
-from server.text import Detokenizer, TextCodec
+from server.stream import OpenStreams, Piece
+from server.text import Detokenizer
 
 
 class CompletionReply(Answer):
@@ -21,7 +23,9 @@ class CompletionReply(Answer):
         self.prompts = prompts
         """The text of each prompt, where it is to be repeated."""
         self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
-        self.offsets = [TextOffsets(self.codec, len(self._echo(output))) for output in self.outputs]
+        self.places = [len(self._echo(output)) for output in self.outputs]
+        """Where the next token's text begins, in each output with log-probabilities."""
+        self.detokenizers = [Detokenizer(self.codec) for _ in self.outputs]
 
     @classmethod
     async def open(cls, generation: Generation, fim: FillInTheMiddle, body: CompletionBody, model_id: str) -> "CompletionReply":
@@ -52,8 +56,8 @@ class CompletionReply(Answer):
             "logprobs": self._logprobs(output, tokens, with_prompt=begins),
             "finish_reason": output.finish,
             "stop_reason": output.stop,
-        } | self._token_ids(output, tokens, begins)
-        return [self.chunk([choice])]
+        } | self.token_ids(tokens)
+        return [self.chunk([choice | self.prompt_token_ids(output) if begins else choice])]
 
     def last(self) -> list[dict[str, Any]]:
         return self.usage_chunks()
@@ -73,68 +77,45 @@ class CompletionReply(Answer):
                     "finish_reason": output.finish,
                     "stop_reason": output.stop,
                 }
-                choices.append(choice | self.prompt_logprobs(output) | self._token_ids(output, output.tokens, True))
+                choices.append(choice | self.prompt_logprobs(output) | self.token_ids(output.tokens) | self.prompt_token_ids(output))
         return self.head | {"choices": choices, "usage": self.usage}
-
-    def _token_ids(self, output: Output, tokens: list[Token], with_prompt: bool) -> dict[str, Any]:
-        return self.token_ids(tokens) | self.prompt_token_ids(output if with_prompt else None)
 
     def _echo(self, output: Output) -> str:
         return self.prompts[output.choice.index // self.per_prompt] if self.prompts else ""
 
     def _logprobs(self, output: Output, tokens: list[Token], with_prompt: bool) -> dict[str, list[Any]] | None:
         """The legacy object: parallel lists, the prompt's tokens first where it is repeated."""
-        if self.body.logprobs is None:
+        count, choice = self.body.logprobs, output.choice
+        if count is None:
             return None
-        rows = self._prompt_rows(output, self.body.logprobs) if with_prompt and self.body.echo else []
-        skipped = () if self.body.skip_special_tokens is False else self.codec.special_ids
-        offsets = self.offsets[output.choice.index]
-        rows += [
-            (offsets.next(token.id, token.id not in skipped), *self._row(token.id, token.logprob, self.top(token))) for token in tokens
-        ]
+        skipped = frozenset() if self.body.skip_special_tokens is False else self.codec.special_ids
+        *offsets, self.places[choice.index] = places(self.detokenizers[choice.index], tokens, self.places[choice.index], skipped)
+        if with_prompt and self.body.echo:
+            scored = [Token(score.token, score.logprob, score.top[:count]) for score in choice.prompt_scores]
+            prompt = [Token(choice.request.prompt[0], None), *scored]
+            *within, end = places(Detokenizer(self.codec), prompt)
+            # What the tokenizer puts before the text, such as a beginning of sequence, is no part of it.
+            offsets = [max(0, place + len(self._echo(output)) - end) for place in within] + offsets
+            tokens = prompt + tokens
         return {
-            "text_offset": [offset for offset, _, _, _ in rows],
-            "token_logprobs": [logprob for _, _, logprob, _ in rows],
-            "tokens": [name for _, name, _, _ in rows],
-            "top_logprobs": [top for _, _, _, top in rows],
+            "text_offset": offsets,
+            "token_logprobs": [token.logprob for token in tokens],
+            "tokens": [self.token_name(token.id) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
         }
 
-    def _prompt_rows(self, output: Output, count: int) -> list[tuple[int, str, float | None, dict[str, float] | None]]:
-        """(offset, name, log-probability, alternatives) of each prompt token; the first has only the two former."""
-        choice, text, offsets = output.choice, self._echo(output), TextOffsets(self.codec)
-
-        def offset(id: int) -> int:
-            # What the tokenizer adds, such as a beginning of sequence, is no part of the text; what was written as such is.
-            return offsets.next(id, id not in self.codec.special_ids or text.startswith(self.token_text(id), offsets.place))
-
-        first = choice.request.prompt[0]
-        rows: list[tuple[int, str, float | None, dict[str, float] | None]] = [(offset(first), self.token_name(first), None, None)]
-        for score in choice.prompt_scores:
-            rows.append((offset(score.token), *self._row(score.token, score.logprob, score.top[:count])))
-        return rows
-
-    def _row(self, id: int, logprob: float, others: Top) -> tuple[str, float, dict[str, float]]:
-        name = self.token_name(id)
+    def _top(self, token: Token) -> dict[str, float] | None:
+        if token.logprob is None:
+            return None
         top: dict[str, float] = {}
-        for other, its_logprob in others:
-            top.setdefault(self.token_name(other), its_logprob)
-        top.setdefault(name, logprob)
-        return name, logprob, top
+        for id, logprob in (*token.top, (token.id, token.logprob)):
+            top.setdefault(self.token_name(id), logprob)
+        return top
 
 
-class TextOffsets:
-    """Where each token's text begins, in a text that is made of them token by token and begins at `place`."""
-
-    def __init__(self, codec: TextCodec, place: int = 0) -> None:
-        self.place = place
-        self._detokenizer = Detokenizer(codec)
-
-    def next(self, id: int, shown: bool) -> int:
-        """The place of the next token, which has text only if it is shown."""
-        place = self.place
-        if shown:
-            self.place += len(self._detokenizer.push(id))
-        return place
+def places(detokenizer: Detokenizer, tokens: list[Token], begin: int = 0, skipped: Set[int] = frozenset()) -> list[int]:
+    """Where the text of each token begins, and where that of the next would. Skipped ones have none."""
+    return list(accumulate((0 if token.id in skipped else len(detokenizer.push(token.id)) for token in tokens), initial=begin))
 
 
 async def _request(

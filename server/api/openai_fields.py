@@ -271,10 +271,9 @@ class CompletionBody(GenerationBody):
             raise ValueError("`best_of` above `n` is not supported when streaming: which are best is known at the end")
         if self.suffix is not None and (self.echo or len(self.prompt) > 1 or not isinstance(self.prompt[0], str)):
             raise ValueError("`suffix` needs a `prompt` that is one string, and no `echo`")
-        if self.suffix is not None and self.add_special_tokens is not None:
-            raise ValueError("`add_special_tokens` cannot be combined with `suffix`")
-        if self.suffix is not None and self.truncate_prompt_tokens is not None:
-            raise ValueError("`truncate_prompt_tokens` cannot be combined with `suffix`")
+        for name in ("add_special_tokens", "truncate_prompt_tokens"):
+            if self.suffix is not None and getattr(self, name) is not None:
+                raise ValueError(f"`{name}` cannot be combined with `suffix`")
         if self.token_healing and not isinstance(self.prompt[0], str):
             raise ValueError("`token_healing` needs prompts that are texts")
         if self.token_healing and self.source() is not None:

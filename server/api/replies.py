@@ -2,12 +2,12 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from server.api.openai_fields import GenerationBody
-from server.stream import Choice, OpenStreams, Piece, Top, prompt_tokens
+from server.stream import Choice, OpenStreams, Piece, prompt_tokens
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "timeout": "timeout"}
 
@@ -17,8 +17,8 @@ class Token:
     """One token of an output, with what is told of it."""
 
     id: int
-    logprob: float
-    top: Top
+    logprob: float | None
+    top: Iterable[tuple[int, float]] = ()
 
 
 @dataclass(slots=True)
@@ -31,12 +31,12 @@ class Output:
     finish: str | None = None
     stop: str | int | None = None
 
-    def take(self, piece: Piece, named: bool) -> list[Token]:
-        """Adds a piece; its token, if it has one. `named`: before the tokens that the request has named it reports the token itself."""
+    def take(self, piece: Piece, body: GenerationBody) -> list[Token]:
+        """Adds a piece; its token, if it has one. Tokens that the request names come after the token itself."""
         new = []
         if piece.token is not None:
             own = (piece.token, piece.logprob or 0.0)
-            top = (own, *(other for other in piece.top if other[0] != piece.token)) if named else piece.top
+            top = dict((own, *piece.top)).items() if body.logprob_token_ids else piece.top[: body.num_top]
             new = [Token(*own, top)]
         self.tokens += new
         self.text += piece.text
@@ -46,7 +46,7 @@ class Output:
 
     @property
     def mean_logprob(self) -> float:
-        return sum(token.logprob for token in self.tokens) / max(1, len(self.tokens))
+        return sum(token.logprob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
 
 
 class Answer:
@@ -67,11 +67,7 @@ class Answer:
 
     def take(self, piece: Piece) -> list[Token]:
         """Adds a piece to its output; its token, if it has one."""
-        return self.outputs[piece.choice].take(piece, bool(self.body.logprob_token_ids))
-
-    def top(self, token: Token) -> Top:
-        """The tokens to report in an output token's place."""
-        return token.top if self.body.logprob_token_ids else token.top[: self.body.num_top]
+        return self.outputs[piece.choice].take(piece, self.body)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -122,11 +118,9 @@ class Answer:
         return {"prompt_logprobs": entries}
 
     def token_ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """vLLM's `return_token_ids`: the output's, which stand in each choice."""
+        """vLLM's `return_token_ids`: those of an output."""
         return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
 
-    def prompt_token_ids(self, output: Output | None) -> dict[str, Any]:
-        """The same of an output's prompt: in each choice of completions, once in the reply of chat."""
-        if not self.body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": None if output is None else output.choice.request.prompt}
+    def prompt_token_ids(self, output: Output) -> dict[str, Any]:
+        """Those of its prompt: in each choice of completions, once in a reply of chat."""
+        return {"prompt_token_ids": output.choice.request.prompt} if self.body.return_token_ids else {}
