@@ -20,11 +20,10 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher with a lexer of its own: copies of a matcher share one, whose limits add up, and whose failure is every copy's. A mask is
     computed by walking the vocabulary, so what one step may cost grows with that; it is in llguidance's units.
     """
-    size = tokenizer.vocab_size
     limits: dict[str, Any] = {
         "initial_lexer_fuel": 200_000,
-        "step_lexer_fuel": 50_000 + size,
-        "step_max_items": max(10_000, size // 4),
+        "step_lexer_fuel": 50_000 + tokenizer.vocab_size,
+        "step_max_items": 10_000,
         "max_items_in_row": 2_000,
         "max_lexer_states": 100_000,
         "max_grammar_size": 100_000,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from model.step import Drawn, NotDrawn, Row, Sampling
 from server import protocol
 from server.engine.core import EngineCore
@@ -22,11 +24,10 @@ from tests.hash_model import HashModel, one_group
 RUNNING = 64
 
 
-def allowed_from(mask: bytes, start: int) -> int:
-    """The first allowed id from `start` on, and after the last id from 0 on."""
-    allowed = int.from_bytes(mask, "little")
-    rest = allowed >> start
-    return start + (rest & -rest).bit_length() - 1 if rest else (allowed & -allowed).bit_length() - 1
+def choose(mask: bytes, number: int) -> int:
+    """One of the allowed ids, each as likely as another for a number by chance."""
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+    return int(allowed[number % len(allowed)])
 
 
 class GuidedModel(HashModel):
@@ -38,7 +39,7 @@ class GuidedModel(HashModel):
         sample = row.sample
         assert sample.mask is not None
         digest = hashlib.blake2b(repr((sample.prompt, sample.output, sample.sampling.seed)).encode(), digest_size=8).digest()
-        token = allowed_from(sample.mask, int.from_bytes(digest, "little") % (8 * len(sample.mask)))
+        token = choose(sample.mask, int.from_bytes(digest, "little"))
         self._check(row, [*sample.prompt, *sample.output])
         return [Drawn(token, -1.0)]
 

@@ -17,8 +17,8 @@ from server.engine.sequence import Constraint, ConstraintFailed
 from server.errors import InvalidRequest
 from server.grammar import GrammarCompiler, Source
 from server.text import TextCodec
-from tests.constraints import BOMBS, EVERYDAY, PUBLISHED, strings
-from tests.guided import allowed_from, alone, compiled, fresh, requests, together
+from tests.constraints import BOMBS, EVERYDAY, PUBLISHED
+from tests.guided import alone, choose, compiled, fresh, requests, together
 from tests.large_vocabulary import write_large_tokenizer
 from tests.processes import ServerProcess, kill, wait_until
 
@@ -132,14 +132,19 @@ def test_requests_served_together_get_what_each_gets_alone(vocabulary: Path) -> 
         assert outcome[1] in ("eos_token", "length") or request.grammar in grammars[-len(BOMBS) :]
 
 
-def test_the_limits_of_a_grammar_do_not_depend_on_who_used_it_before(compiler: GrammarCompiler, grammars: Grammars) -> None:
-    """Ten long strings: the states of one text are a fifth of what a lexer may have."""
-    grammar = asyncio.run(compiler.compile(Source("json", strings(10, 120, 1100), "f")))
-    for seed in range(20):
-        constraint, rng = grammars.constraint(submit(grammar)), random.Random(seed)
+def test_a_request_that_fails_leaves_others_with_the_same_grammar_alone(grammars: Grammars) -> None:
+    grammar, codec = _raw_regex(BOMBS[1]), TextCodec(EMBEDDED)
+    (a,), (z,) = codec.encode("a"), codec.encode("z")
+    for _ in range(2):
+        constraint = grammars.constraint(submit(grammar))
         assert constraint is not None
-        while constraint.mask is not None and (token := allowed_from(constraint.mask, rng.randrange(4096))) != END:
-            constraint.advance(token)
+        constraint.advance(z)
+        with pytest.raises(ConstraintFailed):
+            failing = grammars.constraint(submit(grammar))
+            assert failing is not None
+            for token in (a, *codec.encode("a") * 40):
+                failing.advance(token)
+        constraint.advance(z)
 
 
 ANSWERED = PUBLISHED + [("regex", expression) for expression in EVERYDAY if ("regex", expression) not in PUBLISHED]
@@ -149,14 +154,13 @@ ANSWERED = PUBLISHED + [("regex", expression) for expression in EVERYDAY if ("re
 def test_published_and_everyday_constraints_are_answered_on_262144_words(
     large_compiler: GrammarCompiler, large_grammars: Grammars, kind: Any, value: Any
 ) -> None:
-    vocab_size = 262_144
     grammar = asyncio.run(large_compiler.compile(Source(kind, value, "f")))
     for seed in range(3):
         constraint, rng = large_grammars.constraint(submit(grammar, end=1)), random.Random(seed)
         assert constraint is not None
         for _ in range(100):
             assert constraint.mask is not None
-            if (token := allowed_from(constraint.mask, rng.randrange(vocab_size))) == 1:
+            if (token := choose(constraint.mask, rng.getrandbits(60))) == 1:
                 break
             constraint.advance(token)
 
