@@ -187,7 +187,8 @@ async def batch(settings: BatchSettings) -> int:
     async with running(settings, section) as engine:
         template = ChatTemplate(engine.generation.codec)
         nowhere = Publications(StreamStore(Retention()), keep_alive=0.0)
-        routes = OpenAIRoutes(engine.generation, section, ModelNames.of(model_id(settings.model), settings.given), template, nowhere)
+        name = model_id(settings.model)
+        routes = OpenAIRoutes(engine.generation, section, ModelNames.of((name,), (settings.given, name)), template, nowhere)
         # Twice as many as run, so that the next are tokenized when a place is free.
         places = asyncio.Semaphore(2 * settings.engine.max_running)
         with Progress(*columns) as progress:

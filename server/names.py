@@ -18,12 +18,9 @@ class ModelNames:
     others: frozenset[str] = ALWAYS
 
     @classmethod
-    def of(cls, shown: str, given: str, further: Sequence[str] = ()) -> "ModelNames":
-        """The names of a model that --model gave as `given`, a folder or org/name[@revision]: as given, without the revision, and each
-        one's last part.
-        """
-        named = {given, given.partition("@")[0], shown}
-        return cls(tuple(dict.fromkeys((shown, *further))), ALWAYS | named | {PurePath(name).name for name in named})
+    def of(cls, listed: Sequence[str], named: Sequence[str]) -> "ModelNames":
+        """The names of a model that is also known as `named`, folders and repositories: in full, and by their last part."""
+        return cls(tuple(dict.fromkeys(listed)), ALWAYS.union(named, (PurePath(name).name for name in named)))
 
     @property
     def shown(self) -> str:

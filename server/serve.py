@@ -267,7 +267,8 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     """Serves until a signal or the engine's end; the exit code. Raises OneheadError for what prevents it."""
     section = settings.server
     with bind(settings.host, settings.port) as listener:
-        names = ModelNames.of(section.model_name or model_id(settings.model), settings.given, section.served_model_names)
+        name = model_id(settings.model)
+        names = ModelNames.of((section.model_name or name, *section.served_model_names), (settings.given, name))
         engine = Running(settings, section, names.shown)
         retention = Retention(
             section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached

@@ -84,6 +84,9 @@ def test_it_is_downloaded_and_served_and_served_again_without_the_hub(
         asked = len(fake.requests)
         server = ServerProcess(Path(REPOSITORY))
         assert [model["id"] for model in json.loads(server.get("/v1/models")[1])["data"]] == [REPOSITORY]
+        for name in (REPOSITORY, REPOSITORY.partition("/")[2]):
+            status, answer = server.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
+            assert (status, answer["model"]) == (200, REPOSITORY)
         texts.append(server.text("def f", max_new_tokens=8, ignore_eos=True))
         assert server.stop() == 0
         assert (len(fake.requests) > asked) == (offline == "0")

@@ -21,22 +21,22 @@ from tests.fake_engine import serve
         ("org/name", "org/name", ("org/name", "name")),
         ("org/name@v1", "org/name", ("org/name@v1", "org/name", "name")),
         ("models/small", "small", ("models/small", "./models/small", "models/small/", "small")),
-        ("/srv/models/small", "small", ("/srv/models/small", "/srv/models/small/", "small")),
+        ("/srv/@models/small", "small", ("/srv/@models/small", "/srv/@models/small/", "small")),
     ],
 )
 def test_what_model_names_is_served_in_full_and_by_its_last_part(given: str, shown: str, accepted: tuple[str, ...]) -> None:
-    names = ModelNames.of(shown, given, ["alias", "org/alias"])
+    names = ModelNames.of((shown, "alias", "org/alias", "alias"), (given, shown))
     assert names.listed == (shown, "alias", "org/alias")
     for name in (*accepted, None, "", "dummy", "tgi"):
         assert names.resolve(name) == shown
     assert [names.resolve(name) for name in ("alias", "org/alias")] == ["alias", "org/alias"]
-    for other in ("org", "other/name2", "NAME", "alia", ".", "/", f"{given} ", "v1"):
+    for other in ("org", "other/name2", "NAME", "alia", ".", "/", "/srv/", "srv", f"{given} ", "v1"):
         with pytest.raises(NotFound, match=f"this server has '{shown}', 'alias'"):
             names.resolve(other)
 
 
 def test_a_name_of_its_own_keeps_those_that_model_gave() -> None:
-    names = ModelNames.of("mine", "org/name")
+    names = ModelNames.of(("mine",), ("org/name@v1", "org/name"))
     assert names.listed == ("mine",) and names.resolve("org/name") == names.resolve("name") == "mine"
 
 
@@ -54,7 +54,7 @@ def test_the_option_is_a_list_and_what_was_given_outlives_the_folder_that_it_is_
 async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check_it_last(tmp_path: Path) -> None:
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    names = ModelNames.of("org/name", "org/name", ["alias"])
+    names = ModelNames.of(("org/name", "alias"), ("org/name",))
     served = serve(tmp_path, names=names)
     while not served.generation.accepting:
         await asyncio.sleep(0)
