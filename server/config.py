@@ -131,7 +131,9 @@ class EngineSection(Section):
         False,
         description="the same bits whatever else is computed: on a GPU by products of our own; refused where it cannot be had",
     )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: OMP_NUM_THREADS, else the cgroup's quota")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads; default: OMP_NUM_THREADS, else the processors that may be used (affinity, CPU quota)"
+    )
     max_context: int | None = Field(None, ge=1, description="most tokens of prompt and output; default: the checkpoint's positions")
     max_running: int = Field(64, ge=1, le=4096, description="sequences computed together")
     step_tokens: int = Field(512, ge=1, le=65536, description="most tokens computed in one step")

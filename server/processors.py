@@ -11,7 +11,7 @@ from pathlib import Path
 SPIN_ITERATIONS = 10_000
 """Iterations that an OpenMP thread spins at a barrier before it sleeps (about 0.2 ms; libgomp's default is 300,000). Measured in
 docs/decisions/0033-short-spins.md."""
-WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -38,7 +38,7 @@ def engine_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
     By default libgomp's threads spin for milliseconds at every barrier. Where another process has taken the processor of the thread that
     they wait for, that is time in which the barrier cannot be passed, and a step of some hundred barriers takes 10 to 40 times as long.
     """
-    if any(name in environment for name in WAIT_VARIABLES):
+    if WAIT_VARIABLES & environment.keys():
         return dict(environment)
     return {**environment, "GOMP_SPINCOUNT": str(SPIN_ITERATIONS)}
 

@@ -73,6 +73,7 @@ async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
             assert (await client.post(path, json=body | {"model": "gpt-4", "nonsense": 1})).status_code == 400
         listed = (await client.get("/v1/models")).json()
+        assert (await client.get("/v1/models/")).json() == listed
         assert [model["id"] for model in listed["data"]] == ["org/name", "alias"]
         for name, id in (("org/name", "org/name"), ("name", "org/name"), ("alias", "alias")):
             assert json.loads((await client.get(f"/v1/models/{name}")).text)["id"] == id

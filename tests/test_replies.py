@@ -14,6 +14,7 @@ from server import protocol
 from tests.checkpoints import make_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.fake_engine import READY, FakeEngine, serve
+from tests.processes import ServerProcess
 
 BOS = "<|endoftext|>"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
@@ -59,6 +60,18 @@ async def test_offsets_are_places_in_the_text(folder: Path, prompt: Any) -> None
     )
     chunks, _ = await ask(folder, "/v1/completions", body | {"stream": True})
     assert [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]] == logprobs["text_offset"]
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_offsets_are_places_in_the_text_that_token_healing_has_rewritten(embedded_server: ServerProcess, echo: bool) -> None:
+    body = {"prompt": "def quicks", "token_healing": True, "max_tokens": 8, "temperature": 0, "echo": echo, "logprobs": 1}
+    _, answer = embedded_server.post("/v1/completions", body)
+    text, offsets = answer["choices"][0]["text"], answer["choices"][0]["logprobs"]["text_offset"]
+    assert offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] < len(text)
+    names = answer["choices"][0]["logprobs"]["tokens"]
+    # Before the last tokens the text of each stands at its place; without the prompt the first ones repeat what is not shown.
+    places = [(text[begin:end], name) for begin, end, name in zip(offsets, offsets[1:], names, strict=False)]
+    assert all(piece == name for piece, name in places if piece or echo) and sum(map(bool, offsets)) >= 4
 
 
 async def test_prompt_token_ids_stand_where_vllm_has_them(folder: Path) -> None:
@@ -130,6 +143,10 @@ async def test_what_does_not_go_together_is_refused_by_name(folder: Path) -> Non
         ({"truncate_prompt_tokens": -2}, "`truncate_prompt_tokens` must be >= -1. Given: -2"),
         ({"truncate_prompt_tokens": 3, "suffix": "x"}, "`truncate_prompt_tokens` cannot be combined with `suffix`"),
         ({"logprob_token_ids": [1]}, "`logprob_token_ids` is allowed only with `logprobs`"),
+        (
+            {"logprob_token_ids": [1], "logprobs": 1, "structured_outputs": {"regex": "[ab]+"}},
+            "`logprob_token_ids` cannot be combined with a constraint on the output",
+        ),
         ({"logprob_token_ids": [], "logprobs": 1}, "`logprob_token_ids` cannot be empty"),
         ({"logprob_token_ids": [1] * 129, "logprobs": 1}, "`logprob_token_ids` supports up to 128 items"),
         ({"logprob_token_ids": [257], "logprobs": 1}, "`logprob_token_ids` holds the token id 257"),

@@ -23,7 +23,7 @@ class CompletionReply(Answer):
         self.prompts = prompts
         """The text of each prompt, where it is to be repeated."""
         self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
-        self.places = [len(self._echo(output)) for output in self.outputs]
+        self.places = [*map(self._output_place, self.outputs)]
         """Where the next token's text begins, in each output with log-probabilities."""
         self.detokenizers = [Detokenizer(self.codec) for _ in self.outputs]
 
@@ -83,6 +83,10 @@ class CompletionReply(Answer):
     def _echo(self, output: Output) -> str:
         return self.prompts[output.choice.index // self.per_prompt] if self.prompts else ""
 
+    def _output_place(self, output: Output) -> int:
+        """Where the output's tokens begin in `text`: they repeat the end of the prompt that token healing has cut off."""
+        return len(self._echo(output)) - len(output.choice.request.healed)
+
     def _logprobs(self, output: Output, tokens: list[Token], with_prompt: bool) -> dict[str, list[Any]] | None:
         """The legacy object: parallel lists, the prompt's tokens first where it is repeated."""
         count, choice = self.body.logprobs, output.choice
@@ -95,10 +99,10 @@ class CompletionReply(Answer):
             prompt = [Token(choice.request.prompt[0], None), *scored]
             *within, end = places(Detokenizer(self.codec), prompt)
             # What the tokenizer puts before the text, such as a beginning of sequence, is no part of it.
-            offsets = [max(0, place + len(self._echo(output)) - end) for place in within] + offsets
+            offsets = [place + self._output_place(output) - end for place in within] + offsets
             tokens = prompt + tokens
         return {
-            "text_offset": offsets,
+            "text_offset": [max(0, offset) for offset in offsets],
             "token_logprobs": [token.logprob for token in tokens],
             "tokens": [self.token_name(token.id) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],

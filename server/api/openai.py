@@ -125,8 +125,11 @@ class OpenAIRoutes:
         return {"object": "list", "data": [self._model(name) for name in self.names.listed]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """Show the served model by one of its names."""
-        return self._model(self.names.resolve(name))
+        """Show the served model by one of its names.
+
+        Without a name, list the model as /v1/models does.
+        """
+        return self._model(self.names.resolve(name)) if name else await self.models()
 
     def _model(self, name: str) -> dict[str, Any]:
         return {

@@ -141,7 +141,9 @@ class GenerationBody(SamplingBody, LimitedBody):
         for name in ("logprob_token_ids", "return_tokens_as_token_ids"):
             if getattr(self, name) and self.num_top is None:
                 raise ValueError(f"`{name}` is allowed only with `logprobs`")
-        self.source()
+        if self.source() is not None and self.logprob_token_ids:
+            # Tokens that a grammar leaves no choice about are scored with the prompt's, which have no named ids.
+            raise ValueError("`logprob_token_ids` cannot be combined with a constraint on the output")
         return self
 
     @property
