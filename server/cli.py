@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,7 @@ def _check(folder: Path) -> None:
 def _serve(argv: list[str]) -> int:
     from server.config import ServeSettings, load
 
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads the file of keys again, which is not read yet.
     settings = load(ServeSettings, argv, "onehead serve")
     from server import logs
 

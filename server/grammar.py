@@ -104,7 +104,7 @@ def _grammar(source: Source, open_objects: bool) -> str:
         if len(text) > MAX_SOURCE_CHARS:
             raise ValueError(f"is longer than {MAX_SOURCE_CHARS} characters. Given: {len(text)}")
         if source.kind == "json":
-            text = json.dumps(json_schema.prepare(json.loads(text), open_objects), allow_nan=False)
+            text = json.dumps(json_schema.prepare(json_schema.parse(text), open_objects), allow_nan=False)
     except json.JSONDecodeError:
         raise ValueError("is a text that is not JSON") from None
     except RecursionError:

@@ -5,12 +5,16 @@ annotations, as the standard says. Invariant: what satisfies the prepared schema
 """
 
 import json
+import math
 import re
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 MAX_MULTIPLE = 1000
 """Largest digits of a multipleOf: the lexer has a state for each remainder."""
+MAX_BRANCHES = 64
+"""Of a oneOf: each pair is compared."""
 EXACT = 2**53
 """llguidance reads numbers as floats, and from here on those are not exact."""
 _EXACT = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -37,6 +41,18 @@ class SchemaError(ValueError):
     """A schema that cannot be followed; the message is for the client."""
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise SchemaError("has a number that is not finite, or has more than 308 digits")
+    return int(text) if text.lstrip("-").isdigit() else value
+
+
+def parse(text: str) -> Any:
+    """The value of a JSON text. Raises JSONDecodeError, and SchemaError for numbers that are not finite."""
+    return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
+
+
 def prepare(schema: Any, open_objects: bool) -> Node:
     """The schema for llguidance. `open_objects`: objects that do not say otherwise take any further properties. Raises SchemaError."""
     if not isinstance(schema, dict):
@@ -61,10 +77,20 @@ class _Preparation:
         self._closing = closing
         self._open: set[str] = set()
         """References to what is combined with other schemas, which may name further properties."""
+        self._places: set[str] = set()
+        """Where there are schemas, as references name them."""
+        self._references: dict[str, str] = {}
+        """References to where they stand."""
+        self._known_forms: dict[int, set[str]] = {}
 
     def run(self) -> Node:
         for _ in range(4):  # What is open refers to what is then open, too.
             prepared: Node = self._schema(self._root, "#", self._closing)
+        for reference, at in self._references.items():
+            if unquote(reference) not in self._places:
+                raise SchemaError(
+                    f"has a $ref at {json.dumps(at)[1:-1][-60:]} to no schema of its own; nothing is fetched, so give it whole"
+                )
         return prepared
 
     def _schema(self, node: Any, at: str, closing: bool) -> Any:
@@ -72,6 +98,7 @@ class _Preparation:
         if not isinstance(node, dict):
             return node
         _check(node, at)
+        self._places.add(at)
         combined = len(node.get("allOf", ())) + sum(key in node for key in ("anyOf", "oneOf", "$ref", "properties")) > 1
         closing = closing and not combined and at not in self._open
         if "$ref" in node and not closing:
@@ -101,9 +128,10 @@ class _Preparation:
     def _value(self, key: str, value: Any, at: str, closing: bool) -> Any:
         """The value of a keyword. `closing` is for schemas of the same value."""
         if key in _NAMED:
-            return {name: self._schema(item, f"{at}/{name}", self._closing) for name, item in value.items()}
-        if key == "$ref" and not value.startswith("#"):
-            raise _refuse(at, value, "refers to a schema elsewhere; nothing is fetched, so give it whole")
+            escaped = {name: name.replace("~", "~0").replace("/", "~1") for name in value}
+            return {name: self._schema(item, f"{at}/{escaped[name]}", self._closing) for name, item in value.items()}
+        if key == "$ref":
+            self._references[value] = at
         if key not in _INNER + _IN_PLACE:
             return value
         closing = self._closing if key in _INNER else closing
@@ -127,6 +155,8 @@ class _Preparation:
         """The property by which the objects among the branches of a oneOf differ; empty where their types do. Raises SchemaError where a
         value could satisfy two branches.
         """
+        if len(nodes) > MAX_BRANCHES:
+            raise _refuse(at, len(nodes), f"at most {MAX_BRANCHES} branches are supported; use anyOf")
         forms = [self._forms(node) for node in nodes]
         objects = [self._resolved(node).get("properties", {}) for node, form in zip(nodes, forms, strict=True) if form == {"{"}]
         key = ""
@@ -138,12 +168,23 @@ class _Preparation:
 
     def _forms(self, node: Any) -> set[str]:
         """What the values of a schema look like as JSON: each of them whole where they are listed, or what they may begin with."""
-        node = self._resolved(node)
-        if {"const", "enum"} & node.keys():
-            values = json.loads(json.dumps(node.get("enum", [node.get("const")])), parse_int=float)
-            return {json.dumps(value, sort_keys=True) + ";" for value in values}
-        types = node.get("type", [*_BEGINNINGS])
-        return {*"".join(_BEGINNINGS[kind] for kind in ([types] if isinstance(types, str) else types))}
+        if id(node) not in self._known_forms:
+            self._known_forms[id(node)] = _forms(self._resolved(node))
+        return self._known_forms[id(node)]
+
+
+def _zero(text: str) -> float:
+    """A number with one zero: -0.0 is 0."""
+    return float(text) + 0.0
+
+
+def _forms(node: Node) -> set[str]:
+    """As _Preparation._forms, of a schema without a reference."""
+    if {"const", "enum"} & node.keys():
+        values = json.loads(json.dumps(node.get("enum", [node.get("const")])), parse_int=_zero, parse_float=_zero)
+        return {json.dumps(value, sort_keys=True) + ";" for value in values}
+    types = node.get("type", [*_BEGINNINGS])
+    return {*"".join(_BEGINNINGS[kind] for kind in ([types] if isinstance(types, str) else types))}
 
 
 def _clash(values: list[set[str]]) -> bool:
@@ -158,12 +199,14 @@ def _clash(values: list[set[str]]) -> bool:
 
 def _check(node: Node, at: str) -> None:
     """Raises SchemaError for values that llguidance would read as others."""
+    if "$id" in node and at != "#":
+        raise _refuse(f"{at}/$id", node["$id"], "only the whole schema may have one")
     for key in node.keys() & {*_EXACT}:
         text, numbers = json.dumps(node[key], ensure_ascii=False), list[str]()
         json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
         if any(abs(float(number)) >= EXACT for number in numbers):
             raise _refuse(f"{at}/{key}", node[key], f"numbers from {EXACT} on are not exact; use a text, or leave the bound out")
-        if re.search(r"\\u00|\x7f", text):
+        if re.search(r"(?<!\\)(?:\\\\)*\\u00|\x7f", text):
             raise _refuse(f"{at}/{key}", node[key], "it holds a control character, which is never written")
     if multiple := abs(node.get("multipleOf", 0)):
         scaled, digits = float(multiple), 0

@@ -23,7 +23,7 @@ class _Key(Section):
 
 
 class _File(Section):
-    key: tuple[_Key, ...] = ()
+    key: tuple[_Key, ...] = Field((), max_length=1000)
 
 
 def read_keys(path: Path) -> dict[str, str]:
@@ -51,7 +51,7 @@ class Keys:
         """Reads the file again. A key that it no longer holds is refused from its next request on."""
         try:
             self.names = self._read()
-            log.info("SIGHUP: %d API keys are valid", len(self.names or ()))
+            log.info("SIGHUP: %s", "no API key is needed" if self.names is None else f"{len(self.names)} API keys are valid")
         except ConfigurationError as error:
             log.error("SIGHUP: the API keys stay as they were: %s", error)
 

@@ -46,11 +46,10 @@ def engine_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 def _quotas(root: Path, own: Path) -> Iterator[float]:
     """The CPU quota, in processors, of every control group that this process is in, of both versions of the interface."""
     try:
-        lines = own.read_text().splitlines()
+        lines = own.read_text(errors="surrogateescape").splitlines()
     except OSError:  # No control groups: nothing limits this process.
         return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1):
         if controllers and "cpu" not in controllers.split(","):
             continue
         hierarchy = root / controllers if controllers else root

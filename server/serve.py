@@ -275,17 +275,17 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         )
         store = StreamStore(retention)
         door = create_app(engine.generation, section, names, version("onehead"), store)
+        loop = asyncio.get_running_loop()
+        # Even under nohup: it ends nothing, and a key that was removed must not stay valid.
+        loop.add_signal_handler(signal.SIGHUP, door.api_keys.reload)
         http = http_server(door, section)
         load = LoadLog(engine.generation, time.monotonic())
         engine.start(lambda: store.sweep(time.monotonic()), lambda: engine.count(sink, store), lambda: load.tick(time.monotonic()))
         drain = Drain(http, engine.generation, section.drain_timeout, section.lb_grace)
-        loop = asyncio.get_running_loop()
         loop.set_exception_handler(OutOfFiles())
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish is respected.
                 loop.add_signal_handler(number, drain.on_signal, number)
-        # Even under nohup: it ends nothing, and a key that was removed must not stay valid.
-        loop.add_signal_handler(signal.SIGHUP, door.api_keys.reload)
         # What there is now stays: left out of every full collection, it no longer holds up requests for a tenth of a second.
         gc.collect()
         gc.freeze()

@@ -211,4 +211,4 @@ def test_a_server_answers_and_says_what_it_holds(tiny_folder: Path) -> None:
     finally:
         server.process.terminate()
         log = server.process.communicate()[1]
-    assert "bytes per token in float8_e4m3fn" in log and "by torch, last bits depend on the company;" in log and "fp8 on a CPU" in log
+    assert "bytes per token in float8_e4m3fn" in log and "by torch, not batch-invariant;" in log and "fp8 on a CPU" in log

@@ -9,7 +9,7 @@ import pytest
 from server.config import EMBEDDED_MODEL
 from server.errors import InvalidRequest
 from server.grammar import GrammarCompiler, Source
-from server.json_schema import SchemaError, prepare
+from server.json_schema import SchemaError, parse, prepare
 from server.text import TextCodec
 from tests.random_schemas import Trial, faults
 
@@ -117,6 +117,11 @@ def test_open_objects_are_an_option() -> None:
         ({"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}, "has minProperties 2 at #/minProperties"),
         ({"const": "\u0001"}, "control character"),
         ({"$ref": "https://example.com/x.json"}, "nothing is fetched"),
+        ({"$ref": "#/x", "x": {"type": "string", "format": "date"}}, "has a $ref at #/$ref to no schema of its own"),
+        ({"properties": {"a": {"$ref": "#s"}}, "$defs": {"s": {"$anchor": "s", "type": "string"}}}, "to no schema of its own"),
+        ({"properties": {"a": {"$id": "http://e/x", "$ref": "#/$defs/s", "$defs": {"s": {}}}}}, "only the whole schema may have one"),
+        ({"oneOf": [{"const": 0}, {"const": -0.0}]}, "two branches may hold"),
+        ({"oneOf": [{"$ref": "#/$defs/a"}] * 2000, "$defs": {"a": {"enum": [1] * 10_000}}}, "at most 64 branches"),
         ({"x-guidance": {"lenient": True}}, "x-guidance"),
         ({"properties": [1]}, "wrong type"),
         ({"allOf": 3}, "wrong type"),
@@ -131,6 +136,17 @@ def test_refusals_name_keyword_value_and_place(schema: Any, words: str) -> None:
     with pytest.raises(SchemaError) as caught:
         prepare(schema, False)
     assert words in str(caught.value) and len(str(caught.value)) < 250 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "1" * 400, "1" * 5000])
+def test_numbers_that_are_not_finite_are_refused_before_anything_is_computed(number: str) -> None:
+    with pytest.raises(SchemaError, match="not finite"):
+        prepare(parse(f'{{"type": "integer", "multipleOf": {number}}}'), False)
+
+
+def test_a_reference_may_name_any_schema_and_a_text_may_look_like_an_escape() -> None:
+    schema = {"properties": {"a/b": {"type": "string"}, "c": {"$ref": "#/properties/a~1b"}, "d": {"$ref": "#/$defs/e%20f"}}}
+    prepare(schema | {"$defs": {"e f": {"const": "a\\u0041"}}}, False)
 
 
 async def test_a_bound_on_optional_properties_is_refused_by_name() -> None:

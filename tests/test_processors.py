@@ -54,6 +54,12 @@ def test_a_quota_of_the_first_version(tmp_path: Path) -> None:
     assert available(tmp_path, "2:cpu,cpuacct:/docker\n") == 8
 
 
+def test_lines_that_are_not_understood_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "fs" / "cpu.max", "150000 100000\n")
+    (tmp_path / "own").write_bytes(b"\nno colon\n0::/caf\xe9\n")
+    assert processors.available_processors(tmp_path / "fs", tmp_path / "own") == 1.5
+
+
 def test_threads_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for quota, threads in ((0.5, 1), (1.5, 1), (2.0, 2)):
         monkeypatch.setattr(processors, "available_processors", lambda quota=quota: quota)

@@ -163,6 +163,7 @@ class Worker:
         self.core = core
         self.grammars = grammars
         self._sending = threading.Lock()
+        self._num_handled = 0
 
     def beat(self, seconds: float) -> None:
         """Sends a Beat every `seconds` from a thread of its own, as long as the process and the pipe live."""
@@ -170,7 +171,7 @@ class Worker:
         def beat() -> None:
             with contextlib.suppress(OSError):  # Nobody is left to hear it; the loop notices too.
                 while True:
-                    self._send(protocol.Beat(self.core.runner.progress))
+                    self._send(protocol.Beat(self.core.runner.progress + self._num_handled))
                     time.sleep(seconds)
 
         threading.Thread(target=beat, daemon=True, name="heartbeat").start()
@@ -186,6 +187,7 @@ class Worker:
                 if isinstance(message, protocol.Shutdown):
                     return
                 self._handle(message)
+                self._num_handled += 1  # Replaying a constrained output takes time, and is progress.
                 heard = True
             began = time.perf_counter()
             news = self.core.step(self._announce)
