@@ -259,7 +259,7 @@ def test_a_constrained_stream_outlives_the_engine(embedded_folder: Path) -> None
         ("lark", "start: (", "cannot be compiled"),
         ("lark", "start: missing", "cannot be compiled"),
         ("lark", 'x ::= y\nroot ::= "a"', "::= as in GBNF at character 2; it must be a Lark grammar"),
-        ("json", '{"type": "object", "default": NaN}', "not JSON compliant"),
+        ("json", '{"type": "object", "default": NaN}', "a number that is not finite"),
     ],
     ids=lambda x: str(x)[:20],
 )
