@@ -85,7 +85,10 @@ class _Preparation:
 
     def run(self) -> Node:
         for _ in range(4):  # What is open refers to what is then open, too.
+            num_open = len(self._open)
             prepared: Node = self._schema(self._root, "#", self._closing)
+            if len(self._open) == num_open:
+                break
         for reference, at in self._references.items():
             if unquote(reference) not in self._places:
                 raise SchemaError(
@@ -169,7 +172,7 @@ class _Preparation:
     def _forms(self, node: Any) -> set[str]:
         """What the values of a schema look like as JSON: each of them whole where they are listed, or what they may begin with."""
         if id(node) not in self._known_forms:
-            self._known_forms[id(node)] = _forms(self._resolved(node))
+            self._known_forms[id(node)] = _written_forms(self._resolved(node))
         return self._known_forms[id(node)]
 
 
@@ -178,8 +181,8 @@ def _zero(text: str) -> float:
     return float(text) + 0.0
 
 
-def _forms(node: Node) -> set[str]:
-    """As _Preparation._forms, of a schema without a reference."""
+def _written_forms(node: Node) -> set[str]:
+    """The forms of a schema that is no reference: its listed values as JSON, or the characters that its values begin with."""
     if {"const", "enum"} & node.keys():
         values = json.loads(json.dumps(node.get("enum", [node.get("const")])), parse_int=_zero, parse_float=_zero)
         return {json.dumps(value, sort_keys=True) + ";" for value in values}

@@ -209,7 +209,7 @@ def test_a_row_that_is_not_finite_draws_nothing_and_its_neighbours_are_untouched
 
 
 def test_tokens_that_are_named_are_reported_instead_of_the_likeliest() -> None:
-    """Each row its own, in any company, and under the model's own distribution whatever bias the draw has."""
+    """Each row has its own, whatever else is in the batch, and under the model's own distribution whatever bias the draw has."""
     logits_SV = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 4
     logprobs_SV = logits_SV.log_softmax(dim=-1)
     samplings = [

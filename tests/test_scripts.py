@@ -69,7 +69,7 @@ def run_on_a_terminal(*command: str | Path) -> str:
 
 def test_set_up_says_what_it_fetches_before_and_that_it_is_done_after(tree: Path) -> None:
     done = run(tree / "scripts" / "setup")
-    first, _, last = done.stderr.splitlines()  # Between them, what pip says of its own.
+    first, _, last = done.stderr.splitlines()  # Between them stands pip's own output.
     assert done.returncode == 0 and done.stdout == ""
     assert first.startswith("installing onehead into .venv: about 3 GB to download, with PyTorch for CUDA; README.md says how")
     assert last.startswith("installed onehead in ") and "--quiet" in (tree / "pip.log").read_text()

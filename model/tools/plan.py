@@ -122,7 +122,7 @@ def read_heads(folder: Path) -> tuple[ModelSpec, int]:
     try:
         return read_spec(folder), 1
     except CheckpointError as error:
-        # Only after the server has refused it: what convert says of a folder that it cannot read speaks of converting.
+        # Only after the server has refused it: convert's message about a folder that it cannot read is about converting.
         try:
             pooled = convert.make_plan(folder)
         except CheckpointError:
