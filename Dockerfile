@@ -13,6 +13,7 @@ RUN version="$(sed -n 's/^torch==//p' constraints.txt)" \
 COPY cache cache
 COPY model model
 COPY server server
+COPY commands commands
 RUN /opt/onehead/bin/pip install --constraint constraints.txt .
 
 FROM python:3.11-slim-bookworm

@@ -28,8 +28,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from server.bench import Ask, Load, circumstances, figures, run
-from server.client import Endpoint, Outcome, fetch_info
+from commands.bench.bench import Ask, Load, circumstances, figures, run
+from commands.bench.client import Endpoint, Outcome, fetch_info
 
 VOCAB_SIZE = 49152
 SHAPES = {
@@ -47,12 +47,12 @@ def make(shape: str, folder: Path) -> None:
     """Writes a gpt_bigcode checkpoint of random float32 weights, with a tokenizer trained on the standard library."""
     import torch
 
+    from commands import corpus
+    from commands.train.train import initialise
+    from model.checkpoint.families import gpt_bigcode
+    from model.checkpoint.weights import save_decoder
     from model.decoder import Decoder
-    from model.families import gpt_bigcode
     from model.spec import ModelSpec
-    from model.tools import corpus
-    from model.tools.train import initialise
-    from model.weights import save_decoder
 
     tokenizer = corpus.train_tokenizer((document.text for document in corpus.read_documents(None)), VOCAB_SIZE)
     sizes = SHAPES[shape]
@@ -265,7 +265,7 @@ def arguments() -> argparse.Namespace:
 def compare(options: argparse.Namespace) -> None:
     """Starts both peers, measures, reports."""
     folder = str(options.model)
-    serve = [sys.executable, "-m", "server.cli", "serve", "--model", folder, "--port", "0", *options.serve_options]
+    serve = [sys.executable, "-m", "commands.cli", "serve", "--model", folder, "--port", "0", *options.serve_options]
     peer = [sys.executable, __file__, "--model", folder, "--threads", str(options.threads), "--as_transformers"]
     with child(serve, options.threads) as server, child(peer, options.threads) as batcher:
         onehead = Endpoint.parse(url_of(server))

@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.live import http_request
-from bench.report import show
+from commands.bench.bench import circumstances
 from server import protocol
-from server.bench import circumstances
+from tests.support.live import http_request
+from tests.support.report import show
 
 ROOT = Path(__file__).resolve().parents[1]
 PACE = "BENCH_PUPPET_PACE"
@@ -158,7 +158,8 @@ def _as_server() -> int:
     if sys.argv[1].isdigit():
         puppet(Connection(int(sys.argv[1])), float(os.environ[PACE]) / 1e3)
         return 0
-    from server import cli, transport
+    from commands import cli
+    from server.supervision import transport
 
     # Engines are started with -P, which keeps them from finding this package by themselves.
     os.environ["PYTHONPATH"] = str(ROOT)

@@ -29,12 +29,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from cache.pool import in_float8
+from commands import corpus
+from commands.held_out import CausalAttention
 from model.attention import Attend
+from model.checkpoint.families import read_spec
+from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
-from model.families import read_spec
-from model.tools import corpus
-from model.tools.held_out import CausalAttention
-from model.weights import load_decoder
 
 LOGIT_ROWS = 512
 """Rows of logits made at a time: they are the largest tensor of all."""

@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bench.report import Check, Found, conclude, progress, show
 from server.config import EMBEDDED_MODEL
-from server.processors import available_processors, engine_threads
+from server.supervision.processors import available_processors, engine_threads
+from tests.support.report import Check, Found, conclude, progress, show
 
 TOKENS = 64
 LIBGOMP_SPINS = "300000"
@@ -39,7 +39,7 @@ def served(folder: Path, arguments: list[str], environment: dict[str, str]) -> I
     command = [
         sys.executable,
         "-m",
-        "server.cli",
+        "commands.cli",
         "serve",
         "--port",
         "0",

@@ -22,10 +22,10 @@ from typing import Any
 
 from bench.against_transformers import SHAPES, make
 from bench.host_costs import PARTS, RUNNING, State, measure
-from bench.report import Check, conclude, picture, progress, show
-from server.bench import figures
+from commands.bench.bench import figures
+from commands.bench.offline import ClosedLoop, OfflineSettings, info_of, load_engine
 from server.config import load
-from server.offline import ClosedLoop, OfflineSettings, info_of, load_engine
+from tests.support.report import Check, conclude, picture, progress, show
 
 CURVES = "host", "throughput", "latency"
 HOST = {

@@ -15,8 +15,9 @@ import torch
 
 from cache.layout import CacheLayout
 from cache.pool import KVPool
-from model.backends import Backend, backend_for, create_backend
 from model.batch import build_batch
+from model.devices import backend_for, create_backend
+from model.devices.backend import Backend
 from model.step import Drawn, Sampling, StepPlan, StepResult
 from server.engine.scheduler import Limits, Scheduler
 

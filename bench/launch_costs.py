@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from bench.gpu.serve import step, watch
-from bench.report import show
 from cache.layout import CacheLayout
 from cache.pool import KVPool
-from model.backends import create_backend
-from model.families import read_spec
-from model.flight import StepFlight
-from model.overlapped import OverlappedRunner
+from commands.bench.bench import circumstances
+from model.checkpoint.families import read_spec
+from model.devices import create_backend
+from model.runner.overlapped import OverlappedRunner
+from model.runner.pending_step import StepFlight
 from model.spec import ModelSpec
 from model.step import Sampling
-from server.bench import circumstances
 from server.config import EMBEDDED_MODEL
 from server.engine.core import EngineCore
 from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.worker import Worker
+from tests.support.report import show
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 64

@@ -23,8 +23,8 @@ OURS = """
 import sys, time, json
 from pathlib import Path
 import torch
-from model.families import read_spec
-from model.weights import load_decoder
+from model.checkpoint.families import read_spec
+from model.checkpoint.weights import load_decoder
 folder = Path(sys.argv[1])
 begin = time.perf_counter()
 decoder = load_decoder(folder, read_spec(folder), getattr(torch, sys.argv[2]), torch.device("cpu"), sys.argv[3])
@@ -52,7 +52,7 @@ def memory_of(pid: int) -> dict[str, int]:
 def engine_memory(folder: Path, dtype: str, quantization: str) -> dict[str, Any]:
     """Starts the server with the smallest cache; the engine process's memory when it is ready."""
     options = ["--engine.dtype", dtype, "--engine.quantization", quantization, "--cache.pages", "1", "--engine.max_running", "1"]
-    command = [sys.executable, "-m", "server.cli", "serve", "--model", str(folder), "--port", "0", *options]
+    command = [sys.executable, "-m", "commands.cli", "serve", "--model", str(folder), "--port", "0", *options]
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -74,9 +74,9 @@ def timed(program: str, *arguments: str) -> float:
 
 def measure(folder: Path, dtype: str, quantization: str, repeats: int) -> dict[str, Any]:
     """Memory once, times alternating."""
+    from commands.plan import weight_bytes
+    from model.checkpoint.families import read_spec
     from model.decoder import meta_decoder
-    from model.families import read_spec
-    from model.tools.plan import weight_bytes
 
     weights = weight_bytes(meta_decoder(read_spec(folder)))["int8" if quantization == "int8" else dtype]
     ours, theirs = [], []

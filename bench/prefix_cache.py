@@ -28,9 +28,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from bench.conversations import Conversation, Ideal, make_conversations
-from bench.live import Answer, Ask, Server, ask
-from bench.report import Check, Found, conclude, progress, show
 from server.config import EMBEDDED_MODEL, load
+from tests.support.live import Answer, Ask, Server, ask
+from tests.support.report import Check, Found, conclude, progress, show
 
 PARTS = "first_token", "trace", "bookkeeping"
 LEAST_RATIO = 8.0
@@ -179,9 +179,9 @@ class Meter:
 def bookkeeping(options: argparse.Namespace) -> Found:
     """The share of all steps that goes into prefixes where no two prompts have one in common."""
     from cache.prefix import PrefixCache
+    from commands.bench.offline import ClosedLoop, OfflineSettings, load_engine
     from server.engine.scheduler import Scheduler
     from server.engine.sequence import Sequence
-    from server.offline import ClosedLoop, OfflineSettings, load_engine
 
     meter = Meter()
     for owner, names in (

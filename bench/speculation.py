@@ -19,10 +19,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from bench.report import Check, conclude, progress, show
+from commands.bench.offline import OfflineSettings, info_of, load_engine
 from server.config import EMBEDDED_MODEL, load
-from server.offline import OfflineSettings, info_of, load_engine
-from server.text import TextCodec
+from server.text.codec import TextCodec
+from tests.support.report import Check, conclude, progress, show
 
 NUMBERS = count()
 LEAST_SPEEDUP, MOST_WASTED = 1.5, 0.03

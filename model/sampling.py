@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.native import library
+from model.devices.cpu.native import library
 from model.step import Drawn, NotDrawn, Sample
 from model.transfer import download, upload
 
@@ -51,7 +51,7 @@ def arrival_times(keys: Sequence[tuple[int, int, int]], count: int, device: torc
     for the step.
     """
     if _has_kernels(device):
-        from model.gpu.noise import exponentials_SV
+        from model.devices.gpu.draw import exponentials_SV
 
         return exponentials_SV(keys, count, device)
     return upload(torch.from_numpy(np.stack([exponentials(*key, count) for key in keys])), device)
@@ -161,7 +161,7 @@ def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     By our kernel where there is one: torch's sum of a row depends on how many rows there are.
     """
     if _has_kernels(logits_SV.device):
-        from model.gpu.launches import summary as by_triton
+        from model.devices.gpu.launches import summary as by_triton
 
         return by_triton(logits_SV)
     kernels = library() if logits_SV.device.type == "cpu" else None
@@ -279,7 +279,7 @@ def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
 
 def race(logits_SV: Tensor, largest_S: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
     """What `_draw_random` does for rows that filter nothing, in one launch and without a copy of theirs."""
-    from model.gpu.noise import race_S
+    from model.devices.gpu.draw import race_S
 
     settings = [(s.sampling.temperature, s.sampling.min_p) for s in samples]
     return race_S(logits_SV, largest_S, rows, _keys(samples), settings)

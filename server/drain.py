@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from server.generation import Generation
+from server.generation.admission import Generation
 
 log = logging.getLogger("onehead")
 

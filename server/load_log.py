@@ -2,7 +2,7 @@
 
 import logging
 
-from server.generation import Generation
+from server.generation.admission import Generation
 
 log = logging.getLogger("onehead")
 

@@ -24,22 +24,22 @@ import uvicorn
 from prometheus_client import ProcessCollector
 
 from server import logs, protocol
-from server.api.app import create_app, with_cors
-from server.api.front import FrontDoor
 from server.config import EngineSettings, ServerSection, ServeSettings
-from server.connection import connection_class
 from server.drain import FLUSH_SECONDS, SIGNALS, Drain, HttpServer
 from server.errors import ResourceError
-from server.generation import Bounds, Generation
-from server.hub import model_id
+from server.generation.admission import Bounds, Generation
+from server.http.app import create_app, with_cors
+from server.http.connection import connection_class
+from server.http.front import FrontDoor
+from server.http.model_names import ModelNames
+from server.http.stream_buffer import Retention, StreamStore
+from server.hub.download import model_id
 from server.load_log import LoadLog
 from server.metrics import Metrics
-from server.names import ModelNames
-from server.processors import available_processors, engine_threads
-from server.stream_buffer import Retention, StreamStore
-from server.supervisor import Patience, State, Supervisor
-from server.text import TextCodec
-from server.transport import EngineProcess
+from server.supervision.processors import available_processors, engine_threads
+from server.supervision.supervisor import Patience, State, Supervisor
+from server.supervision.transport import EngineProcess
+from server.text.codec import TextCodec
 
 EXIT_STREAMS_CUT = 75
 ENGINE_EXIT_SECONDS = 5.0

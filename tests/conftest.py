@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.paths import EMBEDDED
+
 # Before any fixture starts a process: two test processes share two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint, make_tokenizer
-from tests.processes import ServerProcess
+from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint, make_tokenizer
+from tests.support.processes import ServerProcess
 
 # Seconds are the benchmarks' business: on a loaded machine a deadline fails what is right.
 settings.register_profile("onehead", deadline=None)
@@ -63,7 +65,7 @@ def embedded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model with a chat template, which it has none of its own."""
     folder = tmp_path_factory.mktemp("embedded") / "embedded"
     folder.mkdir()
-    for path in (Path(__file__).parent.parent / "model" / "pretrained").iterdir():
+    for path in EMBEDDED.iterdir():
         (folder / path.name).symlink_to(path)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder

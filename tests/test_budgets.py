@@ -1,6 +1,8 @@
 """The budgets hold, the light modules stay light, and the checks can fail."""
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,58 +10,53 @@ from pathlib import Path
 import pytest
 
 from tests import budgets
+from tests.support.paths import ROOT
 
 
 def test_budgets() -> None:
     assert budgets.problems() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("cache.pages", "import torch"),
-        ("model.decoder", "from server import config"),
-        ("server.api.app", "def f():\n    import torch"),
-        ("server.text", "from server.engine import core"),
-        ("server.engine.scheduler", "import time"),
-        ("model.families.gpt_bigcode", "import pickle"),
-        ("model.backends.cpu", "from model.backends.reference import create"),
-        ("model.backends.cpu", "from model.backends.triton import plan"),
-        ("model.backends.triton.plan", "from model.backends import cpu"),
-        ("cache.pages", "from server import config"),
-        ("model.families.gpt_bigcode", "from server import errors"),
-        ("server.engine.scheduler", "import uvicorn"),
-        ("model.runner", "from model.reference import masking"),
-        ("model.runner", "from model.tools import train"),
-        ("server.generation", "from model.step import Row"),
-        ("server.bench", "from server import offline"),
-        ("server.engine.core", "from server import offline"),
-        ("server.offline", "def f():\n    import torch"),
-    ],
-)
-def test_a_forbidden_import_is_found(name: str, source: str) -> None:
-    assert list(budgets.import_problems(name, ast.parse(source)))
+def test_a_forbidden_import_is_found(tmp_path: Path) -> None:
+    """A contract of pyproject.toml finds an import upward, inside a function, through a module between."""
+    for package in ("commands", "server", "model", "cache", "bench", "tests"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.so", "pretrained"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / "server" / "logs.py").open("a") as file:
+        file.write("\n\ndef planted() -> None:\n    import model.step\n")
+    checked = lint_imports(tmp_path)
+    assert checked.returncode == 1
+    assert "The API process imports no torch, model or engine BROKEN" in checked.stdout
+    assert "server.logs -> model.step" in checked.stdout
+
+
+def lint_imports(folder: Path) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    program = str(Path(sys.executable).with_name("lint-imports"))
+    return subprocess.run([program, "--no-cache"], cwd=folder, env=environment, check=False, capture_output=True, text=True)
 
 
 def test_a_forbidden_call_is_found() -> None:
     assert list(budgets.call_problems("server.x", ast.parse("import torch\ntorch.load('x')\neval('1')"))) != []
     assert list(budgets.call_problems("model.x", ast.parse("import os\nos.environ['A']"))) != []
     careful = ast.parse("torch.load(path, weights_only=True)")
-    assert [*budgets.call_problems("model.weights", careful)] and not [*budgets.call_problems("model.tools.convert", careful)]
-    assert list(budgets.call_problems("model.tools.convert", ast.parse("torch.load(path)"))) != []
+    assert [*budgets.call_problems("model.checkpoint.weights", careful)] and not [
+        *budgets.call_problems("commands.convert.convert", careful)
+    ]
+    assert list(budgets.call_problems("commands.convert.convert", ast.parse("torch.load(path)"))) != []
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        "server.cli",
+        "commands.cli",
         "server.serve",
-        "server.terminal",
-        "server.bench",
-        "server.offline",
-        "server.hub",
+        "commands.generate",
+        "commands.bench.bench",
+        "commands.bench.offline",
+        "server.hub.download",
         "model.step",
-        "model.families",
+        "model.checkpoint.families",
         "cache.table",
     ],
 )
@@ -70,7 +67,7 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
 
 def test_help_does_not_import_torch_or_the_service() -> None:
     heavy = "{'torch', 'fastapi', 'pydantic'}"
-    code = f"import sys; from server.cli import main; main(['--help']); sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys; from commands.cli import main; main(['--help']); sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
 
 

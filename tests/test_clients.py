@@ -10,7 +10,7 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError, ValidationError
 from pydantic import BaseModel
 
-from tests.processes import ServerProcess
+from tests.support.processes import ServerProcess
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Write a function that adds."}]
 

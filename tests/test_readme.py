@@ -3,13 +3,13 @@
 import json
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.processes import ServerProcess
+from tests.support.paths import ROOT
+from tests.support.processes import ServerProcess
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 REQUESTS = [block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if "curl" in block and " -d '" in block]
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from server.config import Section, ServeSettings
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 # Makes a .venv whose Python is the script beside it; anything else is the real Python's.
 PYTHON = """#!/bin/sh
 if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "$STUBS/venv-python" "$3/bin/python"; else exec "$REAL_PYTHON" "$@"; fi
@@ -21,7 +21,7 @@ if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "$STUBS/venv-python" "$
 VENV_PYTHON = """#!/bin/sh
 case "$1" in
   -c) [ -n "$TORCH" ] && echo "$TORCH" ;;
-  -m) echo "$@" >>pip.log; echo "pip says something"; : >model/native/kernels_stub.so ;;
+  -m) echo "$@" >>pip.log; echo "pip says something"; : >model/devices/cpu/native/kernels_stub.so ;;
 esac
 """
 TORCH = next(line.split("==")[1] for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
@@ -34,9 +34,9 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("scripts/setup", "scripts/serve", "server/config.py", "pyproject.toml", "constraints.txt"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
-    (tree / "model" / "native").mkdir(parents=True)
+    (tree / "model" / "devices" / "cpu" / "native").mkdir(parents=True)
     for name in ("product.cpp", "rows.h"):
-        shutil.copy2(ROOT / "model" / "native" / name, tree / "model" / "native")
+        shutil.copy2(ROOT / "model" / "devices" / "cpu" / "native" / name, tree / "model" / "devices" / "cpu" / "native")
     stubs.mkdir()
     for name, text in (("python3", PYTHON), ("venv-python", VENV_PYTHON)):
         (stubs / name).write_text(text)

@@ -32,8 +32,8 @@ from pathlib import Path
 from bench.gpu.bars import bars
 from bench.gpu.common import Part, make_checkpoint, versions, write_json
 from bench.gpu.pictures import draw, tables
-from bench.report import Found, conclude, progress
-from server.bench import circumstances
+from commands.bench.bench import circumstances
+from tests.support.report import Found, conclude, progress
 
 SHARES = {"ceilings": 0.04, "checkpoint": 0.2, "attention": 0.23, "step": 0.09, "serve": 0.16, "numerics": 0.1, "peers": 0.18}
 """Of the time, in the order in which parts run; what one leaves goes to those behind it."""

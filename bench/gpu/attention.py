@@ -21,8 +21,8 @@ from torch import Tensor
 from bench.gpu.common import CASES, HEADS, Part, captured, median_seconds
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
-from model.backends import backend_for, create_backend
 from model.batch import build_batch
+from model.devices import backend_for, create_backend
 from model.step import Row, StepPlan
 
 PAGE_SIZE = 64

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.gpu.common import CASES, HEADS
 from bench.gpu.floor import Ceilings, Shape, nano_vllm, step_seconds, workload_seconds
-from bench.report import Check, Found
+from tests.support.report import Check, Found
 
 COPY_SHARE, FULL_BYTES = 0.85, 200e6
 LATENCY, LATENCY_CASE = 8e-6, "1x1024"

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu.floor import Shape, Workload, nano_vllm
-from bench.report import Found
+from commands.bench.offline import OfflineSettings, load_engine
 from server.config import EMBEDDED_MODEL, load
-from server.offline import OfflineSettings, load_engine
+from tests.support.report import Found
 
 if TYPE_CHECKING:
     import torch
@@ -191,9 +191,9 @@ def make_checkpoint(part: Part) -> None:
     import torch
     from tokenizers import Tokenizer
 
+    from model.checkpoint.families import read_spec
+    from model.checkpoint.weights import save_decoder
     from model.decoder import meta_decoder
-    from model.families import read_spec
-    from model.weights import save_decoder
 
     shutil.copytree(EMBEDDED_MODEL, part.checkpoint, ignore=shutil.ignore_patterns("*.safetensors", "SHA256SUMS"))
     config = json.loads((part.checkpoint / "config.json").read_text()) | SIZES[part.small]

@@ -12,19 +12,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.conditions import Engine, alone, batches, compare, make_cases
 from bench.gpu.attention import SMALL_HEADS, Problem, backend_name
 from bench.gpu.common import HEADS, Part, engine
-from bench.report import Found
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
-from model.backends import create_backend
+from commands.bench.offline import ClosedLoop
 from model.batch import build_batch
-from model.families import read_spec
+from model.checkpoint.families import read_spec
+from model.checkpoint.weights import load_decoder
+from model.devices import create_backend
 from model.step import Row, StepPlan
-from model.weights import load_decoder
 from server.config import EMBEDDED_MODEL, EngineSection
-from server.offline import ClosedLoop
+from tests.support.conditions import Engine, alone, batches, compare, make_cases
+from tests.support.report import Found
 
 PAGE_SIZE, POSITIONS = 64, 512
 COMPANY = 16

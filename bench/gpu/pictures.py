@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.bars import COPY_SHARE, attention_rows, rates, step_rows
-from bench.report import Found, picture, show
+from tests.support.report import Found, picture, show
 
 
 def tables(found: Found) -> None:

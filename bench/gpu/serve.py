@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bench.gpu.common import Part, engine, where
 from bench.gpu.floor import Workload
-from bench.report import Found
-from server.bench import Ask, figures
-from server.client import Endpoint, Outcome, generate
-from server.offline import ClosedLoop
+from commands.bench.bench import Ask, figures
+from commands.bench.client import Endpoint, Outcome, generate
+from commands.bench.offline import ClosedLoop
+from tests.support.report import Found
 
 if TYPE_CHECKING:
-    from model.flight import StepFlight
+    from model.runner.pending_step import StepFlight
     from model.step import StepPlan
     from server.engine.core import EngineCore
     from server.engine.worker import Worker
@@ -127,7 +127,7 @@ def step(worker: "Worker") -> None:
 @contextmanager
 def waiting(seconds: list[float]) -> Iterator[None]:
     """Within, every wait for the device appends what it took."""
-    from model.streams import CudaEvent
+    from model.runner.device_stream import CudaEvent
 
     wait = CudaEvent.wait
     watch(CudaEvent, "wait", seconds)
@@ -211,7 +211,7 @@ def send(port: int, lengths: list[tuple[int, int]], temperature: float, seed: st
 
 def over_http(part: Part) -> None:
     """Prompts are texts of as many tokens as the workload's, cut by the server."""
-    from bench.live import Server
+    from tests.support.live import Server
 
     workload, count = part.workload, len(part.workload.prompts)
     clients = max(1, min(MOST_CLIENTS, (os.cpu_count() or 1) // 2, count))

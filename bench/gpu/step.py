@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.gpu.common import Part, engine
-from bench.report import Found
 from cache.layout import pages_for
 from model.step import NotDrawn, Row, Sample, Sampling, StepPlan
+from tests.support.report import Found
 
 CASES = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (256, 8192))
 """Sequences, and tokens of each when the step is over."""

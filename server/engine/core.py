@@ -22,7 +22,7 @@ NO_TOKEN = 0
 
 
 class Runner(Protocol):
-    """What computes a plan: model.runner.ModelRunner, or a test's stand-in."""
+    """What computes a plan: model.runner.runner.ModelRunner, or a test's stand-in."""
 
     @property
     def progress(self) -> int:

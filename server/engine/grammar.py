@@ -1,7 +1,7 @@
 """Grammars: what a grammar, or the seam of a healed prompt, allows next; token by token, as bit masks over the vocabulary.
 
 llguidance does the parsing. Invariant: a mask, and whether a limit is reached, depend on the grammar and the output alone.
-It knows nothing of how a grammar was asked for: server.grammar has checked it under the same limits.
+It knows nothing of how a grammar was asked for: server.text.grammar has checked it under the same limits.
 """
 
 from functools import cached_property

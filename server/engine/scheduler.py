@@ -21,9 +21,9 @@ from cache.prefix import Block
 from cache.table import DROPPED, PageTable
 from model.step import Drawn, NotDrawn, Row, Sampling, StepPlan, StepResult
 from server.engine.drafts import MOST_SPECULATED, Drafter, share
+from server.engine.prefix_reuse import Sharing
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
-from server.engine.sharing import Sharing
-from server.engine.waiting import WaitingSequences
+from server.engine.waiting_queue import WaitingSequences
 
 log = logging.getLogger("onehead.engine")
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from model.conversion import only_pooled
-from model.families import read_spec
+from model.checkpoint.conversion import only_pooled
+from model.checkpoint.families import read_spec
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import Drawn, Sampling
 from server import logs, protocol
-from server.child import die_with_parent
+from server.child_process import die_with_parent
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
 from server.engine.grammar import Grammars
@@ -32,8 +32,8 @@ from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Sc
 from server.engine.sequence import ConstraintFailed
 
 if TYPE_CHECKING:
-    from model.runner import ModelRunner
-    from model.weights import Report
+    from model.checkpoint.weights import Report
+    from model.runner.runner import ModelRunner
 
 log = logging.getLogger("onehead")
 
@@ -80,7 +80,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
 
 def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report") -> "ModelRunner":
     """Here torch is imported, and not before."""
-    from model.runner import ModelRunner, RunnerOptions
+    from model.runner.runner import ModelRunner, RunnerOptions
 
     same = {field.name: getattr(start, field.name) for field in dataclasses.fields(RunnerOptions)}
     options = RunnerOptions(**same | {"max_context": max_context})
@@ -90,7 +90,7 @@ def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_conte
         return runner
     longest = runner.pool.layout.most_tokens(runner.pool.num_pages, options.step_tokens, max_context)
     if spec.experts is None:  # The host chooses experts, and waits for every layer: a launch would return when the step is done.
-        from model.overlapped import OverlappedRunner
+        from model.runner.overlapped import OverlappedRunner
 
         runner = OverlappedRunner.on_gpu(runner, options, longest)
     report("compiling kernels", 0, 0)

@@ -15,7 +15,7 @@ import pytest
 from tests.faults.clients import Ask, Exchange, Wire, abort, events
 from tests.faults.rules import Rule
 from tests.faults.scene import Case, Scene
-from tests.processes import wait_until
+from tests.support.processes import wait_until
 
 FREED_SECONDS = 2.0
 """One, on a machine that does nothing else."""

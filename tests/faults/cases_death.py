@@ -8,7 +8,7 @@ import pytest
 from tests.faults.clients import Ask, Exchange
 from tests.faults.rules import Rule
 from tests.faults.scene import Case, Scene
-from tests.processes import alive, wait_until
+from tests.support.processes import alive, wait_until
 
 POISON = "POISON"
 STALL = 1.5

@@ -16,7 +16,7 @@ from tests.faults.checker import LEAK
 from tests.faults.clients import PATIENCE, Ask, Cut, Wire
 from tests.faults.rules import Rule
 from tests.faults.scene import Case, Scene
-from tests.processes import wait_until
+from tests.support.processes import wait_until
 
 CLOSED_SECONDS = 4.0
 CROWD, ROOM, QUEUE = 200, 4, 12

@@ -13,7 +13,7 @@ import pytest
 from tests.faults.clients import Exchange
 from tests.faults.rules import Rule
 from tests.faults.scene import Case, Scene, command_line
-from tests.processes import alive, wait_until
+from tests.support.processes import alive, wait_until
 
 SET_PIPE_SIZE, SMALLEST_PIPE = 1031, 4096
 GONE_SECONDS = 2.0

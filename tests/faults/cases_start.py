@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_tokenizer
 from tests.faults.scene import Case, Scene
+from tests.support.checkpoints import make_tokenizer
 
 CONFIGURATION, RESOURCE, USAGE = 78, 71, 2
 SECONDS = 5.0

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.faults.checker import is_error, is_terminal, text_of, token_ids
 from tests.faults.history import History
-from tests.processes import wait_until
+from tests.support.processes import wait_until
 
 PATIENCE = 60.0
 

@@ -8,13 +8,13 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from server import cli, transport
+from commands import cli
+from server.supervision import transport
 from tests.faults.rules import FOLDER_VARIABLE, VARIABLE, Rule, Rules
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HOUR = 3600.0
 
 
@@ -26,7 +26,7 @@ def time_jumps() -> None:
 
 def tokenizer_hangs(rules: Rules, rule: Rule) -> None:
     """Every way to tokenize a text that holds the marker takes `seconds`."""
-    from server.text import TextCodec
+    from server.text.codec import TextCodec
 
     for name in ("encode", "encode_plain", "encode_bare", "encode_with_offsets"):
         sound = getattr(TextCodec, name)
@@ -41,7 +41,7 @@ def tokenizer_hangs(rules: Rules, rule: Rule) -> None:
 
 def detokenizer_fails(rules: Rules, rule: Rule) -> None:
     """A token that cannot be turned into text."""
-    from server.text import Detokenizer
+    from server.text.codec import Detokenizer
 
     sound = Detokenizer.push
 

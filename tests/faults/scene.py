@@ -23,9 +23,9 @@ from tests.faults.checker import verdict
 from tests.faults.clients import Ask, Exchange, asks
 from tests.faults.history import History
 from tests.faults.rules import FOLDER_VARIABLE, Rule, as_json, never_struck
-from tests.processes import ServerProcess, alive, children, served_port, wait_until
+from tests.support.paths import ROOT
+from tests.support.processes import ServerProcess, alive, children, served_port, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 20.0
 LIVE_SECONDS = 2.0
 WATCH_SECONDS = 0.05

@@ -9,9 +9,9 @@ from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.pool import KVPool, in_float8
 from cache.table import PageTable
-from model.backends import create_backend
-from model.backends.triton.configurations import Configuration
 from model.batch import build_batch
+from model.devices import create_backend
+from model.devices.gpu.attention.configurations import Configuration
 from model.layers import RotaryTable, Rotation
 from model.spec import Rotary
 from model.step import Row, StepPlan
@@ -85,7 +85,7 @@ class Case:
         scale = self.key_dim**-0.5
         if name == "reference" or self.configuration is None:
             return create_backend(name, pool, scale, self.num_heads)
-        from model.backends.triton.backend import TritonBackend
+        from model.devices.gpu.attention.backend import TritonBackend
 
         backend = TritonBackend(pool, scale, self.num_heads, self.configuration)
         backend.capacity = self.capacity or backend.capacity

@@ -11,10 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.backends.triton import kernels, write
-from model.backends.triton.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
-from model.backends.triton.configurations import TABLE
-from model.gpu import EXACT, noise, products, rows, tiles
+from model.devices.gpu import EXACT, products, rows, tiles
+from model.devices.gpu import draw as noise
+from model.devices.gpu.attention import kernels, write
+from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
+from model.devices.gpu.attention.configurations import TABLE
 
 INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
 INSTRUCTIONS += ("cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16")

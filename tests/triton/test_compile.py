@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from model.backends.triton.configurations import TABLE
-from model.gpu import tiles
+from model.devices.gpu import tiles
+from model.devices.gpu.attention.configurations import TABLE
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
 KERNELS = {"attend", "join", "scatter"}
 BY_ROWS = "normalise", "summarise", "exponentials", "race"

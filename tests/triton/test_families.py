@@ -10,19 +10,19 @@ from torch import nn
 
 from cache.layout import CacheLayout
 from cache.pool import KVPool
-from model import native
-from model.backends import backend_for
-from model.families import read_spec
-from model.gpu.tiles import Tile
+from model.checkpoint.families import read_spec
+from model.checkpoint.weights import load_decoder
+from model.devices import backend_for
+from model.devices.cpu import native
+from model.devices.gpu.tiles import Tile
 from model.layers import RMSNorm
-from model.runner import ModelRunner, RunnerOptions
+from model.runner.runner import ModelRunner, RunnerOptions
 from model.step import Drawn, Row, Sampling, Scoring, StepPlan
-from model.weights import load_decoder
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
-from tests.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
-from tests.families import FamilyCheckpoint, make_family_checkpoint
-from tests.test_decoder import CPU, GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core, make_runner
+from tests.model.test_decoder import CPU, GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core, make_runner
+from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
+from tests.support.families import FamilyCheckpoint, make_family_checkpoint
 
 FAMILIES = ("gpt_bigcode", "falcon", "gemma", "gemma3_text", "llama", "mistral", "santacoder", "deepseek_v2", "deepseek_v3", "minicpm3")
 SAMPLE = [("gpt_bigcode", 3), ("falcon", 1), ("gemma", 2), ("gemma3_text", 1), ("llama", 2), ("deepseek_v2", 4), ("minicpm3", 2)]
@@ -43,7 +43,7 @@ def check(family: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatc
         assert (logits_by_chunks(decoder, "triton", ids, [40, 1, 1, 5, 23], 16) - expected).abs().max() < TOLERANCE
     outputs = []
     for name in ("reference", "triton"):
-        monkeypatch.setattr("model.runner.backend_for", lambda pool, num_heads, name=name: name)
+        monkeypatch.setattr("model.runner.runner.backend_for", lambda pool, num_heads, name=name: name)
         core = make_core(checkpoint, num_pages=40, page_size=32)  # type: ignore[arg-type]
         core.scheduler.submit(0, ids[:21], 21, GREEDY)
         core.scheduler.submit(1, ids[30:33], 5, GREEDY)
@@ -97,7 +97,7 @@ def check_bits(runner: ModelRunner) -> None:
 @pytest.mark.parametrize(("family", "number"), [("gemma3_text", 1), ("deepseek_v3", 4)])
 def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make(family, number, tmp_path)
-    monkeypatch.setattr("model.runner.backend_for", lambda pool, num_heads: "triton")
+    monkeypatch.setattr("model.runner.runner.backend_for", lambda pool, num_heads: "triton")
     check_bits(make_runner(checkpoint, num_pages=40, page_size=32))  # type: ignore[arg-type]
 
 
@@ -122,8 +122,8 @@ def check_deterministic(
     family: str, number: int, quantization: str, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All by kernels of ours, as on a GPU: log-probabilities are about torch's, and bits the same in any company."""
-    from model.gpu import launches
-    from model.gpu.modules import stand_in
+    from model.devices.gpu import launches
+    from model.devices.gpu.modules import stand_in
 
     checkpoint = make(family, number, folder)
     spec = read_spec(checkpoint.folder)
@@ -132,9 +132,9 @@ def check_deterministic(
     assert sum(p.nbytes for p in decoder.parameters()) == sum(p.nbytes for p in usual.parameters())
     left = [name for name, module in decoder.named_modules() if isinstance(module, nn.Linear | nn.LayerNorm | RMSNorm)]
     assert left == []
-    monkeypatch.setattr("model.runner.backend_for", lambda pool, num_heads: "triton")
+    monkeypatch.setattr("model.runner.runner.backend_for", lambda pool, num_heads: "triton")
     monkeypatch.setattr("model.sampling.summary", launches.summary)
-    monkeypatch.setattr("model.quantization._multiplied_by_kernels", lambda device_type: True)
+    monkeypatch.setattr("model.devices.quantized_modules._multiplied_by_kernels", lambda device_type: True)
     # The interpreter's time is in the number of blocks.
     monkeypatch.setattr(launches, "choose", lambda columns, itemsize: Tile(32, 128, 128, 4, 1))
     options = RunnerOptions("cpu", "", 1, 32, 60, None, 512, 8, 64, quantization)

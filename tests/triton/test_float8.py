@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cache.pool import in_float8
-from model.backends.triton.configurations import Configuration
+from model.devices.gpu.attention.configurations import Configuration
+from model.devices.quantized_modules import QuantizedLinear
 from model.layers import Linear
-from model.quantization import QuantizedLinear
 from tests.triton.cases import Case
 from tests.triton.test_kernels import NEAR
 
@@ -108,7 +108,7 @@ def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtyp
         linear.bias = given
         expected_TO = linear(x_TI)
         with monkeypatch.context() as patched:
-            patched.setattr("model.quantization._multiplied_by_kernels", lambda device_type: True)
+            patched.setattr("model.devices.quantized_modules._multiplied_by_kernels", lambda device_type: True)
             y_TO = linear(x_TI)
         assert y_TO.dtype is dtype and y_TO.shape == (num_rows, outputs)
         assert ((y_TO.float() - expected_TO.float()).abs() <= NEAR[dtype] * (expected_TO.float().abs() + 0.1)).all()
@@ -116,7 +116,7 @@ def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtyp
 
 @torch.inference_mode()
 def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.quantization._multiplied_by_kernels", lambda device_type: True)
+    monkeypatch.setattr("model.devices.quantized_modules._multiplied_by_kernels", lambda device_type: True)
     x_TI, linear = made_linear(90, 200, 40, torch.float32)
     together = linear(x_TI)
     for rows in (slice(0, 1), slice(63, 65), slice(70, 90), slice(89, 90)):
@@ -130,7 +130,7 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company(monkeypatch: p
 
 def test_a_conversion_is_torchs_number_by_number() -> None:
     """What the tests above stand on: Triton's own interpreter would fail this."""
-    from model.backends.triton.write import scatter
+    from model.devices.gpu.attention.write import scatter
 
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp2(torch.randint(-14, 10, (4, 1024), generator=generator).float())

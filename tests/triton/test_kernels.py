@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from msgspec import structs
 
-from model.backends.triton.configurations import Configuration
+from model.devices.gpu.attention.configurations import Configuration
 from model.layers import Rotation
 from tests.triton.cases import SMALL, Case
 

@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_row_is_the_same_in_any_company_and_length() -> None:
-    from model.gpu.noise import exponentials_SV
+    from model.devices.gpu.draw import exponentials_SV
 
     keys = [(7, 0, 0), (7, 0, 1), (7, 1, 0), (2**64 - 1, 0, 0), (8, 0, 0), (-1, 0, 0)]
     times_SV = exponentials_SV(keys, 1500, CPU)
@@ -20,7 +20,7 @@ def test_a_row_is_the_same_in_any_company_and_length() -> None:
 
 
 def test_it_is_exponential() -> None:
-    from model.gpu.noise import exponentials_SV
+    from model.devices.gpu.draw import exponentials_SV
 
     times = exponentials_SV([(3, 0, index) for index in range(8)], 4096, CPU).ravel()
     assert times.isfinite().all() and (times >= 0).all()
@@ -32,7 +32,7 @@ def test_it_is_exponential() -> None:
 
 @pytest.mark.parametrize("num_tokens", [5, 1024, 2500])
 def test_a_race_draws_what_the_probabilities_and_the_noise_say(num_tokens: int) -> None:
-    from model.gpu.noise import exponentials_SV, race_S
+    from model.devices.gpu.draw import exponentials_SV, race_S
 
     logits_SV = 4 * torch.randn(9, num_tokens, generator=torch.Generator().manual_seed(1))
     logits_SV[3, 1::2] = -torch.inf
@@ -53,7 +53,7 @@ def test_a_race_draws_what_the_probabilities_and_the_noise_say(num_tokens: int) 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 def test_a_race_of_what_is_not_a_number_names_a_token_that_there_is(broken: float) -> None:
-    from model.gpu.noise import race_S
+    from model.devices.gpu.draw import race_S
 
     logits_SV = torch.full((2, 1030), broken)
     logits_SV[1, :7] = 1.0
@@ -62,7 +62,7 @@ def test_a_race_of_what_is_not_a_number_names_a_token_that_there_is(broken: floa
 
 
 def test_a_race_draws_tokens_as_often_as_they_are_likely() -> None:
-    from model.gpu.noise import race_S
+    from model.devices.gpu.draw import race_S
 
     probs_V = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
     logits_SV = probs_V.log().repeat(4000, 1)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cache.layout import CacheLayout, pages_for
 from cache.table import DROPPED
-from model.backends.triton.configurations import Configuration
-from model.backends.triton.plan import ALIGNMENT, TILE_BUCKET, GroupLists, most_splits, plan_groups
+from model.devices.gpu.attention.configurations import Configuration
+from model.devices.gpu.attention.plan import ALIGNMENT, TILE_BUCKET, GroupLists, most_splits, plan_groups
 from model.step import Row
 
 ROWS = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40) | st.just(1)), min_size=1, max_size=12)

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.checkpoint.families import read_spec
+from model.checkpoint.weights import Report, load_decoder
 from model.decoder import Decoder
-from model.families import read_spec
-from model.gpu.tiles import TABLE, choose
+from model.devices.gpu.tiles import TABLE, choose
 from model.layers import ACTIVATIONS
-from model.runner import ModelRunner, RunnerOptions
+from model.runner.runner import ModelRunner, RunnerOptions
 from model.sampling import _order
 from model.spec import ModelSpec
-from model.weights import Report, load_decoder
 
 # An exponential that is too large, and NaN's arithmetic: numpy warns of what a GPU does in silence.
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -40,7 +40,7 @@ def near(actual: Tensor, expected: Tensor, relative: float) -> bool:
 @DTYPES
 @pytest.mark.parametrize(("num_rows", "inputs", "outputs"), SIZES)
 def test_products_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    from model.gpu.launches import multiply
+    from model.devices.gpu.launches import multiply
 
     x, weight, bias = matrices(num_rows, inputs, outputs, dtype)
     y = multiply(x, weight, bias)
@@ -52,7 +52,7 @@ def test_products_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: to
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_activations_and_gates_are_torchs(activation: str, gated: bool, dtype: torch.dtype) -> None:
-    from model.gpu.launches import multiply
+    from model.devices.gpu.launches import multiply
 
     x, weight, bias = matrices(20, 40, 36, dtype)
     x = x * 4  # Far enough for the ends of every curve.
@@ -62,7 +62,7 @@ def test_activations_and_gates_are_torchs(activation: str, gated: bool, dtype: t
 
 
 def test_an_activation_at_its_ends() -> None:
-    from model.gpu.launches import multiply
+    from model.devices.gpu.launches import multiply
 
     x = torch.tensor([-1e30, -200.0, -0.0, 0.0, 200.0, 1e30])[:, None, None]
     for name, activation in ACTIVATIONS.items():
@@ -71,7 +71,7 @@ def test_an_activation_at_its_ends() -> None:
 
 
 def test_a_float_among_16_bit_weights_and_no_rows() -> None:
-    from model.gpu.launches import multiply, norm
+    from model.devices.gpu.launches import multiply, norm
 
     x, weight, _ = matrices(9, 48, 7, torch.float32)
     narrow = weight.bfloat16()
@@ -82,7 +82,7 @@ def test_a_float_among_16_bit_weights_and_no_rows() -> None:
 @DTYPES
 def test_scales_are_of_columns_and_before_the_bias(dtype: torch.dtype) -> None:
     """Gated, each half has its own."""
-    from model.gpu.launches import multiply
+    from model.devices.gpu.launches import multiply
 
     x, weight, bias = matrices(20, 40, 36, dtype)
     scale = torch.logspace(-2, 1, 36)
@@ -95,7 +95,7 @@ def test_scales_are_of_columns_and_before_the_bias(dtype: torch.dtype) -> None:
 
 
 def test_every_head_by_its_own_matrix_either_way_round() -> None:
-    from model.gpu.launches import multiply
+    from model.devices.gpu.launches import multiply
 
     x, weight, _ = matrices(37, 24, 40, torch.float32, groups=5)
     assert near(multiply(x, weight), torch.einsum("thi,hoi->tho", x, weight), 1e-5)
@@ -122,7 +122,7 @@ def check_invariance(compute: Callable[[Tensor], Tensor], row: Tensor, most: int
 
 @DTYPES
 def test_a_products_row_has_the_same_bits_at_every_place(dtype: torch.dtype) -> None:
-    from model.gpu.launches import multiply
+    from model.devices.gpu.launches import multiply
 
     x, weight, bias = matrices(1, 140, 40, dtype)
     most = choose(40, x.element_size()).rows + 5  # A tile and the beginning of the next.
@@ -130,7 +130,7 @@ def test_a_products_row_has_the_same_bits_at_every_place(dtype: torch.dtype) -> 
 
 
 def test_the_number_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from model.gpu import launches
+    from model.devices.gpu import launches
 
     x, weight, bias = matrices(80, 50, 90, torch.float32)
     found = []
@@ -143,7 +143,7 @@ def test_the_number_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch)
 @DTYPES
 @pytest.mark.parametrize("columns", [1, 6, 64, 100])
 def test_norms_are_torchs_and_a_row_has_its_own_bits(columns: int, dtype: torch.dtype) -> None:
-    from model.gpu.launches import norm
+    from model.devices.gpu.launches import norm
 
     torch.manual_seed(columns)
     x, weight, bias = torch.randn(7, 3, columns).to(dtype) * 3 + 1, torch.randn(columns).to(dtype), torch.randn(columns).to(dtype)
@@ -155,7 +155,7 @@ def test_norms_are_torchs_and_a_row_has_its_own_bits(columns: int, dtype: torch.
 
 @pytest.mark.parametrize("vocab_size", [7, 301, 4096, 9001])
 def test_a_summary_is_torchs(vocab_size: int) -> None:
-    from model.gpu.launches import softmax, summary
+    from model.devices.gpu.launches import softmax, summary
 
     torch.manual_seed(vocab_size)
     logits = torch.randn(5, vocab_size) * 5
@@ -174,7 +174,7 @@ def test_a_summary_is_torchs(vocab_size: int) -> None:
 
 def test_rows_that_begin_anywhere_are_computed_where_all_others_are() -> None:
     """Triton compiles another kernel for an address that is no multiple of 16."""
-    from model.gpu.launches import _in_place
+    from model.devices.gpu.launches import _in_place
 
     x = torch.randn(41)[1:].view(2, 20)
     assert x.data_ptr() % 16 and _in_place(x).data_ptr() % 16 == 0 and torch.equal(_in_place(x), x)
@@ -194,7 +194,7 @@ def test_every_line_of_the_table_is_reached() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_gpu_gets_them_when_it_is_asked_to(deterministic: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder on the CPU stands for the GPU's."""
-    from model.gpu.modules import GpuNorm
+    from model.devices.gpu.modules import GpuNorm
 
     def load_on_cpu(
         folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str, *, packed: bool, report: Report
@@ -203,8 +203,8 @@ def test_a_gpu_gets_them_when_it_is_asked_to(deterministic: bool, tiny_folder: P
         return load_decoder(folder, spec, dtype, torch.device("cpu"), quantization)
 
     loaded: list[Decoder] = []
-    monkeypatch.setattr("model.runner.choose_device", torch.device)
-    monkeypatch.setattr("model.runner.load_decoder", load_on_cpu)
+    monkeypatch.setattr("model.runner.runner.choose_device", torch.device)
+    monkeypatch.setattr("model.runner.runner.load_decoder", load_on_cpu)
     monkeypatch.setattr(ModelRunner, "over", lambda decoder, *_: loaded.append(decoder))
     options = RunnerOptions("cuda", "auto", 1, 64, 20, None, 256, 4, 64, "none", deterministic)
     ModelRunner.load(tiny_folder, read_spec(tiny_folder), options)

@@ -1,0 +1,376 @@
+"""`onehead bench`: puts load on a running server over HTTP and reports rates and latencies.
+
+Closed loop: N clients, each sending its next request when its last has ended. Open loop: arrival times drawn from the seed before the
+run. Invariant: a latency counts from when its request was meant to be sent, so a server, or a client, that stalls is charged for all
+the requests it held up; and a request that failed or came out short is counted, never averaged in. It knows TGI's dialect on the
+wire and nothing of how the server works: no tokenizer, no model, no metrics of the server's own.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import random
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from commands.bench.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reason
+from commands.bench.comparison import Earlier
+from commands.bench.tables import tables
+from server.config import PREFIX
+
+PLAIN_WIDTH = 120
+"""Columns of the table where standard output is no terminal."""
+EXIT_INTERRUPTED = 130
+WARMUP = "warm-up"
+AGAIN = "nothing is kept, so the same command begins again"
+VOCABULARY = """
+    def class return self import from for in if else not None True yield await with try except raise assert lambda while break
+    index length buffer cache token tokens layer batch value values result request response stream reader writer path config
+    count total state table page pages offset start end size key query head block weight output prompt number name text line
+"""
+
+
+def _split(value: object) -> object:
+    """'1,8,32' to a list, as the command line and the environment spell it; an empty text is an empty list."""
+    return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _reachable(url: str) -> str:
+    Endpoint.parse(url)
+    return url
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{path.parent}: no such folder")
+    return path
+
+
+class Cases(BaseSettings):
+    """What is run and where the result goes, whatever it is run on."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+
+    concurrency: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], NoDecode, BeforeValidator(_split)] = Field(
+        [1, 8, 32], description="closed loop: one run for each of these numbers of clients, as 1,8,32"
+    )
+    requests: int = Field(64, ge=1, le=10**6, description="requests of a run")
+    warmup: int = Field(1, ge=0, le=10**4, description="requests sent one by one before the first run, not counted")
+    prompt_tokens: int = Field(128, ge=1, le=2**20, description="tokens of a prompt, exactly")
+    output_tokens: int = Field(128, ge=1, le=2**20, description="tokens generated for a request, exactly")
+    seed: int = Field(0, ge=0, description="of prompts and arrivals; under the same one, a server that keeps prefixes knows them already")
+    output: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(None, description="JSON file to write the result to")
+    compare: Path | None = Field(None, description="JSON file of an earlier result of the same cases, to print beside this one")
+    config: Path | None = Field(None, description="TOML file of these options")
+
+    @model_validator(mode="after")
+    def _clients_have_requests(self) -> "Cases":
+        if max(self.concurrency, default=0) > self.requests:
+            raise ValueError(f"requests {self.requests} must be at least concurrency {max(self.concurrency)}")
+        return self
+
+
+class BenchSettings(Cases):
+    """onehead bench: put load on a running server and report rates and latencies.
+
+    With --offline: on an engine in this process, without a server; `onehead bench --offline --help` lists its options.
+    """
+
+    url: Annotated[str, AfterValidator(_reachable)] = Field("http://127.0.0.1:8000", description="address of the server")
+    rate: Annotated[list[Annotated[float, Field(gt=0, le=1e6)]], NoDecode, BeforeValidator(_split)] = Field(
+        [], description="open loop: one run for each of these requests per second on average, as 0.5,2"
+    )
+    timeout: float = Field(600.0, gt=0, description="seconds after which a request counts as failed")
+
+    @model_validator(mode="after")
+    def _there_is_a_run(self) -> "BenchSettings":
+        if not self.concurrency and not self.rate:
+            raise ValueError("concurrency and rate are both empty, so there is nothing to run")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What every request of a run asks for."""
+
+    prompt_tokens: int
+    output_tokens: int
+    timeout: float = 600.0
+    temperature: float = 0.0
+    """0 draws the likeliest tokens."""
+
+    def body(self, rng: random.Random) -> bytes:
+        """A request with a prompt of its own: a text that is longer than it need be, of which the server keeps the last tokens."""
+        parameters = {
+            "max_new_tokens": self.output_tokens,
+            "truncate": self.prompt_tokens,
+            "do_sample": self.temperature > 0,
+            "ignore_eos": True,
+            "details": True,
+        } | ({"temperature": self.temperature} if self.temperature > 0 else {})
+        return msgspec.json.encode({"inputs": prompt_text(rng, self.prompt_tokens), "parameters": parameters, "stream": True})
+
+    def problem(self, outcome: Outcome) -> str | None:
+        """How a reply that ended well differs from what was asked."""
+        if len(outcome.token_times) != self.output_tokens:
+            return f"{len(outcome.token_times)} tokens came, {self.output_tokens} were asked for"
+        if outcome.input_length not in (None, self.prompt_tokens):
+            return f"the prompt had {outcome.input_length} tokens, {self.prompt_tokens} were asked for"
+        return None
+
+
+def prompt_text(rng: random.Random, min_tokens: int) -> str:
+    """Text like source code. A tokenizer that keeps words apart makes at least one token of each of its words."""
+    known, words = VOCABULARY.split(), []
+    for _ in range(min_tokens):
+        word = rng.choice(known) if rng.random() < 0.7 else "".join(rng.choices("abcdefghijklmnopqrstuvwxyz_", k=rng.randint(2, 9)))
+        words.append(word + rng.choice(("", "", "", " =", "(", ")", ":", ",", ".", f"[{rng.randrange(100)}]")))
+    return "".join(word + rng.choice("    \n") for word in words).rstrip()
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a run; `outcomes` are those of the requests that had ended."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        super().__init__()
+        self.outcomes = [outcome for outcome in outcomes if outcome.end]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How one run sends its requests: from `clients` back to back, or at the times `arrivals`, in seconds after its start."""
+
+    label: str
+    clients: int = 0
+    arrivals: tuple[float, ...] = ()
+
+    @classmethod
+    def closed(cls, clients: int) -> "Load":
+        return cls(f"closed {clients}", clients=clients)
+
+    @classmethod
+    def open(cls, rate: float, count: int, rng: random.Random) -> "Load":
+        """Poisson arrivals at `rate` per second: the gaps are exponential."""
+        return cls(f"open {rate:g}/s", arrivals=tuple(accumulate(rng.expovariate(rate) for _ in range(count))))
+
+
+async def run(endpoint: Endpoint, ask: Ask, load: Load, bodies: list[bytes], on_end: Callable[[], None]) -> list[Outcome]:
+    """Sends `bodies` as `load` says, and waits for every end; the outcomes are in the order of the bodies. Raises Interrupted where it is
+    cancelled.
+    """
+    requests = [endpoint.request("POST", "/generate", body) for body in bodies]
+    outcomes = [Outcome(0.0) for _ in bodies]
+    start = time.perf_counter()
+
+    def clock() -> float:
+        return time.perf_counter() - start
+
+    async def one(number: int, intended: float) -> None:
+        outcome = outcomes[number]
+        outcome.intended = intended
+        await generate(endpoint, requests[number], ask.timeout, outcome, clock)
+        outcome.failure = outcome.failure or ask.problem(outcome)
+        on_end()
+
+    try:
+        await (_open_loop(one, load.arrivals, clock) if load.arrivals else _closed_loop(one, len(bodies), load.clients, clock))
+    except asyncio.CancelledError:
+        raise Interrupted(outcomes) from None
+    return outcomes
+
+
+async def _closed_loop(one: Callable[[int, float], Awaitable[None]], count: int, clients: int, clock: Clock) -> None:
+    numbers = iter(range(count))
+
+    async def client() -> None:
+        for number in numbers:  # The clients share the iterator.
+            await one(number, clock())
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+
+
+async def _open_loop(one: Callable[[int, float], Awaitable[None]], arrivals: tuple[float, ...], clock: Clock) -> None:
+    async def client(number: int, due: float) -> None:
+        await asyncio.sleep(due - clock())
+        await one(number, due)
+
+    async with asyncio.TaskGroup() as group:
+        for number, due in enumerate(arrivals):
+            group.create_task(client(number, due))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Of sorted values, with straight lines between neighbours."""
+    place = share * (len(values) - 1)
+    below = int(place)
+    above = min(below + 1, len(values) - 1)
+    return values[below] + (values[above] - values[below]) * (place - below)
+
+
+def spread(values: list[float]) -> dict[str, float] | None:
+    """Mean, percentiles and largest of some seconds; None of none."""
+    if not values:
+        return None
+    values = sorted(values)
+    points = {f"p{round(share * 100)}": percentile(values, share) for share in (0.5, 0.9, 0.99)}
+    return {"mean": sum(values) / len(values), **points, "max": values[-1]}
+
+
+def figures(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Rates and latencies of a run. Failed requests count as failed and in nothing else but the time they took."""
+    good = [outcome for outcome in outcomes if outcome.failure is None]
+    wall = max(outcome.end for outcome in outcomes)
+    tokens = sum(len(outcome.token_times) for outcome in good)
+    gaps = [later - earlier for o in good for earlier, later in pairwise(o.token_times)]
+    return {
+        "requests": len(outcomes),
+        "failed": len(outcomes) - len(good),
+        "seconds": wall,
+        "output_tokens_per_second": tokens / wall,
+        "requests_per_second": len(good) / wall,
+        "time_to_first_token": spread([o.token_times[0] - o.intended for o in good]),
+        "inter_token_latency": spread(gaps),
+        "e2e_latency": spread([o.end - o.intended for o in good]),
+    }
+
+
+def _raw(outcome: Outcome) -> dict[str, Any]:
+    """One request in the result file, its seconds to the microsecond."""
+    first = outcome.token_times[0] if outcome.token_times else None
+    times = {"intended": outcome.intended, "sent": outcome.sent, "first_token": first, "end": outcome.end}
+    rounded = {name: None if value is None else round(value, 6) for name, value in times.items()}
+    return rounded | {"tokens": len(outcome.token_times), "failure": outcome.failure}
+
+
+def machine() -> dict[str, Any]:
+    """The machine that this runs on."""
+    cpu = None
+    with suppress(OSError):
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else None
+    return {"platform": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count(), "cpu": cpu}
+
+
+def commit() -> str | None:
+    """The git commit of this source tree, marked where files differ from it; None where it is no checkout."""
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    if not (root / ".git").exists():  # Installed packages may lie inside a checkout of something else.
+        return None
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return None
+
+
+def circumstances(info: dict[str, Any]) -> dict[str, Any]:
+    """What a result was measured with: enough to measure it again."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return {"command": command, "date": now, "machine": machine(), "commit": commit(), "server": info}
+
+
+def _loads(settings: BenchSettings) -> list[Load]:
+    """The runs, in their order."""
+    closed = [Load.closed(clients) for clients in settings.concurrency]
+    rng = random.Random(f"{settings.seed} arrivals")
+    return closed + [Load.open(rate, settings.requests, rng) for rate in settings.rate]
+
+
+def progress_bar() -> Progress:
+    """On standard error: runs, and how many of their requests have ended."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
+
+
+async def _run_all(settings: BenchSettings, loads: list[Load], endpoint: Endpoint) -> list[dict[str, Any]]:
+    """Every run after the warm-up, one after the other; after an interruption those that there are, the last one partial."""
+    ask = Ask(settings.prompt_tokens, settings.output_tokens, settings.timeout)
+    rng = random.Random(f"{settings.seed} prompts")
+    runs: list[dict[str, Any]] = []
+    label = WARMUP
+    with progress_bar() as progress:
+        try:
+            await run(endpoint, ask, Load.closed(1), [ask.body(rng) for _ in range(settings.warmup)], lambda: None)
+            for load in loads:
+                label = load.label
+                task = progress.add_task(label, total=settings.requests)
+                bodies = [ask.body(rng) for _ in range(settings.requests)]
+                runs.append(run_of(label, await run(endpoint, ask, load, bodies, partial(progress.advance, task))))
+        except Interrupted as interrupted:
+            runs += partial_run(label, interrupted.outcomes)
+    return runs
+
+
+def run_of(label: str, outcomes: list[Outcome]) -> dict[str, Any]:
+    """One run in the result file."""
+    return {"load": label, "figures": figures(outcomes), "requests": [_raw(outcome) for outcome in outcomes]}
+
+
+def partial_run(label: str, outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """A run that was interrupted, by the requests that had ended; none where there is nothing to show."""
+    return [run_of(label, outcomes) | {"partial": True}] if outcomes and label != WARMUP else []
+
+
+def report(settings: Cases, kind: str, info: dict[str, Any], runs: list[dict[str, Any]], planned: int, earlier: Earlier | None) -> int:
+    """Tables, reasons of failures, result file; the exit status. Fewer complete runs than `planned` are a partial result, which is not
+    written.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    if runs:
+        console.print(*tables(runs))
+    complete = [each for each in runs if not each.get("partial")]
+    result = circumstances(info) | {"kind": kind, "settings": settings.model_dump(mode="json"), "runs": runs}
+    if earlier is not None and complete:
+        console.print(earlier.table(complete))
+        for difference in earlier.differences(result):
+            print(f"onehead bench: not as in the earlier result: {difference}", file=sys.stderr)
+    reasons = Counter(request["failure"] for each in runs for request in each["requests"] if request["failure"])
+    for words, count in reasons.most_common():
+        print(f"onehead bench: {count} failed: {words}", file=sys.stderr)
+    if len(complete) < planned:
+        unwritten = f", and {settings.output} is not written" if settings.output else ""
+        print(f"onehead bench: interrupted: {len(complete)} of {planned} runs are complete{unwritten}; {AGAIN}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if settings.output:
+        settings.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if reasons else 0
+
+
+async def bench(settings: BenchSettings) -> int:
+    """Runs every load that the settings name; the exit status, which is 1 where any request failed. Raises UsageError where the earlier
+    result is no such result or not of the same cases.
+    """
+    endpoint, loads = Endpoint.parse(settings.url), _loads(settings)
+    earlier = None if settings.compare is None else Earlier.read(settings.compare)
+    if earlier is not None:
+        earlier.must_be_of("server", settings.model_dump(mode="json"), [load.label for load in loads])
+    try:
+        info = await fetch_info(endpoint, settings.timeout)
+    except (OSError, ReplyError) as error:
+        print(f"onehead bench: the server at {settings.url} cannot be used: {reason(error)}", file=sys.stderr)
+        return 1
+    if earlier is not None:
+        earlier.must_be_on(info)
+    return report(settings, "server", info, await _run_all(settings, loads, endpoint), len(loads), earlier)

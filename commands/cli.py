@@ -1,0 +1,208 @@
+"""The `onehead` command. Finds the subcommand and imports what that one needs; `--help` imports no torch and nothing heavy."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from server.errors import ConfigurationError, OneheadError
+
+EXIT_USAGE = 2
+MOST_LETTERS = 2000
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def _check(folder: Path) -> None:
+    """Raises ConfigurationError for a folder that would be refused by its config.json, weights or not."""
+    from model.checkpoint.families import read_spec
+    from model.spec import CheckpointError
+
+    try:
+        read_spec(folder, warn=False)  # The engine reads the same again, and warns then.
+    except CheckpointError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def _serve(argv: list[str]) -> int:
+    from server.config import ServeSettings, load
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads the file of keys again, which is not read yet.
+    settings = load(ServeSettings, argv, "onehead serve")
+    from server import logs
+
+    sink = logs.configure(settings.server.log_level, settings.server.log_format)
+    from server.hub.download import resolved
+    from server.serve import serve
+
+    try:
+        return asyncio.run(serve(resolved(settings, _check), sink))
+    except OneheadError as error:
+        if settings.server.log_format == "text":
+            raise
+        logging.getLogger("onehead").error("%s", _line(error))  # As the rest of this output: JSON.
+        return error.exit_code
+
+
+def _generate(argv: list[str]) -> int:
+    from commands.generate import GenerateSettings, generate
+    from server.config import load
+    from server.hub.download import resolved
+
+    return asyncio.run(generate(resolved(load(GenerateSettings, argv, "onehead generate"), _check)))
+
+
+def _batch(argv: list[str]) -> int:
+    from commands.batch import BatchSettings, batch, check_files
+    from server.config import load
+    from server.hub.download import resolved
+
+    settings = load(BatchSettings, argv, "onehead batch")
+    check_files(settings)
+    return asyncio.run(batch(resolved(settings, _check)))
+
+
+def _bench(argv: list[str]) -> int:
+    from server.config import load
+
+    if "--offline" in argv:
+        from commands.bench import offline
+        from server.hub.download import resolved
+
+        rest = [argument for argument in argv if argument != "--offline"]
+        return offline.bench(resolved(load(offline.OfflineSettings, rest, "onehead bench --offline"), _check))
+    from commands.bench.bench import BenchSettings, bench
+
+    return asyncio.run(bench(load(BenchSettings, argv, "onehead bench")))
+
+
+def _train(argv: list[str]) -> int:
+    from commands.options import TrainOptions
+    from commands.tool_options import load_dataclass
+
+    def work() -> None:
+        options = load_dataclass(TrainOptions, argv, "onehead train")
+        from commands.train.train import train
+        from server.hub.download import resolve
+
+        train(options if options.init is None else replace(options, init=resolve(options.init, check=_check)))
+
+    return _tool("train", work)
+
+
+def _compare(argv: list[str]) -> int:
+    from commands.options import CompareOptions
+    from commands.tool_options import load_dataclass
+
+    def work() -> None:
+        options = load_dataclass(CompareOptions, argv, "onehead compare")
+        from commands.compare.compare import compare
+
+        compare(options)
+
+    return _tool("compare", work)
+
+
+def _convert(argv: list[str]) -> int:
+    from commands.options import ConvertOptions
+    from commands.tool_options import load_dataclass
+
+    def work() -> None:
+        options = load_dataclass(ConvertOptions, argv, "onehead convert")
+        from commands.convert.convert import convert, make_plan
+        from server.hub.download import resolve
+
+        convert(replace(options, model=resolve(options.model, pickles=True, check=make_plan)))
+
+    return _tool("convert", work)
+
+
+def _plan(argv: list[str]) -> int:
+    from commands.options import PlanOptions
+    from commands.tool_options import load_dataclass
+
+    def work() -> None:
+        options = load_dataclass(PlanOptions, argv, "onehead plan")
+        from commands.plan import plan
+        from server.hub.download import resolve
+
+        plan(replace(options, folder=resolve(options.folder, weights=False)))
+
+    return _tool("plan", work)
+
+
+def _tool(name: str, work: Callable[[], None]) -> int:
+    """Runs one of commands, whose errors are not of our tree; its exit status."""
+    from model.spec import CheckpointError, OptionError
+
+    try:
+        work()
+    except OptionError as error:
+        print(f"onehead {name}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except CheckpointError as error:
+        raise ConfigurationError(str(error)) from None
+    return 0
+
+
+def _line(error: Exception) -> str:
+    """A message as one line: what it quotes from a file may hold anything, and be of any length."""
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(error))
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "serve": ("serve a checkpoint over HTTP", _serve),
+    "generate": ("stream the continuation of a prompt to the terminal", _generate),
+    "batch": ("answer a file of requests, in OpenAI's batch format", _batch),
+    "bench": ("put load on a running server, or an engine without one, and report rates and latencies", _bench),
+    "plan": ("what a checkpoint takes, and how many sequences fit", _plan),
+    "convert": ("make a one-head checkpoint of one with several heads", _convert),
+    "train": ("train a small checkpoint, or an existing one further", _train),
+    "compare": ("multi-head against multi-query attention, in bytes and seconds", _compare),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:10} {summary}" for name, (summary, _) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: onehead COMMAND [OPTIONS]",
+            "",
+            "Text generation with Multi-Query Attention.",
+            "",
+            *lines,
+            "",
+            "onehead COMMAND --help lists the options of one.",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] not in COMMANDS:
+        asked = bool(argv) and argv[0] in ("-h", "--help", "help")
+        if argv and not asked:
+            print(f"onehead: no command {argv[0]!r}\n", file=sys.stderr)
+        print(usage(), file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else EXIT_USAGE
+    try:
+        return COMMANDS[argv[0]][1](argv[1:])
+    except OneheadError as error:
+        print(f"onehead {argv[0]}: {_line(error)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`onehead compare`: multi-head against multi-query attention, counted in bytes and measured in seconds."""

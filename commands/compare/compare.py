@@ -1,0 +1,128 @@
+"""`onehead compare`: counts, measures, trains, and writes results.json and report.html. What is counted is in `arithmetic`, measured in
+`timing`, trained in `twins`, how it looks in `report`; here is only the order of things. docs/compare.md describes results.json.
+"""
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from commands.compare import arithmetic, report, timing, twins
+from commands.options import CompareOptions
+from commands.pictures import MISSING, load_pyplot
+from model.checkpoint.families import read_spec
+
+CONTEXT = 8192
+Measure = Callable[[timing.Say], Any]
+
+
+def plan(options: CompareOptions) -> list[tuple[str, Measure]]:
+    """(key in the results, what gives its value or one more entry of it), in the order of running."""
+    repeats = 3 if options.quick else 9
+    batches = (1, 8, 64) if options.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    contexts = (128, 1024) if options.quick else (128, 512, 2048)
+    heads = (4, 16) if options.quick else (1, 2, 4, 8, 16, 32)
+    steps: list[tuple[str, Measure]] = [("cache", partial(timing.cache_or_none, 96 if options.quick else 1000))]
+    for context in contexts:
+        for batch in batches:
+            if batch * context <= 64 * 2048:  # 1 GiB of multi-head K and V
+                steps.append(("decode", lambda say, b=batch, c=context: timing.decode_step(b, c, repeats)))  # type: ignore[misc]
+    steps += [("classes", lambda say, h=count: timing.classes(h, repeats)) for count in heads]  # type: ignore[misc]
+    sizes = _twin_sizes(options)
+    for seed in range(sizes.num_seeds):
+        steps += [("quality", partial(_twin, sizes, kind, seed, options)) for kind in twins.KINDS]
+    return steps
+
+
+def _twin_sizes(options: CompareOptions) -> twins.TwinSizes:
+    return twins.QUICK if options.quick else twins.FULL
+
+
+def _twin(sizes: twins.TwinSizes, kind: str, seed: int, options: CompareOptions, say: timing.Say) -> dict[str, Any]:
+    say(f"{kind}, seed {seed}, reading the corpus")
+    result: dict[str, Any] = {}
+    folder = options.output / "twins" / f"{kind}-{seed}"
+    for result in twins.train_twin(sizes, kind, seed, folder, options.data):
+        say(f"{kind}, seed {seed}, step {len(result['losses'])}/{sizes.steps}")
+    return result
+
+
+def compare(options: CompareOptions) -> None:
+    """Runs everything and writes options.output. Raises CheckpointError for a --model that cannot be read."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    shapes = arithmetic.KNOWN
+    if options.model is not None:
+        shapes += (arithmetic.shape_of(options.model.resolve().name, read_spec(options.model)),)
+    memory = {"seed": arithmetic.seed_tensors(), "models": arithmetic.cache_table(shapes, CONTEXT)}
+    results: dict[str, Any] = {"schema": 2, "quick": options.quick, "machine": _machine(), "memory": memory}
+    console = Console()
+    if load_pyplot() is None:
+        print(f"onehead compare: report.html will have no pictures: {MISSING}", file=sys.stderr)
+    measured = _measure(plan(options), console)
+    for key in ("decode", "classes"):
+        results[key] = measured[key]
+    (results["cache"],) = measured["cache"]
+    results["quality"] = twins.quality(_twin_sizes(options), measured["quality"])
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (options.output / "report.html").write_text(report.page(results), encoding="utf-8")
+    for summary in _summaries(results):
+        console.print(summary)
+    console.print(f"{options.output / 'report.html'}")
+
+
+def _measure(steps: list[tuple[str, Measure]], console: Console) -> dict[str, list[Any]]:
+    """Runs the steps under a progress bar; key -> what its steps gave, in order."""
+    measured: dict[str, list[Any]] = {}
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("comparing", total=len(steps))
+        for key, measure in steps:
+
+            def say(text: str, key: str = key) -> None:
+                progress.update(task, description=f"{key}: {text}")
+
+            progress.update(task, description=key)
+            measured.setdefault(key, []).append(measure(say))
+            progress.advance(task)
+    return measured
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "platform": platform.platform(),
+        "processor": torch.cpu.get_capabilities().get("cpu_name", platform.processor()) if hasattr(torch.cpu, "get_capabilities") else "",
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _summaries(results: dict[str, Any]) -> list[Table]:
+    """The report's main figures, for the terminal."""
+    cache = Table("", "cached s", "uncached s", "ratio", title=f"cache or no cache, {results['cache']['num_tokens']} tokens")
+    for name in ("ours", "transformers"):
+        if name in results["cache"]:
+            side = results["cache"][name]
+            cache.add_row(name, f"{side['cached_s']:.2f}", f"{side['uncached_s']:.2f}", f"{side['ratio']:.2f}x")
+    decode = Table("batch", "context", "attention", "layer", title="decode, time of MHA over time of MQA")
+    for row in results["decode"]:
+        decode.add_row(str(row["batch"]), str(row["context"]), f"{row['attention']['ratio']:.1f}x", f"{row['layer']['ratio']:.1f}x")
+    classes = Table("heads", "forward", "forward and backward", title="a list of heads over one class")
+    for row in results["classes"]:
+        classes.add_row(str(row["heads"]), f"{row['forward']['ratio']:.2f}x", f"{row['forward_backward']['ratio']:.2f}x")
+    quality = Table("", "parameters", "held-out loss", "perplexity", title=f"twins, {results['quality']['sizes']['num_seeds']} seeds each")
+    for kind, loss in results["quality"]["held_out_loss"].items():
+        parameters = next(run["num_parameters"] for run in results["quality"]["runs"] if run["kind"] == kind)
+        figures = f"{loss['mean']:.4f} +- {loss['stdev']:.4f}"
+        quality.add_row(kind.upper(), f"{parameters:,}", figures, f"{math.exp(loss['mean']):.2f}")
+    return [cache, decode, classes, quality]

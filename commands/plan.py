@@ -1,0 +1,295 @@
+"""`onehead plan`: what a checkpoint takes and how many sequences fit, from its config.json, before a byte of weights is read. Of one with
+several key/value heads: what it takes as it is, beside what it takes once `onehead convert` has made them one.
+
+The arithmetic is the server's own: the decoder's parameters counted on shapes, the cache's layout, the share of memory that the server
+takes. With weights in the folder and 8 bits asked for, it also reads them and says what rounding costs. It knows no HTTP and no engine.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from cache.layout import CacheLayout
+from cache.pool import bytes_per_page
+from commands.convert import convert
+from commands.convert.rounding_error import rounding_errors
+from commands.options import PlanOptions
+from commands.pictures import MISSING, load_pyplot
+from model.checkpoint.families import read_spec
+from model.decoder import Decoder, meta_decoder
+from model.devices.quantized_modules import STORED_AS, quantize_modules
+from model.runner.device_memory import free_bytes
+from model.runner.runner import CPU_SHARE, GPU_SHARE
+from model.spec import CheckpointError, ModelSpec, OptionError
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+KV_ITEM_BYTES = ITEM_BYTES | {"fp8": 1}
+ROW_BYTES = {"int8": 8, "fp8": 4}
+"""What a row of a matrix in 8 bits takes besides its weights: a scale, and in int8 a sum."""
+BAR = 32
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What there is to say. Bytes are exact; `fit` is None where the weights alone are more than the memory given."""
+
+    spec: ModelSpec
+    """Of what is served: with one key/value head."""
+    heads: int
+    """Key/value heads of the checkpoint."""
+    parameters: int
+    weight_bytes: dict[str, int]
+    weight_bytes_as_is: dict[str, int]
+    """The same with the key/value heads that the checkpoint has."""
+    kv_bytes_per_token: dict[str, dict[str, int]]
+    """dtype -> multi_query, and multi_head: with the key/value heads that the checkpoint has, or for one head, with one for each query."""
+    device: str
+    device_reason: str
+    memory: int
+    cache_share: float
+    dtype: str
+    quantization: str
+    kv_dtype: str
+    fit: list[dict[str, int]] | None
+    """For each context how many sequences fit, and how many would with the key/value heads of multi_head."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as one JSON object."""
+        spec = self.spec
+        return {
+            "model_type": spec.model_type,
+            "layers": spec.num_layers,
+            "query_heads": spec.num_query_heads,
+            "key_value_heads": self.heads,
+            "compared_key_value_heads": self.compared_heads,
+            "max_context": spec.max_positions,
+            "parameters": self.parameters,
+            "weight_bytes": self.weight_bytes,
+            "weight_bytes_as_is": self.weight_bytes_as_is,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "device": self.device,
+            "memory": self.memory,
+            "cache_share": self.cache_share,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "kv_dtype": self.kv_dtype,
+            "sequences": self.fit,
+        }
+
+    @property
+    def compared_heads(self) -> int:
+        """Key/value heads that one is compared with."""
+        return self.heads if self.heads > 1 else self.spec.num_query_heads
+
+    @property
+    def weight_form(self) -> str:
+        """What the weights are held in: one of `weight_bytes`."""
+        return self.dtype if self.quantization == "none" else self.quantization
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    """The plan of a folder. Raises CheckpointError, and OptionError for the memory of a GPU that is not here."""
+    spec, heads = read_heads(options.folder)
+    device, reason, memory = _device(options)
+    dtype = ("float32" if device == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
+    form = dtype if options.quantization == "none" else options.quantization
+    kv_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
+    decoder = meta_decoder(spec)
+    weights = weight_bytes(decoder, dtype)
+    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, dtype) for name, count in weights.items()}
+    share = CPU_SHARE if device == "cpu" else GPU_SHARE
+    left, left_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
+    kv_bytes = {
+        name: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": _multi_head(spec, heads, size)}
+        for name, size in KV_ITEM_BYTES.items()
+    }
+    fit = _fit(spec, heads, (left, left_as_is), KV_ITEM_BYTES[kv_dtype], options) if left > 0 else None
+    counted = decoder.num_parameters, weights, as_is, kv_bytes
+    return Plan(spec, heads, *counted, device, reason, memory, share, dtype, options.quantization, kv_dtype, fit)
+
+
+def read_heads(folder: Path) -> tuple[ModelSpec, int]:
+    """(spec with one key/value head, how many the folder has). Raises CheckpointError where neither the server nor `onehead convert` reads
+    it.
+    """
+    try:
+        return read_spec(folder), 1
+    except CheckpointError as error:
+        # Only after the server has refused it: convert's message about a folder that it cannot read is about converting.
+        try:
+            pooled = convert.make_plan(folder)
+        except CheckpointError:
+            raise error from None
+        return pooled.spec, pooled.num_heads
+
+
+def _multi_head(spec: ModelSpec, heads: int, itemsize: int) -> int:
+    """Bytes of K and V of a token with the key/value heads that one is compared with."""
+    return heads * spec.kv_bytes_per_token(itemsize) if heads > 1 else spec.multi_head_bytes_per_token(itemsize)
+
+
+def _bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str) -> int:
+    """Bytes of the rows of K's and V's projections that pooling `heads` heads into one takes away."""
+    rows = 2 * spec.num_layers * (heads - 1) * spec.head_dim
+    bias = ITEM_BYTES.get(form, ITEM_BYTES[dtype]) * spec.qkv_bias
+    row = spec.hidden_size * ITEM_BYTES[form] if form in ITEM_BYTES else spec.hidden_size + ROW_BYTES[form]
+    return rows * (row + bias)
+
+
+def _device(options: PlanOptions) -> tuple[str, str, int]:
+    """(whose shares are taken, why, bytes of memory)."""
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = here if options.device == "auto" else options.device
+    if options.memory is None and device == "cuda" and here == "cpu":
+        raise OptionError("device is cuda, and torch finds no GPU here whose memory it could take; give its --memory, like 80GiB")
+    found = "torch finds a GPU here; --device cpu plans a CPU" if here == "cuda" else "torch finds no GPU here; --device cuda plans one"
+    reason = found if options.device == "auto" else "--device says so"
+    return device, reason, free_bytes(torch.device(device)) if options.memory is None else int(options.memory)
+
+
+def _fit(spec: ModelSpec, heads: int, left: tuple[int, int], itemsize: int, options: PlanOptions) -> list[dict[str, int]]:
+    """Sequences of each length that a cache holds: `left` bytes with one key/value head, and with those that it is compared with."""
+    layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
+    page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize)
+    # The same layout, windows and all, with pages as much larger as keys and values of more heads make them.
+    multi_head_bytes = page_bytes * _multi_head(spec, heads, itemsize) // spec.kv_bytes_per_token(itemsize)
+    return [
+        {
+            "context": context,
+            "multi_query": layout.sequences(left[0] // page_bytes, context, options.step_tokens),
+            "multi_head": layout.sequences(max(0, left[1]) // multi_head_bytes, context, options.step_tokens),
+        }
+        for context in spec.contexts()
+    ]
+
+
+def weight_bytes(decoder: Decoder, dtype: str = "float32") -> dict[str, int]:
+    """Bytes of all parameters of a decoder in each form that the server can hold them in; 8 bits beside what stays in `dtype`."""
+    counted = {form: decoder.num_parameters * size for form, size in ITEM_BYTES.items()}
+    for kind in STORED_AS:
+        quantized = meta_decoder(decoder.spec)
+        quantize_modules(quantized, kind, torch.float32)
+        # The scales stay float32; norms, biases and what is not quantized are in the server's dtype.
+        counted[kind] = sum(
+            p.nbytes if p.dtype is not torch.float32 or name.endswith(".scale") else p.numel() * ITEM_BYTES[dtype]
+            for name, p in quantized.named_parameters()
+        )
+    return counted
+
+
+def plan(options: PlanOptions) -> None:
+    """Prints the plan of a folder, and writes its picture where one is asked for. Raises CheckpointError."""
+    made = make_plan(options)
+    has_weights = any(options.folder.glob("*.safetensors"))
+    errors = None
+    if options.quantization != "none" and has_weights:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            errors = rounding_errors(options.folder, made.spec, options.quantization, options.data, progress)
+    if options.format == "json":
+        print(json.dumps(made.as_json() | ({f"{made.quantization}_error": errors} if errors else {}), indent=2))
+    else:
+        show(made, Console(soft_wrap=True), errors)
+    if options.picture is not None:
+        if made.fit is None:
+            raise OptionError(f"picture {options.picture}: there is nothing to draw, as the weights alone do not fit")
+        draw(made, options.picture)
+
+
+def readable(count: float) -> str:
+    """Bytes in the largest binary unit that gives at least 1."""
+    unit = 0
+    while count >= 1024 and unit < len(UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} B" if unit == 0 else f"{count:.2f} {UNITS[unit]}"
+
+
+def show(made: Plan, console: Console, errors: dict[str, Any] | None) -> None:
+    """The plan as text, with bars."""
+    spec = made.spec
+    windows = [window for window in spec.windows if window is not None]
+    seen = f", {len(windows)} of them with a window of {windows[0]} tokens" if windows else ""
+    console.print(f"[bold]{spec.model_type}[/bold]: {made.parameters:,} parameters, {spec.num_layers} layers{seen}")
+    heads = f"{spec.num_query_heads} query heads, {made.heads} key/value head{'s' if made.heads > 1 else ''} of {spec.key_dim}"
+    console.print(f"{heads}{' (the value is its beginning)' if spec.value_in_key else ''}; up to {spec.max_positions:,} tokens")
+    if made.heads > 1:
+        console.print("onehead serves one key/value head: planned as `onehead convert` makes it, beside the checkpoint as it is")
+    console.print()
+    table = Table("bytes", *made.weight_bytes, box=None, pad_edge=False)
+    table.add_row("weights", *(f"{count:,}" for count in made.weight_bytes.values()))
+    if made.heads > 1:
+        table.add_row(f"with {made.heads} heads", *(f"{count:,}" for count in made.weight_bytes_as_is.values()))
+    for name, kind in (("K, V of a token", "multi_query"), (f"with {made.compared_heads} heads", "multi_head")):
+        kv_bytes = made.kv_bytes_per_token
+        table.add_row(name, *(f"{kv_bytes[form][kind]:,}" if form in kv_bytes else "" for form in made.weight_bytes))
+    console.print(table)
+    if errors is not None:
+        _show_errors(made.quantization, errors, console)
+    _show_memory(made, console)
+
+
+def _show_errors(kind: str, errors: dict[str, Any], console: Console) -> None:
+    worst = errors["worst_matrix"]
+    console.print(
+        f"\n{kind} against float32: weights differ by {errors['mean']:.2%} of their norm, at most {worst['error']:.2%} ({worst['name']})"
+    )
+    if "perplexity" in errors:
+        before, after = errors["perplexity"]["float32"], errors["perplexity"][kind]
+        console.print(
+            f"perplexity on {errors['tokens']} tokens: {before:.4f} in float32, {after:.4f} in {kind} ({after / before - 1:+.3%})"
+        )
+
+
+def _show_memory(made: Plan, console: Console) -> None:
+    weights = made.weight_bytes[made.weight_form]
+    rest = f"{made.cache_share:.0%} of the rest for the cache in {made.kv_dtype}"
+    console.print(f"\nplanned for {'a CPU' if made.device == 'cpu' else 'a GPU'}: {made.device_reason}")
+    console.print(f"of {readable(made.memory)}: weights {readable(weights)} in {made.weight_form}, {rest}")
+    if made.fit is None:
+        console.print("[red]the weights alone do not fit[/red]")
+        return
+    filled = max(1, round(BAR * weights / made.memory))
+    cache = round(BAR * made.cache_share * (made.memory - weights) / made.memory)
+    console.print(f"[blue]{'█' * filled}[/blue][green]{'█' * cache}[/green][dim]{'░' * max(0, BAR - filled - cache)}[/dim]\n")
+    table = Table("context", "sequences that fit", "", f"with {made.compared_heads} heads", box=None, pad_edge=False)
+    most = max(row["multi_query"] for row in made.fit) or 1
+    for row in made.fit:
+        ours, theirs = (round(BAR * row[kind] / most) for kind in ("multi_query", "multi_head"))
+        bar = f"[dim]{'█' * min(ours, theirs)}[/dim][green]{'█' * max(0, ours - theirs)}[/green]"
+        table.add_row(f"{row['context']:,}", f"{row['multi_query']:,}", bar, f"{row['multi_head']:,}")
+    console.print(table)
+    console.print("(a server computes engine.max_running of them together, 64 if not told otherwise, and takes no more than those need)")
+
+
+def draw(made: Plan, path: Path) -> None:
+    """The sequences that fit by context, with one key/value head and with one for every query head, as an SVG or PNG."""
+    plt = load_pyplot("svg" if path.suffix == ".svg" else "agg")
+    if plt is None:
+        raise OptionError(f"picture {path} is not written: {MISSING}")
+    from matplotlib.ticker import FuncFormatter
+
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    rows = made.fit or []
+    others = f"{made.compared_heads}, {'as the checkpoint has' if made.heads > 1 else 'one for each query head'}"
+    contexts = [row["context"] for row in rows]
+    for kind, label in (("multi_query", "1 key/value head"), ("multi_head", others)):
+        axes.plot(contexts, [max(row[kind], 0.5) for row in rows], marker="o", markersize=4, label=label)
+        for row in rows:
+            place = row["context"], max(row[kind], 0.5)
+            axes.annotate(f"{row[kind]:,}", place, xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence", ylabel="sequences that fit")
+    axes.set_title(f"{made.spec.model_type}, {made.parameters / 1e6:,.0f}M parameters in {readable(made.memory)}", fontsize=10)
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.margins(y=0.12)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)

@@ -1,0 +1,1 @@
+"""`onehead train`: trains a small checkpoint, or an existing checkpoint further."""

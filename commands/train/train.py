@@ -1,0 +1,277 @@
+"""`onehead train`: trains the serving decoder, a new small gpt_bigcode one or a checkpoint's, and writes an ordinary checkpoint folder.
+
+Hidden matrices are stepped by Muon, everything else by AdamW, both under one warm-up and cosine schedule; bfloat16 autocast where the
+hardware multiplies it natively. Invariant: the parameters after step n depend on the options and the corpus alone, so a run that
+was stopped and resumed is the run that was not.
+
+Shape letters: B sequences, T tokens of a sequence, U = T + 1, N = B * T, V vocabulary.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from commands import corpus
+from commands.held_out import CausalAttention, decoder_logits, held_out_rows, losses
+from commands.options import TrainOptions
+from commands.pictures import MISSING, load_pyplot
+from commands.reference.twin import MultiHeadDecoder
+from commands.train import uptrain
+from commands.train.export import export, plot_losses
+from commands.train.state import TrainState, load_state, make_folder, save_state
+from model.decoder import Decoder
+from model.spec import ModelSpec, OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one optimizer step reads: rows_BU of T + 1 ids and the position of each row's first token."""
+
+    rows_BU: np.ndarray
+    first_position_B: np.ndarray
+
+
+class Data:
+    """Step number -> Step, a pure function of the options and the model's spec. Holds the token stream of the epoch in hand."""
+
+    def __init__(self, options: TrainOptions, spec: ModelSpec, documents: list[corpus.Document], tokenizer: Tokenizer) -> None:
+        self.options = options
+        self.spec = spec
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.fim_rate = corpus.fim_rate(options.fim_rate, tokenizer)
+        # A model that comes with far more positions than anyone trains at has learned them already.
+        self.longest = spec.max_positions if options.init is None else min(spec.max_positions, 4 * options.sequence)
+        self.first_long_step = round(options.steps * (1 - options.long_share)) if self.longest > options.sequence else options.steps
+
+    def steps(self, first: int) -> Iterator[Step]:
+        """The steps from number `first` to the last. Each length of context has its own epochs."""
+        for begin, end, length in (
+            (0, self.first_long_step, self.options.sequence),
+            (self.first_long_step, self.options.steps, self.longest),
+        ):
+            batch = max(1, self.options.batch_tokens // length)
+            rows, epoch, used = None, -1, 0
+            for number in range(begin, end):
+                while rows is None or used + batch > len(rows):
+                    epoch, used = epoch + 1, 0
+                    seed = self.options.seed * 1000 + epoch + (500 if length > self.options.sequence else 0)
+                    stream = corpus.token_stream(self.documents, self.tokenizer, self.spec.end_token_ids, self.fim_rate, seed)
+                    rows = corpus.sequences(stream, length, seed)
+                    if len(rows) < batch:
+                        raise OptionError(f"the corpus has {len(stream)} tokens, fewer than one batch of {batch} x {length}")
+                if number >= first:
+                    yield Step(rows[used : used + batch].astype(np.int64), self._first_positions(number, batch, length))
+                used += batch
+
+    def _first_positions(self, number: int, batch: int, length: int) -> np.ndarray:
+        """Half the rows start at 0, half anywhere they fit, so that every learned position is trained from the first epoch on."""
+        rng = np.random.default_rng((self.options.seed, number))
+        anywhere = rng.integers(0, self.spec.max_positions - length + 1, batch)
+        return np.where(rng.random(batch) < 0.5, 0, anywhere)
+
+
+def build_spec(options: TrainOptions, tokenizer: Tokenizer) -> ModelSpec:
+    """The gpt_bigcode spec of these options."""
+    head_dim, remainder = divmod(options.hidden_size, options.num_query_heads)
+    if remainder:
+        raise OptionError(f"hidden_size {options.hidden_size} is not a multiple of num_query_heads {options.num_query_heads}")
+    return ModelSpec(
+        model_type="gpt_bigcode",
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=options.hidden_size,
+        num_layers=options.num_layers,
+        num_query_heads=options.num_query_heads,
+        head_dim=head_dim,
+        intermediate_size=options.intermediate_size or 4 * options.hidden_size,
+        max_positions=options.max_positions,
+        norm_epsilon=1e-5,
+        activation="gelu_tanh",
+        attention_scale=head_dim**-0.5,
+        tied_embeddings=True,
+        end_token_ids=(corpus.token_id(tokenizer, corpus.END),),
+    )
+
+
+def new_model(options: TrainOptions, documents: list[corpus.Document]) -> tuple[Tokenizer, Decoder]:
+    """A tokenizer of these documents, kept in options.work, and a decoder before its first step."""
+    path = options.work / "tokenizer.json"
+    if not path.exists():
+        corpus.train_tokenizer((d.text for d in documents), options.vocab_size).save(str(path))
+    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    decoder = (Decoder if options.attention == "multi_query" else MultiHeadDecoder)(build_spec(options, tokenizer))
+    initialise(decoder, options.seed)
+    return tokenizer, decoder
+
+
+def initialise(decoder: Decoder, seed: int) -> None:
+    """GPT-2's initialisation: normal(0.02), the projections into the residual stream divided by sqrt(2 * layers), biases 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        if parameter.ndim == 2:
+            shrink = math.sqrt(2 * decoder.spec.num_layers) if name.endswith(("attention.out.weight", "mlp.down.weight")) else 1.0
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02 / shrink)
+        elif name.endswith("bias"):
+            parameter.data.zero_()
+
+
+def optimizers(decoder: Decoder, options: TrainOptions) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon (Jordan et al. 2024) for the blocks' matrices, at AdamW's update size; AdamW for embeddings, norms and biases."""
+    matrices = [p for name, p in decoder.named_parameters() if p.ndim == 2 and name.startswith("blocks.")]
+    embeddings = [p for name, p in decoder.named_parameters() if p.ndim == 2 and not name.startswith("blocks.")]
+    vectors = [p for p in decoder.parameters() if p.ndim == 1]
+    muon = torch.optim.Muon(
+        matrices, lr=options.learning_rate, weight_decay=options.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    groups = [{"params": embeddings, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return muon, torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
+
+
+def learning_rate(step: int, options: TrainOptions) -> float:
+    """Linear warm-up, then a cosine to a twentieth of the peak at the last step."""
+    if step < options.warmup_steps:
+        return options.learning_rate * (step + 1) / options.warmup_steps
+    done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
+    return options.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+@cache
+def multiplies_bfloat16(device: str) -> bool:
+    """Whether bfloat16 autocast pays: on every GPU, and on CPUs with instructions for it."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return device != "cpu" or bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+
+
+def loss_of(decoder: Decoder, step: Step, device: str) -> Tensor:
+    """Mean cross-entropy in nats per token of one batch."""
+    rows_BU = torch.from_numpy(step.rows_BU).to(device)
+    ids_BT, targets_BT = rows_BU[:, :-1], rows_BU[:, 1:]
+    length = ids_BT.shape[1]
+    positions_BT = torch.from_numpy(step.first_position_B).to(device)[:, None] + torch.arange(length, device=device)
+    attend = CausalAttention(length, decoder.spec)
+    with torch.autocast(device, torch.bfloat16, enabled=multiplies_bfloat16(device)):
+        logits_NV = decoder.logits(decoder(ids_BT.flatten(), positions_BT.flatten(), attend))
+    return F.cross_entropy(logits_NV.float(), targets_BT.flatten())
+
+
+def held_out_loss(decoder: Decoder, rows_BU: np.ndarray, device: str) -> float:
+    """Nats per token of held-out sequences, computed as training computes them."""
+    with torch.autocast(device, torch.bfloat16, enabled=multiplies_bfloat16(device)):
+        return float(np.mean(list(losses(decoder_logits(decoder), rows_BU, device))))
+
+
+def take_step(decoder: nn.Module, loss: Tensor, steppers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
+    """Backward, clip to norm 1, and step every optimizer at `rate`."""
+    loss.backward()
+    nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+    for stepper in steppers:
+        for group in stepper.param_groups:
+            group["lr"] = rate
+        stepper.step()
+        stepper.zero_grad(set_to_none=True)
+
+
+class Training:
+    """One run: everything that `options` decide, and how far it is. Raises OptionError for unusable options.
+
+    `documents` stand in for those of options.data where they are read already.
+    """
+
+    def __init__(self, options: TrainOptions, documents: list[corpus.Document] | None = None) -> None:
+        self.options = options
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+        make_folder(options.work)
+        documents = corpus.read_documents(options.data) if documents is None else documents
+        self.documents = [d for d in documents if not d.held_out]
+        self.held_out = [d for d in documents if d.held_out]
+        if not self.documents or not self.held_out:
+            where = options.data or "the standard library"
+            found = f"{len(self.documents)} modules to train on and {len(self.held_out)} held out"
+            raise OptionError(f"{where}: {found}; at least one of each is needed")
+        self.tokenizer, self.decoder = new_model(options, self.documents) if options.init is None else uptrain.load(options, options.init)
+        self.decoder.to(self.device)
+        self.held_out_rows = held_out_rows(self.held_out, self.tokenizer, self.decoder.spec.end_token_ids, options.sequence)
+        self.steppers = optimizers(self.decoder, options)
+        self.state = load_state(options, self.decoder, self.steppers)
+        self.saved_step = self.state.step
+        """The step of the state in options.work; 0 where there is none."""
+
+    def run(self) -> Iterator[TrainState]:
+        """Takes the steps that are left; the state after each. Saves and evaluates on the way."""
+        options, state = self.options, self.state
+        for step in Data(options, self.decoder.spec, self.documents, self.tokenizer).steps(state.step):
+            loss = loss_of(self.decoder, step, self.device)
+            take_step(self.decoder, loss, self.steppers, learning_rate(state.step, options))
+            state.step += 1
+            state.losses.append(loss.item())
+            if state.step % options.save_every == 0 or state.step == options.steps:
+                state.held_out.append((state.step, held_out_loss(self.decoder, self.held_out_rows, self.device)))
+                save_state(options, state, self.decoder, self.steppers)
+                self.saved_step = state.step
+            yield state
+
+
+def train(options: TrainOptions) -> None:
+    """Runs or resumes the training that `options` describe and writes options.output. Raises OptionError for unusable options."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    training = Training(options)
+    make_folder(options.output)
+    if load_pyplot() is None:
+        print(f"onehead train: loss.svg will not be written: {MISSING}", file=sys.stderr)
+    try:
+        _run(training)
+    except KeyboardInterrupt:
+        print(f"onehead train: {_kept(training)}", file=sys.stderr)
+        raise
+
+
+def _run(training: Training) -> None:
+    """Takes the steps that are left under a progress bar, draws the losses at each save, and writes options.output."""
+    options, rows_BU = training.options, None
+    if options.init is not None:
+        rows_BU = uptrain.yardstick(options.init, training.held_out, training.tokenizer, training.decoder.spec)
+    with _progress() as progress:
+        task = progress.add_task("training", total=options.steps, completed=training.state.step, figures=figures(training.state))
+        for state in training.run():
+            progress.update(task, completed=state.step, figures=figures(state))
+            if state.held_out and state.held_out[-1][0] == state.step:
+                plot_losses(options.work / "loss.svg", state)
+    if options.init is None:
+        export(options, training.decoder, training.tokenizer, training.state)
+    else:
+        uptrain.export(options.output, options.init, training.decoder, training.state, rows_BU)
+
+
+def _kept(training: Training) -> str:
+    """What a run that was interrupted leaves behind."""
+    options, state = training.options, training.state
+    if not training.saved_step:
+        return f"interrupted at step {state.step}, before the first save at step {min(options.save_every, options.steps)}: nothing is kept"
+    kept = f"the state of step {training.saved_step} is kept in {options.work}"
+    return f"interrupted at step {state.step}; {kept}, and the same command continues from it"
+
+
+def figures(state: TrainState) -> str:
+    """The losses as the progress bar shows them: each from when there is one."""
+    losses = [("loss", float(np.mean(state.losses[-20:])))] if state.losses else []
+    losses += [("held-out", loss) for _, loss in state.held_out[-1:]]
+    return ", ".join(f"{name} {loss:.3f}" for name, loss in losses) + (" nats/token" if losses else "")
+
+
+def _progress() -> Progress:
+    """The bar takes what the figures leave of the line."""
+    figures = TextColumn("{task.fields[figures]}")
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), figures, TimeRemainingColumn(), expand=True
+    )

@@ -1,0 +1,1 @@
+"""Checkpoint folders: config.json to a ModelSpec, safetensors to parameters. Imports no cache."""

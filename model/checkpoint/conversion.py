@@ -1,0 +1,30 @@
+"""What `onehead convert` says in a checkpoint folder about how it was made, read by whoever decides whether to serve it.
+
+`onehead_conversion` in config.json says what was done; conversion.json beside it what that cost. Knows nothing of weights, and no torch.
+"""
+
+from pathlib import Path
+
+from model.checkpoint.config import NAME, Config, read_json
+
+KEY = "onehead_conversion"
+RECORD = "conversion.json"
+
+
+def only_pooled(folder: Path) -> str | None:
+    """For a checkpoint whose heads were pooled into one and never trained since, a sentence that says so. Raises CheckpointError."""
+    conversion = Config(read_json(folder / NAME)).sub(KEY)
+    if conversion is None or conversion.integer("uptrained_steps", least=0) > 0:
+        return None
+    heads = conversion.integer("heads")
+    return f"{folder}: its {heads} key/value heads were pooled into one, and the model was not trained since{_cost(folder)}"
+
+
+def _cost(folder: Path) -> str:
+    """What pooling did to the held-out loss, where that was measured."""
+    path = folder / RECORD
+    losses = Config(read_json(path), RECORD).sub("losses") if path.exists() else None
+    if losses is None:
+        return ""
+    before, pooled = losses.number("before"), losses.number("pooled")
+    return f": its held-out loss is {pooled:.3f} nats per token and was {before:.3f} before, {pooled - before:+.3f}"

@@ -1,0 +1,86 @@
+"""model_type -> the module that translates such a checkpoint: its config into a ModelSpec, its weight names into ours.
+
+A family is data and contains no maths. Families never import each other, and only the one asked for is imported.
+"""
+
+import logging
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from model.checkpoint.config import Config, end_token_ids, read_json, short
+from model.checkpoint.names import Names
+from model.spec import CheckpointError, ModelSpec
+
+MODEL_TYPES = {
+    "deepseek_v2": "model.checkpoint.families.deepseek",
+    "deepseek_v3": "model.checkpoint.families.deepseek",
+    "falcon": "model.checkpoint.families.falcon",
+    "gemma": "model.checkpoint.families.gemma",
+    "gemma3_text": "model.checkpoint.families.gemma3_text",
+    "gpt2": "model.checkpoint.families.gpt_bigcode",
+    "gpt_bigcode": "model.checkpoint.families.gpt_bigcode",
+    "llama": "model.checkpoint.families.llama",
+    "minicpm3": "model.checkpoint.families.minicpm3",
+    "mistral": "model.checkpoint.families.llama",
+}
+log = logging.getLogger("onehead")
+
+
+class Family(Protocol):
+    """What a family module provides."""
+
+    def spec_from_config(self, config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec: ...
+
+    def weight_names(self, spec: ModelSpec) -> Names: ...
+
+
+def family_of(model_type: object) -> Family:
+    """The family module for a config's `model_type`. Raises CheckpointError where there is none."""
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        supported = ", ".join(sorted(MODEL_TYPES))
+        raise CheckpointError(f"config.json: model_type is {model_type!r}; supported: {supported}")
+    return cast(Family, import_module(MODEL_TYPES[model_type]))
+
+
+def read_spec(folder: Path, warn: bool = True) -> ModelSpec:
+    """The ModelSpec of a checkpoint folder, from its JSON files alone: no weights are read. What they say beyond that is warned of, unless
+    somebody else will. Raises CheckpointError.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; expected a checkpoint folder with config.json and model.safetensors")
+    return spec_of(folder, read_json(folder / "config.json"), warn)
+
+
+def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> ModelSpec:
+    """The same of a folder whose config.json would hold `values`."""
+    config = Config(values)
+    try:
+        family = family_of(config.get("model_type"))
+        config.only("quantization_config", why="quantised checkpoints are not read; take the original and --engine.quantization int8")
+        spec = family.spec_from_config(config, end_token_ids(folder, config))
+        _check(spec)
+    except CheckpointError as error:
+        bare = str(error).startswith(("config.json", "generation_config.json"))
+        raise CheckpointError(f"{folder}/{error}" if bare else str(error)) from None
+    if warn:
+        _warn(folder, config)
+    return spec
+
+
+def _warn(folder: Path, config: Config) -> None:
+    """Says what a config holds that has no bearing on what is served."""
+    if config.values.get("auto_map") is not None:
+        log.warning("%s: auto_map names code that comes with the checkpoint; it is not run", folder / "config.json")
+    if unread := config.unread():
+        log.warning("%s: keys that onehead does not know and ignores: %s", folder / "config.json", ", ".join(map(short, unread[:20])))
+
+
+def _check(spec: ModelSpec) -> None:
+    """What no family can have otherwise. Raises CheckpointError."""
+    for token in spec.end_token_ids:
+        if token >= spec.vocab_size:
+            raise CheckpointError(
+                f"config.json: vocab_size is {spec.vocab_size}, and eos_token_id {token}, of it or of generation_config.json, is not below"
+            )

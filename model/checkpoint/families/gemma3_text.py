@@ -1,0 +1,91 @@
+"""gemma3_text: Gemma-3-270m and 1b. Five layers with a sliding window to one that sees everything, each kind with its own rotation;
+queries and keys are normalised, and so is what attention and MLP add to the stream.
+"""
+
+from model.checkpoint.config import Config
+from model.checkpoint.names import Names, llama_names, renamed
+from model.checkpoint.rope import rotary_of
+from model.spec import CheckpointError, ModelSpec, Rotary
+
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
+_LAYER_TYPES = ("sliding_attention", "full_attention")
+_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_branch_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_branch_norm": "post_feedforward_layernorm",
+}
+
+
+def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer: from the list of layer types, else every sixth layer sees everything."""
+    window, pattern = config.integer("sliding_window", 4096), config.integer("sliding_window_pattern", 6)
+    types = config.get("layer_types")
+    if types is None:
+        types = [_LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in _LAYER_TYPES for kind in types):
+        raise config.wrong("layer_types", f"a list of {num_layers} of {' and '.join(_LAYER_TYPES)}")
+    return tuple(window if kind == _LAYER_TYPES[0] else None for kind in types)
+
+
+def _rotations(config: Config, head_dim: int, most: int) -> tuple[tuple[Rotary, int], tuple[Rotary, int]]:
+    """(of layers that see everything, of layers with a window)."""
+    base, local_base = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
+    scaling, new, local = config.sub("rope_scaling"), config.sub("rope_parameters"), None
+    if scaling is not None and new is not None:
+        raise CheckpointError("config.json: rope_scaling and rope_parameters are both there; expected one of them")
+    if new is not None:
+        scaling, local = new.sub("full_attention"), new.sub("sliding_attention")
+        for key in new.unread():
+            raise CheckpointError(f"config.json: rope_parameters: {key} is none of {', '.join(_LAYER_TYPES)}")
+    return (rotary_of(scaling, config.path, head_dim, most, base), rotary_of(local, config.path, head_dim, most, local_base))
+
+
+def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+    """The spec of a config.json with model_type gemma3_text. Raises CheckpointError naming the key that does not fit."""
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_layers = config.layers("num_hidden_layers")
+    config.one_key_value_head("num_key_value_heads", 4, convertible=False)
+    config.only("use_bidirectional_attention", False, why="onehead serves causal models")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        config.only(key, why="onehead does not cap logits")
+    head_dim = config.columns("head_dim", 256)
+    most = config.integer("max_position_embeddings", 131_072)
+    (rotation, reach), (window_rotation, window_reach) = _rotations(config, head_dim, most)
+    bias = config.flag("attention_bias", False)
+    return ModelSpec(
+        model_type="gemma3_text",
+        vocab_size=config.integer("vocab_size", 262_208),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_query_heads=num_heads,
+        head_dim=head_dim,
+        intermediate_size=config.integer("intermediate_size"),
+        max_positions=min(reach, window_reach),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        activation=config.choice("hidden_activation", _ACTIVATIONS, "gelu_pytorch_tanh"),
+        attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        end_token_ids=end_token_ids,
+        norm="rms_norm",
+        norm_offset=1.0,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=False,
+        gated_mlp=True,
+        branch_norms=True,
+        query_key_norm=True,
+        embedding_scale=hidden_size**0.5,
+        rotary=rotation,
+        window_rotary=window_rotation,
+        windows=_windows(config, num_layers),
+    )
+
+
+def weight_names(spec: ModelSpec) -> Names:
+    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    names = llama_names(spec, _NORMS)
+    for layer in range(spec.num_layers):
+        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            names |= renamed({f"blocks.{layer}.attention.{ours}": f"model.layers.{layer}.self_attn.{theirs}"})
+    return names

@@ -1,0 +1,112 @@
+"""gpt_bigcode: StarCoder, StarCoderBase, tiny_starcoder, SantaCoder, granite-code-20b and the embedded model; and gpt2 with multi-query
+attention, the layout in which bigcode/santacoder was first published, with code of its own that is neither needed nor run.
+
+GPT-2's block with one key/value head. The fused projection's rows are the query heads, then K, then V, which is also our order; the first
+layout keeps queries in `q_attn`, the key and the value in `kv_attn`, and its matrices transposed.
+"""
+
+from typing import Any
+
+from model.checkpoint.config import Config
+from model.checkpoint.names import Names, Part, renamed
+from model.spec import CheckpointError, ModelSpec
+
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def _refuse_several_heads(config: Config, num_heads: int) -> None:
+    """Each layout says in its own way that there is one key/value head."""
+    first = config.get("model_type") == "gpt2"
+    key, expected = ("attention_head_type", "multiquery") if first else ("multi_query", True)
+    found = config.get(key) if first else config.flag(key, True)
+    if found != expected:
+        raise CheckpointError(
+            f"config.json: {key} is {found!r}, so there are {num_heads} key/value heads, expected {expected!r}: "
+            "onehead serves one key/value head; `onehead convert` makes that of several"
+        )
+
+
+def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpec:
+    """The spec of a config.json with model_type gpt_bigcode or gpt2. Raises CheckpointError naming the key that does not fit."""
+    hidden_size, num_heads = config.integer("n_embd"), config.integer("n_head")
+    if hidden_size % num_heads:
+        raise CheckpointError(f"config.json: n_embd {hidden_size} is not a multiple of n_head {num_heads}")
+    _refuse_several_heads(config, num_heads)
+    config.only("add_cross_attention", False, why="onehead serves decoder-only models")
+    config.only("scale_attn_by_inverse_layer_idx", False, why="onehead scales every layer alike")
+    for key in ("n_ctx", "num_key_value_heads", "reorder_and_upcast_attn"):
+        config.get(key)  # Said again, or of how numbers are rounded.
+    head_dim = hidden_size // num_heads
+    return ModelSpec(
+        model_type=config.get("model_type"),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=config.layers("n_layer"),
+        num_query_heads=num_heads,
+        head_dim=head_dim,
+        intermediate_size=config.integer("n_inner", 4 * hidden_size),
+        max_positions=config.integer("n_positions"),
+        norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
+        activation=config.choice("activation_function", _ACTIVATIONS, "gelu_pytorch_tanh"),
+        attention_scale=head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        end_token_ids=end_token_ids,
+    )
+
+
+def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
+    """A config.json that this module and `transformers` read back as the same model."""
+    activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
+    ends = spec.end_token_ids
+    return {
+        "model_type": "gpt_bigcode",
+        "architectures": ["GPTBigCodeForCausalLM"],
+        "multi_query": True,
+        "vocab_size": spec.vocab_size,
+        "n_positions": spec.max_positions,
+        "n_embd": spec.hidden_size,
+        "n_layer": spec.num_layers,
+        "n_head": spec.num_query_heads,
+        "n_inner": spec.intermediate_size,
+        "activation_function": activation,
+        "layer_norm_epsilon": spec.norm_epsilon,
+        "scale_attn_weights": spec.attention_scale != 1.0,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "bos_token_id": ends[0] if ends else None,
+        "eos_token_id": list(ends) if len(ends) > 1 else ends[0] if ends else None,
+    }
+
+
+def weight_names(spec: ModelSpec) -> Names:
+    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    both = ("weight", "bias")
+    names = renamed({"token_embedding": "transformer.wte", "position_embedding": "transformer.wpe"})
+    names |= renamed({"final_norm": "transformer.ln_f"}, both)
+    if not spec.tied_embeddings:
+        names |= renamed({"head": "lm_head"})
+    first = spec.model_type == "gpt2"
+    query_size = spec.num_query_heads * spec.head_dim
+    linears: dict[str, dict[str, int | None]] = {
+        "attention.qkv": {"attn.q_attn": query_size, "attn.kv_attn": 2 * spec.head_dim} if first else {"attn.c_attn": None},
+        "attention.out": {"attn.c_proj": None},
+        "mlp.up": {"mlp.c_fc": None},
+        "mlp.down": {"mlp.c_proj": None},
+    }
+    for layer in range(spec.num_layers):
+        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+        names |= renamed({f"{ours}.attention_norm": f"{theirs}.ln_1", f"{ours}.mlp_norm": f"{theirs}.ln_2"}, both)
+        for linear, parts in linears.items():
+            names[f"{ours}.{linear}.weight"] = tuple(Part(f"{theirs}.{name}.weight", rows, first) for name, rows in parts.items())
+            names[f"{ours}.{linear}.bias"] = tuple(Part(f"{theirs}.{name}.bias", rows) for name, rows in parts.items())
+    return names

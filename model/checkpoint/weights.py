@@ -1,0 +1,269 @@
+"""Safetensors <-> Decoder. Every missing, unexpected or misshapen tensor is an error that names it, before a byte of weights is read.
+
+Knows files and names; knows nothing of families beyond the name table it is handed. While it loads, memory holds the weights that are
+done and one block more.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate, chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from model.checkpoint.config import read_json
+from model.checkpoint.families import family_of
+from model.checkpoint.names import Part
+from model.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile
+from model.decoder import Decoder, meta_decoder
+from model.devices.cpu.native import library
+from model.devices.cpu.products import PackedHeads, PackedMatrix, pack_modules
+from model.devices.quantized_modules import QuantizedMatrix, quantize_modules
+from model.spec import CheckpointError, ModelSpec
+
+# Buffers that older checkpoints carry beside their parameters: causal masks and rotary frequencies, which a decoder computes.
+IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# The head of a tied checkpoint is the embedding; some files carry it a second time.
+TIED_DUPLICATE = "lm_head.weight"
+BLOCK_ELEMENTS = 2**22
+INDEX = "model.safetensors.index.json"
+MANIFEST = "SHA256SUMS"
+"""What `sha256sum *.safetensors` prints. Where a folder has it, its files are held to it."""
+
+
+Report = Callable[[str, int, int], None]
+"""Is told what a loader is doing, and how many bytes of how many are done: 0 of 0 where it cannot be said."""
+
+
+class Checkpoint:
+    """The tensors of a folder, by name, with every header checked. Raises CheckpointError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, SafetensorsFile] = {}
+        weight_map = _weight_map(folder)
+        for file_name in ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values())):
+            path = folder / file_name
+            if not path.is_file():
+                raise CheckpointError(f"{path}: no such file{_hint(folder)}")
+            file = SafetensorsFile.open(path)
+            for name in file.entries:
+                if name in self.files:
+                    raise CheckpointError(f"{path}: tensor {name} occurs in {self.files[name].path.name} too")
+                self.files[name] = file
+        for name, file_name in (weight_map or {}).items():
+            if name not in self.files or self.files[name].path.name != file_name:
+                raise CheckpointError(f"{folder / INDEX}: tensor {name} should be in {file_name}, and is not")
+
+    def entry(self, name: str) -> Entry:
+        """Type, shape and place of a tensor."""
+        return self.files[name].entries[name]
+
+    def read(self, part: Part) -> Tensor:
+        """A whole part, as ours has it, in its own dtype. Raises CheckpointError, as for values that are no numbers."""
+        entry = self.entry(part.name)
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.fill(part.name, tensor, 0)
+        return tensor.T if part.transposed else tensor
+
+    def blocks(self, part: Part) -> Iterator[Tensor]:
+        """As `read`, block after block of its rows. A block is overwritten by the next."""
+        if part.transposed:  # No block of our rows lies together.
+            yield self.read(part)
+            return
+        entry = self.entry(part.name)
+        num_rows, columns = entry.shape[0], prod(entry.shape[1:])
+        scratch = torch.empty(max(1, min(num_rows, BLOCK_ELEMENTS // max(1, columns))), *entry.shape[1:], dtype=DTYPES[entry.dtype])
+        for first in range(0, num_rows, len(scratch)):
+            block = scratch[: num_rows - first]
+            self.fill(part.name, block, first * columns)
+            yield block
+
+    def fill(self, name: str, into: Tensor, first: int) -> None:
+        """Reads elements from number `first` on straight into a contiguous tensor of the same dtype."""
+        self.files[name].read(name, into, first)
+        # One pass that makes no copy: a NaN anywhere is both least and greatest.
+        if into.numel() and not all(bound.isfinite() for bound in torch.aminmax(into)):
+            raise CheckpointError(f"{self.files[name].path}: {name} holds NaN or infinity; the file is damaged")
+
+    def verify(self) -> None:
+        """Holds the files to the folder's manifest, if it has one. Raises CheckpointError naming the one that differs."""
+        manifest = self.folder / MANIFEST
+        if not manifest.is_file():
+            return
+        try:
+            lines = manifest.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            raise CheckpointError(f"{manifest}: cannot be read as text") from None
+        sums = {name.lstrip("*"): digest for digest, _, name in (line.strip().partition(" ") for line in lines) for name in [name.strip()]}
+        for path in sorted({file.path for file in self.files.values()}):
+            if path.name not in sums:
+                raise CheckpointError(f"{manifest}: says nothing of {path.name}; remove it, or write it anew with sha256sum")
+            if digest(path) != sums[path.name].lower():
+                raise CheckpointError(f"{path}: its contents are not what {MANIFEST} says; fetch the file again")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_decoder(
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str = "none",
+    *,
+    packed: bool = False,
+    report: Report = lambda *_: None,
+) -> Decoder:
+    """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or, where quantized, in 8 bits; `packed`: as the CPU's
+    kernels read them, where there are any (for fp8 there are none). Raises CheckpointError.
+    """
+    checkpoint = Checkpoint(folder)
+    decoder = meta_decoder(spec)
+    names = family_of(spec.model_type).weight_names(spec)
+    check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
+    sizes = [sum(checkpoint.entry(part.name).num_bytes for part in parts) for parts in names.values()]
+    report("loading weights", 0, total := sum(sizes))  # The manifest's digests are part of it: they take as long as reading.
+    checkpoint.verify()
+    check_tied(checkpoint, spec, names["token_embedding.weight"][0])
+    if packed and device.type == "cpu" and dtype is torch.float32 and quantization != "fp8" and library() is not None:
+        pack_modules(decoder, quantized=quantization == "int8")
+    elif quantization != "none":
+        quantize_modules(decoder, quantization, dtype)
+    for (ours, parts), done in zip(names.items(), accumulate(sizes), strict=True):
+        _put(decoder, ours, checkpoint, parts, dtype, device)
+        report("loading weights", done, total)
+    for module in decoder.modules():
+        if isinstance(module, PackedHeads):
+            module.pack()
+    return decoder.requires_grad_(False).eval()
+
+
+def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Gives one parameter its values, quantized where its module is. Memory holds them and one block more."""
+    module_name, _, leaf = name.rpartition(".")
+    module = decoder.get_submodule(module_name)
+    if isinstance(module, QuantizedMatrix | PackedMatrix) and leaf == "weight":
+        module.allocate(device)
+        take = module.set_rows
+    else:
+        value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
+        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+        if len(parts) == 1 and DTYPES[checkpoint.entry(parts[0].name).dtype] is dtype and device.type == "cpu" and not parts[0].transposed:
+            checkpoint.fill(parts[0].name, value, 0)
+            return
+
+        def take(first: int, rows: Tensor) -> None:
+            value[first : first + len(rows)] = rows
+            narrower = torch.finfo(dtype).max < torch.finfo(rows.dtype).max
+            if narrower and not value[first : first + len(rows)].isfinite().all():
+                raise CheckpointError(f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take another engine.dtype")
+
+    first = 0
+    for block in chain.from_iterable(map(checkpoint.blocks, parts)):
+        take(first, block)
+        first += len(block)
+
+
+def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> None:
+    """Every tensor of a checkpoint of this decoder is there, of its shape, and nothing else is. Raises CheckpointError."""
+    spec, parameters, expected = decoder.spec, dict(decoder.named_parameters()), {}
+    for ours, parts in family_of(spec.model_type).weight_names(spec).items():
+        for part in parts:
+            rows, *columns = parameters[ours].shape
+            shape = (part.rows or rows, *columns)
+            expected[part.name] = shape[::-1] if part.transposed else shape
+    for name, entry in found.items():
+        if name not in expected:
+            if not is_ignored(name, spec):
+                raise CheckpointError(f"{where}: unexpected tensor {name}; a {spec.model_type} of this config has none of that name")
+            continue
+        if entry.shape != expected[name]:
+            raise CheckpointError(f"{where}: {name} has shape {list(entry.shape)}, expected {list(expected[name])} by config.json")
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{where}: {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}")
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise CheckpointError(f"{where}: missing tensor {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
+
+
+def is_ignored(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor that checkpoints may carry is none of a decoder's parameters."""
+    if name.endswith(IGNORED_SUFFIXES) or (name == TIED_DUPLICATE and spec.tied_embeddings):
+        return True
+    prefix, _, rest = name.partition("model.layers.")
+    number = rest.partition(".")[0]
+    unread = range(spec.num_layers, spec.num_layers + spec.num_unread_layers)
+    return not prefix and number.isdecimal() and len(number) < 6 and int(number) in unread
+
+
+def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None:
+    """Where a head is stored beside the embedding that it is tied to, they must be the same. Raises CheckpointError."""
+    if not spec.tied_embeddings or TIED_DUPLICATE not in checkpoint.files:
+        return
+    head = Part(TIED_DUPLICATE)
+    same = all(getattr(checkpoint.entry(head.name), key) == getattr(checkpoint.entry(embedding.name), key) for key in ("dtype", "shape"))
+    blocks = zip(checkpoint.blocks(head), checkpoint.blocks(embedding), strict=True) if same else ()
+    if not same or not all(torch.equal(a, b) for a, b in blocks):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which config.json ties it; "
+            "expected the same values, or tie_word_embeddings false"
+        )
+
+
+def save_decoder(folder: Path, decoder: Decoder, dtype: torch.dtype, config: dict[str, Any]) -> None:
+    """Writes `config` as config.json, and model.safetensors in the layout of the decoder's family with its manifest."""
+    parameters = dict(decoder.named_parameters())
+    tensors = {}
+    for ours, parts in family_of(decoder.spec.model_type).weight_names(decoder.spec).items():
+        value = parameters[ours].detach().to("cpu", dtype)
+        for part, piece in zip(parts, value.split([part.rows or len(value) for part in parts]), strict=True):
+            tensors[part.name] = (piece.T if part.transposed else piece).contiguous()
+    write_checkpoint(folder, tensors, config | {"dtype": str(dtype).removeprefix("torch.")})
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Writes config.json, model.safetensors and its manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # The library leaves it to its owner alone; a server may run as someone else.
+    (folder / MANIFEST).write_text(f"{digest(path)}  {path.name}\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """The index of a folder: tensor -> file. None where there is none. Raises CheckpointError."""
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: {str(name)[:80]!r} is not the plain name of a safetensors file")
+    if (folder / "model.safetensors").exists() and set(weight_map.values()) != {"model.safetensors"}:
+        raise CheckpointError(f"{path}: there is a model.safetensors too, and readers differ about which is meant; remove one of them")
+    return weight_map
+
+
+def _hint(folder: Path) -> str:
+    """What to do where weights of another format are there instead."""
+    if others := sorted(p.name for pattern in ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
+        found = f"; found {others[0]}, which may run code when it is read"
+        if others[0].startswith("pytorch_model"):
+            return f"{found}: `onehead convert --model {folder} --output NEW` makes safetensors of it"
+        return f"{found}; take the checkpoint in safetensors"
+    if others := sorted(p.name for p in folder.glob("*.gguf")):
+        return f"; found {others[0]}: GGUF is not read; take the checkpoint it was made from, in safetensors"
+    return ""

@@ -1,0 +1,112 @@
+"""Attention on a CPU by our own kernel (native/attention.cpp): float32 pages are read in place, once for all query heads.
+
+Keys are stored transposed within their page: [d, S]. Invariant: a token's output depends on its own sequence alone, bit for bit.
+
+Shape letters: T tokens of the step, H query heads, d columns of a key, v of a value, S slots of a page, N rows of the step.
+"""
+
+import ctypes
+from array import array
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.layout import LayerGroup
+from cache.pool import KVPool
+from model.batch import Batch
+from model.devices.cpu.native import library, name_of
+from model.layers import Rotation
+
+MULTIPLE = 16
+"""What sizes of pages, keys and values must be multiples of."""
+
+
+class Step(ctypes.Structure):
+    """The kernel's struct of the same name."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("queries", "new_keys", "new_values", "outputs", "keys", "values", "spans")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride", "num_tokens", "num_spans")),
+        *((name, ctypes.c_int64) for name in ("stack", "num_heads", "key_dim", "value_dim", "page_size")),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What the layers of one group share: the kernel's Spans, and the lists of pages whose addresses they hold."""
+
+    spans: "array[int]"
+    pages: "list[array[int]]"
+    address: int
+
+
+def supports(pool: KVPool) -> bool:
+    """Whether there is a kernel for this processor and these pages."""
+    sizes = pool.page_size, pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
+    return pool.keys_LPSd.dtype == torch.float32 and all(size % MULTIPLE == 0 for size in sizes) and library() is not None
+
+
+class NativeBackend:
+    """Writes the step's keys and values and attends, in one call for each layer."""
+
+    def __init__(self, pool: KVPool, scale: float) -> None:
+        found = library()
+        assert found is not None and supports(pool)
+        self.pool, self._library = pool, found
+        key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
+        self._value_dim = value_dim
+        self._steps = []
+        for layer, place in enumerate(pool.layout.places):
+            keys, values = (x.data_ptr() for x in pool.layer(layer))
+            sizes = {"key_dim": key_dim, "value_dim": value_dim, "page_size": pool.page_size}
+            step = Step(keys=keys, values=None if pool.value_in_key else values, stack=place.stack, **sizes, scale=scale)
+            self._steps.append((step, ctypes.addressof(step), place.group))
+
+    @property
+    def name(self) -> str:
+        return name_of(self._library)
+
+    def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
+        return tuple(_plan(batch, number, group) for number, group in enumerate(batch.layout.groups))
+
+    def run(
+        self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
+    ) -> Tensor:
+        if rotation is not None:
+            q_THd, k_Td = rotation.both(q_THd, k_Td)
+        assert q_THd.dtype is k_Td.dtype is v_Tv.dtype is torch.float32
+        num_tokens, num_heads, key_dim = q_THd.shape
+        query_stride, *within = q_THd.stride()
+        if within != [key_dim, 1]:
+            q_THd, query_stride = q_THd.contiguous(), num_heads * key_dim
+        if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
+            k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
+        o_THv = q_THd.new_empty(num_tokens, num_heads, self._value_dim)
+        step, address, number = self._steps[layer]
+        group = plan[number]
+        step.queries, step.new_keys, step.new_values = q_THd.data_ptr(), k_Td.data_ptr(), v_Tv.data_ptr()
+        step.query_stride, step.key_stride, step.value_stride = query_stride, k_Td.stride(0), v_Tv.stride(0)
+        step.outputs, step.spans, step.num_spans = o_THv.data_ptr(), group.address, len(group.pages)
+        step.num_tokens, step.num_heads = num_tokens, num_heads
+        self._library.attend(address, torch.get_num_threads())
+        return o_THv
+
+
+def _plan(batch: Batch, number: int, group: LayerGroup) -> GroupPlan:
+    """Nothing here grows with how long the sequences have become."""
+    spans, all_pages = array("q"), []
+    stacks, page_size, window = group.num_stacks, batch.layout.page_size, group.window
+    for row, first in zip(batch.rows, batch.firsts, strict=True):
+        pages = row.pages[number]
+        all_pages.append(pages)
+        num_tokens = len(row.tokens)
+        unseen = 0 if window is None else group.first_seen(row.start) // page_size
+        num_keys = row.start + num_tokens - unseen * page_size
+        spans.extend((first, num_tokens, num_keys, window or 0, pages.buffer_info()[0] + unseen * stacks * 8, stacks))
+    return GroupPlan(spans, all_pages, spans.buffer_info()[0])
+
+
+def create(pool: KVPool, scale: float, num_heads: int) -> NativeBackend:
+    return NativeBackend(pool, scale)

@@ -1,0 +1,227 @@
+"""A step's rows -> the lists of numbers that the kernels read: one array of 32-bit integers for a group of layers. No torch, no Triton.
+
+Invariant: every row of every sequence's matrix of queries is in exactly one tile, and every tile in exactly one wave; no two splits of a
+wave's tiles share a place in the scratch. It knows nothing of devices and of what a slot stores.
+
+Work in Python grows with the rows of the step, not with how long their sequences are; the lists' lengths are rounded up, what is added is
+padding that the kernels skip, so that steps of about a size have lists of one size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cache.layout import CacheLayout, LayerGroup, pages_for
+from model.devices.gpu.attention.configurations import Configuration
+from model.step import Row
+
+Numbers = NDArray[np.int32]
+SPAN_FIELDS = 4
+"""Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
+TILE_FIELDS = 7
+"""Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch, last row,
+keys of a split."""
+MOST_PAGES = 2**18
+"""Of all rows' tables together, 1 MiB: making and copying more takes longer than launches do."""
+CLASS_STEP = 2
+"""Contexts of a class are at most this many times as long as those of the one before."""
+TILE_BUCKET = 4
+"""The number of tiles is a multiple of it."""
+ALIGNMENT = 4
+"""Each list begins at a multiple of it, which is 16 bytes: kernels are compiled for what addresses are multiples of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Tiles that are launched together."""
+
+    first_tile: int
+    num_tiles: int
+    most_splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLists:
+    """What the layers of a group share. A line of `spans` has SPAN_FIELDS, one of `tiles` TILE_FIELDS."""
+
+    spans: Numbers
+    tiles: Numbers
+    tables: Numbers
+    """Pages by row of the step: page i of stack j, counted from the first page that is listed, at i * num_stacks + j."""
+    slots: Numbers
+    """By stack and token; -1 is padding."""
+    waves: tuple[Wave, ...]
+
+    @property
+    def parts(self) -> tuple[Numbers, ...]:
+        """The lists, in the order in which they follow each other on the device."""
+        return self.spans, self.tiles, self.tables, self.slots
+
+
+def plan_groups(
+    rows: Sequence[Row], firsts: ArrayLike, layout: CacheLayout, num_heads: int, configuration: Configuration, capacity: int
+) -> list[GroupLists]:
+    """The lists of every group; `capacity` is how many splits of a tile the scratch holds."""
+    first_r = np.asarray(firsts, np.int64)
+    start_r = np.asarray([row.start for row in rows], np.int64)
+    count_r = np.asarray([len(row.tokens) for row in rows], np.int64)
+    found = []
+    for number, group in enumerate(layout.groups):
+        stacks = group.num_stacks
+        unseen_r = _first_seen(start_r, group.window) // layout.page_size
+        tables = _tables(rows, number, unseen_r * stacks, -(-(start_r + count_r) // layout.page_size) * stacks)
+        tiles = _tiles(start_r, count_r, group.window, num_heads, configuration)
+        waves = _waves(tiles, capacity)
+        slots = _slots(tables, start_r, count_r, unseen_r, stacks, layout.page_size)
+        found.append(GroupLists(_columns(len(rows), (first_r, count_r, start_r, unseen_r)), tiles, tables, slots, waves))
+    return found
+
+
+def _columns(num_lines: int, columns: Sequence[NDArray[np.int64]]) -> Numbers:
+    """numpy's own `stack` takes ten times as long for so few."""
+    table = np.zeros((num_lines, len(columns)), np.int32)
+    for number, column in enumerate(columns):
+        table[: len(column), number] = column
+    return table
+
+
+def _first_seen(position: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
+    return np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+
+
+def _tables(rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r: NDArray[np.int64]) -> Numbers:
+    """The pages of each row that its tokens see or write, copied from where the row's table has them."""
+    length_r1 = (end_r - begin_r)[:, None]
+    width = -(-int(length_r1.max()) // ALIGNMENT) * ALIGNMENT
+    tables = np.zeros((len(rows), width), np.int32)
+    # A copy of each row's pages to its line would take most of the time that lists take.
+    pages = b"".join([row.pages[number][begin:end] for row, begin, end in zip(rows, begin_r.tolist(), end_r.tolist(), strict=True)])
+    tables[np.arange(width) < length_r1] = np.frombuffer(pages, np.int64)
+    return tables
+
+
+def _tiles(
+    start_r: NDArray[np.int64], count_r: NDArray[np.int64], window: int | None, num_heads: int, configuration: Configuration
+) -> Numbers:
+    """Of every sequence's matrix of queries BLOCK_M rows after the other; those of the first positions, whose splits are short, share no
+    tile with the others. `_waves` fills in the place in the scratch.
+    """
+    # Two segments of each row of the step, of which one is mostly empty.
+    borders_r3 = np.zeros((len(start_r), 3), np.int64)
+    borders_r3[:, 2] = count_r * num_heads
+    borders_r3[:, 1] = np.minimum(np.maximum(configuration.num_short - start_r, 0) * num_heads, borders_r3[:, 2])
+    first_s, end_s = borders_r3[:, :2].ravel(), borders_r3[:, 1:].ravel()
+    tiles_s = -(-(end_s - first_s) // configuration.rows)
+    segment_t = np.repeat(np.arange(len(tiles_s)), tiles_s)
+    row_t = segment_t // 2
+    number_t = np.arange(len(segment_t)) - np.repeat(np.cumsum(tiles_s) - tiles_s, tiles_s)
+    begin_t = first_s[segment_t] + number_t * configuration.rows
+    last_t = np.minimum(begin_t + configuration.rows, end_s[segment_t]) - 1
+    split_t = np.where(segment_t % 2, configuration.split, configuration.short_split)
+    first_split_t = _first_seen(start_r[row_t] + begin_t // num_heads, window) // split_t
+    num_splits_t = (start_r[row_t] + last_t // num_heads) // split_t - first_split_t + 1
+    columns = row_t, begin_t, first_split_t, num_splits_t, np.zeros(0, np.int64), last_t, split_t
+    tiles = _columns(-(-len(row_t) // TILE_BUCKET) * TILE_BUCKET, columns)
+    tiles[len(row_t) :, 0] = -1
+    return tiles
+
+
+def most_splits(num_keys: int, window: int | None, configuration: Configuration) -> int:
+    """Of a token of a context of at most so many keys."""
+    seen = num_keys if window is None else min(num_keys, window)
+    # A window can begin within a split.
+    extra = 0 if window is None else 1
+    short = pages_for(min(seen, configuration.num_short), configuration.short_split)
+    return max(short, pages_for(seen, configuration.split)) + extra
+
+
+def _waves(tiles: Numbers, capacity: int) -> tuple[Wave, ...]:
+    """Cuts the tiles so that no wave has more parts than the scratch holds, and gives each tile its place there."""
+    splits_t = tiles[:, 3]
+    parts_t = np.where(splits_t > 1, splits_t, 0)
+    ends_t = np.cumsum(parts_t, dtype=np.int64)
+    waves: list[Wave] = []
+    first, used = 0, 0
+    while first < len(tiles):
+        end = int(np.searchsorted(ends_t, used + capacity, side="right"))
+        assert end > first, "a tile has more splits than the scratch has places"
+        tiles[first:end, 4] = ends_t[first:end] - parts_t[first:end] - used
+        waves.append(Wave(first, end - first, int(splits_t[first:end].max())))
+        first, used = end, int(ends_t[end - 1])
+    return tuple(waves)
+
+
+def _slots(
+    tables: Numbers, start_r: NDArray[np.int64], count_r: NDArray[np.int64], unseen_r: NDArray[np.int64], stacks: int, page_size: int
+) -> Numbers:
+    """The slot of every token in every stack."""
+    num_tokens = int(count_r.sum())
+    row_T = np.repeat(np.arange(len(count_r)), count_r)
+    position_T = np.arange(num_tokens) - np.repeat(np.cumsum(count_r) - count_r - start_r, count_r)
+    column_T = (position_T // page_size - unseen_r[row_T]) * stacks
+    slots = np.full((stacks, -(-num_tokens // ALIGNMENT) * ALIGNMENT), -1, np.int32)
+    for stack in range(stacks):
+        slots[stack, :num_tokens] = tables[row_T, column_T + stack] * page_size + position_T % page_size
+    return slots
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the lists of a step of single tokens, which are those of all such steps of so many rows and contexts within a class."""
+
+    num_rows: int
+    num_keys: int
+    """The longest context of the class."""
+
+
+@cache
+def padding_of(shape: Shape, group: LayerGroup, page_size: int, num_heads: int, configuration: Configuration) -> GroupLists:
+    """Lists of padding, with the wave that takes them. Everybody gets the same ones, and writes to none."""
+    pages, splits = pages_for(shape.num_keys, page_size), most_splits(shape.num_keys, group.window, configuration)
+    if group.window is not None:
+        # As many as a window can begin and end in.
+        pages = min(pages, pages_for(group.window, page_size) + 1)
+    num_tiles = pages_for(shape.num_rows * pages_for(num_heads, configuration.rows), TILE_BUCKET) * TILE_BUCKET
+    tiles = np.zeros((num_tiles, TILE_FIELDS), np.int32)
+    tiles[:, 0] = -1
+    return GroupLists(
+        np.zeros((shape.num_rows, SPAN_FIELDS), np.int32),
+        tiles,
+        np.zeros((shape.num_rows, pages_for(pages * group.num_stacks, ALIGNMENT) * ALIGNMENT), np.int32),
+        np.full((group.num_stacks, pages_for(shape.num_rows, ALIGNMENT) * ALIGNMENT), -1, np.int32),
+        (Wave(0, num_tiles, splits),),
+    )
+
+
+def classes(page_size: int, longest: int) -> Iterator[int]:
+    """The longest contexts of the classes, up to that which this one is in."""
+    num_keys = page_size
+    while num_keys < longest:
+        yield num_keys
+        num_keys *= CLASS_STEP
+    yield num_keys
+
+
+def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape | None:
+    """The smallest class that these rows of one token are in; None where one long row would make all tables too long."""
+    *_, num_keys = classes(page_size, max([row.start for row in rows]) + 1)
+    return Shape(num_rows, num_keys) if num_rows * num_keys // page_size <= MOST_PAGES else None
+
+
+def joined(lists: Sequence[GroupLists]) -> Numbers:
+    """All their numbers, one list behind the other."""
+    return np.concatenate([part.ravel() for group in lists for part in group.parts])
+
+
+def filled_up(lists: Sequence[GroupLists], padding: Sequence[GroupLists]) -> Numbers:
+    """The same, as far as there is room in lists of padding: what these hold beyond the padding's sizes is padding itself."""
+    numbers, begin = joined(padding), 0
+    for group, larger_group in zip(lists, padding, strict=True):
+        for part, larger in zip(group.parts, larger_group.parts, strict=True):
+            lines, columns = min(len(part), len(larger)), min(part.shape[1], larger.shape[1])
+            numbers[begin : begin + larger.size].reshape(larger.shape)[:lines, :columns] = part[:lines, :columns]
+            begin += larger.size
+    return numbers

@@ -1,1 +1,0 @@
-"""Commands that make or study checkpoints. Nothing that serves imports this package."""

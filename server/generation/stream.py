@@ -1,0 +1,280 @@
+"""OpenStreams: the sequences of one submitted request, as one iterator over the pieces of their text.
+
+Tokens become text, text meets stop strings, and a deadline ends what is still open. Invariant: every sequence ends in exactly one piece
+with `finish`, or the whole request in one RequestError; `close` cancels what is left, however often it is called. It knows nothing of
+HTTP, fields or events.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from server import protocol
+from server.errors import GenerationFailed, InvalidRequest, QueueTimeout, RequestError, Unavailable
+from server.supervision.journal import Delivery
+from server.text.codec import Detokenizer, StopStrings
+
+if TYPE_CHECKING:
+    from server.generation.admission import Generation, Request
+
+log = logging.getLogger("onehead.api")
+
+RETRY_SECONDS = 5
+"""After which a client of a server that is going, or whose engine is not back, may try again."""
+
+Top = Sequence[tuple[int, float]]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One token and the text that became certain with it. `finish` is set on a sequence's last: length, eos_token, stop_sequence or
+    timeout; `stop` is then the stop string or the token id that ended it, where there is one.
+
+    A special token is no text, nor is one that ends it: its name is `special_text`, and `text` at most what was held back before it.
+    A piece without a token (the deadline came between two) has `token` None.
+    """
+
+    choice: int
+    token: int | None
+    text: str
+    special_text: str = ""
+    logprob: float | None = None
+    top: Top = ()
+    special: bool = False
+    finish: str | None = None
+    stop: str | int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence of the request: its text so far and its times."""
+
+    index: int
+    request: "Request"
+    id: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    first: float = 0.0
+    last: float = 0.0
+    num_tokens: int = 0
+    num_cached: int = 0
+    """Prompt tokens that were not computed, as others had computed them."""
+    prompt_scores: list[protocol.Score] = field(default_factory=list)
+    """Of the prompt's second token and all after it."""
+    outcome: str | None = None
+
+
+def prompt_tokens(choices: Sequence[Choice]) -> int:
+    """Tokens of the prompts of a request, those of a prompt with several choices once."""
+    return sum({id(choice.request.prompt): len(choice.request.prompt) for choice in choices}.values())
+
+
+def speeds(choices: Sequence[Choice]) -> dict[str, float]:
+    """Token counts, TTFT and generation speed of a request, for a line of the log; 0 for what there is not."""
+    num_tokens = sum(choice.num_tokens for choice in choices)
+    first = min((choice.first for choice in choices if choice.num_tokens), default=0.0)
+    seconds = max((choice.last for choice in choices), default=0.0) - first
+    return {
+        "prompt_tokens": prompt_tokens(choices),
+        "output_tokens": num_tokens,
+        "ttft_ms": first and round((first - choices[0].arrival) * 1e3, 1),
+        "tokens_per_second": seconds and round((num_tokens - 1) / seconds, 1),
+    }
+
+
+class ChoiceText:
+    """Tokens of one sequence to pieces."""
+
+    def __init__(self, generation: "Generation", choice: Choice) -> None:
+        self._codec = generation.codec
+        self._choice = choice
+        self._request = choice.request
+        self._detokenizer = Detokenizer(generation.codec)
+        self._stops = StopStrings(choice.request.stop_strings, choice.request.keep_stop)
+        self._healed = choice.request.healed
+        """What the prompt's end has still to be generated again; it is no part of the output."""
+
+    def piece(self, token: protocol.Token) -> Piece:
+        """The piece of a token. Its `finish` may come earlier than the engine's."""
+        request, index = self._request, self._choice.index
+        if request.max_new_tokens == 0:  # Only the prompt was wanted; the engine draws one token behind it all the same.
+            return Piece(index, None, "", finish="length")
+        ends = token.finish == "eos_token"
+        # What ends a text is no part of it, whether the tokenizer calls it special or a request does.
+        special = token.token in self._codec.special_ids or (ends and not request.keep_stop_token)
+        if (special and request.skip_special_tokens) or (ends and not request.keep_stop_token):
+            text = ""
+        else:
+            text = self._unhealed(self._detokenizer.push(token.token))
+        if token.finish is not None:
+            text += self._unhealed(self._detokenizer.flush())
+        text, stop = self._stops.push(text, search=token.index + 1 >= request.min_new_tokens)
+        finish = "stop_sequence" if stop is not None else token.finish
+        if finish is not None and stop is None:
+            text += self._stops.flush()
+        reason: str | int | None = stop
+        if finish == "eos_token" and token.token in request.stop_token_ids:
+            reason = token.token
+        name = self._codec.decode([token.token]) if special else ""
+        return Piece(index, token.token, text, name, token.logprob, token.top, special, finish, reason)
+
+    def _unhealed(self, text: str) -> str:
+        if self._healed:
+            common = min(len(self._healed), len(text))
+            self._healed, text = self._healed[common:], text[common:]
+        return text
+
+    def cut(self) -> Piece:
+        """The last piece of a sequence whose time is up."""
+        text, _ = self._stops.push(self._unhealed(self._detokenizer.flush()))
+        return Piece(self._choice.index, None, text + self._stops.flush(), finish="timeout")
+
+
+def _error(failed: protocol.Failed) -> RequestError:
+    """What a client is told of a sequence that failed."""
+    if failed.refused:
+        return InvalidRequest(f"the request cannot be satisfied: {failed.reason}")
+    if failed.code in ("engine_unavailable", "server_shutting_down"):
+        return Unavailable(failed.reason, retry_after=RETRY_SECONDS, code=failed.code)
+    return GenerationFailed(f"Request failed during generation: {failed.reason}", code=failed.code or None)
+
+
+class OpenStreams:
+    """Submitted sequences, as an iterator over their pieces in the order in which they come."""
+
+    def __init__(self, generation: "Generation", requests: Sequence["Request"], submits: Sequence[protocol.Submit]) -> None:
+        self.generation = generation
+        self.choices = [Choice(index, request) for index, request in enumerate(requests)]
+        self._texts = [ChoiceText(generation, choice) for choice in self.choices]
+        self._inbox: deque[tuple[int, protocol.Token | protocol.Failed, float]] = deque()
+        self._arrived = asyncio.Event()
+        """Set where there is something in the inbox, or time is up."""
+        self._num_open = len(self.choices)
+        self._cut: list[Piece] = []
+        self._error: Callable[[], RequestError] | None = None
+        """What ends the request, made when it is raised: an error that was raised holds all that this does."""
+        self._late = False
+        timeout = requests[0].timeout_s
+        self._deadline = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._run_late)
+        for choice, submit in zip(self.choices, submits, strict=True):
+            choice.id = generation.supervisor.submit(submit, self._receiver(choice))
+            generation.wait(choice)
+
+    def _receiver(self, choice: Choice) -> Callable[[Delivery], None]:
+        metrics = self.generation.metrics
+
+        def deliver(delivery: Delivery) -> None:
+            """Takes the times as tokens come, not as the client reads them."""
+            now = time.monotonic()
+            if isinstance(delivery, protocol.Scores):
+                choice.prompt_scores.extend(delivery.scores)
+                return
+            if isinstance(delivery, protocol.Token):
+                if choice.num_tokens == 0:
+                    choice.first = now
+                    metrics.time_to_first_token.observe(now - choice.arrival)
+                else:
+                    metrics.inter_token_latency.observe(now - choice.last)
+                choice.last = now
+                choice.num_tokens += 1
+            self._inbox.append((choice.index, delivery, now))
+            self._arrived.set()
+
+        return deliver
+
+    def __aiter__(self) -> "OpenStreams":
+        return self
+
+    async def __anext__(self) -> Piece:
+        """The next piece. Raises GenerationFailed where the engine could not go on, QueueTimeout where it had not begun in time."""
+        while (piece := self.take()) is None:
+            if self._error is not None:
+                raise self._error()
+            if self._num_open == 0:
+                raise StopAsyncIteration
+            if self._late:
+                self._time_out()
+                continue
+            self._arrived.clear()
+            await self._arrived.wait()
+        return piece
+
+    def take(self) -> Piece | None:
+        """The next piece, if it has come."""
+        while self._inbox and self._error is None:
+            index, delivery, came = self._inbox.popleft()
+            choice = self.choices[index]
+            if choice.outcome is not None:
+                continue
+            if isinstance(delivery, protocol.Failed):
+                self._fail(choice, delivery)
+            elif (piece := self._take(choice, delivery, came)) is not None:
+                return piece
+        return self._cut.pop(0) if self._cut else None
+
+    def _take(self, choice: Choice, token: protocol.Token, came: float) -> Piece | None:
+        try:
+            piece = self._texts[choice.index].piece(token)
+        except Exception:
+            log.exception("a token could not be made text")
+            self._end(choice, "failed")
+            self._error = partial(GenerationFailed, "Request failed during generation: an internal error", code="text_error")
+            return None
+        if piece.finish is not None:
+            self.generation.metrics.e2e_latency.observe(came - choice.arrival)
+            self.generation.run_seconds.append(came - (choice.started or choice.arrival))
+            self._end(choice, piece.finish)
+        return piece
+
+    def _fail(self, choice: Choice, failed: protocol.Failed) -> None:
+        self._end(choice, "refused" if failed.refused else "failed")
+        if failed.code == "numerical_error":
+            self.generation.numerical_error()
+        self._error = partial(_error, failed)
+
+    def _run_late(self) -> None:
+        self._late = True
+        self._arrived.set()
+
+    def _time_out(self) -> None:
+        waited = all(choice.id in self.generation.unstarted for choice in self.choices)
+        if waited:
+            text = "the request's time limit was over before its turn came"
+            self._error = partial(QueueTimeout, text, RETRY_SECONDS, code="queue_timeout")
+        else:
+            self._cut = [self._texts[choice.index].cut() for choice in self.choices if choice.outcome is None]
+        for choice in self.choices:
+            self._end(choice, "timeout")
+
+    async def begin(self, patience: float) -> Piece | None:
+        """The first piece, so that a failure before it can still have a status of its own; None where it takes longer than that."""
+        try:
+            async with asyncio.timeout(patience):
+                return await anext(self)
+        except TimeoutError:
+            return None
+
+    def _end(self, choice: Choice, outcome: str) -> None:
+        if choice.outcome is None:
+            choice.outcome = outcome
+            self._num_open -= 1
+            if self._num_open == 0 and self._deadline is not None:
+                self._deadline.cancel()
+            self.generation.supervisor.cancel(choice.id)
+            self.generation.begun(choice.id)
+            self.generation.metrics.requests.labels(outcome).inc()
+
+    def finish(self, index: int) -> None:
+        """Ends a sequence whose reader has all it wants."""
+        self._end(self.choices[index], "stop_sequence")
+
+    def close(self) -> None:
+        """Cancels whatever has not ended."""
+        for choice in self.choices:
+            self._end(choice, "cancelled")

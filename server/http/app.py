@@ -1,0 +1,83 @@
+"""The ASGI application: routes of each dialect over one Generation, what becomes of their errors, and the front door before them."""
+
+import logging
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from server.config import ServerSection
+from server.errors import InvalidRequest, NotFound, RequestError
+from server.generation.admission import Generation
+from server.http.documentation import add_documentation
+from server.http.errors import refusal
+from server.http.front import FrontDoor
+from server.http.model_names import ModelNames
+from server.http.openai.routes import OpenAIRoutes
+from server.http.ops import OpsRoutes
+from server.http.stream_buffer import StreamStore
+from server.http.streams import Publications, StreamRoutes
+from server.http.tgi.generate import TgiRoutes
+from server.http.tokens import TokenRoutes
+from server.text.chat_template import ChatTemplate
+
+log = logging.getLogger("onehead.api")
+
+
+def create_app(generation: Generation, section: ServerSection, names: ModelNames, version: str, store: StreamStore) -> FrontDoor:
+    """The application that `onehead serve` runs. `store` keeps its resumable streams."""
+    about = "Text generation with Multi-Query Attention."
+    app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
+    chat_template = ChatTemplate(generation.codec)
+    publications = Publications(store, section.keep_alive)
+    app.include_router(TgiRoutes(generation, section, names.shown, version, publications).router())
+    app.include_router(OpenAIRoutes(generation, section, names, chat_template, publications).router())
+    app.include_router(StreamRoutes(publications).router())
+    app.include_router(TokenRoutes(generation, section, names, chat_template).router())
+    app.include_router(OpsRoutes(generation, version).router())
+    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _unexpected)
+    door = FrontDoor(app, generation, section)
+    add_documentation(app, lambda path: door.keys(path) is not None)
+    return door
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application with answers to other origins' pages, if there are any. It stands before the door: a browser asks without a key what
+    it may ask with one.
+    """
+    if not origins:
+        return app
+    exposed = ["x-request-id", "x-stream-id", "retry-after"]
+    return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return refusal(request, error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = {404: "no such route; GET /docs lists those there are", 405: "this route does not take that method"}.get(
+        error.status_code, "the request was refused"
+    )
+    refused = NotFound(text) if error.status_code == 404 else InvalidRequest(text)
+    refused.status = refused.openai_status = error.status_code
+    refused.tgi_type = None
+    return refusal(request, refused, dict(error.headers or {}))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # Nobody reads it; the access log does.
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("request failed", exc_info=error)
+    return refusal(request, RequestError("internal error; the server's log has it under the request id"))

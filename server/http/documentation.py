@@ -1,0 +1,72 @@
+"""GET /docs and the OpenAPI document that the page reads, GET /openapi.json.
+
+The document has three sources: routes and their docstrings, by FastAPI; the schemas of request bodies, by pydantic, with the docstrings of
+their fields; and documentation.json for what the code does not state: examples, replies and errors of each route. It is made when it is
+first asked for. Every URL in both is relative, so that a reverse proxy may serve them under any prefix.
+"""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from pydantic.json_schema import models_json_schema
+from starlette.responses import JSONResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from server.http.openai.chat_fields import ChatBody
+from server.http.openai.fields import CompletionBody
+from server.http.openai.infill_fields import InfillBody
+from server.http.tgi.fields import GenerateBody
+from server.http.token_fields import DetokenizeBody, TokenizeBody
+
+BODIES = (GenerateBody, CompletionBody, ChatBody, InfillBody, TokenizeBody, DetokenizeBody)
+SCRIPTS = "static-offline-docs"
+BEARER = {"type": "http", "scheme": "bearer", "description": "One of the keys of server.api_keys (for /metrics: of server.metrics_key)."}
+
+
+def add_documentation(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
+    """Adds the page and the document. The page's scripts are served from here, so that it opens on hosts without internet."""
+    app.mount(f"/{SCRIPTS}", StaticFiles(packages=[("fastapi_offline", "static")]))
+
+    @cache
+    def document() -> dict[str, Any]:
+        return describe(app, needs_key)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return JSONResponse(document())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title=f"{app.title} {app.version}",
+            swagger_js_url=f"{SCRIPTS}/swagger-ui-bundle.js",
+            swagger_css_url=f"{SCRIPTS}/swagger-ui.css",
+            swagger_favicon_url=f"{SCRIPTS}/favicon.png",
+            swagger_ui_parameters={"defaultModelExpandDepth": 2},
+        )
+
+
+def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
+    """The OpenAPI document. `needs_key` says which paths need one."""
+    stated: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
+    _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")
+    components["schemas"] |= bodies["$defs"]
+    for schema in bodies["$defs"].values():  # Required fields first.
+        schema["properties"] = {name: None for name in schema.get("required", ())} | schema["properties"]
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            operation |= paths[path][method]
+            operation["summary"], _, operation["description"] = operation["description"].partition("\n\n")
+            if needs_key(path):
+                operation["security"] = [{"bearer": []}]
+                components["securitySchemes"] = {"bearer": BEARER}
+            else:
+                operation["responses"].pop("401", None)
+    return described | stated

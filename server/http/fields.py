@@ -1,0 +1,229 @@
+"""What the fields of both dialects have in common: types with their bounds, and checks that more than one body needs.
+
+One place, so that the same value is accepted or refused by the same bound wherever it is sent. It knows no routes.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from server import protocol
+from server.text.grammar import Source
+
+MAX_CHOICES = 128
+MAX_TOP = 20
+Value = TypeVar("Value")
+Empty = Field(default=None, max_length=0)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+def _whole(value: Any) -> Any:
+    """3.0 is the integer 3, as it is in JSON Schema: some languages write every number so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
+"""To stand after the bounds of an integer: pydantic has no names in JSON Schema for bounds of what a validator returns."""
+Integer = Annotated[int, WHOLE]
+Count = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
+Positive = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Seed = Annotated[
+    Annotated[int, Field(ge=-1, lt=2**63, examples=[42]), WHOLE] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
+]
+"""-1 is no seed: clients of vLLM and of llama.cpp mean by it that one is drawn."""
+Seconds = Annotated[float, Field(ge=0.001, le=86_400)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+Top = Annotated[int, Field(ge=0, le=MAX_TOP), WHOLE]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Word = Annotated[str, Field(min_length=1, max_length=256)]
+Salt = Annotated[str, Field(max_length=1024)]
+Text = Annotated[str, Field(max_length=2**24)]
+LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+StopTokenIds = Annotated[list[TokenId], Field(max_length=128)]
+TruncatePromptTokens = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
+
+
+class Body(BaseModel):
+    """Base of every body: unknown fields and numbers that are not finite are refused. Null is the default of every field, known or not:
+    clients send it for the options that they leave alone. The docstring below a field is its description in the OpenAPI document.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+def default(value: Value | None, otherwise: Value) -> Value:
+    """Null is the default everywhere."""
+    return otherwise if value is None else value
+
+
+def text_or_list(value: Any) -> Any:
+    """The value of a field that takes a text or a list. Raises an error that says so of any other, where the list alone would be named."""
+    if value is None or isinstance(value, str | list):
+        return value
+    raise PydanticCustomError("string_or_array_type", "must be a string or an array")
+
+
+def check_logit_bias(bias: dict[str, float] | None, name: str) -> None:
+    """Raises ValueError where a key is no token id."""
+    for key in bias or {}:
+        if not _TOKEN_ID.fullmatch(key):
+            raise ValueError(f"`{name}` has the key {key[:64]!a}, which is no token id: up to 9 decimal digits, no leading zero")
+
+
+def check_fewest(fewest: int | None, most: int | None, names: tuple[str, str]) -> None:
+    """Raises ValueError where a minimum is above its maximum."""
+    if fewest and most is not None and fewest > most:
+        raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {most}. Given: {fewest}")
+
+
+class DeliveryBody(Body):
+    """Fields of every route that generates text: how the answer is delivered, and when the request is served."""
+
+    stream: bool | None = None
+    """Whether the answer comes as server-sent events, as the text is generated. Default: false."""
+    resumable: bool | None = None
+    """Whether the stream can be read again, and goes on, after its connection was lost: GET /v1/streams/{stream_id}. Only with `stream`.
+    Default: false.
+    """
+    priority: Priority | None = None
+    """Waiting requests with a lower number are served first. Default: 0."""
+
+
+class LimitedBody(DeliveryBody):
+    """Also a time limit, and who shares the prefix cache."""
+
+    timeout_s: Seconds | None = None
+    """Time limit in seconds, from 0.001 on, waiting included. A request that has begun by then ends with what it has and the finish reason
+    `timeout`; one that still waits is answered 504. Default: none.
+    """
+    cache_salt: Salt | None = None
+    """Requests share the KV cache of common prefixes only with requests of the same salt. Default: no salt."""
+
+
+class SamplingBody(Body):
+    """How tokens are drawn, in both dialects. Temperature is not among these fields: its bounds and defaults differ."""
+
+    top_k: TopK | None = None
+    """Sample from this many most likely tokens only; at most the size of the vocabulary. 0 and -1: from all. Default: all."""
+    top_p: TopP | None = None
+    """Sample from the most likely tokens whose probabilities add up to this share. Default: 1.0, all tokens."""
+    min_p: Share | None = None
+    """Sample only tokens at least this share as likely as the most likely token. Default: 0, all tokens."""
+    typical_p: TopP | None = None
+    """Locally typical sampling: sample from the tokens whose information is nearest to the distribution's entropy, as many as hold this
+    share of the probability. Default: 1.0, all tokens.
+    """
+    repetition_penalty: RepetitionPenalty | None = None
+    """Positive logits of tokens that occur in the prompt or in the output are divided by this, negative ones multiplied. Default: 1.0, no
+    penalty.
+    """
+    frequency_penalty: Penalty | None = None
+    """Subtracted from a token's logit once for each time the token occurs in the output. Default: 0."""
+    presence_penalty: Penalty | None = None
+    """Subtracted once from the logit of each token that occurs in the output. Default: 0."""
+    logit_bias: LogitBias | None = None
+    """Added to the logits of these tokens: token ids, as strings of decimal digits, to biases from -100 to 100. Up to 1024 tokens. Default:
+    none.
+    """
+    allowed_token_ids: TokenIds | None = None
+    """Only these token ids may be generated. Default: all of the vocabulary."""
+    seed: Seed = None
+    """Seed of the random draws: the same request with the same seed gets the same tokens. 0 to 2**63 - 1. -1, the default: drawn at random
+    for each request.
+    """
+    min_tokens: Count | None = None
+    """Tokens to generate before a stop token, a stop string or the end of sequence may end the output. Default: 0."""
+    stop_token_ids: StopTokenIds | None = None
+    """Token ids that end the output, as the end of sequence does. Up to 128. Default: none."""
+    ignore_eos: bool | None = None
+    """Whether generation goes on after the end-of-sequence token, up to the limit of tokens. Default: false."""
+
+    def sampling(self, temperature: float, own: Mapping[str, float] = MappingProxyType({})) -> protocol.SamplingParams:
+        """The engine's parameters; `own` has the defaults that differ from none. A seed is drawn here where none was given, so that it
+        can be reported and replayed.
+        """
+        return protocol.SamplingParams(
+            temperature=temperature,
+            top_k=max(0, int(default(self.top_k, int(own.get("top_k", 0))))),
+            top_p=default(self.top_p, own.get("top_p", 1.0)),
+            min_p=default(self.min_p, own.get("min_p", 0.0)),
+            typical_p=default(self.typical_p, own.get("typical_p", 1.0)),
+            repetition_penalty=default(self.repetition_penalty, own.get("repetition_penalty", 1.0)),
+            frequency_penalty=default(self.frequency_penalty, 0.0),
+            presence_penalty=default(self.presence_penalty, 0.0),
+            logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
+            allowed_token_ids=self.allowed_token_ids or [],
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+        )
+
+
+class JsonSchema(Body):
+    """A JSON Schema with a name, as OpenAI and TGI wrap it."""
+
+    name: str | None = Field(default=None, max_length=256)
+    """A name for the schema. It changes nothing in the answer."""
+    description: str | None = Field(default=None, max_length=4096)
+    """A description of the schema. It changes nothing in the answer."""
+    strict: bool | None = None
+    """Accepted for OpenAI's clients: the output always follows the schema."""
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """The JSON Schema that the output follows. Required."""
+
+
+class Format(Body):
+    """A constraint on the output: OpenAI's `response_format` (`type` and `json_schema`) and TGI's `grammar` (`type` and `value`). Both
+    forms are accepted in both places.
+    """
+
+    type: str = Field(max_length=32)
+    """`text` (no constraint), `json` or `json_object` (a JSON object, or what the schema in `value` says), `json_schema`, or `regex`."""
+    value: Any = None
+    """For `json` and `json_object` a JSON Schema; for `regex` a regular expression that the whole output matches; for `json_schema` what
+    `json_schema` holds.
+    """
+    json_schema: JsonSchema | None = None
+    """The schema of the type `json_schema`."""
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """For `json_object` and `json` the JSON Schema that the object follows, as llama.cpp takes it."""
+
+    def source(self, field: str) -> Source | None:
+        """The constraint; None for plain text. Raises ValueError for a type that is unknown or lacks its value."""
+        given = [value for value in (self.value, self.json_schema, self.schema_) if value is not None]
+        if self.json_schema is not None and self.type != "json_schema":
+            raise ValueError(f"`{field}.json_schema` goes with the type json_schema")
+        if self.schema_ is not None and self.type not in ("json", "json_object"):
+            raise ValueError(f"`{field}.schema` goes with the type json_object")
+        if len(given) > (self.type != "text"):
+            raise ValueError(f"`{field}` has more than its type {self.type!a} takes")
+        if self.type == "text":
+            return None
+        if self.type in ("json", "json_object"):
+            return Source("json", given[0] if given else {"type": "object"}, field)
+        if self.type == "json_schema":
+            wrapped = self.json_schema or JsonSchema.model_validate(self.value if isinstance(self.value, dict) else {}, strict=True)
+            if wrapped.schema_ is None:
+                raise ValueError(f"`{field}.json_schema.schema` is required")
+            return Source("json", wrapped.schema_, field)
+        if self.type == "regex":
+            if not isinstance(self.value, str):
+                raise ValueError(f"`{field}.value` must be a regular expression")
+            return Source("regex", self.value, field)
+        raise ValueError(f"`{field}.type` must be text, json, json_object, json_schema or regex")

@@ -1,0 +1,84 @@
+"""/v1/chat/completions: messages to a request, pieces to chat.completion objects."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from server.generation.admission import Generation, with_choices
+from server.generation.stream import OpenStreams, Piece
+from server.http.openai.chat_fields import ChatBody
+from server.http.openai.replies import Answer, Token
+from server.text.chat_template import ChatTemplate
+
+
+class ChatReply(Answer):
+    """One answer, of `n` choices."""
+
+    body: ChatBody
+
+    def __init__(self, body: ChatBody, model_id: str, streams: OpenStreams) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__("chatcmpl", kind, model_id, body, streams)
+
+    @classmethod
+    async def open(cls, generation: Generation, template: ChatTemplate, body: ChatBody, model_id: str) -> "ChatReply":
+        """Applies the template and starts the sequences. Raises RequestError."""
+        messages = [message.plain() for message in body.messages]
+        num_chars = sum(len(message["content"]) for message in messages)
+        prompt = await generation.tokenizing(num_chars, template.encode, messages, body.add_generation_prompt is not False)
+        prompt = body.truncated(prompt, generation.max_total_tokens)
+        grammar = await generation.grammar(body.source())
+        request = replace(body.request(generation.codec, prompt), grammar=grammar)
+        return cls(body, model_id, generation.start(*with_choices(request, body.n or 1)))
+
+    def first(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self.chunk([{"index": output.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            | self.prompt_token_ids(output)
+            for output in self.outputs
+        ]
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        output = self.outputs[piece.choice]
+        tokens = self.take(piece)
+        if not piece.text and piece.finish is None and not self.body.logprobs and not self.body.return_token_ids:
+            return []
+        choice = {
+            "index": piece.choice,
+            "delta": {"content": piece.text},
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": output.finish,
+            "stop_reason": output.stop,
+        } | self.token_ids(tokens)
+        return [self.chunk([choice])]
+
+    def last(self) -> list[dict[str, Any]]:
+        return self.usage_chunks()
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            {
+                "index": output.choice.index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "logprobs": self._logprobs(output.tokens),
+                "finish_reason": output.finish,
+                "stop_reason": output.stop,
+            }
+            | self.token_ids(output.tokens)
+            for output in self.outputs
+        ]
+        prompt = self.prompt_logprobs(self.outputs[0]) | self.prompt_token_ids(self.outputs[0])
+        return self.head | {"choices": choices, "usage": self.usage} | prompt
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]] | None:
+        if self.body.num_top is None:
+            return None
+        content = [
+            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(id, logprob) for id, logprob in token.top]}
+            for token in tokens
+        ]
+        return {"content": content}
+
+    def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": self.token_name(id), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}

@@ -1,0 +1,94 @@
+"""The body of /v1/chat/completions, and the messages in it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from server.http import fields
+from server.http.fields import Body, Empty, default
+from server.http.openai.fields import GenerationBody
+
+
+class TextPart(Body):
+    """A part of a message's content: text."""
+
+    type: Literal["text"]
+    """Only text is supported."""
+    text: fields.Text
+    """The text."""
+
+
+def _in_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(fields.text_or_list(value), str) else value
+
+
+class Message(Body):
+    """A message of a conversation. Images, audio and tools are refused: the models served here read and write text."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    """Who wrote the message. Which roles may follow each other, the checkpoint's chat template decides."""
+    content: Annotated[list[TextPart] | None, BeforeValidator(_in_parts, str | list[TextPart] | None)] = None
+    """The text, or a list of parts which are joined. Special tokens are not recognised in it. Only an assistant's message may have none."""
+    name: str | None = Field(default=None, max_length=256)
+    """The author's name, for chat templates that use it."""
+    tool_calls: list[Any] | None = Empty
+    """Tools are not supported: only an empty list is accepted."""
+    annotations: list[Any] | None = Empty
+    """Annotations are not supported: only an empty list is accepted."""
+
+    def plain(self) -> dict[str, str]:
+        """What a chat template is given."""
+        content = "".join(part.text for part in self.content or ())
+        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+
+
+class ChatBody(GenerationBody):
+    """The body of POST /v1/chat/completions. Null is the default of every field but `messages`."""
+
+    messages: list[Message] = Field(min_length=1, max_length=1024)
+    """The conversation, oldest message first. 1 to 1024 messages."""
+    max_tokens: fields.Positive | None = None
+    """Most tokens to generate for each output. Default: what the context still holds."""
+    max_completion_tokens: fields.Positive | None = None
+    """OpenAI's newer name of `max_tokens`."""
+    logprobs: bool | None = None
+    """Return the log-probability of each output token. Default: false."""
+    top_logprobs: fields.Top | None = None
+    """Return this many most likely tokens in each output token's place; only with `logprobs`. Default: 0."""
+    add_generation_prompt: bool | None = None
+    """Whether the chat template begins the assistant's answer after the last message. Default: true."""
+    # Harmless at these values.
+    tools: list[Any] | None = Empty
+    """Tools are not supported: only an empty list is accepted."""
+    tool_choice: Literal["none", "auto"] | None = None
+    """Tools are not supported: only `none` and `auto` are accepted."""
+    parallel_tool_calls: bool | None = None
+    """Tools are not supported: accepted for OpenAI's clients, changes nothing."""
+    functions: list[Any] | None = Empty
+    """Functions are not supported: only an empty list is accepted."""
+    function_call: Literal["none", "auto"] | None = None
+    """Functions are not supported: only `none` and `auto` are accepted."""
+    modalities: list[Literal["text"]] | None = None
+    """Only text is supported."""
+    continue_final_message: Literal[False] | None = None
+    """Not supported: only false is accepted."""
+    chat_template_kwargs: dict[str, Any] | None = Empty
+    """Not supported: only an empty object is accepted."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ChatBody":
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("`max_tokens` and `max_completion_tokens` differ; give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("`top_logprobs` is allowed only with `logprobs`")
+        if any(message.role != "assistant" and message.content is None for message in self.messages):
+            raise ValueError("`messages`: only an assistant's message may have no content")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return default(self.max_completion_tokens, self.max_tokens)
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,151 @@
+"""/v1/completions: prompts to requests, pieces to text_completion objects."""
+
+from collections.abc import Set
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from server.generation.admission import Generation, Request, with_choices
+from server.generation.stream import OpenStreams, Piece
+from server.http.openai.fields import CompletionBody
+from server.http.openai.replies import Answer, Output, Token
+from server.text.codec import Detokenizer
+from server.text.fim import FillInTheMiddle, cut_last_token
+
+
+class CompletionReply(Answer):
+    """One answer. Sequences are numbered prompt by prompt, `best_of` of each."""
+
+    body: CompletionBody
+
+    def __init__(self, body: CompletionBody, model_id: str, streams: OpenStreams, prompts: list[str]) -> None:
+        super().__init__("cmpl", "text_completion", model_id, body, streams)
+        self.prompts = prompts
+        """The text of each prompt, where it is to be repeated."""
+        self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
+        self.places = [*map(self._output_place, self.outputs)]
+        """Where the next token's text begins, in each output with log-probabilities."""
+        self.detokenizers = [Detokenizer(self.codec) for _ in self.outputs]
+
+    @classmethod
+    async def open(cls, generation: Generation, fim: FillInTheMiddle, body: CompletionBody, model_id: str) -> "CompletionReply":
+        """Encodes the prompts and starts their sequences. Raises RequestError."""
+        grammar = await generation.grammar(body.source())
+        requests: list[Request] = []
+        prompts: list[str] = []
+        for prompt in body.prompt:
+            request, text = await _request(generation, fim, body, prompt, healing=not grammar)
+            requests += with_choices(replace(request, grammar=grammar), body.best_of or body.n or 1)
+            if body.echo:
+                prompts.append(text)
+        return cls(body, model_id, generation.start(*requests), prompts)
+
+    def first(self) -> list[dict[str, Any]]:
+        return []
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        output = self.outputs[piece.choice]
+        begins = not output.text and not output.tokens
+        tokens = self.take(piece)
+        text = (self._echo(output) if begins else "") + piece.text
+        if not text and piece.finish is None and self.body.logprobs is None and not self.body.return_token_ids:
+            return []
+        choice = {
+            "index": piece.choice,
+            "text": text,
+            "logprobs": self._logprobs(output, tokens, with_prompt=begins),
+            "finish_reason": output.finish,
+            "stop_reason": output.stop,
+        } | self.token_ids(tokens)
+        return [self.chunk([choice | self.prompt_token_ids(output) if begins else choice])]
+
+    def last(self) -> list[dict[str, Any]]:
+        return self.usage_chunks()
+
+    def whole(self) -> dict[str, Any]:
+        wanted = self.body.n or 1
+        choices: list[dict[str, Any]] = []
+        for begin in range(0, len(self.outputs), self.per_prompt):
+            outputs = self.outputs[begin : begin + self.per_prompt]
+            if wanted < len(outputs):
+                outputs = sorted(outputs, key=lambda output: -output.mean_logprob)[:wanted]
+            for output in outputs:
+                choice = {
+                    "index": len(choices),
+                    "text": self._echo(output) + output.text,
+                    "logprobs": self._logprobs(output, output.tokens, with_prompt=True),
+                    "finish_reason": output.finish,
+                    "stop_reason": output.stop,
+                }
+                choices.append(choice | self.prompt_logprobs(output) | self.token_ids(output.tokens) | self.prompt_token_ids(output))
+        return self.head | {"choices": choices, "usage": self.usage}
+
+    def _echo(self, output: Output) -> str:
+        return self.prompts[output.choice.index // self.per_prompt] if self.prompts else ""
+
+    def _output_place(self, output: Output) -> int:
+        """Where the output's tokens begin in `text`: they repeat the end of the prompt that token healing has cut off."""
+        return len(self._echo(output)) - len(output.choice.request.healed)
+
+    def _logprobs(self, output: Output, tokens: list[Token], with_prompt: bool) -> dict[str, list[Any]] | None:
+        """The legacy object: parallel lists, the prompt's tokens first where it is repeated."""
+        count, choice = self.body.logprobs, output.choice
+        if count is None:
+            return None
+        skipped = frozenset() if self.body.skip_special_tokens is False else self.codec.special_ids
+        *offsets, self.places[choice.index] = places(self.detokenizers[choice.index], tokens, self.places[choice.index], skipped)
+        if with_prompt and self.body.echo:
+            scored = [Token(score.token, score.logprob, score.top[:count]) for score in choice.prompt_scores]
+            prompt = [Token(choice.request.prompt[0], None), *scored]
+            *within, end = places(Detokenizer(self.codec), prompt)
+            # What the tokenizer puts before the text, such as a beginning of sequence, is no part of it.
+            offsets = [place + self._output_place(output) - end for place in within] + offsets
+            tokens = prompt + tokens
+        return {
+            "text_offset": [max(0, offset) for offset in offsets],
+            "token_logprobs": [token.logprob for token in tokens],
+            "tokens": [self.token_name(token.id) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+        }
+
+    def _top(self, token: Token) -> dict[str, float] | None:
+        if token.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for id, logprob in (*token.top, (token.id, token.logprob)):
+            top.setdefault(self.token_name(id), logprob)
+        return top
+
+
+def places(detokenizer: Detokenizer, tokens: list[Token], begin: int = 0, skipped: Set[int] = frozenset()) -> list[int]:
+    """Where the text of each token begins, and where that of the next would. Skipped ones have none."""
+    return list(accumulate((0 if token.id in skipped else len(detokenizer.push(token.id)) for token in tokens), initial=begin))
+
+
+async def _request(
+    generation: Generation, fim: FillInTheMiddle, body: CompletionBody, prompt: str | list[int], healing: bool
+) -> tuple[Request, str]:
+    """The internal request of one prompt, as yet without a grammar, and the text that `echo` repeats."""
+    codec, healed, text = generation.codec, "", ""
+    stops: tuple[int, ...] = ()
+    if body.suffix is not None and isinstance(prompt, str):
+        heal = healing if body.token_healing is None else body.token_healing
+        filling = await generation.tokenizing(len(prompt) + len(body.suffix), fim.fill, prompt, body.suffix, heal)
+        ids, healed, stops = filling.prompt, filling.healed, filling.stop_token_ids
+    else:
+        encode = codec.encode_bare if body.add_special_tokens is False else codec.encode
+        whole = prompt if isinstance(prompt, list) else await generation.tokenizing(len(prompt), encode, prompt)
+        ids = body.truncated(whole, generation.max_total_tokens)
+        if body.echo:
+            text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else codec.decode(ids)
+        if body.token_healing and isinstance(prompt, str):
+            ids, healed = cut_last_token(codec, ids, prompt)
+    request = body.request(codec, ids)
+    scored = bool(body.echo) and body.logprobs is not None
+    request = replace(
+        request,
+        healed=healed,
+        score_prompt=request.score_prompt or scored,
+        stop_token_ids=(*request.stop_token_ids, *stops),
+    )
+    return request, text

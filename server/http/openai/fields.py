@@ -1,0 +1,291 @@
+"""The bodies of OpenAI's routes, with the fields that vLLM's clients send beside OpenAI's own, and their checks.
+
+Every field changes something, stands under "harmless" below at the values that change nothing, or is refused as unknown.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import structs
+from pydantic import BeforeValidator, Field, model_validator
+
+from server.generation.admission import Request
+from server.http import fields
+from server.http.fields import Body, Format, LimitedBody, SamplingBody, default
+from server.text.codec import TextCodec
+from server.text.grammar import Source
+
+MAX_PROMPTS = 256
+MAX_SEQUENCES = 1024
+
+
+def _in_list(value: Any) -> Any:
+    return [value] if isinstance(fields.text_or_list(value), str) else value
+
+
+class StreamOptions(Body):
+    """Options of a stream on /v1."""
+
+    include_usage: bool | None = None
+    """Whether a last chunk with empty `choices` has the token counts in `usage`. Default: false."""
+    continuous_usage_stats: bool | None = None
+    """Whether every chunk has the token counts so far; needs `include_usage`, and does nothing where that is false. Default: false."""
+    include_obfuscation: Literal[False] | None = None
+    """Padding against observers of lengths is not supported: only false is accepted."""
+
+
+class StructuredOutputs(Body):
+    """A constraint on the output, in vLLM's form: exactly one of the fields is set."""
+
+    json_: Any = Field(default=None, alias="json")
+    """A JSON Schema that the output follows, as an object or as a string of JSON."""
+    json_object: Literal[True] | None = None
+    """True: the output is a JSON object of any kind."""
+    regex: str | None = None
+    """A regular expression that the whole output matches."""
+    choice: list[fields.Word] | None = Field(default=None, min_length=1, max_length=1024)
+    """Texts, one of which is the output. 1 to 1024 texts of 1 to 256 characters."""
+    grammar: str | None = None
+    """A grammar in Lark's syntax (as llguidance reads it) that the output follows."""
+
+    def source(self) -> Source:
+        given: list[Source] = []
+        if self.json_ is not None:
+            given.append(Source("json", self.json_, "structured_outputs.json"))
+        if self.json_object:
+            given.append(Source("json", {"type": "object"}, "structured_outputs.json_object"))
+        if self.regex is not None:
+            given.append(Source("regex", self.regex, "structured_outputs.regex"))
+        if self.choice is not None:
+            given.append(Source("choice", self.choice, "structured_outputs.choice"))
+        if self.grammar is not None:
+            given.append(Source("lark", self.grammar, "structured_outputs.grammar"))
+        if len(given) != 1:
+            raise ValueError("`structured_outputs` must have exactly one of json, json_object, regex, choice, grammar")
+        return given[0]
+
+
+class GenerationBody(SamplingBody, LimitedBody):
+    """Fields of both completions and chat."""
+
+    model: str | None = Field(default=None, max_length=1024)
+    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Divides the logits before sampling. 0: always the most likely token (greedy). Default: the checkpoint's generation_config.json, else
+    1.0; the defaults of `top_k`, `top_p`, `min_p`, `typical_p` and `repetition_penalty` come from that file too, where it has them.
+    """
+    bad_words: list[fields.Word] | None = Field(default=None, max_length=128)
+    """Texts of 1 to 256 characters whose token sequences are never generated. Up to 128. Default: none."""
+    stop: Annotated[list[fields.StopString] | None, BeforeValidator(_in_list, list[fields.StopString] | fields.StopString | None)] = None
+    """Texts that end the output, one or a list, of 1 to 1024 characters each, up to server.max_stop_strings (16). Default: none."""
+    include_stop_str_in_output: bool | None = None
+    """Whether the stop string or stop token that ended the output is part of its text. Default: false."""
+    skip_special_tokens: bool | None = None
+    """Whether special tokens are left out of the text. Default: true."""
+    prompt_logprobs: fields.Top | None = None
+    """Also return the log-probability of each prompt token, and this many most likely tokens in its place. Not with `stream`. Default:
+    none.
+    """
+    logprob_token_ids: Annotated[list[fields.TokenId], Field(min_length=1, max_length=128)] | None = None
+    """Return the log-probabilities of these token ids in each output token's place, after that of the token itself, instead of those of the
+    most likely tokens; only with `logprobs`. 1 to 128 ids. Default: none.
+    """
+    return_tokens_as_token_ids: bool | None = None
+    """Whether tokens in `logprobs` are written as `token_id:` and their id, so that those of the same text differ; only with `logprobs`.
+    Default: false.
+    """
+    truncate_prompt_tokens: fields.TruncatePromptTokens | None = None
+    """Keep only this many tokens of the prompt, its last ones. -1: as many as the context holds beside `max_tokens`. Default: all."""
+    n: fields.Choices | None = None
+    """Number of outputs for each prompt. Default: 1."""
+    stream_options: StreamOptions | None = None
+    """Options of a stream; only with `stream`."""
+    response_format: Format | None = None
+    """A constraint on the output. Default: none."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's constraints on the output: exactly one of its fields. Not with `response_format`. Default: none."""
+    return_token_ids: bool | None = None
+    """Whether the answer has the token ids of the prompt and of the output. Default: false."""
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
+    """Becomes the part of the answer's `id` after the hyphen: 1 to 64 letters, digits, `_` and `-`. Default: a random one."""
+    # Harmless: what clients send as a matter of course, and what changes no answer.
+    user: str | None = Field(default=None, max_length=1024)
+    """Accepted for OpenAI's clients; it changes nothing."""
+    safety_identifier: str | None = Field(default=None, max_length=1024)
+    """Accepted for OpenAI's clients; it changes nothing."""
+    prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    """Accepted for OpenAI's clients; it changes nothing: prompts that share a prefix share its KV cache anyway."""
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    """Accepted for OpenAI's clients; it changes nothing. Up to 16 keys."""
+    store: Literal[False] | None = None
+    """Answers are not stored: only false is accepted."""
+    service_tier: Literal["auto", "default"] | None = None
+    """Accepted for OpenAI's clients at these values; they change nothing."""
+    use_beam_search: Literal[False] | None = None
+    """Beam search is not supported: only false is accepted."""
+    spaces_between_special_tokens: Literal[True] | None = None
+    """Accepted for vLLM's clients at its default, true, which changes nothing."""
+
+    @model_validator(mode="after")
+    def _common_fits_together(self) -> "GenerationBody":
+        fields.check_logit_bias(self.logit_bias, "logit_bias")
+        fields.check_fewest(self.min_tokens, self.most_tokens, ("min_tokens", "max_tokens"))
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` is allowed only with `stream`")
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and options.include_usage is None:
+            raise ValueError("`stream_options.continuous_usage_stats` is allowed only with `include_usage`")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("`prompt_logprobs` is not supported when streaming")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("`truncate_prompt_tokens` must be -1 or >= 1. Given: 0")
+        for name in ("logprob_token_ids", "return_tokens_as_token_ids"):
+            if getattr(self, name) and self.num_top is None:
+                raise ValueError(f"`{name}` is allowed only with `logprobs`")
+        if self.source() is not None and self.logprob_token_ids:
+            # Tokens that a grammar leaves no choice about are scored with the prompt's, which have no named ids.
+            raise ValueError("`logprob_token_ids` cannot be combined with a constraint on the output")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        """`max_tokens`, however this body spells it."""
+        return None
+
+    @property
+    def num_top(self) -> int | None:
+        """Alternatives wanted with each token; None where not even its own log-probability is."""
+        return None
+
+    def source(self) -> Source | None:
+        """The constraint on the output. Raises ValueError where there are two."""
+        formatted = None if self.response_format is None else self.response_format.source("response_format")
+        if self.structured_outputs is None:
+            return formatted
+        if formatted is not None:
+            raise ValueError("`structured_outputs` cannot be combined with `response_format`")
+        return self.structured_outputs.source()
+
+    def truncated(self, prompt: list[int], capacity: int) -> list[int]:
+        """The end of a prompt that `truncate_prompt_tokens` keeps; `capacity` is the most tokens of prompt and output."""
+        kept = self.truncate_prompt_tokens
+        if kept == -1:
+            kept = max(1, capacity - (self.most_tokens or 1))
+        return prompt if kept is None else prompt[-kept:]
+
+    def request(self, codec: TextCodec, prompt: list[int]) -> Request:
+        """The internal request. Sampling defaults are the checkpoint's own, as vLLM's clients expect on these routes."""
+        own = codec.files.sampling_defaults
+        sampling = structs.replace(
+            self.sampling(default(self.temperature, own.get("temperature", 1.0)), own),
+            bad_words=[ids for word in self.bad_words or () for ids in bad_word_ids(codec, word)],
+            logprob_token_ids=self.logprob_token_ids or [],
+        )
+        return Request(
+            prompt=prompt,
+            sampling=sampling,
+            max_new_tokens=self.most_tokens,
+            min_new_tokens=self.min_tokens or 0,
+            stop_strings=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            keep_stop=bool(self.include_stop_str_in_output),
+            keep_stop_token=bool(self.include_stop_str_in_output),
+            skip_special_tokens=default(self.skip_special_tokens, True),
+            num_top=max(self.num_top or 0, self.prompt_logprobs or 0),
+            score_prompt=self.prompt_logprobs is not None,
+            priority=self.priority or 0,
+            timeout_s=self.timeout_s,
+            salt=self.cache_salt or "",
+        )
+
+
+def bad_word_ids(codec: TextCodec, word: str) -> list[list[int]]:
+    """The token sequences by which a word may be written: at the beginning of a text, and behind a space."""
+    found = [codec.encode_plain(word), codec.encode_plain(" " + word.lstrip())]
+    return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """One prompt or several, each a text or token ids. Raises ValueError naming the first that is neither."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("`prompt` must be a text, a list of texts, a list of token ids, or a list of such lists")
+    if not value:
+        raise ValueError("`prompt` cannot be empty")
+    several = value if isinstance(value[0], str | list) else [value]
+    if len(several) > MAX_PROMPTS:
+        raise ValueError(f"`prompt` supports up to {MAX_PROMPTS} prompts. Given: {len(several)}")
+    for number, prompt in enumerate(several):
+        name = "prompt" if several is not value else f"prompt.{number}"
+        if type(prompt) is not type(several[0]):
+            raise ValueError(f"`{name}` differs in kind from the first prompt")
+        if isinstance(prompt, list):
+            _check_ids(prompt, name)
+    return several
+
+
+def _check_ids(ids: list[Any], name: str) -> None:
+    if not ids:
+        raise ValueError(f"`{name}` cannot be empty")
+    for index, id in enumerate(ids):
+        if type(id) is not int or not 0 <= id < 2**31:
+            raise ValueError(f"`{name}.{index}` must be a token id: an integer >= 0")
+
+
+class CompletionBody(GenerationBody):
+    """The body of POST /v1/completions. Null is the default of every field but `prompt`."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts, str | list[str] | fields.TokenIds | list[fields.TokenIds])]
+    """The text to continue, or its token ids; or a list of up to 256 texts, or of lists of token ids. Each prompt gets `n` outputs; all
+    together up to 1024.
+    """
+    suffix: fields.Text | None = None
+    """Text after the gap to fill: the output stands between `prompt`, a single text, and this. Needs a tokenizer with fill-in-the-middle
+    tokens. Default: none.
+    """
+    max_tokens: fields.Count | None = None
+    """Most tokens to generate for each output. 0 only with `echo`. Default: 16."""
+    echo: bool | None = None
+    """Whether the text of each choice begins with its prompt. Default: false."""
+    logprobs: fields.Top | None = None
+    """Return the log-probability of each output token, and this many most likely tokens in its place. Default: none."""
+    best_of: fields.Choices | None = None
+    """Number of outputs generated for each prompt, of which the `n` with the highest mean log-probability are returned; at least `n`. Not
+    above `n` with `stream`. Default: `n`.
+    """
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens, such as the beginning of sequence, to a text prompt. Default: true."""
+    token_healing: bool | None = None
+    """Whether the prompt's last token is removed and generated again under the constraint that its text is kept, for prompts that end
+    within a word. Text prompts only. Default: false; true with `suffix` unless the output has a constraint.
+    """
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("`max_tokens` must be >= 1, or 0 with `echo`. Given: 0")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"`best_of` must be >= `n` {self.n}. Given: {self.best_of}")
+        if len(self.prompt) * (self.best_of or self.n or 1) > MAX_SEQUENCES:
+            raise ValueError(f"`prompt` and `n` together ask for more than {MAX_SEQUENCES} sequences")
+        if self.stream and (self.best_of or 1) > (self.n or 1):
+            raise ValueError("`best_of` above `n` is not supported when streaming: which are best is known at the end")
+        if self.suffix is not None and (self.echo or len(self.prompt) > 1 or not isinstance(self.prompt[0], str)):
+            raise ValueError("`suffix` needs a `prompt` that is one string, and no `echo`")
+        for name in ("add_special_tokens", "truncate_prompt_tokens"):
+            if self.suffix is not None and getattr(self, name) is not None:
+                raise ValueError(f"`{name}` cannot be combined with `suffix`")
+        if self.token_healing and not isinstance(self.prompt[0], str):
+            raise ValueError("`token_healing` needs prompts that are texts")
+        if self.token_healing and self.source() is not None:
+            raise ValueError("`token_healing` cannot be combined with a constraint on the output")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return default(self.max_tokens, 16)
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs

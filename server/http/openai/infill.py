@@ -1,0 +1,167 @@
+"""/infill: llama.cpp's request for what stands between a prefix and a suffix, with its defaults and its answers."""
+
+import re
+import secrets
+import time
+from typing import Any
+
+from server import protocol
+from server.generation.admission import Generation, Request
+from server.generation.stream import OpenStreams, Piece
+from server.http.fields import default
+from server.http.openai.infill_fields import InfillBody
+from server.text.codec import TextCodec
+from server.text.fim import FillInTheMiddle, cut_last_token
+
+ALL_SAMPLERS = ("top_k", "top_p", "min_p", "temperature")
+_LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
+STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "timeout": "limit"}
+
+
+class InfillReply:
+    """One answer."""
+
+    def __init__(self, body: InfillBody, model_id: str, streams: OpenStreams) -> None:
+        self.body = body
+        self.streams = streams
+        self.model_id = model_id
+        self.text = ""
+        self.given = 0
+        """Characters of the text that have been given out: with `n_indent`, a line that is all space as yet may be one too far left."""
+        self.num_tokens = 0
+        self.end: Piece | None = None
+
+    @classmethod
+    async def open(cls, generation: Generation, fim: FillInTheMiddle, body: InfillBody, model_id: str) -> "InfillReply":
+        """Lays out the prompt and starts its sequence. Raises RequestError."""
+        extra = body.input_extra or ()
+        num_chars = len(body.input_prefix) + len(body.input_suffix) + len(body.prompt or "") + sum(len(file.text) for file in extra)
+        ids, healed, stops = await generation.tokenizing(num_chars, _prompt, generation.codec, fim, body)
+        request = Request(
+            prompt=ids,
+            sampling=_sampling(body),
+            max_new_tokens=None if body.n_predict in (None, -1) else body.n_predict,
+            stop_strings=tuple(body.stop or ()),
+            stop_token_ids=stops,
+            keep_stop=False,
+            healed=healed,
+            priority=body.priority or 0,
+            timeout_s=None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3,
+            salt=secrets.token_hex(16) if body.cache_prompt is False else "",
+        )
+        return cls(body, model_id, generation.start(request))
+
+    def first(self) -> list[dict[str, Any]]:
+        return []
+
+    def take(self, piece: Piece) -> None:
+        """Adds a piece; `end` is the last, which a line that is too far left makes of any."""
+        self.text += piece.text
+        self.num_tokens += piece.token is not None
+        cut = self._outdent()
+        if cut is not None:
+            self.text = self.text[:cut]
+            self.streams.finish(0)
+            self.end = Piece(0, piece.token, "", finish="length")
+        elif piece.finish is not None:
+            self.end = piece
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        self.take(piece)
+        certain = len(self.text) if self.end is not None else self._certain()
+        content, self.given = self.text[self.given : certain], certain
+        tokens = [] if piece.token is None else [piece.token]
+        chunk = {"index": 0, "content": content, "tokens": tokens, "stop": False, "id_slot": -1} | self._counts()
+        return [chunk if self.end is None else self._selected(chunk | self._ending())]
+
+    def _certain(self) -> int:
+        """Length of the text that no later token can take back."""
+        line = self.text.rfind("\n")
+        return len(self.text) if not self.body.n_indent or line < 0 or self.text[line:].strip() else line
+
+    def _outdent(self) -> int | None:
+        """Where the first line begins that is indented by less than `n_indent`; the one that the prefix has begun does not count."""
+        if not self.body.n_indent:
+            return None
+        for match in _LINE_START.finditer(self.text):
+            if len(match[1]) < self.body.n_indent:
+                return match.start()
+        return None
+
+    def last(self) -> list[dict[str, Any]]:
+        return []
+
+    def whole(self) -> dict[str, Any]:
+        return self._selected({"index": 0, "content": self.text, "tokens": [], "id_slot": -1} | self._counts() | self._ending())
+
+    def _counts(self) -> dict[str, int]:
+        return {"tokens_predicted": self.num_tokens, "tokens_evaluated": len(self.streams.choices[0].request.prompt)}
+
+    def _selected(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """`response_fields`: those alone, "a/b" for b within a; what there is none of is left out."""
+        if not self.body.response_fields:
+            return answer
+        selected = {}
+        for path in self.body.response_fields:
+            value: Any = answer
+            for key in path.split("/"):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                selected[path] = value
+        return selected
+
+    def _ending(self) -> dict[str, Any]:
+        assert self.end is not None
+        return {
+            "stop": True,
+            "model": self.model_id,
+            "stop_type": STOP_TYPE[self.end.finish or "length"],
+            "stopping_word": self.end.stop if self.end.finish == "stop_sequence" else "",
+            "truncated": False,
+            "tokens_cached": 0,
+            "timings": self._timings(),
+        }
+
+    def _timings(self) -> dict[str, float]:
+        choice, now = self.streams.choices[0], time.monotonic()
+        first = choice.first or now
+        timings: dict[str, float] = {}
+        for name, count, seconds in (
+            ("prompt", len(choice.request.prompt), first - choice.arrival),
+            ("predicted", self.num_tokens, now - first),
+        ):
+            milliseconds = max(1e-3, seconds * 1e3)
+            timings[f"{name}_n"] = count
+            timings[f"{name}_ms"] = milliseconds
+            timings[f"{name}_per_token_ms"] = milliseconds / max(1, count)
+            timings[f"{name}_per_second"] = 1e3 * count / milliseconds
+        return timings
+
+
+def _prompt(codec: TextCodec, fim: FillInTheMiddle, body: InfillBody) -> tuple[list[int], str, tuple[int, ...]]:
+    """Token ids, the text that was cut off their end to be healed, and the marks that end the answer."""
+    heal = body.token_healing is not False
+    extra = tuple((file.filename or "", file.text) for file in body.input_extra or ())
+    filling = fim.fill(body.input_prefix, body.input_suffix, heal and not body.prompt, extra, "input_suffix")
+    if not body.prompt:
+        return filling.prompt, filling.healed, filling.stop_token_ids
+    # What is typed already stands behind the marks, so its end is the seam.
+    begun, healed = codec.encode_plain(body.prompt), ""
+    if heal:
+        begun, healed = cut_last_token(codec, begun, body.prompt, fewest=0)
+    return filling.prompt + begun, healed, filling.stop_token_ids
+
+
+def _sampling(body: InfillBody) -> protocol.SamplingParams:
+    """llama.cpp's defaults; a sampler that `samplers` leaves out is off."""
+    samplers = ALL_SAMPLERS if body.samplers is None else body.samplers
+    return protocol.SamplingParams(
+        temperature=default(body.temperature, 0.8) if "temperature" in samplers else 1.0,
+        top_k=max(0, default(body.top_k, 40)) if "top_k" in samplers else 0,
+        top_p=default(body.top_p, 0.95) if "top_p" in samplers else 1.0,
+        min_p=default(body.min_p, 0.05) if "min_p" in samplers else 0.0,
+        repetition_penalty=default(body.repeat_penalty, 1.0),
+        presence_penalty=default(body.presence_penalty, 0.0),
+        frequency_penalty=default(body.frequency_penalty, 0.0),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+    )

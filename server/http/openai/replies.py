@@ -1,0 +1,126 @@
+"""What the answers of /v1 have in common: choices and their tokens, usage, the head of each object. Knows no routes."""
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.generation.stream import Choice, OpenStreams, Piece, prompt_tokens
+from server.http.openai.fields import GenerationBody
+
+FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "timeout": "timeout"}
+
+
+@dataclass(slots=True)
+class Token:
+    """One token of an output, with what is told of it."""
+
+    id: int
+    logprob: float | None
+    top: Iterable[tuple[int, float]] = ()
+
+
+@dataclass(slots=True)
+class Output:
+    """What one sequence has come to."""
+
+    choice: Choice
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+    stop: str | int | None = None
+
+    def take(self, piece: Piece, body: GenerationBody) -> list[Token]:
+        """Adds a piece; its token, if it has one. Tokens that the request names come after the token itself."""
+        new = []
+        if piece.token is not None:
+            own = (piece.token, piece.logprob or 0.0)
+            top = dict((own, *piece.top)).items() if body.logprob_token_ids else piece.top[: body.num_top]
+            new = [Token(*own, top)]
+        self.tokens += new
+        self.text += piece.text
+        if piece.finish is not None:
+            self.finish, self.stop = FINISH[piece.finish], piece.stop
+        return new
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(token.logprob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
+
+
+class Answer:
+    """The state of one answer: its head, its outputs, its usage."""
+
+    def __init__(self, prefix: str, kind: str, model_id: str, body: GenerationBody, streams: OpenStreams) -> None:
+        self.head = {
+            "id": f"{prefix}-{body.request_id or uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model_id,
+            "system_fingerprint": streams.generation.fingerprint,
+        }
+        self.codec = streams.generation.codec
+        self.body = body
+        self.streams = streams
+        self.outputs = [Output(choice) for choice in streams.choices]
+
+    def take(self, piece: Piece) -> list[Token]:
+        """Adds a piece to its output; its token, if it has one."""
+        return self.outputs[piece.choice].take(piece, self.body)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens of each prompt once, and of every output. Of a prompt of several choices, what the first did not need to compute."""
+        prompt = prompt_tokens(self.streams.choices)
+        cached = {id(output.choice.request.prompt): output.choice.num_cached for output in reversed(self.outputs)}
+        completion = sum(len(output.tokens) for output in self.outputs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        }
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One chunk of a stream, with the usage so far where that is wanted."""
+        options = self.body.stream_options
+        usage = {"usage": self.usage} if options is not None and options.include_usage and options.continuous_usage_stats else {}
+        return self.head | {"choices": choices} | usage
+
+    def usage_chunks(self) -> list[dict[str, Any]]:
+        """The chunk behind the last, where usage is wanted."""
+        options = self.body.stream_options
+        return [self.head | {"choices": [], "usage": self.usage}] if options is not None and options.include_usage else []
+
+    def token_text(self, id: int) -> str:
+        """A token by itself."""
+        return self.codec.decode([id])
+
+    def token_name(self, id: int) -> str:
+        """A token as `logprobs` show it."""
+        return f"token_id:{id}" if self.body.return_tokens_as_token_ids else self.token_text(id)
+
+    def prompt_logprobs(self, output: Output) -> dict[str, Any]:
+        """vLLM's `prompt_logprobs`: for each prompt token but the first, it and the likeliest in its place, by id. Null where they are not
+        asked for.
+        """
+        count = self.body.prompt_logprobs
+        if count is None:
+            return {"prompt_logprobs": None}
+        entries: list[dict[str, Any] | None] = [None]
+        for score in output.choice.prompt_scores:
+            top = {id: (rank, logprob) for rank, (id, logprob) in enumerate(score.top[:count], 1)}
+            top.setdefault(score.token, (score.rank, score.logprob))
+            entries.append(
+                {str(id): {"logprob": logprob, "rank": rank, "decoded_token": self.token_text(id)} for id, (rank, logprob) in top.items()}
+            )
+        return {"prompt_logprobs": entries}
+
+    def token_ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """vLLM's `return_token_ids`: those of an output."""
+        return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
+
+    def prompt_token_ids(self, output: Output) -> dict[str, Any]:
+        """Those of its prompt: in each choice of completions, once in a reply of chat."""
+        return {"prompt_token_ids": output.choice.request.prompt} if self.body.return_token_ids else {}

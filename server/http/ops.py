@@ -1,0 +1,96 @@
+"""What an operator's tools ask: /live, /ready, /health, /ping, /version, /metrics, /plan."""
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from server.generation.admission import Generation
+from server.metrics import CONTENT_TYPE
+from server.supervision.supervisor import State
+
+
+class OpsRoutes:
+    """The routes over one Generation."""
+
+    def __init__(self, generation: Generation, version: str) -> None:
+        self.generation = generation
+        self._version = version
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["operations"])
+        for path, handler in self.handlers().items():
+            router.add_api_route(path, handler, methods=["GET"], response_class=Response)
+            # Load balancers probe with HEAD.
+            router.add_api_route(path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False)
+        return router
+
+    def handlers(self) -> dict[str, Callable[[], Awaitable[Response]]]:
+        """The route of each question."""
+        return {
+            "/live": self.live,
+            "/ready": self.ready,
+            "/health": self.ready,
+            "/ping": self.ready,
+            "/version": self.version,
+            "/metrics": self.metrics,
+            "/plan": self.plan,
+        }
+
+    async def live(self) -> Response:
+        """Whether the server's process answers.
+
+        Also 200 while the engine is starting or restarting.
+        """
+        return JSONResponse({"status": "live"})
+
+    async def ready(self) -> Response:
+        """Whether a request would be computed now.
+
+        200 if so, else 503 with what the server is doing instead: the phase of loading, why the engine is restarted, or draining.
+        """
+        if self.generation.accepting:
+            return JSONResponse({"status": "ready"})
+        supervisor = self.generation.supervisor
+        # An engine that is ready and still not accepting: the logits of too many requests were not finite.
+        status = "numerical errors" if supervisor.state is State.READY else supervisor.status
+        status = "draining" if self.generation.draining else status
+        return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
+
+    async def version(self) -> Response:
+        """The version of this server, as vLLM shows its own."""
+        return JSONResponse({"version": self._version})
+
+    async def metrics(self) -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(self.generation.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    async def plan(self) -> Response:
+        """Show the memory of the running engine.
+
+        In bytes and sequences. `onehead plan` shows the same for a checkpoint folder.
+        """
+        ready = self.generation.supervisor.ready
+        if ready is None:
+            return await self.ready()
+        return JSONResponse(
+            {
+                "model_type": ready.model_type,
+                "dtype": ready.dtype,
+                "quantization": ready.quantization,
+                "device": ready.device,
+                "parameters": ready.num_parameters,
+                "weight_bytes": ready.weight_bytes,
+                "kv_bytes_per_token": {"multi_query": ready.kv_bytes_per_token, "multi_head": ready.multi_head_bytes_per_token},
+                "cache": {
+                    "dtype": ready.kv_dtype,
+                    "page_size": ready.page_size,
+                    "page_bytes": ready.page_bytes,
+                    "pages": ready.num_pages,
+                    "bytes": ready.page_bytes * ready.num_pages,
+                },
+                "max_context": ready.max_context,
+                "longest_sequence": ready.capacity,
+                "sequences": [{"context": context, "fit": count} for context, count in ready.sequences],
+            }
+        )

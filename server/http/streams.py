@@ -1,0 +1,176 @@
+"""GET and DELETE /v1/streams/{id}: streams that outlive their connection, for both dialects.
+
+A resumable stream is written into a StreamBuffer by a task of its own, and every connection, the first like any later one, follows the
+buffer. Invariant: losing a connection changes nothing but who reads. It knows bytes of events and nothing of what they say.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.errors import GenerationFailed, InvalidRequest, MalformedBody, NotFound, RequestError, StreamCancelled, StreamExpired
+from server.http import sse
+from server.http.front import ENTRY
+from server.http.stream_buffer import Expired, FromTheFuture, Reader, StreamBuffer, StreamStore, Unknown
+
+RETRY = b"retry: 1000\n"
+SUPERSEDED = b"event: superseded\ndata: {}\n\n"
+_EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_GAP = GenerationFailed("some events behind the last one you saw are not kept any more", code="resume_gap")
+
+
+def is_resumable(http: HttpRequest, resumable: bool | None, stream: bool) -> bool:
+    """Whether a request asks for a stream that can be resumed, in its body or in its header. Raises InvalidRequest."""
+    asked = bool(resumable) if resumable is not None else http.headers.get("x-stream-resumable") == "1"
+    if asked and not stream:
+        raise InvalidRequest('`resumable` needs `"stream": true`', param="resumable")
+    return asked
+
+
+class Publications:
+    """The tasks that write resumable streams, and the responses that read them."""
+
+    def __init__(self, store: StreamStore, keep_alive: float) -> None:
+        self.store = store
+        self.keep_alive = keep_alive
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def publish(
+        self,
+        http: HttpRequest,
+        events: AsyncIterator[list[bytes]],
+        close: Callable[[], None],
+        error_event: Callable[[RequestError], bytes],
+        headers: dict[str, str],
+        last: bytes = b"",
+    ) -> Response:
+        """Starts to write `events` into a new stream, and answers with it. `close` is called when they end, however they end; `last` stands
+        behind everything.
+        """
+        entry = http.scope[ENTRY]
+        entry.kept = True
+        reasons: list[str] = []
+
+        def stop(reason: str) -> None:
+            reasons.append(reason)
+            task.cancel()
+
+        buffer = self.store.open(http.scope.get("principal", ""), stop, time.monotonic())
+        buffer.gap = b"event: error\n" + error_event(_GAP)
+
+        async def write() -> None:
+            try:
+                async for together in sse.closing(events, error_event, last):
+                    for event in together:
+                        self._append(buffer, event)
+            except asyncio.CancelledError:
+                reason = reasons[0] if reasons else "the server is shutting down"
+                self._append(buffer, error_event(StreamCancelled(reason, code="cancelled")))
+                if last:
+                    self._append(buffer, last)
+            finally:
+                close()
+                entry.release()
+                self.store.end(buffer, time.monotonic())
+
+        task = asyncio.create_task(write())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return self.follow(buffer, 0, headers)
+
+    def _append(self, buffer: StreamBuffer, event: bytes) -> None:
+        number = buffer.num_events + 1
+        self.store.append(buffer, f"id: {buffer.id}.{number}\n".encode() + (RETRY if number == 1 else b"") + event)
+
+    def follow(self, buffer: StreamBuffer, seen: int, headers: dict[str, str]) -> Response:
+        """The events behind number `seen`, as they come. Raises FromTheFuture."""
+        changed = asyncio.Event()
+        reader = self.store.attach(buffer, seen, changed.set)
+        return sse.EventResponse(
+            _events(reader, changed),
+            lambda: self.store.detach(reader, time.monotonic()),
+            {**headers, "x-stream-id": buffer.id},
+            self.keep_alive,
+            # No empty line behind it: some readers would take that for an empty event, as an id is still in force.
+            comment=b": keep-alive\n",
+        )
+
+
+async def _events(reader: Reader, changed: asyncio.Event) -> AsyncIterator[list[bytes]]:
+    while True:
+        changed.clear()
+        gap, events = reader.take()
+        if gap:
+            yield [reader.buffer.gap]
+        for begin in range(0, len(events), sse.BREATH):
+            yield [event for _, event in events[begin : begin + sse.BREATH]]
+        if reader.superseded:
+            yield [SUPERSEDED]
+            return
+        if reader.finished:
+            return
+        if not events:
+            await changed.wait()
+
+
+class StreamRoutes:
+    """The routes over all resumable streams."""
+
+    def __init__(self, publications: Publications) -> None:
+        self.publications = publications
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["streams"])
+        router.add_api_route("/v1/streams/{stream_id}", self.resume, methods=["GET"], response_class=Response)
+        router.add_api_route("/v1/streams/{stream_id}", self.cancel, methods=["DELETE"], status_code=204, response_class=Response)
+        return router
+
+    async def resume(self, http: HttpRequest, stream_id: str) -> Response:
+        """Read a resumable stream again.
+
+        The events after the one that `Last-Event-ID` or `after` names: those there are at once, then the others as they come.
+        """
+        buffer = self._find(http, stream_id)
+        try:
+            seen = _last_seen(http, buffer.id)
+            if buffer.ended and seen == buffer.num_events:
+                return Response(status_code=204)
+            return self.publications.follow(buffer, seen, {})
+        except FromTheFuture:
+            raise MalformedBody(f"that event has not been sent yet; the last one is {buffer.num_events}", code="future_event") from None
+
+    async def cancel(self, http: HttpRequest, stream_id: str) -> Response:
+        """Cancel a resumable stream.
+
+        Closing its connection does not cancel it: it goes on for server.detach_grace seconds.
+        """
+        self._find(http, stream_id).stop("the stream was cancelled")
+        return Response(status_code=204)
+
+    def _find(self, http: HttpRequest, stream_id: str) -> StreamBuffer:
+        try:
+            return self.publications.store.find(stream_id, http.scope.get("principal", ""))
+        except Expired:
+            raise StreamExpired("that stream has expired; send the request again", code="stream_expired") from None
+        except Unknown:
+            raise NotFound("there is no such stream", code="stream_not_found") from None
+
+
+def _last_seen(http: HttpRequest, stream_id: str) -> int:
+    """The number that the reader saw last; 0 where it says nothing. Raises MalformedBody."""
+    ids = http.headers.getlist("last-event-id")
+    if ids:
+        match = _EVENT_ID.fullmatch(ids[0])
+        if len(ids) > 1 or match is None or match[1] != stream_id:
+            raise MalformedBody("`Last-Event-ID` is no event of this stream; it must be as the stream gave it", code="invalid_event_id")
+        return int(match[2])
+    after = http.query_params.getlist("after")
+    if len(after) > 1 or (after and _NUMBER.fullmatch(after[0]) is None):
+        raise MalformedBody("`after` must be the number of an event: digits, once", code="invalid_event_id")
+    return int(after[0]) if after else 0

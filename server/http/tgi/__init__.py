@@ -1,0 +1,1 @@
+"""TGI's dialect: /generate, /generate_stream, / and /info."""

@@ -1,0 +1,297 @@
+"""The TGI dialect: POST /generate, /generate_stream, / and /tokenize, GET /info. Fields, events and errors as
+text-generation-inference's clients know them; vLLM's names inside `parameters` where TGI has none.
+"""
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from server.config import ServerSection
+from server.errors import InvalidRequest, RequestError
+from server.generation.admission import Generation, Request, with_choices
+from server.generation.stream import Choice, OpenStreams, Piece, Top
+from server.http import fields, sse
+from server.http.body import read_model
+from server.http.disconnect import unless_disconnected
+from server.http.errors import tgi_error_body
+from server.http.fields import default
+from server.http.streams import Publications, is_resumable
+from server.http.tgi.fields import GenerateBody, Parameters
+from server.text.fim import cut_last_token
+
+
+class TgiRoutes:
+    """The dialect over one Generation."""
+
+    def __init__(self, generation: Generation, section: ServerSection, model_id: str, version: str, publications: Publications) -> None:
+        self.generation = generation
+        self.publications = publications
+        self.section = section
+        self.model_id = model_id
+        self.version = version
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["text-generation-inference"])
+        for path, handler in (("/generate", self.generate), ("/generate_stream", self.generate_stream), ("/", self.root)):
+            router.add_api_route(path, handler, methods=["POST"], response_class=Response)
+        router.add_api_route("/info", self.info, methods=["GET"])
+        return router
+
+    async def generate(self, http: HttpRequest) -> Response:
+        """Generate text for a prompt.
+
+        One JSON object, or server-sent events with `"stream": true`.
+        """
+        body = await self._read(http)
+        return await self._answer(http, body, stream=bool(body.stream), echo=False)
+
+    async def generate_stream(self, http: HttpRequest) -> Response:
+        """Generate text for a prompt, as server-sent events.
+
+        As /generate with `"stream": true`, which may be left out here.
+        """
+        body = await self._read(http)
+        if body.stream is False:
+            with in_tgi_words():
+                raise InvalidRequest("`stream` cannot be false on /generate_stream; use /generate")
+        return await self._answer(http, body, stream=True, echo=False)
+
+    async def root(self, http: HttpRequest) -> Response:
+        """Generate text for a prompt, as a list of one object.
+
+        As /generate, but the text begins with the prompt unless `return_full_text` or server.return_full_text is false.
+        """
+        body = await self._read(http)
+        return await self._answer(http, body, stream=bool(body.stream), echo=self.section.return_full_text, in_list=True)
+
+    async def info(self) -> dict[str, Any]:
+        """Show what is served, and its bounds."""
+        ready = self.generation.ready
+        return {
+            "model_id": self.model_id,
+            "model_sha": None,
+            "model_pipeline_tag": "text-generation",
+            "model_dtype": ready.dtype,
+            "model_device_type": ready.device,
+            "max_concurrent_requests": self.generation.bounds.max_open,
+            "max_best_of": fields.MAX_CHOICES,
+            "max_stop_sequences": self.section.max_stop_strings,
+            "max_input_tokens": self.generation.max_total_tokens - 1,
+            "max_total_tokens": self.generation.max_total_tokens,
+            "validation_workers": 1,
+            "max_client_batch_size": 1,
+            "router": "onehead",
+            "version": self.version,
+            "sha": None,
+            "docker_label": None,
+            "num_parameters": ready.num_parameters,
+            "quantization": ready.quantization,
+            "kv_dtype": ready.kv_dtype,
+            "kv_bytes_per_token": ready.kv_bytes_per_token,
+            "kv_pages": ready.num_pages,
+            "kv_page_size": ready.page_size,
+            "kernels": ready.kernels,
+            "deterministic": ready.deterministic,
+        }
+
+    async def _read(self, http: HttpRequest) -> GenerateBody:
+        with in_tgi_words():
+            body = await read_model(http, GenerateBody, self.section.max_body_bytes)
+            stops = (body.parameters.stop if body.parameters else None) or []
+            if len(stops) > self.section.max_stop_strings:
+                most = self.section.max_stop_strings
+                raise InvalidRequest(f"`parameters.stop` supports up to {most} stop sequences. Given: {len(stops)}")
+        return body
+
+    async def _answer(self, http: HttpRequest, body: GenerateBody, stream: bool, echo: bool, in_list: bool = False) -> Response:
+        arrival = time.monotonic()
+        # TGI's quirk: without `parameters` a request samples, with empty ones it is greedy.
+        parameters = body.parameters or Parameters(do_sample=True)
+        with in_tgi_words():
+            if stream and (parameters.best_of or 1) > 1:
+                raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
+            if stream and parameters.decoder_input_details:
+                raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
+            resumable = is_resumable(http, body.resumable, stream)
+            requests = await self._requests(body, parameters)
+            streams = self.generation.start(*requests)
+        reply = Reply(self.generation, parameters, streams, body.inputs if default(parameters.return_full_text, echo) else "")
+        headers = {"x-compute-type": self.generation.ready.device, "x-compute-characters": str(len(body.inputs))}
+        try:
+            if resumable:
+                return self.publications.publish(http, reply.events(None), streams.close, error_event, headers)
+            if stream:
+                first = await unless_disconnected(http, streams.begin(self.section.keep_alive))
+                return sse.EventResponse(sse.closing(reply.events(first), error_event), streams.close, headers, self.section.keep_alive)
+            value = await unless_disconnected(http, reply.whole())
+        except BaseException:
+            streams.close()
+            raise
+        return JSONResponse([value] if in_list else value, headers=headers | timing_headers(streams, arrival))
+
+    async def _requests(self, body: GenerateBody, parameters: Parameters) -> list[Request]:
+        """One request for each of `best_of`: the same but for the number that its draws depend on."""
+        source = None if parameters.grammar is None else parameters.grammar.source("parameters.grammar")
+        grammar = await self.generation.grammar(source)
+        prompt, healed = await self.generation.encode(body.inputs), ""
+        if parameters.token_healing:
+            prompt, healed = cut_last_token(self.generation.codec, prompt, body.inputs)
+        request = to_request(parameters, prompt)
+        request = replace(
+            request,
+            grammar=grammar,
+            healed=healed,
+            priority=body.priority or 0,
+            timeout_s=body.timeout_s,
+            salt=body.cache_salt or "",
+        )
+        return with_choices(request, parameters.best_of or 1)
+
+
+def error_event(error: RequestError) -> bytes:
+    return sse.event(tgi_error_body(error))
+
+
+@contextmanager
+def in_tgi_words() -> Iterator[None]:
+    """TGI's clients tell a bad parameter by how the message begins."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"Input validation error: {error.message}") from None
+
+
+def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
+    """TGI's figures of a whole answer, in milliseconds but for x-compute-time."""
+    now = time.monotonic()
+    choice = max(streams.choices, key=lambda choice: choice.last)
+    started, num_tokens = choice.started or now, sum(choice.num_tokens for choice in streams.choices)
+    milliseconds = {
+        "x-total-time": now - arrival,
+        "x-validation-time": choice.arrival - arrival,
+        "x-queue-time": started - choice.arrival,
+        "x-inference-time": now - started,
+        "x-time-per-token": (now - started) / max(1, num_tokens),
+    }
+    counts = {"x-prompt-tokens": len(choice.request.prompt), "x-generated-tokens": num_tokens}
+    return (
+        {"x-compute-time": f"{now - arrival:.6f}"}
+        | {name: f"{seconds * 1e3:.3f}" for name, seconds in milliseconds.items()}
+        | {name: str(count) for name, count in counts.items()}
+    )
+
+
+def to_request(parameters: Parameters, prompt: list[int]) -> Request:
+    """The internal request."""
+    if parameters.truncate is not None:
+        prompt = prompt[-parameters.truncate :]
+    return Request(
+        prompt=prompt,
+        sampling=parameters.sampling(default(parameters.temperature, 1.0) if parameters.samples else 0.0),
+        max_new_tokens=parameters.max_new_tokens,
+        min_new_tokens=parameters.min_tokens or 0,
+        stop_strings=tuple(parameters.stop or ()),
+        stop_token_ids=tuple(parameters.stop_token_ids or ()),
+        ignore_eos=bool(parameters.ignore_eos),
+        num_top=parameters.top_n_tokens or 0,
+        score_prompt=bool(parameters.decoder_input_details),
+    )
+
+
+class Sequence:
+    """What one sequence has come to: TGI's tokens, their alternatives, the text."""
+
+    def __init__(self, choice: Choice, echoed: str) -> None:
+        self.choice = choice
+        self.text = echoed
+        self.tokens: list[dict[str, Any]] = []
+        self.top_tokens: list[list[dict[str, Any]]] = []
+        self.finish: str | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """By which the best of several is found."""
+        return sum(token["logprob"] or 0.0 for token in self.tokens) / max(1, len(self.tokens))
+
+
+class Reply:
+    """Pieces to the dialect's JSON, whole or event by event."""
+
+    def __init__(self, generation: Generation, parameters: Parameters, streams: OpenStreams, echoed: str) -> None:
+        self.codec = generation.codec
+        self.parameters = parameters
+        self.streams = streams
+        self.sequences = [Sequence(choice, echoed) for choice in streams.choices]
+
+    def _take(self, piece: Piece) -> tuple[Sequence, dict[str, Any]]:
+        sequence = self.sequences[piece.choice]
+        token = {"id": piece.token, "text": piece.special_text or piece.text, "logprob": piece.logprob, "special": piece.special}
+        if piece.token is not None:
+            sequence.tokens.append(token)
+            if self.parameters.top_n_tokens:
+                sequence.top_tokens.append(self._top(piece.top))
+        sequence.text += piece.text
+        sequence.finish = piece.finish
+        return sequence, token
+
+    def _token(self, id: int, logprob: float | None) -> dict[str, Any]:
+        return {"id": id, "text": self.codec.decode([id]), "logprob": logprob}
+
+    def _top(self, top: Top) -> list[dict[str, Any]]:
+        return [self._token(id, logprob) | {"special": id in self.codec.special_ids} for id, logprob in top]
+
+    async def whole(self) -> dict[str, Any]:
+        """The one object that answers a request without streaming: of several sequences the likeliest, with the others in its details."""
+        async for piece in self.streams:
+            self._take(piece)
+        best, *others = sorted(self.sequences, key=lambda sequence: -sequence.mean_logprob)
+        value: dict[str, Any] = {"generated_text": best.text}
+        if self.parameters.detailed:
+            value["details"] = self._details(best)
+            if others:
+                value["details"]["best_of_sequences"] = [{"generated_text": other.text} | self._details(other) for other in others]
+        return value
+
+    def _details(self, sequence: Sequence) -> dict[str, Any]:
+        details = self._summary(sequence) | {"prefill": self._prefill(sequence.choice), "tokens": sequence.tokens}
+        return details | ({"top_tokens": sequence.top_tokens} if sequence.top_tokens else {})
+
+    def _prefill(self, choice: Choice) -> list[dict[str, Any]]:
+        if not self.parameters.decoder_input_details:
+            return []
+        scores = [(score.token, score.logprob) for score in choice.prompt_scores]
+        return [self._token(id, logprob) for id, logprob in [(choice.request.prompt[0], None), *scores]]
+
+    def _summary(self, sequence: Sequence) -> dict[str, Any]:
+        seed = sequence.choice.request.sampling.seed if self.parameters.samples else None
+        return {"finish_reason": sequence.finish, "generated_tokens": len(sequence.tokens), "seed": seed}
+
+    async def events(self, first: Piece | None) -> AsyncIterator[list[bytes]]:
+        """One event for each token, and together those of tokens that have come; the last has the whole text. Raises RequestError."""
+        if first is not None:
+            yield [self._event(first)]
+        async for piece in self.streams:
+            events = [self._event(piece)]
+            while len(events) < sse.BREATH and (more := self.streams.take()) is not None:
+                events.append(self._event(more))
+            yield events
+
+    def _event(self, piece: Piece) -> bytes:
+        sequence, token = self._take(piece)
+        if piece.token is None:  # Time was up between two tokens: there is none to tell of, but clients expect one.
+            token = {"id": 0, "text": piece.text, "logprob": None, "special": not piece.text}
+        event: dict[str, Any] = {"index": len(sequence.tokens), "token": token}
+        if self.parameters.top_n_tokens:
+            event["top_tokens"] = self._top(piece.top)
+        event["generated_text"] = event["details"] = None
+        if piece.finish is not None:
+            event["generated_text"] = sequence.text
+            if self.parameters.details:
+                event["details"] = self._summary(sequence) | {"input_length": len(sequence.choice.request.prompt)}
+        return sse.event(event)

@@ -1,0 +1,222 @@
+"""Text on the API's side of the pipe: the tokenizer, incremental detokenization, stop strings. Knows nothing of requests or HTTP."""
+
+import codecs
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders
+
+from server.errors import ConfigurationError
+from server.hub.tokenizer_file import tokenizer_path
+from server.text.checkpoint_settings import CheckpointFiles
+
+REPLACEMENT = "\ufffd"
+# The decoder of an incomplete character gives one replacement character, or one for each of its up to three bytes.
+MOST_HELD = 3
+WINDOW, CONTEXT = 16, 4
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letter by which byte-level vocabularies write each byte: itself where it prints, else one past 255, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_letters()
+
+
+class TextCodec:
+    """A checkpoint's tokenizer. Special tokens in a prompt's text are read as such; the post-processor decides about BOS."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads tokenizer.json. Raises ConfigurationError where it is missing and cannot be made, or is broken."""
+        self.path = tokenizer_path(folder)
+        try:
+            self.tokenizer = Tokenizer.from_file(str(self.path))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # The library raises bare Exception, and panics with less.
+            raise ConfigurationError(f"{self.path}: not a tokenizer this version can read") from error
+        # Some files carry the padding and truncation of their training; a prompt must arrive as it is.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.files = CheckpointFiles(folder)
+        end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
+        self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
+        self._written: dict[int, bytes] = {}
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id that `encode` can give."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt."""
+        # encode holds the interpreter's lock while it works; encode_batch lets the event loop run meanwhile.
+        ids: list[int] = self.tokenizer.encode_batch([text])[0].ids
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of text from someone who must not be able to write special tokens, and without the post-processor's additions."""
+        ids: list[int] = self._plain_tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Token ids of text with its special tokens read as such, but without what the post-processor adds."""
+        ids: list[int] = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+        return ids
+
+    @cached_property
+    def _plain_tokenizer(self) -> Tokenizer:
+        """A second one that reads special tokens as text: the switch is on the whole tokenizer, which other threads use."""
+        tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
+        """(id, start, end) of each token of a prompt, in characters of it."""
+        encoding = self.tokenizer.encode_batch([text])[0]
+        return [(id, *span) for id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """What the post-processor puts before every prompt: a BOS token, or nothing."""
+        closed: list[int] = self.tokenizer.encode("").ids
+        return [] if closed and closed[0] in self.end_token_ids else closed
+
+    def token_id(self, token: str) -> int | None:
+        """The id of an added token by its text."""
+        id: int | None = self.tokenizer.token_to_id(token)
+        return id
+
+    def token_bytes(self, id: int) -> bytes:
+        """What a token stands for, where it is a part of a character too."""
+        text = self.tokenizer.id_to_token(id)
+        if text is None or id in self.special_ids:
+            return (text or "").encode()
+        if self._byte_level:
+            return bytes(BYTE_OF[letter] for letter in text if letter in BYTE_OF)
+        if re.fullmatch("<0x[0-9A-F]{2}>", text):
+            return bytes([int(text[3:5], 16)])
+        return self.decode([id]).encode()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return '"ByteLevel"' in json.dumps(json.loads(self.tokenizer.to_str()).get("decoder"))
+
+    @cached_property
+    def is_bytes(self) -> bool:
+        """Whether decoding is to put tokens' bytes end to end, and to read them as UTF-8."""
+        return isinstance(self.tokenizer.decoder, decoders.ByteLevel)
+
+    def written(self, id: int) -> bytes:
+        """Those bytes, as the decoder reads tokens: of one with a letter that stands for no byte, its text. (`token_bytes` is what a token
+        stands for to a client, whatever the decoder.)
+        """
+        found = self._written.get(id)
+        if found is None:
+            text = self.tokenizer.id_to_token(id) or ""
+            whole = all(letter in BYTE_OF for letter in text)
+            found = self._written[id] = bytes(BYTE_OF[letter] for letter in text) if whole else text.encode()
+        return found
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Text of token ids in one go."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+class Detokenizer:
+    """Token by token to text. The concatenation of everything given out is `decode` of all tokens; only a last, unfinished
+    character is held back, and `flush` gives it up. Where tokens are bytes, none is decoded twice.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._window: list[int] = []
+        self._given = 0
+        """Characters of the window's text that have been given out."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if codec.is_bytes else None
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with this token."""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._codec.written(token))
+        self._window.append(token)
+        text = self._codec.decode(self._window)
+        certain = len(text) - min(MOST_HELD, len(text) - len(text.rstrip(REPLACEMENT)))
+        new, held = text[self._given : certain], len(text) - certain
+        self._given = max(self._given, certain)
+        if len(self._window) > WINDOW:
+            # A character has at most four bytes, so four tokens hold all of an unfinished one.
+            self._window = self._window[-CONTEXT:]
+            self._given = len(self._codec.decode(self._window)) - held
+        return new
+
+    def flush(self) -> str:
+        """What is still held back, as the tokenizer would print it at the end of the text."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
+        text = self._codec.decode(self._window)
+        new, self._given = text[self._given :], len(text)
+        return new
+
+
+class StopStrings:
+    """Finds the first stop string to be completed in a text that arrives in pieces.
+
+    With `keep` the stop string stays in the text (TGI), so nothing is ever held back. Without, it does not (OpenAI), so whatever may
+    be the beginning of one is held back, and no more than that, until it is known to be none.
+    """
+
+    def __init__(self, stops: tuple[str, ...], keep: bool = True) -> None:
+        self._stops = stops
+        self._longest = max((len(stop) for stop in stops), default=1) - 1
+        self._first = frozenset(stop[0] for stop in stops)
+        self._keep = keep
+        self._seen = ""
+        """The end of the text so far: as much as can belong to a stop string that is not complete."""
+        self._held = 0
+        """Characters at the end of it that have not been given out."""
+
+    def push(self, text: str, search: bool = True) -> tuple[str, str | None]:
+        """(what is certain to be text, up to the first completed stop string; that one, if there is any). Unsearched text still
+        counts as the beginning of a later match.
+        """
+        if not self._stops:
+            return text, None
+        before = len(self._seen)
+        both = self._seen + text
+        given = before - self._held
+        if search:
+            found = [(end, -len(stop), stop) for stop in self._stops if (end := _first_end(both, stop, before)) is not None]
+            if found:
+                end, _, stop = min(found)
+                self._seen, self._held = "", 0
+                return both[given : end if self._keep else max(given, end - len(stop))], stop
+        self._held = 0 if self._keep else self._possible_beginning(both)
+        self._seen = both[max(0, len(both) - max(self._longest, self._held)) :]
+        return both[given : len(both) - self._held], None
+
+    def _possible_beginning(self, text: str) -> int:
+        """Length of the longest end of `text` that some stop string begins with."""
+        for start in range(max(0, len(text) - self._longest), len(text)):
+            if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
+                return len(text) - start
+        return 0
+
+    def flush(self) -> str:
+        """What is still held back, when no more text comes."""
+        text, self._held = self._seen[len(self._seen) - self._held :] if self._held else "", 0
+        return text
+
+
+def _first_end(text: str, stop: str, after: int) -> int | None:
+    """End of the first occurrence of `stop` that ends behind `after`."""
+    start = text.find(stop, max(0, after - len(stop) + 1))
+    return None if start < 0 else start + len(stop)

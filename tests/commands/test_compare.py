@@ -1,0 +1,129 @@
+"""`onehead compare`: the counted figures to the last digit, the measured ones on toy sizes, and a report that holds them."""
+
+import html
+import json
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands.compare import arithmetic, compare, timing, twins
+from commands.options import CompareOptions
+from commands.pictures import MISSING
+from commands.reference.twin import MultiHeadDecoder, equal_mlp
+from model.decoder import Decoder
+
+# As printed in the walk-through that the project began from.
+PRINTED = {
+    "multi_head": {"K": 12.976128, "V": 12.976128, "Q": 12.976128, "logits": 2.509056, "attn_out": 12.976128},
+    "multi_head_cached": {"K": 13.1072, "V": 13.1072, "Q_incr": 0.131072, "logits": 0.0256, "attn_out": 0.131072},
+    "multi_query_cached": {"K_single": 3.244032, "V_single": 3.244032, "Q_incr": 0.131072, "logits": 0.025344, "attn_out": 0.131072},
+}
+
+
+def test_the_seeds_tensors_to_the_last_digit() -> None:
+    counted = {part: {name: entry["megabytes"] for name, entry in tensors.items()} for part, tensors in arithmetic.seed_tensors().items()}
+    assert counted == PRINTED
+
+
+def test_cache_bytes_of_known_models() -> None:
+    rows = {row["name"]: row for row in arithmetic.cache_table(arithmetic.KNOWN, 8192)}
+    assert {name: (row["mqa_bytes_per_token"], row["mha_bytes_per_token"]) for name, row in rows.items()} == {
+        "StarCoderBase-1B": (12_288, 196_608),
+        "StarCoder": (20_480, 983_040),
+        "Falcon-7B": (8_192, 581_632),
+        "Gemma-2B": (18_432, 147_456),
+    }
+    assert rows["StarCoder"]["mqa_bytes_per_sequence"] == 20_480 * 8192 and rows["StarCoder"]["ratio"] == 48
+
+
+def test_cached_and_uncached_generation_give_the_same_tokens() -> None:
+    spec = replace(timing.GPT2, vocab_size=300, hidden_size=64, num_layers=2, num_query_heads=4, head_dim=16, intermediate_size=64)
+    generator = timing.Generator(spec, 100)
+    assert generator.generate(100, cached=True) == generator.generate(100, cached=False)
+
+
+def modules(folder: Path) -> Path:
+    """A small corpus, some of whose modules are held out."""
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"module_{i}.py").write_text(f"def function_{i}(x):\n    return x + {i}\n" * 8)
+    return folder
+
+
+@pytest.mark.parametrize(("hidden_size", "num_heads", "mlp"), [(192, 6, 768), (128, 8, 512), (48, 3, 100), (1024, 8, 4096)])
+def test_twins_have_equally_many_parameters(hidden_size: int, num_heads: int, mlp: int) -> None:
+    head_dim = hidden_size // num_heads
+    spec = replace(
+        timing.GPT2, vocab_size=50, hidden_size=hidden_size, num_query_heads=num_heads, head_dim=head_dim, num_layers=2, max_positions=8
+    )
+    counts = []
+    for kind, width in ((MultiHeadDecoder, mlp), (Decoder, equal_mlp(hidden_size, num_heads, mlp))):
+        with torch.device("meta"):
+            counts.append(sum(p.numel() for p in kind(replace(spec, intermediate_size=width)).parameters()))
+    assert abs(counts[0] - counts[1]) <= spec.num_layers * (hidden_size + 1)  # Half a unit of width in each layer.
+
+
+def test_a_cut_twin_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    small = twins.TwinSizes(hidden_size=16, num_layers=1, num_heads=4, steps=6, batch_tokens=64, sequence=16, num_seeds=1)
+    data = modules(tmp_path / "data")
+    *_, whole = twins.train_twin(small, "mha", 3, tmp_path / "whole", data)
+    for result in twins.train_twin(small, "mha", 3, tmp_path / "cut", data):
+        if len(result["losses"]) == 4:
+            break
+    *_, resumed = twins.train_twin(small, "mha", 3, tmp_path / "cut", data)
+    *_, again = twins.train_twin(small, "mha", 3, tmp_path / "cut", data)
+    assert resumed == whole == again
+
+
+class Checker(HTMLParser):
+    """Counts tags and notes everything that a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag in ("script", "img", "iframe", "link"):
+            self.fetched.append(str(attrs))
+
+
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+def test_the_whole_command_on_toy_sizes(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_matplotlib: bool
+) -> None:
+    if not has_matplotlib:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    toy = replace(timing.GPT2, vocab_size=300, hidden_size=64, num_layers=1, num_query_heads=4, head_dim=16, intermediate_size=64)
+    monkeypatch.setattr(timing, "GPT2", toy)
+    monkeypatch.setattr(timing, "PAPER", {"d": 32, "h": 4, "k": 8, "mha_ff": 64, "mqa_ff": 88})
+    small = twins.TwinSizes(hidden_size=16, num_layers=1, num_heads=4, steps=6, batch_tokens=64, sequence=16, num_seeds=2)
+    monkeypatch.setattr(twins, "QUICK", small)
+    options = CompareOptions(output=tmp_path / "report", quick=True, model=tiny_folder, data=modules(tmp_path / "data"))
+    compare.compare(options)
+    results = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert results["memory"]["models"][-1]["name"] == tiny_folder.name
+    assert set(results["cache"]) == {"num_tokens", "prompt_tokens", "ours", "transformers"}
+    assert set(results["cache"]["ours"]) == {"cached_s", "uncached_s", "ratio"}
+    for row in results["decode"]:
+        assert row["mha_arithmetic"]["kv_bytes"] == 4 * row["mqa_arithmetic"]["kv_bytes"] == 2 * row["batch"] * 4 * row["context"] * 8 * 4
+        assert row["mqa_arithmetic"]["attention_flops_per_byte"] == 4 * row["mha_arithmetic"]["attention_flops_per_byte"]
+    assert [row["heads"] for row in results["classes"]] == [4, 16]
+    quality = results["quality"]
+    assert [(run["kind"], run["seed"]) for run in quality["runs"]] == [("mha", 0), ("mqa", 0), ("mha", 1), ("mqa", 1)]
+    assert all(len(run["losses"]) == 6 and run["held_out"][-1][0] == 6 for run in quality["runs"])
+    last = {(run["kind"], run["seed"]): run["held_out"][-1][1] for run in quality["runs"]}
+    assert quality["difference"]["by_seed"] == [last["mqa", seed] - last["mha", seed] for seed in (0, 1)]
+    page = (tmp_path / "report" / "report.html").read_text()
+    checker = Checker()
+    checker.feed(page)
+    assert checker.fetched == [] and checker.tags.count("figure") == 4 * has_matplotlib and "12.976128" in page
+    # Without it everything else is there, and both the terminal, before the work, and the page say what is missing.
+    assert page.count(html.escape(MISSING)) == (0 if has_matplotlib else 4)
+    warning = f"onehead compare: report.html will have no pictures: {MISSING}\n"
+    assert capsys.readouterr().err == ("" if has_matplotlib else warning)

@@ -1,0 +1,233 @@
+"""The trainer: it learns, resumes to the same bits, splits by name, rearranges without losing a character; its folder serves anywhere."""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from commands import corpus
+from commands.held_out import decoder_logits
+from commands.options import OF_A_NEW_MODEL, TrainOptions
+from commands.pictures import MISSING
+from commands.train import train
+from commands.train.state import TrainState
+from model.checkpoint.families import read_spec
+from model.spec import CheckpointError, OptionError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small modules, some of which are held out."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = random.Random(0)
+    for i in range(60):
+        names = [rng.choice(["alpha", "beta", "gamma"]) for _ in range(12)]
+        (folder / f"module_{i}.py").write_text("".join(f"def {name}(x):\n    return x + {k}\n\n\n" for k, name in enumerate(names)))
+    return folder
+
+
+@pytest.fixture
+def options(data: Path, tmp_path: Path) -> TrainOptions:
+    return TrainOptions(
+        output=tmp_path / "out",
+        data=data,
+        work=tmp_path / "work",
+        vocab_size=300,
+        hidden_size=32,
+        num_layers=2,
+        num_query_heads=2,
+        max_positions=128,
+        steps=24,
+        batch_tokens=256,
+        sequence=32,
+        long_share=0.25,
+        warmup_steps=4,
+        threads=1,
+        save_every=8,
+    )
+
+
+KEPT = "; the state of step {} is kept in {}, and the same command continues from it\n"
+
+
+def interrupted_after(count: int) -> Callable[..., None]:
+    """take_step, under Ctrl-C in place of its step number `count` + 1."""
+    take_step, taken = train.take_step, 0
+
+    def take_one(*arguments: object) -> None:
+        nonlocal taken
+        if taken == count:
+            raise KeyboardInterrupt
+        taken += 1
+        take_step(*arguments)  # type: ignore[arg-type]
+
+    return take_one
+
+
+def test_the_bar_shows_losses_from_when_there_are_any() -> None:
+    shown = [train.figures(state) for state in (TrainState(0, [], []), TrainState(1, [5.0], []), TrainState(8, [4.0], [(8, 4.5)]))]
+    assert shown == ["", "loss 5.000 nats/token", "loss 4.000, held-out 4.500 nats/token"]
+
+
+def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
+    options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.train(options)
+    whole = load_file(options.output / "model.safetensors")
+    stopped = replace(options, output=tmp_path / "resumed", work=tmp_path / "work2")
+    for steps, words in ((5, "before the first save at step 8: nothing is kept\n"), (20, KEPT), (1, KEPT)):
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "take_step", interrupted_after(steps))
+            with pytest.raises(KeyboardInterrupt):
+                train.train(stopped)
+        assert words.format(16, stopped.work) in capsys.readouterr().err
+    train.train(stopped)
+    resumed = load_file(stopped.output / "model.safetensors")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    with pytest.raises(ValueError, match=r"belongs to a run of other options \(seed 0 then, 1 now\)"):
+        train.train(replace(stopped, seed=1))
+    state = json.loads(_metadata(options.work / "state.safetensors")["state"])
+    assert state["losses"][-1] < 0.8 * state["losses"][0] and [step for step, _ in state["held_out"]] == [8, 16, 24]
+    assert (options.output / "loss.svg").read_text().count("<svg") == 1
+
+
+def test_without_matplotlib_everything_but_the_picture_is_written(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.train(replace(options, steps=8))
+    whole = {path.name for path in options.output.iterdir()}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    other = replace(options, steps=8, output=options.output.parent / "bare", work=options.work.parent / "bare work")
+    capsys.readouterr()
+    train.train(other)
+    assert whole - {path.name for path in other.output.iterdir()} == {"loss.svg"}
+    assert capsys.readouterr().err == f"onehead train: loss.svg will not be written: {MISSING}\n"
+    sizes = {f.name: f.default for f in fields(TrainOptions) if f.name in OF_A_NEW_MODEL}
+    train.train(replace(options, init=other.output, output=options.output.parent / "further", work=options.work.parent / "w", **sizes))
+    assert (options.output.parent / "further" / "model.safetensors").exists()
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata())
+
+
+def test_the_folder_is_an_ordinary_checkpoint(options: TrainOptions) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train.train(replace(options, steps=8))
+    spec = read_spec(options.output)
+    tokenizer = AutoTokenizer.from_pretrained(options.output)
+    assert tokenizer.eos_token_id in spec.end_token_ids and tokenizer.eos_token == corpus.END
+    model = AutoModelForCausalLM.from_pretrained(options.output)
+    assert model.config.n_positions == 128 and model.dtype is torch.bfloat16
+    ids = tokenizer("<fim_prefix>def a<fim_suffix>x<fim_middle>")["input_ids"]
+    assert len(set(tokenizer.all_special_ids) & set(ids)) == 3
+    assert tokenizer.decode(tokenizer("def f(x):\n    return 10")["input_ids"]) == "def f(x):\n    return 10"
+
+
+def test_the_multi_head_twin_is_transformers_and_is_refused_by_name(options: TrainOptions) -> None:
+    from transformers import AutoModelForCausalLM
+
+    options = replace(options, steps=8, attention="multi_head", intermediate_size=40)
+    training = train.Training(options)
+    for _ in training.run():
+        pass
+    train.export(options, training.decoder, training.tokenizer, training.state)
+    model = AutoModelForCausalLM.from_pretrained(options.output, dtype=torch.float32)
+    assert model.config.multi_query is False
+    decoder = training.decoder.to(torch.bfloat16).float()
+    ids_T = torch.randint(0, decoder.spec.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        ours_TV = decoder_logits(decoder)(ids_T)
+        theirs_TV = model(ids_T[None]).logits[0]
+    assert torch.allclose(ours_TV, theirs_TV, atol=1e-5)
+    with pytest.raises(CheckpointError, match=r"multi_query is False, so there are 2 key/value heads"):
+        read_spec(options.output)
+
+
+def test_unusable_options_are_refused(options: TrainOptions) -> None:
+    with pytest.raises(ValueError, match="not a multiple"):
+        train.train(replace(options, num_query_heads=3))
+    with pytest.raises(ValueError, match="fewer than one batch"):
+        train.train(replace(options, batch_tokens=10**7))
+
+
+def test_an_output_that_cannot_be_made_is_known_before_the_first_step(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "take_step", None)
+    (options.output.parent / "file").write_text("")
+    for output in (Path("/proc/x"), options.output.parent / "file", options.output.parent / "file" / "x"):
+        with pytest.raises(OptionError, match=f"{output} cannot be made: "):
+            train.train(replace(options, output=output))
+
+
+def test_the_learning_rate_of_a_trained_model_is_lower(tmp_path: Path) -> None:
+    assert TrainOptions(tmp_path).learning_rate == TrainOptions(tmp_path, learning_rate=2e-3).learning_rate == 2e-3
+    assert TrainOptions(tmp_path, init=tmp_path).learning_rate == 5e-4
+    assert TrainOptions(tmp_path, init=tmp_path, learning_rate=1e-3).learning_rate == 1e-3
+    with pytest.raises(OptionError, match="learning_rate must be above 0"):
+        TrainOptions(tmp_path, learning_rate=-1.0)
+
+
+def test_the_split_is_by_name_alone(data: Path) -> None:
+    documents = corpus.read_documents(data)
+    held_out = {document.name for document in documents if document.held_out}
+    assert 0 < len(held_out) < 15
+    assert held_out == {d.name for d in (replace(d, text="other") for d in documents) if d.held_out}
+
+
+def test_the_standard_library_without_packages_and_machine_paths() -> None:
+    names = {document.name for document in corpus.read_documents(None)}
+    assert {"asyncio", "asyncio.base_events", "argparse"} <= names
+    assert not any("site-packages" in name or "_sysconfigdata" in name for name in names)
+
+
+def test_fim_pieces_hold_every_character_once() -> None:
+    rng = random.Random(0)
+    for seed in range(200):
+        text = "".join(rng.choice("ab\n") for _ in range(rng.choice([1, 5, 3000, 9000])))
+        rebuilt = ""
+        for piece in corpus.fim_pieces(text, random.Random(seed)):
+            assert len(piece) <= corpus.FIM_PIECE_CHARS + 60
+            prefix, rest = piece.removeprefix(corpus.FIM_PREFIX).split(corpus.FIM_SUFFIX)
+            suffix, middle = rest.split(corpus.FIM_MIDDLE)
+            rebuilt += prefix + middle + suffix
+        assert rebuilt == text
+
+
+def test_sequences_overlap_by_one_and_cover_the_stream() -> None:
+    stream = np.arange(1000, dtype=np.uint16)
+    rows = corpus.sequences(stream, 32, seed=3)
+    assert rows.shape[1] == 33 and (np.diff(rows.astype(int), axis=1) == 1).all()
+    starts = sorted(int(row[0]) for row in rows)
+    assert np.diff(starts).tolist() == [32] * (len(starts) - 1) and starts[0] < 32 and starts[-1] > 1000 - 66
+
+
+def test_digits_stand_alone_and_nothing_is_unknown(data: Path) -> None:
+    tokenizer: Tokenizer = corpus.train_tokenizer(iter(["return 1234 + x\n"] * 50), 400)
+    assert [tokenizer.decode([id]) for id in tokenizer.encode("1234").ids] == ["1", "2", "3", "4"]
+    assert tokenizer.decode(tokenizer.encode("∑ 漢\x00").ids) == "∑ 漢\x00"
+    with pytest.raises(ValueError, match="no token"):
+        corpus.token_id(tokenizer, "<nothing>")
+
+
+def test_every_position_is_trained_from_the_start(options: TrainOptions, data: Path) -> None:
+    documents = corpus.read_documents(data)
+    tokenizer = corpus.train_tokenizer((d.text for d in documents), 300)
+    first, lengths = [], []
+    for step in train.Data(options, train.build_spec(options, tokenizer), documents, tokenizer).steps(0):
+        first += step.first_position_B.tolist()
+        lengths.append(step.rows_BU.shape[1] - 1)
+        assert (step.first_position_B + lengths[-1] <= 128).all()
+    assert lengths == [32] * 18 + [128] * 6
+    assert first.count(0) > 50 and max(first) > 60

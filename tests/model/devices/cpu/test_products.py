@@ -1,0 +1,147 @@
+"""Packed products against torch and against themselves: every shape, every activation, float32 and int8, at every width of vectors."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model.devices.cpu import native
+from model.devices.cpu.products import PackedEmbedding, PackedLinear
+from model.devices.quantization import product_in_floats, quantize_tokens, quantize_weights
+from model.devices.quantized_modules import QuantizedLinear
+from model.layers import ACTIVATIONS, Embedding
+from model.sampling import summary
+from tests.model.devices.cpu.test_native import WIDTHS
+
+
+@pytest.fixture(params=WIDTHS or [pytest.param("", marks=pytest.mark.skip(reason="no kernels were compiled"))])
+def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernels of one width, in place of this processor's widest."""
+    chosen = native.library(request.param)
+    monkeypatch.setattr("model.devices.cpu.products.library", lambda: chosen)
+    monkeypatch.setattr("model.sampling.library", lambda: chosen)
+    yield request.param
+
+
+def packed(linear: nn.Linear, quantized: bool, activation: str = "none") -> PackedLinear:
+    stand_in = PackedLinear(linear, quantized)
+    stand_in.allocate(torch.device("cpu"))
+    cut = random.Random(0).randint(0, linear.out_features)
+    for first, last in ((0, cut), (cut, linear.out_features)):
+        stand_in.set_rows(first, linear.weight.detach()[first:last])
+    stand_in.activation = activation
+    return stand_in
+
+
+SHAPES = [(1, 1), (3, 5), (64, 64), (65, 33), (127, 96), (768, 100), (200, 768)]
+
+
+@pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
+@torch.inference_mode()
+def test_float_products_are_torchs(width: str, activation: str) -> None:
+    for inputs, outputs in SHAPES:
+        torch.manual_seed(inputs)
+        linear = nn.Linear(inputs, outputs, bias=activation != "none")
+        stand_in = packed(linear, False, activation)
+        for rows in (1, 2, 7, 12, 13, 40):
+            x = torch.randn(rows, inputs) * 3
+            expected = x.double() @ linear.weight.double().T + (0 if linear.bias is None else linear.bias.double())
+            expected = expected if activation == "none" else ACTIVATIONS[activation](expected)
+            assert (stand_in(x) - expected).abs().max() < 1e-6 * (1 + inputs**0.5), (inputs, outputs, rows)
+
+
+@torch.inference_mode()
+def test_integer_sums_are_exact(width: str) -> None:
+    for inputs, outputs in [*SHAPES, (4096, 40)]:
+        torch.manual_seed(inputs)
+        linear = nn.Linear(inputs, outputs, bias=False)
+        linear.weight.mul_(torch.randn(outputs, 1).exp())
+        stand_in, (weight, scale) = packed(linear, True), quantize_weights(linear.weight)
+        for rows in (1, 3, 12, 25):
+            x = torch.randn(rows, inputs) * torch.randn(rows, 1).exp() + 1
+            x_int8, token_scale, zero = quantize_tokens(x)
+            sums = product_in_floats(x_int8, weight) - zero[:, None] * weight.sum(dim=-1, dtype=torch.int32)
+            assert torch.equal(stand_in(x), sums.float() * token_scale[:, None] * scale), (inputs, outputs, rows)
+
+
+@torch.inference_mode()
+def test_int8_is_near_float32(width: str) -> None:
+    linear = nn.Linear(300, 200)
+    x = torch.randn(9, 300)
+    stand_in, theirs = packed(linear, True), QuantizedLinear(linear, "int8", torch.float32)
+    theirs.allocate(torch.device("cpu"))
+    theirs.set_rows(0, linear.weight)
+    assert (stand_in(x) - linear(x)).abs().max() < 0.02
+    assert (stand_in(x) - theirs(x)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@torch.inference_mode()
+def test_a_row_is_the_same_bits_in_any_company_and_on_any_number_of_threads(width: str, quantized: bool) -> None:
+    threads = torch.get_num_threads()
+    for inputs, outputs in SHAPES:
+        linear = nn.Linear(inputs, outputs)
+        stand_in = packed(linear, quantized, "gelu_tanh")
+        x = torch.randn(64, inputs)
+        together = stand_in(x)
+        for first, last in ((0, 1), (63, 64), (3, 5), (10, 17), (20, 52)):
+            assert torch.equal(stand_in(x[first:last]), together[first:last])
+        order = torch.randperm(64)
+        try:
+            torch.set_num_threads(1)
+            assert torch.equal(stand_in(x[order]), together[order])
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@torch.inference_mode()
+def test_what_is_not_finite_stays_so_in_its_row(width: str, quantized: bool) -> None:
+    stand_in = packed(nn.Linear(64, 40), quantized, "silu")
+    x = torch.randn(5, 64)
+    before = stand_in(x)
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        x[2, 7] = wrong
+        after = stand_in(x)
+        assert not after[2].isfinite().all() and torch.equal(after[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@torch.inference_mode()
+def test_a_packed_table_gives_its_rows(width: str, quantized: bool) -> None:
+    table = Embedding(45, 70)
+    stand_in = PackedEmbedding(table, quantized)
+    stand_in.allocate(torch.device("cpu"))
+    stand_in.set_rows(0, table.weight)
+    ids = torch.tensor([0, 44, 7, 7, 31])
+    expected: Tensor = table(ids)
+    assert (stand_in(ids) - expected).abs().max() <= (0.03 if quantized else 0)
+    assert (stand_in.logits(expected) - expected @ table.weight.T).abs().max() < (0.5 if quantized else 1e-5)
+
+
+@torch.inference_mode()
+def test_the_summary_of_logits(width: str) -> None:
+    for vocab_size in (1, 2, 5, 15, 16, 17, 33, 100, 1000):
+        torch.manual_seed(vocab_size)
+        logits = torch.randn(9, vocab_size) * 20
+        logits[1] = logits[1, 0]  # The first of equal ones is the greatest.
+        logits[2, 1:] = -torch.inf
+        logits[3] += 1e4
+        normaliser, largest, tokens = summary(logits)
+        assert torch.equal(largest, logits.max(dim=-1).values) and torch.equal(tokens, logits.argmax(dim=-1))
+        assert (normaliser - logits.double().logsumexp(dim=-1)).abs().max() < 1e-3 and int(tokens[1]) == 0
+        assert all(torch.equal(summary(logits[i : i + 1])[0], normaliser[i : i + 1]) for i in range(9))
+
+
+@torch.inference_mode()
+def test_the_summary_of_what_is_not_finite_is_not(width: str) -> None:
+    for vocab_size in (1, 15, 16, 33):
+        for wrong in (torch.nan, torch.inf):
+            for place in {0, vocab_size // 2, vocab_size - 1}:
+                logits = torch.randn(3, vocab_size)
+                logits[1, place] = wrong
+                normaliser, _, tokens = summary(logits)
+                assert normaliser.isfinite().tolist() == [True, False, True] and 0 <= int(tokens[1]) < vocab_size
+        assert not summary(torch.full((1, vocab_size), -torch.inf))[0].isfinite().any()

@@ -1,0 +1,215 @@
+"""Float8 on the CPU: what is stored, who may see it, what it costs, and where it is refused."""
+
+import json
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.progress import Progress
+from torch import nn
+
+from cache.layout import CacheLayout
+from cache.pages import PageAllocator
+from cache.pool import FLOAT8, KVPool, in_float8
+from cache.table import PageTable
+from commands.convert.rounding_error import rounding_errors
+from commands.options import PlanOptions
+from commands.plan import make_plan
+from model.batch import build_batch
+from model.checkpoint.families import read_spec
+from model.checkpoint.weights import load_decoder
+from model.devices import backend_for, create_backend
+from model.devices.quantization import quantize_weights
+from model.devices.quantized_modules import QuantizedEmbedding, QuantizedLinear
+from model.runner.runner import ModelRunner, RunnerOptions, check_float8
+from model.spec import OptionError
+from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan
+from tests.support.checkpoints import SHAPES, make_checkpoint
+from tests.support.families import make_family_checkpoint
+from tests.support.paths import EMBEDDED
+from tests.support.processes import ServerProcess
+
+CPU = torch.device("cpu")
+
+
+def test_what_float8_holds() -> None:
+    x = torch.tensor([0.0, 1.0625, 1.1875, 447.0, 449.0, 1e30, -1e30, 2.0**-9, 2.0**-11, torch.inf, -torch.inf, torch.nan])
+    expected = torch.tensor([0.0, 1.0, 1.25, 448.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0, torch.nan, torch.nan, torch.nan])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(in_float8(x.to(dtype)).float().nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@given(st.integers(0, 2**31), st.sampled_from([1e-30, 1e-3, 1.0, 1e4]))
+def test_weights_are_within_half_a_step(seed: int, size: float) -> None:
+    """Three bits behind the leading one; below 2**-6 of a scale steps of 2**-9."""
+    weight_OI = torch.randn(5, 33, generator=torch.Generator().manual_seed(seed)) * size
+    quantized_OI, scale_O = quantize_weights(weight_OI, FLOAT8)
+    assert quantized_OI.dtype is FLOAT8 and (quantized_OI.float().abs().amax(dim=1) == 448).all()
+    difference_OI = (quantized_OI.float() * scale_O[:, None] - weight_OI).abs()
+    assert (difference_OI <= 1.01 * torch.maximum(weight_OI.abs() / 16, scale_O[:, None] * 2.0**-10)).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38])
+def test_rows_of_the_smallest_and_largest_numbers(value: float) -> None:
+    for dtype in (FLOAT8, torch.int8):
+        quantized_OI, scale_O = quantize_weights(torch.full((1, 4), value), dtype)
+        assert ((quantized_OI.float() * scale_O - value).abs() <= 0.03 * value + 1e-40).all()
+
+
+@torch.inference_mode()
+def test_stand_ins_compute_what_their_weights_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.devices.quantized_modules.CONVERTED_AT_ONCE", 3000)
+    for dtype in (torch.float32, torch.bfloat16):
+        linear, table = nn.Linear(130, 65, dtype=dtype), nn.Embedding(65, 130, dtype=dtype)
+        stand_in, rows = QuantizedLinear(linear, "fp8", dtype), QuantizedEmbedding(table, "fp8", dtype)
+        for module, weight in ((stand_in, linear.weight), (rows, table.weight)):
+            module.allocate(CPU)
+            module.set_rows(0, weight[:30])
+            module.set_rows(30, weight[30:])
+        x_TI, ids_T = torch.randn(7, 130, dtype=dtype), torch.tensor([0, 64, 3])
+        weight_OI, table_VD = (module.weight.float() * module.scale[:, None] for module in (stand_in, rows))
+        near = 1e-5 if dtype is torch.float32 else 2e-2
+        assert torch.allclose(stand_in(x_TI).float(), x_TI.float() @ weight_OI.T + linear.bias.float(), rtol=near, atol=near)
+        assert torch.allclose(rows.logits(x_TI).float(), x_TI.float() @ table_VD.T, rtol=near, atol=50 * near)
+        assert torch.equal(rows(ids_T), table_VD[ids_T].to(dtype))
+        assert (table_VD - table.weight.float()).norm() < 0.03 * table.weight.float().norm()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("value_in_key", [False, True])
+def test_the_cpu_backend_equals_the_reference_on_ragged_batches(value_in_key: bool) -> None:
+    for seed in range(12):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        dtype = rng.choice([torch.float32, torch.bfloat16])
+        layout = CacheLayout.of(3, rng.choice([(), (None, 7, None)]), rng.choice([4, 16]))
+        allocator = PageAllocator(200 * layout.pages_per_step)
+        rows = []
+        for id in range(rng.randint(2, 6)):
+            start, count = rng.choice([0, rng.randrange(60)]), rng.choice([1, 1, rng.randint(1, 30)])
+            table = PageTable(allocator, layout)
+            table.grow(start + count, start + count)
+            rows.append(Row(id, [0] * count, start, table.pages, None))
+        batch = build_batch(StepPlan(tuple(rows)), layout, CPU)
+        num_tokens = len(batch.token_ids_T)
+        q_THd, k_Td, v_Tv = torch.randn(num_tokens, 4, 40), 600 * torch.randn(num_tokens, 40), torch.randn(num_tokens, 24)
+        v_Tv = k_Td[:, :24] if value_in_key else v_Tv
+        outputs, pools = [], []
+        for name in ("reference", backend_for(_pool(layout, allocator, dtype, value_in_key), 4)):
+            pool = _pool(layout, allocator, dtype, value_in_key)
+            backend = create_backend(name, pool, 0.001, 4)
+            outputs.append(backend.run(backend.plan(batch), 1, *(x.to(dtype) for x in (q_THd, k_Td, v_Tv))).float())
+            pools.append(pool)
+        assert backend.name == "torch"
+        assert torch.allclose(*outputs, rtol=1e-5 if dtype is torch.float32 else 2e-2, atol=1e-3 if dtype is torch.float32 else 4.0)
+        assert torch.equal(*(pool.keys_LPSd.view(torch.uint8) for pool in pools))
+        assert pools[0].keys_LPSd.float().abs().max() == 448 and pools[0].keys_LPSd.dtype is FLOAT8
+
+
+def _pool(layout: CacheLayout, allocator: PageAllocator, dtype: torch.dtype, value_in_key: bool) -> KVPool:
+    torch.manual_seed(9)
+    pool = KVPool.allocate(layout, allocator.num_pages, 40, 24, dtype, CPU, value_in_key=value_in_key, stored_as=FLOAT8)
+    pool.keys_LPSd.copy_(torch.randn(pool.keys_LPSd.shape))
+    if not value_in_key:
+        pool.values_LPSv.copy_(torch.randn(pool.values_LPSv.shape))
+    return pool
+
+
+def make_runner(folder: Path, quantization: str = "none", cache_dtype: str = "fp8", dtype: str = "float32") -> ModelRunner:
+    options = RunnerOptions("cpu", dtype, 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
+    return ModelRunner.load(folder, read_spec(folder), options)
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.mark.parametrize("family", ["gpt_bigcode", "gemma3_text", "deepseek_v2"])
+@torch.inference_mode()
+def test_the_plan_counts_what_the_runner_takes(family: str, tmp_path: Path) -> None:
+    folder = (make_checkpoint(SHAPES[0], tmp_path) if family == "gpt_bigcode" else make_family_checkpoint(family, 1, tmp_path)).folder
+    for dtype in ("float32", "bfloat16"):
+        runner = make_runner(folder, "fp8", dtype=dtype)
+        options = PlanOptions(folder, memory=10**9, device="cpu", dtype=dtype, quantization="fp8", cache_dtype="fp8", page_size=16)  # type: ignore[arg-type]
+        plan, spec = make_plan(options), runner.decoder.spec
+        assert plan.weight_bytes["fp8"] == runner.weight_bytes and runner.pool.compute_dtype is getattr(torch, dtype)
+        assert plan.kv_bytes_per_token["fp8"]["multi_query"] == spec.kv_bytes_per_token(1)
+        assert runner.pool.num_bytes * 4 == make_runner(folder, cache_dtype="auto").pool.num_bytes
+        num_pages = int((10**9 - runner.weight_bytes) * 0.4) // (runner.pool.num_bytes // runner.pool.num_pages)
+        assert plan.fit is not None
+        assert all(row["multi_query"] == runner.pool.layout.sequences(num_pages, row["context"], 512) for row in plan.fit)
+
+
+@torch.inference_mode()
+def test_a_numerical_error_fails_its_row_alone_and_its_pages_are_cleared(tmp_path: Path) -> None:
+    runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "fp8")
+    runner.decoder.token_embedding.scale.data[7] = torch.nan
+    fine = Row(1, [1, 2], 0, [array("q", [1])], Sample(GREEDY, [1], []))
+    broken, whole = runner.run(StepPlan((Row(0, [7, 1], 0, [array("q", [0])], Sample(GREEDY, [1], [])), fine))).drawn
+    assert isinstance(broken, NotDrawn) and isinstance(whole, Drawn)
+    assert runner.pool.keys_LPSd.isnan().any()
+    (reused,) = runner.run(StepPlan((Row(2, [1, 2], 0, [array("q", [0])], Sample(GREEDY, [1], [])),), clear=(0,))).drawn
+    assert isinstance(reused, Drawn) and reused.token == whole.token and abs(reused.logprob - whole.logprob) < 1e-5
+    assert not runner.pool.keys_LPSd.isnan().any() and not runner.pool.values_LPSv.isnan().any()
+
+
+@pytest.mark.parametrize(("quantization", "cache_dtype"), [("fp8", "auto"), ("none", "fp8"), ("fp8", "fp8")])
+@torch.inference_mode()
+def test_the_embedded_model_says_much_the_same(quantization: str, cache_dtype: str) -> None:
+    ids = list(range(300, 340))
+    plan = StepPlan((Row(0, ids, 0, [array("q", range(20))], Sample(GREEDY, ids, [])),))
+    whole, small = make_runner(EMBEDDED, cache_dtype="auto"), make_runner(EMBEDDED, quantization, cache_dtype)
+    (before,), (after,) = whole.run(plan).drawn, small.run(plan).drawn
+    assert isinstance(before, Drawn) and isinstance(after, Drawn)
+    assert before.token == after.token and 0 < abs(before.logprob - after.logprob) < 0.2
+    assert (small.weight_bytes <= 0.27 * whole.weight_bytes) == (quantization == "fp8")
+
+
+def test_perplexity_with_fp8_weights_is_within_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commands.convert.rounding_error.NUM_SEQUENCES", 2)
+    with Progress(disable=True) as progress:
+        errors = rounding_errors(EMBEDDED, read_spec(EMBEDDED), "fp8", None, progress)
+    assert 1e-5 < abs(errors["perplexity"]["fp8"] / errors["perplexity"]["float32"] - 1) < 0.02
+    assert 0.02 < errors["mean"] < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_float_copy_stays(dtype: torch.dtype) -> None:
+    decoder = load_decoder(EMBEDDED, read_spec(EMBEDDED), dtype, CPU, "fp8", packed=True)
+    assert {p.dtype for p in decoder.parameters() if p.ndim == 2} == {FLOAT8}
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)])
+@pytest.mark.parametrize(("quantization", "cache_dtype"), [("fp8", "auto"), ("none", "fp8"), ("fp8", "fp8"), ("int8", "auto")])
+def test_a_gpu_without_float8_is_refused_by_its_capability(
+    capability: tuple[int, int], refused: bool, quantization: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    options = RunnerOptions("cuda", "auto", 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
+    if not refused or "fp8" not in (quantization, cache_dtype):
+        check_float8(options, torch.device("cuda"))
+        return
+    with pytest.raises(OptionError, match=rf"compute capability {capability[0]}\.{capability[1]}, expected 8\.9 or more") as error:
+        check_float8(options, torch.device("cuda"))
+    assert ("engine.quantization" in str(error.value)) == (quantization == "fp8")
+    assert ("cache.dtype" in str(error.value)) == (cache_dtype == "fp8")
+
+
+def test_a_server_answers_and_says_what_it_holds(tiny_folder: Path) -> None:
+    server = ServerProcess(tiny_folder, "--cache.dtype", "fp8", "--engine.quantization", "fp8", "--engine.max_running", "4")
+    try:
+        info, plan = (json.loads(server.get(path)[1]) for path in ("/info", "/plan"))
+        spec = read_spec(tiny_folder)
+        assert info["kv_dtype"] == plan["cache"]["dtype"] == "float8_e4m3fn" and info["quantization"] == "fp8"
+        assert info["kv_bytes_per_token"] == plan["kv_bytes_per_token"]["multi_query"] == spec.kv_bytes_per_token(1)
+        assert info["model_dtype"] == plan["dtype"] == "float32"
+        assert server.text("def f", max_new_tokens=8) == server.text("def f", max_new_tokens=8) != ""
+        completion = server.post("/v1/completions", {"prompt": "def f", "max_tokens": 2})[1]
+        assert completion["system_fingerprint"].endswith("fp8-float32-float8_e4m3fn-cpu-torch")
+    finally:
+        server.process.terminate()
+        log = server.process.communicate()[1]
+    assert "bytes per token in float8_e4m3fn" in log and "by torch, not batch-invariant;" in log and "fp8 on a CPU" in log

@@ -1,0 +1,190 @@
+"""The runner that launches, over a stream that is late: tokens taken on the device, captured steps, and what a step leaves behind."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint.families import read_spec
+from model.checkpoint.weights import load_decoder
+from model.runner.overlapped import OverlappedRunner
+from model.runner.pending_step import StepFlight
+from model.runner.runner import largest_step
+from model.step import Drawn, Sampling, StepPlan
+from server.engine.core import EngineCore
+from server.engine.scheduler import Advance, Limits, Scheduler
+from tests.model.test_decoder import CPU, finish, load, make_core, make_pool
+from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
+from tests.support.delayed import _copy
+from tests.support.families import make_family_checkpoint
+from tests.support.listed_backend import ListedReference
+from tests.support.recording_stream import RecordingStream
+
+PAGE = 16
+MAX_CONTEXT = 200
+
+
+class Launched(OverlappedRunner):
+    """What a plan refers to is read when it is launched: on a device the work is told by then, here it is done later."""
+
+    def launch(self, plan: StepPlan) -> StepFlight:
+        return super().launch(StepPlan(tuple(map(_copy, plan.rows)), plan.clear))
+
+
+def overlapped(folder: Path, stream: RecordingStream, *, captured: bool, num_pages: int = 60, max_running: int = 8) -> EngineCore:
+    decoder = load(folder)
+    pool = make_pool(decoder, num_pages + 1, PAGE)
+    backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
+    runner = Launched(decoder, pool, backend, CPU, stream, 64, 64)
+    if captured:
+        assert runner.capture(MAX_CONTEXT) > 0
+        runner.warm_up(MAX_CONTEXT)
+    limits = Limits(num_pages * pool.layout.pages_per_step, pool.layout, MAX_CONTEXT, max_running, 64)
+    return EngineCore(Scheduler(limits), runner)
+
+
+FAMILIES = [("gpt_bigcode", 1), ("falcon", 1), ("gemma3_text", 1), ("minicpm3", 1)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=[family for family, _ in FAMILIES])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    family, number = request.param
+    folder = tmp_path_factory.mktemp(family)
+    return make_checkpoint(SHAPES[number], folder) if family == "gpt_bigcode" else make_family_checkpoint(family, number, folder)
+
+
+def requests(vocab_size: int) -> list[tuple[list[int], int, Sampling]]:
+    rng = random.Random(3)
+    samplings = [
+        Sampling(temperature=0.0),
+        Sampling(seed=1),
+        Sampling(temperature=0.7, top_p=0.9, seed=2),
+        Sampling(temperature=0.0, repetition_penalty=1.3),
+        Sampling(temperature=0.0, logit_bias={5: 2.0}),
+        Sampling(temperature=0.9, top_k=5, seed=3),
+    ]
+    return [
+        ([rng.randrange(3, vocab_size) for _ in range(rng.choice([1, 5, 30, 90]))], rng.randint(1, 40), samplings[number % len(samplings)])
+        for number in range(14)
+    ]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_tokens_are_those_of_steps_that_are_waited_for(checkpoint: TinyCheckpoint, captured: bool) -> None:
+    rng = random.Random(7)
+    stream = RecordingStream(rng.random)
+    core = overlapped(checkpoint.folder, stream, captured=captured)
+    expected_core = make_core(checkpoint, 60, 8, page_size=PAGE)
+    for id, (prompt, max_new, sampling) in enumerate(requests(load(checkpoint.folder).spec.vocab_size)):
+        for one in (core, expected_core):
+            one.scheduler.submit(id, list(prompt), max_new, sampling)
+    assert finish(core) == finish(expected_core)
+    assert stream.most_queued == 2
+    experts = load(checkpoint.folder).spec.experts is not None
+    assert (stream.num_replays > 20) is (captured and not experts)
+
+
+def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(SHAPES[1], tmp_path)
+    vocab_size = load(tmp_path).spec.vocab_size
+    preemptions = cancelled = replays = 0
+    for seed in range(6):
+        rng = random.Random(seed)
+        stream = RecordingStream(rng.random)
+        core = overlapped(tmp_path, stream, captured=True, num_pages=14)
+        asked = {
+            id: ([rng.randrange(3, vocab_size) for _ in range(rng.randint(1, 60))], rng.randint(5, 60), Sampling(temperature=0.0))
+            for id in range(8)
+        }
+        outputs: dict[int, list[int]] = {id: [] for id in asked}
+        for id, (prompt, max_new, sampling) in asked.items():
+            core.scheduler.submit(id, list(prompt), max_new, sampling)
+        gone: set[int] = set()
+        while core.scheduler.has_work:
+            if core.scheduler.running and rng.random() < 0.03:
+                victim = rng.choice(list(core.scheduler.running))
+                cancelled += core.scheduler.running[victim].num_in_flight > 0
+                core.scheduler.cancel(victim)
+                gone.add(victim)
+            for event in core.step():
+                assert isinstance(event, Advance) and isinstance(event.drawn, Drawn) and event.id not in gone
+                outputs[event.id].append(event.drawn.token)
+            assert core.scheduler.integrity() == []
+        for id, (prompt, max_new, sampling) in asked.items():
+            alone = make_core(checkpoint, 60, 8, page_size=PAGE)
+            alone.scheduler.submit(0, prompt, max_new, sampling)
+            expected = finish(alone)[0]
+            assert outputs[id] == (expected[: len(outputs[id])] if id in gone else expected)
+        preemptions += core.scheduler.num_preemptions
+        replays += stream.num_replays
+    assert preemptions and cancelled and replays
+
+
+def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(tmp_path: Path) -> None:
+    make_checkpoint(SHAPES[1], tmp_path)
+    stream = RecordingStream()
+    core = overlapped(tmp_path, stream, captured=False)
+    runner = core.runner
+    assert isinstance(runner, OverlappedRunner) and runner.capture(PAGE) == 9  # 1 to 64 rows; contexts of a page.
+    core.scheduler.submit(0, [5, 6, 7], 40, Sampling(temperature=0.0))
+    finish(core)
+    assert stream.num_replays == PAGE - 3 and stream.num_enqueued == 40
+
+
+def test_nothing_is_captured_for_a_backend_without_lists(tmp_path: Path) -> None:
+    make_checkpoint(SHAPES[1], tmp_path)
+    core = make_core(make_checkpoint(SHAPES[1], tmp_path))
+    runner: Any = core.runner
+    launched = Launched(runner.decoder, runner.pool, runner.backend, CPU, RecordingStream(), 32, 64)
+    assert launched.capture(MAX_CONTEXT) == 0
+
+
+def test_numbers_that_are_not_finite_fail_their_own_row_of_a_captured_step(tmp_path: Path) -> None:
+    make_checkpoint(SHAPES[1], tmp_path)
+    core = overlapped(tmp_path, RecordingStream(), captured=True)
+    runner: Any = core.runner
+    core.scheduler.submit(0, [5, 6, 7], 20, Sampling(temperature=0.0))
+    core.scheduler.submit(1, [5, 6, 8], 20, Sampling(temperature=0.0))
+    for _ in range(3):
+        core.step()
+    page = core.scheduler.running[0].table.owned[0]
+    runner._stream.enqueue(lambda: runner.pool.keys_LPSd[:, page].fill_(torch.nan))
+    failed: list[int] = []
+    finished: list[int] = []
+    while core.scheduler.has_work:
+        for event in core.step():
+            assert isinstance(event, Advance)
+            if not isinstance(event.drawn, Drawn):
+                assert event.drawn.code == "numerical_error"
+                failed.append(event.id)
+            elif event.finish:
+                finished.append(event.id)
+    assert (failed, finished) == ([0], [1])
+
+
+def test_the_largest_step_has_every_token_and_every_draw_there_can_be(tmp_path: Path) -> None:
+    runner: Any = make_core(make_checkpoint(SHAPES[1], tmp_path), 60, 8, page_size=PAGE).runner
+    for max_running, step_tokens, max_context in ((8, 100, 40), (8, 8, 40), (1, 3, 512)):
+        plan = largest_step(runner.pool.layout, step_tokens, max_running, max_context)
+        assert sum(len(row.tokens) for row in plan.rows) == step_tokens and max(len(row.tokens) for row in plan.rows) <= max_context
+        drawn = runner.run(plan).drawn
+        assert sum(isinstance(one, Drawn) for one in drawn) == max_running
+
+
+def test_a_captured_step_of_int8_weights(tmp_path: Path) -> None:
+    """Whose table's dtype says nothing of the logits'."""
+    make_checkpoint(SHAPES[1], tmp_path)
+    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU, "int8")
+    outputs = []
+    for captured in (False, True):
+        pool = make_pool(decoder, 10, PAGE)
+        backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
+        runner = Launched(decoder, pool, backend, CPU, stream := RecordingStream(), 4, 64)
+        assert not captured or runner.capture(MAX_CONTEXT)
+        core = EngineCore(Scheduler(Limits(9, pool.layout, 100, 4, 64)), runner)
+        core.scheduler.submit(0, [5, 6, 7], 20, Sampling(temperature=0.0))
+        outputs.append(finish(core))
+        assert bool(stream.num_replays) is captured
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,112 @@
+"""engine.deterministic: where it is given anyway, where it is refused before any weight is read, and what is said of the numerics."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.checkpoint.families import read_spec
+from model.devices.cpu import native
+from model.runner.runner import ModelRunner, RunnerOptions, _check_deterministic
+from model.spec import OptionError
+from server.config import ServeSettings, load
+from tests.support.processes import ServerProcess
+
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled: nothing is invariant on this CPU")
+CUDA = torch.device("cuda")
+
+
+def made_options(dtype: str, quantization: str, page_size: int, deterministic: bool, cache_dtype: str = "auto") -> RunnerOptions:
+    return RunnerOptions("cpu", dtype, 1, page_size, 20, None, 256, 4, 64, quantization, deterministic, cache_dtype)
+
+
+def load_runner(folder: Path, dtype: str, quantization: str, page_size: int, deterministic: bool, cache_dtype: str = "auto") -> ModelRunner:
+    options = made_options(dtype, quantization, page_size, deterministic, cache_dtype)
+    return ModelRunner.load(folder, read_spec(folder), options)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_cpu_with_kernels_gives_it_anyway(quantization: str, tiny_folder: Path) -> None:
+    for asked in (False, True):
+        runner = load_runner(tiny_folder, "float32", quantization, 16, asked)
+        assert runner.deterministic and runner.kernels.startswith("native-")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "page_size"), [("bfloat16", "none", 16), ("bfloat16", "int8", 16), ("float32", "none", 8)]
+)
+def test_a_cpu_refuses_it_where_torch_computes(dtype: str, quantization: str, page_size: int, tiny_folder: Path, tmp_path: Path) -> None:
+    assert not load_runner(tiny_folder, dtype, quantization, page_size, False).deterministic
+    shutil.copy(tiny_folder / "config.json", tmp_path)  # And no weights: they are not looked for.
+    with pytest.raises(
+        OptionError, match=f"engine.deterministic is true.*{dtype} with pages of {page_size}.*expected engine.dtype float32"
+    ):
+        load_runner(tmp_path, dtype, quantization, page_size, True)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "cache_dtype", "expected"),
+    [
+        ("none", "fp8", "keys of .* columns in float8_e4m3fn.*expected engine.dtype float32, cache.dtype auto"),
+        ("fp8", "auto", "fp8 weights.*expected engine.quantization none or int8"),
+    ],
+)
+def test_a_cpu_refuses_it_with_fp8(quantization: str, cache_dtype: str, expected: str, tiny_folder: Path, tmp_path: Path) -> None:
+    assert not load_runner(tiny_folder, "float32", quantization, 16, False, cache_dtype).deterministic
+    shutil.copy(tiny_folder / "config.json", tmp_path)
+    with pytest.raises(OptionError, match=f"engine.deterministic is true.*{expected}"):
+        load_runner(tmp_path, "float32", quantization, 16, True, cache_dtype)
+
+
+def test_a_cpu_without_kernels_refuses_it(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.devices.cpu.attention.library", lambda: None)
+    with pytest.raises(OptionError, match="compiled when onehead was installed"):
+        load_runner(tiny_folder, "float32", "none", 16, True)
+
+
+def test_a_gpu_refuses_it_without_triton_and_where_attention_is_the_references(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(tiny_folder)
+
+    def found(name: str) -> Callable[[str], ModuleSpec | None]:
+        return lambda asked: ModuleSpec(name, None) if asked == name else None
+
+    monkeypatch.setattr("model.devices.find_spec", found("triton"))
+    whole = made_options("auto", "none", 64, True)
+    for options in (whole, made_options("auto", "fp8", 64, True, "fp8")):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            _check_deterministic(spec, options, dtype, CUDA)
+    with pytest.raises(OptionError, match=r"pages of 48.*a power of two from 16"):
+        _check_deterministic(spec, made_options("auto", "none", 48, True), torch.bfloat16, CUDA)
+    monkeypatch.setattr("model.devices.find_spec", found("no triton"))
+    with pytest.raises(OptionError, match="expected triton"):
+        _check_deterministic(spec, whole, torch.bfloat16, CUDA)
+
+
+def test_the_option_is_off_unless_it_is_asked_for() -> None:
+    assert load(ServeSettings, [], "onehead serve").engine.deterministic is False
+    assert load(ServeSettings, ["--engine.deterministic", "true"], "onehead serve").engine.deterministic is True
+
+
+@needs_kernels
+def test_a_server_says_so(tiny_folder: Path) -> None:
+    server = ServerProcess(tiny_folder, "--engine.deterministic", "true", "--cache.pages", "64")
+    info = json.loads(server.get("/info")[1])
+    _, answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    server.process.terminate()
+    _, log = server.process.communicate(timeout=60)
+    assert info["deterministic"] is True and info["kernels"].startswith("native-")
+    assert answer["system_fingerprint"].endswith(f"-cpu-{info['kernels']}")
+    assert f"by {info['kernels']}, batch-invariant;" in log
+
+
+def test_a_server_that_cannot_is_78(tiny_folder: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.masked", "none", "serve", "--model", str(tiny_folder), "--port", "0"]
+    done = subprocess.run([*command, "--engine.deterministic", "true"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 78 and "engine.deterministic is true" in done.stderr and "Traceback" not in done.stderr, done.stderr

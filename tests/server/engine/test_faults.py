@@ -1,0 +1,120 @@
+"""A fault of one request stays its own: memory that does not suffice, a row that cannot be drawn, a grammar that breaks."""
+
+import random
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from model import sampling
+from model.sampling import NOT_SAMPLED, draw
+from model.step import Drawn, NotDrawn, Sample, Sampling, StepPlan, StepResult
+from server.engine.core import EngineCore
+from server.engine.scheduler import Advance, Limits, PromptScored, Scheduler
+from tests.support.hash_model import HashModel, one_group, oracle
+
+PAGE = 4
+
+
+class SmallModel(HashModel):
+    """Has memory for so many tokens of a step, and none at all for some sequences."""
+
+    def __init__(self, most: int, hopeless: int | None = None) -> None:
+        super().__init__(one_group(PAGE))
+        self.most = most
+        self.hopeless = hopeless
+        self.refused = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if sum(len(row.tokens) for row in plan.rows) > self.most or any(row.sequence == self.hopeless for row in plan.rows):
+            self.refused += 1
+            raise MemoryError("no")
+        return super().run(plan)
+
+
+def run_all(core: EngineCore) -> tuple[dict[int, list[int]], dict[int, NotDrawn], list[PromptScored]]:
+    outputs: dict[int, list[int]] = {}
+    failed: dict[int, NotDrawn] = {}
+    scored: list[PromptScored] = []
+    while core.scheduler.has_work:
+        for event in core.step():
+            if isinstance(event, PromptScored):
+                scored.append(event)
+            elif isinstance(event, Advance) and isinstance(event.drawn, Drawn):
+                outputs.setdefault(event.id, []).append(event.drawn.token)
+            elif isinstance(event.drawn, NotDrawn):
+                failed[event.id] = event.drawn
+        assert core.scheduler.integrity() == []
+    return outputs, failed, scored
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 40])
+def test_a_step_too_large_is_computed_in_parts(most: int) -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        model = SmallModel(most)
+        core = EngineCore(Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), model)
+        expected, prompts = {}, {}
+        for id in range(1, 6):
+            prompts[id], count = [rng.randrange(1, 60) for _ in range(rng.randint(1, 30))], rng.randint(1, 8)
+            core.scheduler.submit(id, prompts[id], count, Sampling(seed=id), score_prompt=id % 2 == 0)
+            expected[id] = oracle(prompts[id], count, 0, frozenset(), id, 0.0)
+        outputs, failed, scored = run_all(core)
+        assert outputs == expected and failed == {} and (model.refused > 0 or most == 40)
+        for id in (2, 4):
+            scores = [score for event in scored if event.id == id for score in event.scores]
+            # The hash model's log-probability is the position that it scored: none is skipped, none comes twice.
+            assert [(score.token, score.logprob) for score in scores] == [(prompts[id][i], -float(i)) for i in range(1, len(prompts[id]))]
+
+
+def test_what_does_not_fit_even_alone_fails_alone() -> None:
+    model = SmallModel(32, hopeless=2)
+    core = EngineCore(Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), model)
+    for id in (1, 2, 3):
+        core.scheduler.submit(id, [id] * 9, 5, Sampling(seed=id))
+    outputs, failed, _ = run_all(core)
+    assert failed.keys() == {2} and failed[2].code == "out_of_memory"
+    assert outputs == {id: oracle([id] * 9, 5, 0, frozenset(), id, 0.0) for id in (1, 3)}
+    assert core.scheduler.allocator.num_owned == 0
+
+
+def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 50)
+    samples = [Sample(Sampling(temperature=0.8, seed=i), [1], [2]) for i in range(5)]
+    expected = draw(logits, samples)
+    whole = sampling.exponentials
+
+    def exponentials(seed: int, *others: int) -> Any:
+        if seed == 3:
+            raise ZeroDivisionError
+        return whole(seed, *others)
+
+    monkeypatch.setattr(sampling, "exponentials", exponentials)
+    assert draw(logits, samples) == [*expected[:3], NOT_SAMPLED, expected[4]]
+
+
+@pytest.mark.parametrize("error", [MemoryError("x"), torch.OutOfMemoryError("x"), torch.AcceleratorError("x", 1)])
+def test_a_device_that_fails_is_no_rows_fault(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sampling, "_Part", fail)
+    with pytest.raises(type(error)):
+        draw(torch.zeros(2, 4), [Sample(Sampling(), [1], []) for _ in range(2)])
+
+
+def test_a_grammar_that_breaks_ends_its_own_sequence() -> None:
+    class Broken:
+        mask = None
+        forced: ClassVar[list[int]] = []
+
+        def advance(self, token: int) -> None:
+            raise RuntimeError("inside a library")
+
+    core = EngineCore(Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), HashModel(one_group(PAGE)))
+    core.scheduler.submit(1, [1, 2], 5, Sampling(seed=1), constraint=Broken())
+    core.scheduler.submit(2, [1, 2], 5, Sampling(seed=2))
+    outputs, failed, _ = run_all(core)
+    assert failed[1].code == "grammar_error" and outputs[2] == oracle([1, 2], 5, 0, frozenset(), 2, 0.0)
+    assert core.scheduler.allocator.num_owned == 0

@@ -1,0 +1,148 @@
+"""The engine's message loop, in a thread, over a real pipe, with the hash model."""
+
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.step import StepPlan, StepResult
+from server import protocol
+from server.engine.core import EngineCore
+from server.engine.grammar import Grammars
+from server.engine.scheduler import Limits, Scheduler
+from server.engine.worker import Worker
+from tests.support.guesser import Guesser
+from tests.support.hash_model import HashModel, next_token, one_group, oracle
+
+
+class SlowModel(HashModel):
+    """Steps long enough for a message to arrive during one."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        time.sleep(0.005)
+        return super().run(plan)
+
+
+class Engine:
+    """The API's end of a worker's pipe."""
+
+    def __init__(self, pipe: Connection, core: EngineCore) -> None:
+        self.pipe = pipe
+        self.core = core
+        self.started: list[int] = []
+
+    def send(self, message: protocol.ToEngine) -> None:
+        self.pipe.send_bytes(protocol.encode(message))
+
+    def receive(self) -> Any:
+        """What it says next, but for who has started."""
+        while True:
+            assert self.pipe.poll(10), "the worker says nothing"
+            message = protocol.decode_from_engine(self.pipe.recv_bytes())
+            if not isinstance(message, protocol.Started):
+                return message
+            self.started += message.ids
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    ours, theirs = Pipe()
+    core = EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), SlowModel(one_group(4)))
+    thread = threading.Thread(target=Worker(theirs, core, Grammars(Path(), [])).serve)
+    thread.start()
+    yield Engine(ours, core)
+    ours.send_bytes(protocol.encode(protocol.Shutdown()))
+    thread.join(10)
+    assert not thread.is_alive()
+    ours.close()
+    theirs.close()
+
+
+def submit(id: int, prompt: list[int], max_new: int) -> protocol.Submit:
+    return protocol.Submit(id, prompt, [], max_new, 0, [], protocol.SamplingParams(seed=id))
+
+
+def test_tokens_come_in_order_with_gauges(engine: Engine) -> None:
+    engine.send(submit(1, [3, 4, 5], 6))
+    reports = [engine.receive() for _ in range(6)]
+    tokens = [token for report in reports for token in report.tokens]
+    assert [token.token for token in tokens] == oracle([3, 4, 5], 6, 0, frozenset(), seed=1, end_rate=0.0)
+    assert [token.index for token in tokens] == list(range(6))
+    assert [token.finish for token in tokens] == [None] * 5 + ["length"]
+    assert engine.started == [1]
+    assert reports[0].gauges.pages_used == 1 and reports[-1].gauges.pages_used == 0
+
+
+def test_tokens_that_came_true_together_come_in_one_report() -> None:
+    ours, theirs = Pipe()
+    model = HashModel(one_group(4))
+    scheduler = Scheduler(
+        Limits(20, one_group(4), 80, 4, 16), lambda sequence: Guesser(sequence.prompt, lambda t: next_token(t, 1, 0.0, True))
+    )
+    for message in (submit(1, [3, 4, 5], 30), protocol.Shutdown()):
+        ours.send_bytes(protocol.encode(message))
+    worker = Worker(theirs, EngineCore(scheduler, model), Grammars(Path(), []))
+    worker._handle(protocol.decode_to_engine(theirs.recv_bytes()))  # type: ignore[arg-type]
+    while scheduler.has_work:
+        worker._tell(worker.core.step(), 0.0)
+    reports: list[Any] = [protocol.decode_from_engine(ours.recv_bytes()) for _ in range(model.progress)]
+    tokens = [token for report in reports for token in report.tokens]
+    assert [token.token for token in tokens] == oracle([3, 4, 5], 30, 0, frozenset(), seed=1, end_rate=0.0)
+    assert [token.index for token in tokens] == list(range(30)) and len(reports) < 25
+    gauges = reports[-1].gauges
+    assert gauges.accepted_tokens == 30 - len(reports) and gauges.accepted_tokens < gauges.drafted_tokens
+    ours.close()
+
+
+def test_a_cancelled_sequence_has_no_pages_two_reports_later(engine: Engine) -> None:
+    engine.send(submit(1, [3, 4, 5], 70))
+    engine.receive()
+    engine.send(protocol.Cancel(1))
+    while (report := engine.receive()).tokens:
+        pass  # Steps that were under way when the cancellation was sent.
+    assert report.gauges.pages_used == 0 and report.gauges.running == 0
+    assert not engine.pipe.poll(0.05), "an idle engine says nothing"
+
+
+def test_cancelling_while_another_runs_frees_at_once(engine: Engine) -> None:
+    engine.send(submit(1, [3] * 12, 30))
+    engine.send(submit(2, [4], 30))
+    while len(engine.receive().tokens) < 2:
+        pass
+    engine.send(protocol.Cancel(1))
+    report = engine.receive()
+    while any(token.id == 1 for token in report.tokens):
+        report = engine.receive()
+    assert report.gauges.running == 1 and [token.id for token in report.tokens] == [2]
+
+
+def test_who_starts_is_said_before_the_step(engine: Engine) -> None:
+    engine.send(submit(1, [3, 4, 5], 2))
+    assert isinstance(protocol.decode_from_engine(engine.pipe.recv_bytes()), protocol.Started)
+    assert len(engine.receive().tokens) == 1
+
+
+def test_it_beats_whatever_it_does() -> None:
+    ours, theirs = Pipe()
+    model = SlowModel(one_group(4))
+    Worker(theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), Grammars(Path(), [])).beat(0.001)
+    assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(0)
+    model.progress = 5
+    while protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(0):
+        pass
+    assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(5)
+    ours.close()
+
+
+def test_what_never_fits_fails_alone(engine: Engine) -> None:
+    engine.send(submit(1, [3], 3))
+    engine.send(submit(2, [3], 1000))
+    seen = [engine.receive() for _ in range(4)]
+    (failed,) = (message for message in seen if isinstance(message, protocol.Failed))
+    assert failed.id == 2 and "at most 80 fit" in failed.reason
+    assert sum(len(message.tokens) for message in seen if isinstance(message, protocol.Tokens)) == 3

@@ -1,0 +1,540 @@
+"""Bad input on the TGI routes: refused in the dialect's own words, quickly, and before the engine hears of it.
+
+The application is the one that `onehead serve` runs; only the engine's process is replaced. Every token of the test tokenizer is one
+byte, so lengths of prompts can be read off.
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from server.config import ServerSection
+from tests.support.fake_engine import READY, FakeEngine, Served, serve
+
+JSON = {"content-type": "application/json"}
+SECRET = "xyzzy-plugh"
+"""Stands in every prompt and stop string below, and in no answer to a bad request."""
+PREFIX = "Input validation error: "
+CANARY = {"inputs": "def f(", "parameters": {"max_new_tokens": 8, "seed": 3, "do_sample": True}}
+
+
+async def start(tokenizer_folder: Path, engine: FakeEngine | None = None, section: ServerSection | None = None) -> Served:
+    """The application, once its engine has said Ready."""
+    served = serve(tokenizer_folder, engine, section)
+    while not served.generation.accepting:
+        await asyncio.sleep(0)
+    return served
+
+
+@pytest.fixture
+async def served(tokenizer_folder: Path) -> Served:
+    return await start(tokenizer_folder)
+
+
+async def send(served: Served, body: Any, path: str = "/generate", headers: Any = JSON, method: str = "POST") -> httpx.Response:
+    """`body` as it is where it is bytes (or an iterator of them), as JSON otherwise."""
+    transport = httpx.ASGITransport(served.app, raise_app_exceptions=False)
+    content = json.dumps(body).encode() if isinstance(body, dict) else body
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", trust_env=False) as client:
+        return await client.request(method, path, content=content, headers=headers)
+
+
+def assert_refused(response: httpx.Response, status: int, *words: str) -> None:
+    """The dialect's error body, with all of `words`, without the client's text, short and safe to log."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert body == {"error": body["error"]} | ({} if status in (404, 405) else {"error_type": "validation"})
+    message = body["error"]
+    assert message.isascii() and message.isprintable() and len(message) < 250
+    assert SECRET not in message
+    assert status != 422 or message.startswith(PREFIX)
+    for word in words:
+        assert word in message, message
+
+
+async def assert_canary(served: Served) -> None:
+    """A good request still gets exactly what the engine's model gives for it."""
+    response = await send(served, CANARY)
+    assert response.status_code == 200, response.text
+    expected = served.generation.codec.decode(served.engine.answer(served.engine.submits[-1]))
+    assert response.json() == {"generated_text": expected}
+    assert served.supervisor.open == {}
+
+
+class Case(NamedTuple):
+    """A request, its status, and what the message must name."""
+
+    name: str
+    body: Any
+    status: int = 200
+    words: tuple[str, ...] = ()
+
+
+def prompt_and(rest: str) -> bytes:
+    """A body that is good up to `rest`."""
+    return f'{{"inputs":"{SECRET}"{rest}'.encode()
+
+
+def with_parameter(name: str, value: Any, **others: Any) -> dict[str, Any]:
+    return {"inputs": SECRET, "parameters": {"max_new_tokens": 4, **others, name: value}}
+
+
+GOOD = prompt_and(',"parameters":{"max_new_tokens":2}}')
+DEEP = 10**5
+
+MALFORMED = [
+    Case("empty", b"", 400, ("empty",)),
+    Case("white space", b" \r\n\t", 400, ("empty",)),
+    Case("truncated", prompt_and(""), 400, ("not JSON", "character 23")),
+    Case("truncated in a string", f'{{"inputs":"{SECRET}'.encode(), 400, ("not JSON",)),
+    Case("trailing garbage", prompt_and("}x"), 400, ("not JSON", "character 24")),
+    Case("two documents", GOOD + GOOD, 400, ("not JSON",)),
+    Case("an array", b"[]", 400, ("must be a JSON object",)),
+    Case("a string", b'"inputs"', 400, ("must be a JSON object",)),
+    Case("a number", b"3", 400, ("must be a JSON object",)),
+    Case("null", b"null", 400, ("must be a JSON object",)),
+    Case("NaN", prompt_and(',"parameters":{"temperature":NaN}}'), 400, ("NaN", "finite")),
+    Case("Infinity", prompt_and(',"parameters":{"temperature":Infinity}}'), 400, ("Infinity", "finite")),
+    Case("-Infinity", prompt_and(',"parameters":{"temperature":-Infinity}}'), 400, ("-Infinity", "finite")),
+    Case("1e999", prompt_and(',"parameters":{"temperature":1e999}}'), 400, ("finite", "1.8e308")),
+    Case("-1e999 in an unknown field", prompt_and(',"x":-1e999}'), 400, ("finite", "1.8e308")),
+    Case("400 digits and a point", prompt_and(f',"x":{"9" * 400}.0}}'), 400, ("finite", "1.8e308")),
+    Case("NaN in logit_bias", prompt_and(',"parameters":{"logit_bias":{"1":NaN}}}'), 400, ("NaN",)),
+    Case("an integer of 5000 digits", prompt_and(f',"parameters":{{"seed":1{"0" * 5000}}}}}'), 400, ("number", "too long")),
+    Case("a key twice", prompt_and(f',"inputs":"{SECRET}"}}'), 400, ("`inputs`", "twice")),
+    Case("a key twice, spelt differently", prompt_and(',"\\u0069nputs":"b"}'), 400, ("`inputs`", "twice")),
+    Case("a key twice, below", prompt_and(',"parameters":{"seed":1,"seed":2}}'), 400, ("`seed`", "twice")),
+    Case("arrays too deep", prompt_and(f',"x":{"[" * DEEP}{"]" * DEEP}}}'), 400, ("deeper than 64",)),
+    Case("arrays never closed", b"[" * DEEP, 400, ("deeper than 64",)),
+    Case("objects too deep", b'{"a":' * DEEP, 400, ("deeper than 64",)),
+    Case("65 deep", prompt_and(f',"x":{"[" * 64}{"]" * 64}}}'), 400, ("deeper than 64",)),
+    Case("too many arrays", prompt_and(f',"x":[{"[]," * 20_000}[]]}}'), 400, ("16384",)),
+    Case("too many keys", {f"k{i}": i for i in range(DEEP)}, 400, (str(DEEP), "2048")),
+    Case("too many keys below", with_parameter("logit_bias", {str(i): 1 for i in range(DEEP)}), 400, (str(DEEP), "2048")),
+    Case("a comment", prompt_and("/* no */}"), 400, ("not JSON",)),
+    Case("single quotes", b"{'inputs':'a'}", 400, ("not JSON",)),
+    Case("a trailing comma", prompt_and(",}"), 400, ("not JSON",)),
+    Case("a byte order mark", b"\xef\xbb\xbf" + GOOD, 400, ("byte order mark",)),
+    Case("UTF-16", GOOD.decode().encode("utf-16"), 400, ("not UTF-8", "byte 0")),
+    Case("UTF-16 without a mark", GOOD.decode().encode("utf-16-le"), 400, ("not JSON",)),
+    Case("UTF-32", GOOD.decode().encode("utf-32"), 400, ("not UTF-8",)),
+    Case("Latin-1", b'{"inputs":"\xe9t\xe9"}', 400, ("not UTF-8", "byte 11")),
+    Case("overlong UTF-8", b'{"inputs":"\xc0\x80"}', 400, ("not UTF-8", "byte 11")),
+    Case("a surrogate in UTF-8", b'{"inputs":"\xed\xa0\x80"}', 400, ("not UTF-8",)),
+    Case("a lone surrogate", b'{"inputs":"\\ud800"}', 400, ("`inputs`", "surrogate")),
+    Case("a reversed pair", b'{"inputs":"\\udc00\\ud800"}', 400, ("`inputs`", "surrogate")),
+    Case("a lone surrogate in a key", prompt_and(',"a\\uDFFF":1}'), 400, ("`a\\udfff`", "surrogate")),
+    Case("a lone surrogate in a stop string", prompt_and(',"parameters":{"stop":["a","\\ud800"]}}'), 400, ("`parameters.stop.1`",)),
+    Case("a raw control character", b'{"inputs":"a\x01"}', 400, ("not JSON",)),
+]
+
+INPUTS = [
+    Case("missing", {}, 422, ("`inputs`", "required")),
+    Case("missing beside parameters", {"parameters": {"max_new_tokens": 4}}, 422, ("`inputs`", "required")),
+    Case("empty", {"inputs": ""}, 422, ("`inputs`", "empty")),
+    Case("null", {"inputs": None}, 422, ("`inputs`", "required")),
+    Case("a number", {"inputs": 3}, 422, ("`inputs`", "string")),
+    Case("an object", {"inputs": {"text": SECRET}}, 422, ("`inputs`", "string")),
+    Case("a list", {"inputs": [SECRET]}, 422, ("`inputs`", "string")),
+    Case("parameters a number", prompt_and(',"parameters":5}'), 422, ("`parameters`", "object")),
+    Case("parameters a list", prompt_and(',"parameters":[]}'), 422, ("`parameters`", "object")),
+    Case("stream a string", prompt_and(',"stream":"true"}'), 422, ("`stream`", "boolean")),
+    Case("stream a number", prompt_and(',"stream":1}'), 422, ("`stream`", "boolean")),
+    Case("a key of 1 MB", {"inputs": SECRET, "k" * 10**6: 1}, 422, ("not a known field",)),
+    Case("a key that forges a log line", prompt_and(',"\\n\\u001b[31m\\u202e":1}'), 422, ("`\\n\\x1b[31m\\u202e`",)),
+    Case("400 digits for a float", prompt_and(f',"parameters":{{"temperature":1{"0" * 400}}}}}'), 422, ("`parameters.temperature`",)),
+    Case("400 digits for an integer", prompt_and(f',"parameters":{{"max_new_tokens":1{"0" * 400}}}}}'), 422, ("2147483648",)),
+]
+
+# name -> [(values, words beside the name)]; the values are all refused.
+BAD_PARAMETERS: dict[str, list[tuple[list[Any], tuple[str, ...]]]] = {
+    "max_new_tokens": [([0, -1], (">= 1",)), ([1.5, "5", True, [], {}], ("integer",)), ([2**31, 2**63, 10**300], ("< 2147483648",))],
+    "min_tokens": [([-1], (">= 0",)), ([5], ("<= `max_new_tokens` 4", "Given: 5")), ([True, "1"], ("integer",))],
+    "temperature": [([-1, 0, -0.0], ("> 0",)), ([2.0001, 1e308], ("<= 2",)), (["1", [], {}, True], ("number",))],
+    "top_p": [([0, -0.1], ("> 0",)), ([1.0001], ("<= 1",)), (["x", True], ("number",))],
+    "top_k": [([-2], (">= -1",)), ([1.5, True, "1"], ("integer",)), ([258], ("257", "Given: 258")), ([2**31], ("< 2147483648",))],
+    "min_p": [([-0.1], (">= 0",)), ([1.1], ("<= 1",)), (["0"], ("number",))],
+    "typical_p": [([0, -0.5], ("> 0",)), ([1.5], ("<= 1",)), ([True], ("number",))],
+    "frequency_penalty": [([-2.0001], (">= -2",)), ([2.0001, 1e300], ("<= 2",)), ([False], ("number",))],
+    "presence_penalty": [([-2.0001], (">= -2",)), ([2.0001], ("<= 2",))],
+    "repetition_penalty": [([0, -1, 1e-45, 0.0099], (">= 0.01",)), ([10.001, 1e308], ("<= 10",))],
+    "seed": [([-2], (">= -1",)), ([2**63, 2**64], (str(2**63),)), ([1.5, "x", True], ("integer",))],
+    "stop": [
+        (["a", {}, 3], ("array",)),
+        ([[SECRET] * 17], ("up to 16", "Given: 17")),
+        ([[""], [SECRET, ""]], ("empty",)),
+        ([["x" * 1025], ["x" * 10**4]], ("1024 characters",)),
+        ([[None], [3], [[SECRET]]], ("string",)),
+    ],
+    "stop_token_ids": [
+        ([[-1]], (">= 0",)),
+        ([[257]], ("257",)),
+        ([[2**31]], ("< 2147483648",)),
+        ([[True], [1.0], ["1"], [None], [[1]]], ("integer",)),
+        ([[1] * 129, list(range(10**5))], ("128",)),
+    ],
+    "logit_bias": [
+        ([{"x": 1}, {"-1": 1}, {"1e3": 1}, {" 1": 1}, {"01": 1}, {"\u0663": 1}, {"": 1}, {"9" * 10: 1}], ("digits",)),
+        ([{"257": 1}, {"1": 1, "999999999": 1}], ("257",)),
+        ([{"1": 101}, {"1": 1e300}], ("<= 100",)),
+        ([{"1": -101}], (">= -100",)),
+        ([{"1": "x"}, {"1": None}, {"1": True}], ("number",)),
+        ([{str(i): 1 for i in range(1025)}], ("1024",)),
+        ([[], "1", 1], ("object",)),
+    ],
+    "truncate": [([0], (">= 1",)), ([2**31], ("< 2147483648",)), (["1"], ("integer",))],
+    "do_sample": [([1, "true"], ("boolean",))],
+    "ignore_eos": [([0], ("boolean",))],
+    "details": [(["yes"], ("boolean",))],
+    "return_full_text": [([1], ("boolean",))],
+    "best_of": [([2], ("sampling",)), ([129, 10**9], ("<= 128",)), ([0], (">= 1",)), ([True], ("integer",))],
+    "top_n_tokens": [([6], ("<= 5",)), ([-1], (">= 0",)), ([True], ("integer",))],
+    "watermark": [([True, "false"], ("supported only as false",))],
+    "decoder_input_details": [([1, "true"], ("boolean",))],
+    "allowed_token_ids": [([[257]], ("257",)), ([[-1]], (">= 0",)), ([[]], ("cannot be empty",)), ([[True], ["1"]], ("integer",))],
+    "token_healing": [([1], ("boolean",))],
+    "grammar": [
+        (["", [], 1], ("object",)),
+        ([{"type": "yaml"}, {"type": "regex"}, {"type": "json_schema", "value": {}}], ("parameters.grammar",)),
+        ([{"type": "json", "value": {"$ref": "http://127.0.0.1/"}}], ("nothing is fetched",)),
+        ([{"type": "regex", "value": r"(a)\1"}, {"type": "regex", "value": "(?<=a)b"}], ("not a regular expression",)),
+        ([{"type": "regex", "value": "(?:a{1,1000}){1000}"}], ("too complex",)),
+        ([{"type": "json", "value": {"enum": ["x" * 100] * 10_000}}], ("longer than 65536 characters",)),
+        ([{"type": "json", "value": {"type": "string", "not": {}}}], ("not supported: not",)),
+        ([{"type": "json", "value": {"x-guidance": {"lenient": True}}}], ("x-guidance",)),
+        ([{"type": "json", "value": "{"}, {"type": "json", "value": []}, {"type": "json", "value": 1}], ("JSON",)),
+    ],
+    "adapter_id": [(["../../etc/passwd", ""], ("not a known field",))],
+    "temprature": [([1.0, False], ("not a known field", "did you mean `temperature`?"))],
+    "max_tokens": [([1], ("not a known field", "did you mean `max_new_tokens`?"))],
+    "n": [([1, 2], ("not a known field",))],
+    "logprobs": [([1], ("not a known field",))],
+}
+PARAMETERS = [
+    Case(f"{name} {str(value)[:24]}", with_parameter(name, value), 422, (name, *words))
+    for name, rules in BAD_PARAMETERS.items()
+    for values, words in rules
+    for value in values
+]
+
+UNSUPPORTED = [
+    Case(name, {"inputs": SECRET, name: value}, 422, (f"`{name}`", "not a known field"))
+    for name, value in {
+        "input": "x",
+        "tools": [],
+        "image_url": "http://127.0.0.1/",
+        "suffix": "x",
+        "prompt_embeds": "AAAA",
+        "chat_template": "{{ 1 }}",
+        "response_format": {"type": "json_object"},
+        "max_new_tokens": 4,
+        "__class__": {},
+        "model_config": {},
+    }.items()
+]
+
+
+@pytest.mark.parametrize("case", [*MALFORMED, *INPUTS, *PARAMETERS, *UNSUPPORTED], ids=lambda case: case.name)
+async def test_bad_body(served: Served, case: Case) -> None:
+    assert_refused(await send(served, case.body), case.status, *case.words)
+    assert served.engine.submits == [] and served.supervisor.open == {}
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/"])
+@pytest.mark.parametrize("stream", [None, True])
+@pytest.mark.parametrize("case", [*MALFORMED[:4], *INPUTS[:3], *PARAMETERS[::20]], ids=lambda case: case.name)
+async def test_bad_body_elsewhere(served: Served, case: Case, path: str, stream: bool | None) -> None:
+    """The other routes, and a stream: as long as no byte of it has left, the status says what is wrong."""
+    body = case.body if isinstance(case.body, bytes) or stream is None else case.body | {"stream": stream}
+    assert_refused(await send(served, body, path), case.status, *case.words)
+    assert served.engine.submits == []
+
+
+GOOD_PARAMETERS: dict[str, list[Any]] = {
+    "max_new_tokens": [1, 5.0, None],
+    "min_tokens": [0, 4, None],
+    "temperature": [2.0, 1, 1e-320, None],
+    "top_p": [1.0, 1e-9, 1],
+    "top_k": [-1, 0, 257],
+    "min_p": [0, -0.0, 1],
+    "typical_p": [1, 1.0, 0.95],
+    "frequency_penalty": [-2, 2, -0.0],
+    "repetition_penalty": [0.01, 10, 1],
+    "seed": [-1, 0, 1.0, 2**63 - 1, None],
+    "stop": [[], ["a", "a"], ["x" * 1024], [f"{i} {SECRET}" for i in range(16)]],
+    "stop_token_ids": [[], [256], [1] * 128],
+    "logit_bias": [{}, {"0": -100, "256": 100}],
+    "truncate": [1, 2**31 - 1],
+    "watermark": [False, None],
+    "best_of": [1],
+    "top_n_tokens": [0, 5],
+    "decoder_input_details": [False, True],
+    "grammar": [None, {"type": "text"}, {"type": "json", "value": {"type": "object", "properties": {"a": {"type": "integer"}}}}],
+    "allowed_token_ids": [None, [0], [256]],
+    "token_healing": [None, False],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD_PARAMETERS.items() for value in values])
+async def test_good_parameter(served: Served, name: str, value: Any) -> None:
+    """The bounds are where the refusals say they are."""
+    response = await send(served, with_parameter(name, value))
+    assert response.status_code == 200, response.text
+    assert len(served.engine.submits) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "length", "parameters", "words"),
+    [
+        (32, 63, {}, ()),
+        (32, 64, {}, ("`inputs`", "less than 64 tokens", "Given: 64")),
+        (32, 64, {"max_new_tokens": 1}, ("`inputs`", "less than 64 tokens", "Given: 64")),
+        (32, 63, {"max_new_tokens": 1}, ()),
+        (32, 63, {"max_new_tokens": 2}, ("`max_new_tokens`", "<= 64", "context", "63 `inputs` tokens and 2 `max_new_tokens`")),
+        (32, 60, {"min_tokens": 5}, ("`min_tokens`", "4", "Given: 5")),
+        (32, 10**5, {}, ("`inputs`", "less than 64 tokens", "Given: 100000")),
+        (32, 10**5, {"truncate": 10}, ()),
+        (32, 10, {"truncate": 64, "max_new_tokens": 55}, ("`max_new_tokens`", "<= 64")),
+        (4, 31, {}, ()),
+        (4, 32, {}, ("`inputs`", "less than 32 tokens", "Given: 32")),
+        (4, 32, {"max_new_tokens": 1}, ("`inputs`", "less than 32 tokens", "Given: 32")),
+        (4, 31, {"max_new_tokens": 2}, ("`max_new_tokens`", "<= 32", "4 pages", "31 `inputs` tokens and 2 `max_new_tokens`")),
+    ],
+)
+async def test_prompt_too_long(
+    tokenizer_folder: Path, num_pages: int, length: int, parameters: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    engine = FakeEngine(msgspec.structs.replace(READY, num_pages=num_pages, capacity=min(64, num_pages * READY.page_size)))
+    served = await start(tokenizer_folder, engine)
+    response = await send(served, {"inputs": "a" * length, "parameters": parameters})
+    if words:
+        assert_refused(response, 422, *words)
+        assert engine.submits == []
+    else:
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 415),
+        ({"content-type": ""}, 415),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "text/json"}, 415),
+        ({"content-type": "application/jsonx"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "multipart/form-data; boundary=application/json"}, 415),
+        ({"content-type": "application/json; charset=latin-1"}, 415),
+        ({"content-type": "application/json; x=y; charset=utf-16"}, 415),
+        ({"content-type": "application/json, text/plain"}, 415),
+        ([("content-type", "application/json"), ("content-type", "text/plain")], 415),
+        (JSON | {"content-encoding": "gzip"}, 415),
+        (JSON | {"content-encoding": "br"}, 415),
+        ([("content-type", "application/json"), ("content-encoding", "identity"), ("content-encoding", "gzip")], 415),
+        ({"content-type": "Application/JSON ; x=y"}, 200),
+        ({"content-type": 'application/json;charset="UTF-8"'}, 200),
+        (JSON | {"content-encoding": "identity"}, 200),
+        (JSON | {"accept": "image/png"}, 200),
+    ],
+)
+async def test_media_type(served: Served, headers: Any, status: int) -> None:
+    response = await send(served, GOOD, headers=headers)
+    if status == 200:
+        assert response.status_code == 200
+    else:
+        assert_refused(response, status)
+        assert served.engine.submits == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/generate", 405),
+        ("PUT", "/generate", 405),
+        ("OPTIONS", "/generate", 405),
+        ("TRACE", "/generate", 405),
+        ("NONSENSE", "/generate_stream", 405),
+        ("DELETE", "/", 405),
+        ("POST", "/info", 405),
+        ("POST", "/GENERATE", 404),
+        ("POST", "/etc/passwd", 404),
+    ],
+)
+async def test_no_such_route(served: Served, method: str, path: str, status: int) -> None:
+    response = await send(served, GOOD, path, method=method)
+    assert_refused(response, status)
+    assert (status == 405) == ("allow" in response.headers)
+    assert not any(name.startswith("access-control") for name in response.headers)
+
+
+@pytest.mark.parametrize("given_id", ["a" * 65, "a" * 10**4, "a b", "a\x1b[31m", "\u00e9", "", "-_-"])
+async def test_a_request_id_that_is_no_plain_word_is_replaced(served: Served, given_id: str) -> None:
+    response = await send(served, b"", headers=[*JSON.items(), ("x-request-id", given_id.encode())])
+    assert_refused(response, 400)
+    assert response.headers.get_list("x-request-id") != [given_id]
+    assert (await send(served, b"", headers=JSON | {"x-request-id": "Good_id-1"})).headers["x-request-id"] == "Good_id-1"
+
+
+async def test_body_size(tokenizer_folder: Path) -> None:
+    served = await start(tokenizer_folder, section=ServerSection(max_body_bytes=2048))
+    response = await send(served, GOOD.ljust(2048))
+    assert response.status_code == 200
+    assert_refused(await send(served, GOOD.ljust(2049)), 413, "2048 bytes", "server.max_body_bytes")
+    assert_refused(await send(served, b"x" * 2049), 413)  # Size comes first.
+    taken = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal taken
+        while True:
+            taken += 1024
+            yield b" " * 1024
+
+    assert_refused(await send(served, endless()), 413)
+    assert taken <= 4096
+    assert len(served.engine.submits) == 1
+
+
+SLOW = [
+    Case("depth", b'{"inputs":' + b"[" * DEEP, 400),
+    Case("shallow arrays", b'{"inputs":[' + b"[]," * 650_000 + b"[]]}", 400),
+    Case("keys", {f"k{i}": i for i in range(DEEP)}, 400),
+    Case("keys below", {"inputs": "a", "parameters": {f"k{i}": i for i in range(DEEP)}}, 400),
+    Case("a late double", b"{" + b"".join(b'"%d":1,' % i for i in range(DEEP)) + b'"99999":1}', 400),
+    Case("double after double", b"{" + b'"a":1,' * DEEP + b'"a":1}', 400),
+    Case("a long key", {"inputs": "a", "k" * 10**6: 1}, 422),
+    Case("stop strings", {"inputs": "a", "parameters": {"stop": ["a"] * 400_000}}, 422),
+    Case("bad stop strings", {"inputs": "a", "parameters": {"stop": [1] * 400_000}}, 422),
+    Case("bad ids", {"inputs": "a", "parameters": {"stop_token_ids": ["a"] * 300_000}}, 422),
+    Case("biases", {"inputs": "a", "parameters": {"logit_bias": {str(i): "x" for i in range(DEEP)}}}, 400),
+    Case("quotes never closed", b"{" * 65 + b'"' + b'\\"' * 900_000, 400),
+]
+
+
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
+async def test_refusing_is_quick(served: Served, case: Case) -> None:
+    """While a body is read nobody else is served. Processor time, the best of three: the machine may be busy."""
+    body = case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode()
+    assert len(body) < 2 * 2**20
+    seconds = []
+    for _ in range(3):
+        began = time.process_time()
+        assert_refused(await send(served, body), case.status)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 0.2
+    assert served.engine.submits == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  ",
+        "\n",
+        "\x00\x01\x1f\x7f",
+        "\ufffe\uffff\ufeff",
+        "\u202e\u200b\u2066",
+        "e" + "\u0301" * 20,
+        "\U0001f469\u200d\U0001f4bb",
+        "\u05e9\u05dc\u05d5\u05dd",
+        '"\\\r\n',
+        "[{" * 20,
+    ],
+)
+async def test_odd_text_is_text(served: Served, text: str) -> None:
+    """What is no mistake comes back as it was sent: POST / repeats the prompt."""
+    for body in (json.dumps({"inputs": text}).encode(), json.dumps({"inputs": text}, ensure_ascii=False).encode()):
+        response = await send(served, body, "/")
+        assert response.status_code == 200, response.text
+        answer = served.engine.answer(served.engine.submits[-1])
+        assert response.json() == [{"generated_text": text + served.generation.codec.decode(answer)}]
+
+
+any_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(), max_size=6)
+    | st.sampled_from([2**31, 2**63, 10**400]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+good_fields = st.sampled_from([(name, value) for name, values in GOOD_PARAMETERS.items() for value in values])
+bad_fields = st.sampled_from([(name, value) for name, rules in BAD_PARAMETERS.items() for values, _ in rules for value in values])
+odd_fields = st.tuples(st.sampled_from(sorted(GOOD_PARAMETERS)) | st.text(max_size=3), any_json)
+parameters = st.lists(good_fields, max_size=5).map(dict) | st.lists(good_fields | bad_fields | odd_fields, max_size=4).map(dict)
+good_document = st.fixed_dictionaries(
+    {"inputs": st.text(min_size=1, max_size=9)}, optional={"parameters": parameters, "stream": st.booleans()}
+)
+document = good_document | st.dictionaries(st.sampled_from(["inputs", "parameters", "stream", "x"]), parameters | any_json, max_size=4)
+as_bytes = st.builds(
+    lambda value, ascii: json.dumps(value, ensure_ascii=ascii).encode("utf-8", "surrogatepass"),
+    document | any_json,
+    st.booleans(),
+)
+bodies = st.one_of(
+    st.builds(lambda value: json.dumps(value).encode(), good_document),
+    as_bytes,
+    st.binary(max_size=60),
+    st.builds(lambda body, cut: body[: cut % (len(body) + 1)], as_bytes, st.integers(0, 500)),
+    st.builds(lambda body, at, byte: body[:at] + bytes([byte]) + body[at + 1 :], as_bytes, st.integers(0, 60), st.integers(0, 255)),
+)
+paths = st.sampled_from(["/generate", "/generate_stream", "/"])
+media = st.sampled_from([*[JSON] * 9, {}, {"content-type": "text/plain"}, JSON | {"content-encoding": "gzip"}])
+
+
+def assert_answer(response: httpx.Response, path: str) -> None:
+    """A 200's body: one object, a list of one, or events of which the last has the text."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        events = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-1]]
+        assert [event["index"] for event in events] == list(range(1, len(events) + 1))
+        assert [isinstance(event["generated_text"], str) for event in events] == [False] * (len(events) - 1) + [True]
+    else:
+        value = response.json()
+        assert isinstance((value[0] if path == "/" else value)["generated_text"], str)
+
+
+def test_whatever_is_sent_the_answer_fits_and_the_next_request_is_served(tokenizer_folder: Path) -> None:
+    seen: Counter[int] = Counter()
+    with asyncio.Runner() as runner:
+        served = runner.run(start(tokenizer_folder))
+
+        async def check(body: bytes, path: str, headers: dict[str, str]) -> None:
+            num_before = len(served.engine.submits)
+            response = await send(served, body, path, headers)
+            seen[response.status_code] += 1
+            if response.status_code == 200:
+                assert_answer(response, path)
+            else:
+                assert response.status_code in (400, 413, 415, 422)
+                assert_refused(response, response.status_code)
+            assert len(served.engine.submits) - num_before == (response.status_code == 200)
+            await assert_canary(served)
+
+        @settings(max_examples=600, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(bodies, paths, media)
+        def any_request(body: bytes, path: str, headers: dict[str, str]) -> None:
+            runner.run(check(body, path, headers))
+
+        any_request()
+    assert min(seen[status] for status in (200, 400, 415, 422)) > 30, seen
+
+
+async def test_the_canary_lives_through_all_of_the_tables(served: Served) -> None:
+    """One server, every bad body one after the other."""
+    for case in (*MALFORMED, *INPUTS, *PARAMETERS, *UNSUPPORTED):
+        assert (await send(served, case.body)).status_code == case.status
+    assert served.engine.submits == []
+    await assert_canary(served)
+    assert served.generation.accepting and len(served.engine.lives) == 1

@@ -1,0 +1,345 @@
+"""Every field of every body changes something, or stands on the list of harmless ones; every other field is refused by name.
+
+What is observed: the submissions that reach the engine, and the answer with its ids, times and drawn seeds taken out.
+"""
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from pydantic import BaseModel
+
+from server.http.openai.chat_fields import ChatBody
+from server.http.openai.fields import CompletionBody
+from server.http.openai.infill_fields import InfillBody
+from server.http.tgi.fields import GenerateBody, Parameters
+from server.http.token_fields import DetokenizeBody, TokenizeBody
+from tests.conftest import CHAT_TEMPLATE
+from tests.support.checkpoints import make_tokenizer
+from tests.support.fake_engine import READY, FakeEngine, Served, serve
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+GREEDY = {"max_tokens": 8, "temperature": 0}
+# What both /v1 bodies take: field -> (what the request has besides, what the field is set to).
+COMMON: dict[str, tuple[dict[str, Any], Any]] = {
+    "temperature": ({}, 0.5),
+    "top_p": ({}, 0.5),
+    "top_k": ({}, 3),
+    "min_p": ({}, 0.1),
+    "typical_p": ({}, 0.5),
+    "repetition_penalty": ({}, 1.5),
+    "frequency_penalty": ({}, 1.5),
+    "presence_penalty": ({}, 1.5),
+    "logit_bias": ({}, {"5": 3}),
+    "allowed_token_ids": ({}, [5]),
+    "bad_words": ({}, ["if"]),
+    "seed": ({"seed": 1}, 2),
+    "stop": ({}, ["R"]),
+    "stop_token_ids": ({}, [5]),
+    "include_stop_str_in_output": ({"stop": ["R"]}, True),
+    "ignore_eos": ({}, True),
+    "min_tokens": ({}, 4),
+    "skip_special_tokens": ({"ignore_eos": True, "max_tokens": 40}, False),
+    "prompt_logprobs": ({}, 1),
+    "n": ({}, 2),
+    "stream": ({}, True),
+    "stream_options": ({"stream": True}, {"include_usage": True}),
+    "response_format": ({}, {"type": "json_object"}),
+    "structured_outputs": ({}, {"choice": ["a", "b"]}),
+    "return_token_ids": ({}, True),
+    "truncate_prompt_tokens": ({}, 1),
+    "priority": ({}, -1),
+    "request_id": ({}, "mine"),
+}
+CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str, Any], Any]]]] = {
+    CompletionBody: (
+        "/v1/completions",
+        {"prompt": "def f", **GREEDY},
+        COMMON
+        | {
+            "prompt": ({}, "def g"),
+            "suffix": ({"token_healing": False}, "x"),
+            "max_tokens": ({}, 3),
+            "echo": ({}, True),
+            "logprobs": ({}, 1),
+            "logprob_token_ids": ({"logprobs": 1}, [5, 6]),
+            "return_tokens_as_token_ids": ({"logprobs": 1}, True),
+            "best_of": ({}, 2),
+            "add_special_tokens": ({}, False),
+            "token_healing": ({}, True),
+        },
+    ),
+    ChatBody: (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, **GREEDY},
+        COMMON
+        | {
+            "messages": ({}, [{"role": "user", "content": "ho"}]),
+            "stop": ({}, ["X"]),
+            "include_stop_str_in_output": ({"stop": ["X"]}, True),
+            "max_tokens": ({}, 3),
+            "max_completion_tokens": ({"max_tokens": None}, 3),
+            "logprobs": ({}, True),
+            "top_logprobs": ({"logprobs": True}, 2),
+            "logprob_token_ids": ({"logprobs": True}, [5, 6]),
+            "return_tokens_as_token_ids": ({"logprobs": True}, True),
+            "add_generation_prompt": ({}, False),
+        },
+    ),
+    InfillBody: (
+        "/infill",
+        {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 8, "temperature": 0, "seed": 1},
+        {
+            "input_prefix": ({}, "ax"),
+            "input_suffix": ({}, "x"),
+            "input_extra": ({}, [{"filename": "x.py", "text": "y"}]),
+            "prompt": ({}, "x"),
+            "n_predict": ({}, 3),
+            "temperature": ({}, 0.1),
+            "top_k": ({}, 3),
+            "top_p": ({}, 0.5),
+            "min_p": ({}, 0.2),
+            "repeat_penalty": ({}, 1.5),
+            "presence_penalty": ({}, 1.5),
+            "frequency_penalty": ({}, 1.5),
+            "seed": ({"temperature": 1}, 2),
+            "stop": ({}, ["2"]),
+            "stream": ({}, True),
+            "token_healing": ({}, False),
+            "priority": ({}, 3),
+            "samplers": ({"top_k": 5, "temperature": 1}, ["temperature"]),
+            "response_fields": ({}, ["content", "timings/predicted_n"]),
+        },
+    ),
+    GenerateBody: (
+        "/generate",
+        {"inputs": "def f", "parameters": {"max_new_tokens": 8}},
+        {"inputs": ({}, "def g"), "parameters": ({}, {"max_new_tokens": 3}), "stream": ({}, True), "priority": ({}, 2)},
+    ),
+    Parameters: (
+        "/generate",
+        {"max_new_tokens": 8, "seed": 1, "details": True},
+        {
+            "do_sample": ({}, True),
+            "temperature": ({}, 0.5),
+            "top_k": ({}, 3),
+            "top_p": ({}, 0.5),
+            "min_p": ({}, 0.2),
+            "typical_p": ({}, 0.5),
+            "repetition_penalty": ({}, 1.5),
+            "frequency_penalty": ({}, 1.5),
+            "presence_penalty": ({}, 1.5),
+            "logit_bias": ({}, {"5": 3}),
+            "allowed_token_ids": ({}, [5]),
+            "seed": ({"do_sample": True}, 2),
+            "max_new_tokens": ({}, 3),
+            "min_tokens": ({}, 4),
+            "stop": ({}, ["R"]),
+            "stop_token_ids": ({}, [5]),
+            "ignore_eos": ({}, True),
+            "truncate": ({}, 2),
+            "return_full_text": ({}, True),
+            "details": ({"details": False}, True),
+            "decoder_input_details": ({}, True),
+            "top_n_tokens": ({}, 2),
+            "grammar": ({}, {"type": "json", "value": SCHEMA}),
+            "token_healing": ({}, True),
+        },
+    ),
+    TokenizeBody: (
+        "/tokenize",
+        {"prompt": "ab"},
+        {
+            "inputs": ({"prompt": None}, "ab"),
+            "prompt": ({}, "ac"),
+            "messages": ({"prompt": None}, MESSAGES),
+            "add_special_tokens": ({}, False),
+            "add_generation_prompt": ({"prompt": None, "messages": MESSAGES}, False),
+            "return_token_strs": ({}, True),
+        },
+    ),
+    DetokenizeBody: ("/detokenize", {"tokens": [5, 6]}, {"tokens": ({}, [7])}),
+}
+# What is accepted and changes no answer, at these values alone.
+OF_OPENAI: dict[str, Any] = {
+    "model": "tiny",
+    "user": "someone",
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+    "metadata": {"a": "b"},
+    "store": False,
+    "service_tier": "auto",
+    "use_beam_search": False,
+    "spaces_between_special_tokens": True,
+}
+HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
+    CompletionBody: OF_OPENAI,
+    ChatBody: OF_OPENAI
+    | {
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "functions": [],
+        "function_call": "auto",
+        "modalities": ["text"],
+        "continue_final_message": False,
+        "chat_template_kwargs": {},
+    },
+    InfillBody: {"t_max_prompt_ms": 500, "id_slot": 0, "model": "tiny"},
+    GenerateBody: {"model": "http://127.0.0.1:8000", "options": {"use_cache": False, "wait_for_model": True}, "use_cache": True},
+    Parameters: {"watermark": False},
+    TokenizeBody: {"model": "tiny"},
+    DetokenizeBody: {"model": "tiny"},
+}
+# In tests/server/http/openai/test_routes.py: what needs a clock, and what goes with one other field alone.
+ELSEWHERE = {
+    TokenizeBody: {"parameters"},
+    Parameters: {"best_of"},  # It takes no seed, so nothing can be compared: tests/test_clients.py.
+    # `resumable`: tests/server/http/test_streams.py; `cache_salt`: tests/server/engine/test_prefix_reuse.py.
+    CompletionBody: {"timeout_s", "resumable", "cache_salt"},
+    ChatBody: {"timeout_s", "resumable", "cache_salt"},
+    GenerateBody: {"timeout_s", "resumable", "cache_salt"},
+    InfillBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},
+}
+NOT_HARMLESS = [
+    ("/v1/chat/completions", {"tools": [{"type": "function"}]}),
+    ("/v1/chat/completions", {"tool_choice": "required"}),
+    ("/v1/chat/completions", {"reasoning_effort": "high"}),
+    ("/v1/chat/completions", {"modalities": ["audio"]}),
+    ("/v1/completions", {"store": True}),
+    ("/v1/completions", {"service_tier": "priority"}),
+    ("/v1/chat/completions", {"continue_final_message": True}),
+    ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}),
+    ("/v1/completions", {"use_beam_search": True}),
+    ("/v1/completions", {"spaces_between_special_tokens": False}),
+    ("/infill", {"samplers": ["mirostat"]}),
+]
+# (path, what the request has besides, what is the same as not being said): values of fields that change something at others.
+SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("/v1/chat/completions", {}, {"top_logprobs": 0}),
+    (
+        "/v1/chat/completions",
+        {"stream": True, "stream_options": {}},
+        {"stream_options": {"include_usage": False, "continuous_usage_stats": True}},
+    ),
+    ("/v1/chat/completions", {}, {"max_tokens": 8.0, "n": 1.0, "top_k": -1.0}),
+    ("/v1/completions", {"temperature": 1, "seed": 3}, {"seed": 3.0, "max_tokens": 8.0}),
+    ("/infill", {}, {"n_predict": 8.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test tokenizer with marks for the middle, a post-processor that adds a BOS, and a chat template."""
+    from tokenizers import processors
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
+async def observe(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Status, and everything that a client or the engine can see of a request, without what differs each time."""
+    engine = FakeEngine(ready=msgspec.structs.replace(READY, vocab_size=261), end_rate=0.1)
+    served: Served = serve(folder, engine)
+    while not served.generation.accepting:
+        await asyncio.sleep(0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
+        response = await client.post(path, json=body)
+    if re.search('"id":"(cmpl|chatcmpl)-mine"', response.text):
+        return response.status_code, ("the id that was asked for", [])
+    text = re.sub(r'"(id|seed|prompt_(?:per_)?(?:token_)?(?:ms|second)|created|predicted_\w+)":("[^"]*"|[0-9.e+-]+)', "", response.text)
+    seeded = body.get("seed", body.get("parameters", {}).get("seed")) is not None
+    submits = []
+    for submit in engine.submits:
+        sampling = submit.sampling if seeded else msgspec.structs.replace(submit.sampling, seed=0)
+        # The fake engine goes on with a submission's own output.
+        submits.append(msgspec.structs.asdict(msgspec.structs.replace(submit, sampling=sampling, output=[])))
+    return response.status_code, (text, submits)
+
+
+def bodies() -> list[type[BaseModel]]:
+    return list(CASES)
+
+
+@pytest.mark.parametrize("schema", bodies(), ids=lambda schema: schema.__name__)
+def test_no_field_is_forgotten(schema: type[BaseModel]) -> None:
+    known = set(CASES[schema][2]) | set(HARMLESS[schema]) | ELSEWHERE.get(schema, set())
+    assert known == set(schema.model_fields)
+    assert not set(CASES[schema][2]) & set(HARMLESS[schema])
+
+
+def in_place(schema: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
+    return {"inputs": "def f", "parameters": body} if schema is Parameters else body
+
+
+@pytest.mark.parametrize(
+    ("schema", "field"), [(schema, field) for schema in bodies() for field in CASES[schema][2]], ids=lambda x: getattr(x, "__name__", x)
+)
+async def test_the_field_changes_something(tokenizer_folder: Path, schema: type[BaseModel], field: str) -> None:
+    path, base, fields = CASES[schema]
+    besides, value = fields[field]
+    before = await observe(tokenizer_folder, path, in_place(schema, base | besides))
+    again = await observe(tokenizer_folder, path, in_place(schema, base | besides))
+    after = await observe(tokenizer_folder, path, in_place(schema, base | besides | {field: value}))
+    assert before == again, "the comparison would show anything"
+    assert after[0] == 200, after
+    assert after != before
+
+
+@pytest.mark.parametrize(
+    ("schema", "field"), [(schema, field) for schema in bodies() for field in HARMLESS[schema]], ids=lambda x: getattr(x, "__name__", x)
+)
+async def test_the_harmless_field_changes_nothing(tokenizer_folder: Path, schema: type[BaseModel], field: str) -> None:
+    path, base, _ = CASES[schema]
+    before = await observe(tokenizer_folder, path, in_place(schema, base))
+    after = await observe(tokenizer_folder, path, in_place(schema, base | {field: HARMLESS[schema][field]}))
+    assert before == after and after[0] == 200
+
+
+@pytest.mark.parametrize(("path", "extra"), NOT_HARMLESS, ids=str)
+async def test_it_is_harmless_at_no_other_value(tokenizer_folder: Path, path: str, extra: dict[str, Any]) -> None:
+    base = next(base for other, base, _ in CASES.values() if other == path)
+    status, (text, submits) = await observe(tokenizer_folder, path, base | extra)
+    assert status == 400 and next(iter(extra)) in text and submits == []
+
+
+@pytest.mark.parametrize("schema", bodies(), ids=lambda schema: schema.__name__)
+async def test_an_unknown_field_that_is_null_changes_nothing(tokenizer_folder: Path, schema: type[BaseModel]) -> None:
+    path, base, _ = CASES[schema]
+    nulls: dict[str, Any] = {"streem": None, "reasoning_effort": None} | dict.fromkeys(CASES[schema][2].keys() - base.keys())
+    before = await observe(tokenizer_folder, path, in_place(schema, base))
+    assert before == await observe(tokenizer_folder, path, in_place(schema, base | nulls)) and before[0] == 200
+
+
+@pytest.mark.parametrize(("path", "besides", "extra"), SAME_AS_ABSENT, ids=str)
+async def test_the_value_is_the_same_as_none(tokenizer_folder: Path, path: str, besides: dict[str, Any], extra: dict[str, Any]) -> None:
+    base = next(base for other, base, _ in CASES.values() if other == path) | besides
+    before = await observe(tokenizer_folder, path, base)
+    assert before == await observe(tokenizer_folder, path, base | extra) and before[0] == 200
+
+
+@pytest.mark.parametrize("schema", [CompletionBody, ChatBody, InfillBody, Parameters], ids=lambda schema: schema.__name__)
+async def test_a_seed_of_minus_one_is_drawn_for_each_request(tokenizer_folder: Path, schema: type[BaseModel]) -> None:
+    path, base, _ = CASES[schema]
+    seeds = []
+    for _ in range(2):
+        status, (_, (submit,)) = await observe(tokenizer_folder, path, in_place(schema, base | {"seed": -1}))
+        assert status == 200
+        seeds.append(submit["sampling"].seed)
+    assert seeds[0] != seeds[1] and min(seeds) >= 0
+
+
+@pytest.mark.parametrize("schema", bodies(), ids=lambda schema: schema.__name__)
+async def test_an_unknown_field_is_refused_by_name(tokenizer_folder: Path, schema: type[BaseModel]) -> None:
+    path, base, _ = CASES[schema]
+    status, (text, submits) = await observe(tokenizer_folder, path, in_place(schema, base | {"streem": 1}))
+    assert status in (400, 422) and "streem" in text and "is not a known field" in text and submits == []

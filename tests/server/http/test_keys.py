@@ -1,0 +1,99 @@
+"""Keys: the file is strict, is read again whole or not at all, and no message repeats a key or a digest."""
+
+import asyncio
+import hashlib
+import logging
+from pathlib import Path
+
+import pytest
+
+from server.config import ServerSection, ServeSettings, load
+from server.errors import ConfigurationError
+from server.http.keys import Keys, read_keys
+from tests.server.http.test_streams import Client
+from tests.support.fake_engine import serve
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def table(name: str, key: str) -> str:
+    return f'[[key]]\nname = "{name}"\nsha256 = "{digest(key)}"\n'
+
+
+def test_names_by_digest(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(table("editor", "one") + table("ci.bot-2", "two").replace(digest("two"), digest("two").upper()))
+    assert read_keys(file) == {digest("one"): "editor", digest("two"): "ci.bot-2"}
+    given = load(ServeSettings, ["--server.api_keys_file", str(file)], "onehead serve").server.api_keys_file
+    assert given == file
+    keys = Keys([digest("three")], file)
+    assert keys.names == {digest("one"): "editor", digest("two"): "ci.bot-2", digest("three"): ""}
+    assert Keys((), None).names is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[[key]", "line 1"),
+        ("\xff", "utf-8"),
+        ("[[keys]]\nname = 'a'\n", "keys: no such option"),
+        (table("a", "one") + "weigth = 2\n", "key.0.weigth: no such option"),
+        ("[[key]]\nname = 'a'\n", "key.0.sha256: Field required"),
+        (f"[[key]]\nsha256 = '{digest('secret')}'\n", "key.0.name: Field required"),
+        ("[[key]]\nname = 'a'\nsha256 = 'secret'\n", "sha256sum"),
+        (table("a", "one") + table("a", "secret"), "a and a must each have a name and a sha256 of their own"),
+        (table("a", "secret") + table("b", "secret"), "a and b must each have a name and a sha256 of their own"),
+        (table("a b", "one"), "key.0.name"),
+    ],
+)
+def test_a_file_that_is_not_right_is_refused_without_its_secrets(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigurationError) as error:
+        read_keys(file)
+    assert message in str(error.value) and str(file) in str(error.value)
+    assert "secret" not in str(error.value) and digest("secret") not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_again_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys.toml"
+    with pytest.raises(ConfigurationError, match="No such file"):
+        Keys((), file)
+    file.write_text(table("editor", "one"))
+    keys = Keys((), file)
+    for content in (table("editor", "two") + "[[", None):
+        file.write_text(content) if content is not None else file.unlink()
+        keys.reload()
+        assert keys.names == {digest("one"): "editor"}
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2 and all("the API keys stay as they were" in error and str(file) in error for error in errors)
+    file.write_text("")
+    keys.reload()
+    assert keys.names == {}  # And not None, with which every request would be let in.
+
+
+async def test_a_removed_key_is_refused_from_its_next_request_on_and_a_new_name_is_the_same_client(
+    tokenizer_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "keys.toml"
+    file.write_text(table("editor", "one") + table("ci", "two"))
+    served = serve(tokenizer_folder, section=ServerSection(api_keys_file=file, api_keys=(digest("three"),)))
+    await asyncio.sleep(0)  # The engine becomes ready.
+    client, body = Client(served), {"prompt": "abc", "max_tokens": 2}
+
+    async def status(key: str) -> int:
+        response = await client.request("POST", "/v1/completions", body, authorization=f"Bearer {key}")
+        return int(response.status_code)
+
+    assert [await status(key) for key in ("one", "two", "three", "four")] == [200, 200, 200, 401]
+    file.write_text(table("author", "one") + table("new", "four"))
+    served.app.api_keys.reload()  # type: ignore[attr-defined]
+    assert [await status(key) for key in ("one", "two", "three", "four")] == [200, 401, 200, 200]
+    salts = [submit.salt for submit in served.engine.submits]
+    assert salts[0] == salts[3] and len(set(salts)) == 4  # What a key computed is found again under its new name.
+    names = [record.fields.get("key") for record in caplog.records if record.name == "onehead.access"]  # type: ignore[attr-defined]
+    assert names == ["editor", "ci", None, None, "author", None, None, "new"]
+    assert not any(key in caplog.text for key in (digest("one"), digest("two")))

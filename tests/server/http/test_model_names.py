@@ -1,0 +1,80 @@
+"""Which names a request may give for the model, and which it is shown under."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.config import ServeSettings, load
+from server.errors import NotFound
+from server.http.model_names import ModelNames
+from tests.conftest import CHAT_TEMPLATE
+from tests.support.checkpoints import make_tokenizer
+from tests.support.fake_engine import serve
+
+
+@pytest.mark.parametrize(
+    ("given", "shown", "accepted"),
+    [
+        ("org/name", "org/name", ("org/name", "name")),
+        ("org/name@v1", "org/name", ("org/name@v1", "org/name", "name")),
+        ("models/small", "small", ("models/small", "./models/small", "models/small/", "small")),
+        ("/srv/@models/small", "small", ("/srv/@models/small", "/srv/@models/small/", "small")),
+    ],
+)
+def test_what_model_names_is_served_in_full_and_by_its_last_part(given: str, shown: str, accepted: tuple[str, ...]) -> None:
+    names = ModelNames.of((shown, "alias", "org/alias", "alias"), (given, shown))
+    assert names.listed == (shown, "alias", "org/alias")
+    for name in (*accepted, None, "", "dummy", "tgi"):
+        assert names.resolve(name) == shown
+    assert [names.resolve(name) for name in ("alias", "org/alias")] == ["alias", "org/alias"]
+    for other in ("org", "other/name2", "NAME", "alia", ".", "/", "/srv/", "srv", f"{given} ", "v1"):
+        with pytest.raises(NotFound, match=f"this server has '{shown}', 'alias'"):
+            names.resolve(other)
+
+
+def test_a_name_of_its_own_keeps_those_that_model_gave() -> None:
+    names = ModelNames.of(("mine",), ("org/name@v1", "org/name"))
+    assert names.listed == ("mine",) and names.resolve("org/name") == names.resolve("name") == "mine"
+
+
+def test_the_option_is_a_list_and_what_was_given_outlives_the_folder_that_it_is_found_in() -> None:
+    settings = load(ServeSettings, ["--model", "org/name", "--server.served_model_names", "a,b/c"], "onehead serve")
+    found = settings.found_in(Path("/cache/models--org--name/snapshots/1"))
+    assert settings.server.served_model_names == ("a", "b/c")
+    assert (str(found.model), found.given, found.found_in(Path("/x")).given) == (
+        "/cache/models--org--name/snapshots/1",
+        "org/name",
+        "org/name",
+    )
+
+
+async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check_it_last(tmp_path: Path) -> None:
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    names = ModelNames.of(("org/name", "alias"), ("org/name",))
+    served = serve(tmp_path, names=names)
+    while not served.generation.accepting:
+        await asyncio.sleep(0)
+    inputs, messages = {"inputs": "a", "parameters": {"max_new_tokens": 2}}, [{"role": "user", "content": "a"}]
+    openai = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": messages, "max_tokens": 2}}
+    tokens = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
+        for path in ("/", "/generate", "/generate_stream", "/tokenize"):
+            for name in ("http://127.0.0.1:8000", "", "gpt-4", None):
+                assert (await client.post(path, json=inputs | {"model": name})).status_code == 200, path
+        for path, body in (openai | tokens).items():
+            for name in ("org/name", "name", "alias", "", None, "tgi"):
+                answer = await client.post(path, json=body | {"model": name})
+                assert answer.status_code == 200 and answer.json().get("model", "org/name") == "org/name", answer.text
+            answer = await client.post(path, json=body | {"model": "gpt-4"})
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+            assert (await client.post(path, json=body | {"model": "gpt-4", "nonsense": 1})).status_code == 400
+        listed = (await client.get("/v1/models")).json()
+        assert (await client.get("/v1/models/")).json() == listed
+        assert [model["id"] for model in listed["data"]] == ["org/name", "alias"]
+        for name, id in (("org/name", "org/name"), ("name", "org/name"), ("alias", "alias")):
+            assert json.loads((await client.get(f"/v1/models/{name}")).text)["id"] == id
+        assert (await client.get("/info")).json()["model_id"] == "org/name"

@@ -1,0 +1,89 @@
+"""Processors and the engine's OpenMP environment: quotas of both versions of control groups, and what the user set."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.serve import _warn_of_threads
+from server.supervision import processors
+from tests.support.processes import ServerProcess
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def available(tmp_path: Path, groups: str) -> float:
+    write(tmp_path / "own", groups)
+    return processors.available_processors(tmp_path / "fs", tmp_path / "own")
+
+
+@pytest.fixture(autouse=True)
+def _eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+
+
+def test_without_a_quota_every_processor_of_the_affinity_mask_counts(tmp_path: Path) -> None:
+    assert processors.available_processors(tmp_path / "fs", tmp_path / "none") == 8
+    write(tmp_path / "fs" / "cpu.max", "max 100000\n")
+    assert available(tmp_path, "0::/\n") == 8
+
+
+def test_a_quota_of_a_container(tmp_path: Path) -> None:
+    write(tmp_path / "fs" / "cpu.max", "150000 100000\n")
+    assert available(tmp_path, "0::/\n") == 1.5
+    # The path of the host's hierarchy, of which a container sees its own group alone, as the root.
+    assert available(tmp_path, "0::/docker/1234\n") == 1.5
+
+
+def test_the_smallest_quota_of_the_groups_above_holds(tmp_path: Path) -> None:
+    write(tmp_path / "fs" / "machine.slice" / "cpu.max", "300000 100000\n")
+    write(tmp_path / "fs" / "machine.slice" / "onehead.service" / "cpu.max", "600000 100000\n")
+    assert available(tmp_path, "0::/machine.slice/onehead.service\n") == 3
+
+
+def test_a_quota_of_the_first_version(tmp_path: Path) -> None:
+    write(tmp_path / "fs" / "cpu,cpuacct" / "docker" / "cpu.cfs_quota_us", "250000\n")
+    write(tmp_path / "fs" / "cpu,cpuacct" / "docker" / "cpu.cfs_period_us", "100000\n")
+    assert available(tmp_path, "4:memory:/docker\n2:cpu,cpuacct:/docker/1234\n0::/\n") == 2.5
+    write(tmp_path / "fs" / "cpu,cpuacct" / "docker" / "cpu.cfs_quota_us", "-1\n")
+    assert available(tmp_path, "2:cpu,cpuacct:/docker\n") == 8
+
+
+def test_lines_that_are_not_understood_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "fs" / "cpu.max", "150000 100000\n")
+    (tmp_path / "own").write_bytes(b"\nno colon\n0::/caf\xe9\n")
+    assert processors.available_processors(tmp_path / "fs", tmp_path / "own") == 1.5
+
+
+def test_threads_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quota, threads in ((0.5, 1), (1.5, 1), (2.0, 2)):
+        monkeypatch.setattr(processors, "available_processors", lambda quota=quota: quota)
+        assert processors.engine_threads(None, {}) == threads
+    assert processors.engine_threads(5, {"OMP_NUM_THREADS": "3"}) == 5
+    assert processors.engine_threads(None, {"OMP_NUM_THREADS": "3"}) == 3
+    assert processors.engine_threads(None, {"OMP_NUM_THREADS": "2,2"}) == 2
+
+
+def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise() -> None:
+    assert processors.engine_environment({"A": "b"}) == {"A": "b", "GOMP_SPINCOUNT": str(processors.SPIN_ITERATIONS)}
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        assert processors.engine_environment({name: "x"}) == {name: "x"}
+
+
+@pytest.mark.parametrize(("threads", "quota", "warned"), [(2, 2.0, False), (2, 1.5, True), (4, 2.0, True), (1, 1.0, False)])
+def test_more_threads_than_processors_are_told(
+    threads: int, quota: float, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.serve.available_processors", lambda: quota)
+    _warn_of_threads(threads)
+    assert (f"{threads} threads for {quota:g} processors" in caplog.text) == warned
+
+
+def test_the_engine_of_a_server_has_that_environment(embedded_server: ServerProcess) -> None:
+    variables = Path(f"/proc/{embedded_server.engine_pid}/environ").read_text().split("\0")
+    assert f"GOMP_SPINCOUNT={processors.SPIN_ITERATIONS}" in variables

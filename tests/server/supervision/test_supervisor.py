@@ -1,0 +1,458 @@
+"""The supervisor as a state machine: nothing lost, nothing twice, through any deaths of the engine, and an end to hopeless ones."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from server import protocol
+from server.supervision.crash_policy import (
+    BACKOFF_SECONDS,
+    CAREFUL_DEATHS,
+    DEATHS_ALONE,
+    MAX_BACKOFF_SECONDS,
+    MAX_DEATHS,
+    MAX_QUARANTINES,
+    SUSPECT_DEATHS,
+)
+from server.supervision.journal import Delivery
+from server.supervision.supervisor import STABLE_SECONDS, Patience, State, Supervisor
+from tests.support.fake_engine import READY
+from tests.support.hash_model import next_token, oracle
+
+PATIENCE = Patience(stall=10.0, start=600.0, recovery=60.0)
+
+
+class ScriptedEngine:
+    """An engine whose every word and death the test decides."""
+
+    def __init__(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> None:
+        self.on_message = on_message
+        self.on_exit = on_exit
+        self.sent: list[protocol.ToEngine] = []
+        self.open: dict[int, protocol.Submit] = {}
+
+    def send(self, message: protocol.ToEngine) -> None:
+        self.sent.append(message)
+        if isinstance(message, protocol.Submit):
+            assert message.id not in self.open
+            self.open[message.id] = protocol.decode_to_engine(protocol.encode(message))  # type: ignore[assignment]
+        elif isinstance(message, protocol.Cancel):
+            self.open.pop(message.id, None)
+
+    def kill(self) -> None:
+        self.on_exit(-9)
+
+    def step(self) -> None:
+        """One token for every open sequence."""
+        self.on_message(started(list(self.open)))
+        tokens = []
+        for submit in list(self.open.values()):
+            ends = 0 in submit.stop_token_ids
+            token = next_token(submit.prompt + submit.output, submit.sampling.seed, 0.1 if ends else 0.0, may_end=ends)
+            submit.output.append(token)
+            finish = "eos_token" if token == 0 else "length" if len(submit.output) >= submit.max_new_tokens else None
+            tokens.append(protocol.Token(submit.id, len(submit.output) - 1, token, -1.0, finish))
+            if finish:
+                del self.open[submit.id]
+        self.on_message(protocol.Tokens(tokens, protocol.Gauges(len(self.open), 0, 0, 0, 0.0)))
+
+
+def started(ids: list[int]) -> protocol.Started:
+    return protocol.Started(ids, [0] * len(ids))
+
+
+class Bench:
+    """A supervisor, its engines so far, and everything it delivered."""
+
+    def __init__(self) -> None:
+        self.engines: list[ScriptedEngine] = []
+        self.states: list[State] = []
+        self.delivered: dict[int, list[Delivery]] = {}
+        self.fail_spawns = 0
+        self.supervisor = Supervisor(self._spawn, self.states.append, lambda step: None, PATIENCE)
+        self.supervisor.start()
+
+    def _spawn(self, *callbacks: Callable[..., None]) -> ScriptedEngine:
+        if self.fail_spawns:
+            self.fail_spawns -= 1
+            raise OSError(11, "no more processes")
+        self.engines.append(ScriptedEngine(*callbacks))
+        return self.engines[-1]
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return self.engines[-1]
+
+    def submit(self, seed: int = 0, max_new: int = 10, ends: bool = True) -> int:
+        inbox: list[Delivery] = []
+        stops = [0] if ends else []
+        submit = protocol.Submit(0, [1, 2, seed], [], max_new, 0, stops, protocol.SamplingParams(seed=seed))
+        id = self.supervisor.submit(submit, inbox.append)
+        self.delivered[id] = inbox
+        return id
+
+    def tokens(self, id: int) -> list[int]:
+        return [delivery.token for delivery in self.delivered[id] if isinstance(delivery, protocol.Token)]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_streams_go_on_exactly_through_deaths(part: int) -> None:
+    for seed in range(part, 2000, 4):
+        rng = random.Random(seed)
+        bench = Bench()
+        bench.engine.on_message(READY)
+        asked: dict[int, tuple[int, int]] = {}
+        cancelled: set[int] = set()
+        progress = True
+        for _ in range(rng.randint(5, 80)):
+            event = rng.random()
+            if event < 0.2:
+                request = rng.randrange(1000), rng.randint(1, 15)
+                asked[bench.submit(*request)] = request
+            elif event < 0.25 and asked:
+                id = rng.choice(list(asked))
+                bench.supervisor.cancel(id)
+                cancelled.add(id)
+            elif event < 0.35 and progress:
+                old = bench.engine
+                old.kill()
+                assert bench.engine is not old
+                if rng.random() < 0.5:
+                    old.step()  # A late word of the dead epoch changes nothing.
+                bench.engine.on_message(READY)
+                progress = False
+            else:
+                progress = progress or bool(bench.engine.open)
+                bench.engine.step()
+        while bench.supervisor.open:
+            bench.engine.step()
+        for id, (seed_of, max_new) in asked.items():
+            expected = oracle([1, 2, seed_of], max_new, 0, frozenset({0}), seed_of, 0.1)
+            ends = [d for d in bench.delivered[id] if isinstance(d, protocol.Failed) or d.finish is not None]
+            if id not in cancelled:
+                assert bench.tokens(id) == expected and len(ends) == 1 and ends[0] is bench.delivered[id][-1], seed
+            else:
+                assert bench.tokens(id) == expected[: len(bench.tokens(id))]
+
+
+def test_the_last_words_of_a_dead_engine_count_for_nothing() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    id = bench.submit()
+    old = bench.engine
+    old.kill()
+    bench.engine.on_message(READY)
+    old.on_message(protocol.Failed(id, "late"))
+    old.on_message(protocol.Refused("late"))
+    old.on_exit(1)
+    assert bench.delivered[id] == [] and bench.supervisor.state is State.READY and len(bench.engines) == 2
+
+
+def test_its_status_says_how_far_an_engine_is_and_why_it_replaces_another() -> None:
+    bench = Bench()
+    supervisor = bench.supervisor
+    assert supervisor.status == "starting"
+    bench.engine.on_message(protocol.Loading("loading weights 40 %"))
+    assert supervisor.status == "loading weights 40 %"
+    bench.engine.on_message(READY)
+    assert supervisor.status == "ready"
+    bench.submit()
+    bench.engine.kill()
+    assert supervisor.status == "restarting after the engine ended with status -9: starting"
+    bench.engine.on_message(protocol.Loading("measuring memory"))
+    assert supervisor.status == "restarting after the engine ended with status -9: measuring memory"
+    bench.engine.on_message(READY)
+    assert supervisor.status == "ready"
+    bench.engine.on_exit = lambda status: None  # What is killed now takes its time to end.
+    supervisor.tick(PATIENCE.stall)
+    assert supervisor.status == "restarting after the engine showed no progress for 10 s: starting"
+    supervisor.stop()
+    assert supervisor.status == "stopped"
+
+
+def test_an_engine_that_loaded_once_and_then_cannot_is_a_death_like_any_other() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    bench.submit()
+    bench.engine.kill()
+    bench.engine.on_message(protocol.Refused("no memory just now"))
+    bench.engine.on_exit(0)
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 2
+    bench.supervisor.tick(BACKOFF_SECONDS)
+    assert len(bench.engines) == 3, "the second in a row waits a little"
+
+
+@pytest.mark.parametrize("ending", ["stop", "refuse"])
+def test_a_submission_after_the_end_fails_at_once(ending: str) -> None:
+    bench = Bench()
+    if ending == "stop":
+        bench.supervisor.stop()
+    else:
+        bench.engine.on_message(protocol.Refused("no"))
+    (failed,) = bench.delivered[bench.submit()]
+    assert isinstance(failed, protocol.Failed) and bench.supervisor.open == {}
+
+
+def test_requests_wait_for_the_first_engine() -> None:
+    bench = Bench()
+    id = bench.submit(max_new=2)
+    assert bench.engine.sent == [] and bench.supervisor.state is State.STARTING
+    bench.engine.on_message(READY)
+    bench.engine.step()
+    assert bench.states == [State.READY] and len(bench.delivered[id]) == 1
+
+
+def test_cancelled_before_the_engine_is_ready_is_never_sent() -> None:
+    bench = Bench()
+    bench.supervisor.cancel(bench.submit())
+    bench.engine.on_message(READY)
+    assert bench.engine.sent == []
+
+
+def test_a_repeated_token_is_dropped_and_one_left_out_costs_the_engine_its_life() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    id = bench.submit()
+    gauges = protocol.Gauges(1, 0, 0, 0, 0.0)
+    old = bench.engine
+    for index in (0, 0, 1, 3, 2):
+        old.on_message(protocol.Tokens([protocol.Token(id, index, 10 + index, -1.0)], gauges))
+    assert bench.tokens(id) == [10, 11] and bench.engine is not old
+    bench.engine.on_message(READY)
+    assert bench.engine.open[id].output == [10, 11]
+
+
+def test_it_gives_up_after_deaths_without_a_token_and_tells_everyone() -> None:
+    bench = Bench()
+    id = bench.submit(max_new=100)
+    for _ in range(MAX_DEATHS):
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.engine.kill()
+    assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_DEATHS
+    (failed,) = bench.delivered[id]
+    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable"
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_finish(place: int) -> None:
+    """Seven sequences, one of which kills whatever engine is sent it, before anything is computed."""
+    bench = Bench()
+    ids = [bench.submit(seed=i, ends=False) for i in range(7)]
+    bench.engine.on_message(READY)
+    while bench.supervisor.open and len(bench.engines) < 20:
+        if ids[place] in bench.engine.open:
+            bench.engine.kill()
+            bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+            bench.engine.on_message(READY)
+        else:
+            bench.engine.step()
+    *_, failed = bench.delivered[ids[place]]
+    assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined"
+    assert bench.supervisor.deaths.num_quarantined == 1
+    for i, id in enumerate(ids):
+        assert bench.tokens(id) == ([] if i == place else oracle([1, 2, i], 10, 0, frozenset(), i, 0.0))
+    later = [bench.submit(), bench.submit()]
+    assert all(id in bench.engine.open for id in later), "with nothing left to be careful of"
+
+
+def careful_bench() -> Bench:
+    """An engine that is ready, behind two that died of nobody."""
+    bench = Bench()
+    bench.engine.on_message(READY)
+    for _ in range(CAREFUL_DEATHS):
+        bench.engine.kill()
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.engine.on_message(READY)
+    return bench
+
+
+def test_care_ends_with_a_token_however_many_wait() -> None:
+    bench = careful_bench()
+    first, second = bench.submit(ends=False), bench.submit(ends=False)
+    assert list(bench.engine.open) == [first]
+    bench.engine.step()
+    assert second in bench.engine.open and all(bench.submit() in bench.engine.open for _ in range(3)), "not all of them run"
+
+
+def test_a_death_of_what_was_called_off_meanwhile_is_not_one_of_nobody() -> None:
+    bench = careful_bench()
+    bench.supervisor.cancel(bench.submit())
+    bench.engine.kill()
+    assert bench.supervisor.state is not State.GAVE_UP
+
+
+def test_care_outlives_a_client_that_leaves() -> None:
+    bench = careful_bench()
+    bench.supervisor.cancel(bench.submit())
+    poison, other = bench.submit(), bench.submit()
+    assert list(bench.engine.open) == [poison]
+    for _ in range(DEATHS_ALONE):
+        bench.engine.kill()
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.engine.on_message(READY)
+    (failed,) = bench.delivered[poison]
+    assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined" and other in bench.engine.open
+
+
+def test_an_engine_that_lived_long_owes_nothing_to_those_before_it() -> None:
+    bench = Bench()
+    for _ in range(3 * MAX_DEATHS):
+        bench.engine.on_message(READY)
+        for _ in range(int(STABLE_SECONDS + PATIENCE.stall)):
+            bench.supervisor.tick(1.0)
+            bench.engine.on_message(protocol.Beat(0))
+        bench.engine.kill()
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_DEATHS
+
+
+def test_silence_is_death_and_so_is_work_without_progress() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    for _ in range(100):
+        bench.supervisor.tick(PATIENCE.stall / 2)
+        bench.engine.on_message(protocol.Beat(7))
+    assert len(bench.engines) == 1, "idle, and beating"
+    bench.supervisor.tick(PATIENCE.stall)
+    assert len(bench.engines) == 2, "idle, and silent"
+    bench.engine.on_message(READY)
+    bench.submit()
+    for progress in range(100):
+        bench.supervisor.tick(PATIENCE.stall / 2)
+        bench.engine.on_message(protocol.Beat(progress))
+    assert len(bench.engines) == 2, "at a long step"
+    bench.supervisor.tick(PATIENCE.stall / 2)
+    bench.engine.on_message(protocol.Beat(99))
+    bench.supervisor.tick(PATIENCE.stall / 2)
+    assert len(bench.engines) == 3, "beating, and stuck"
+
+
+def test_an_engine_that_never_loads_is_replaced_and_the_waiting_are_told_in_time() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    id = bench.submit()
+    bench.engine.kill()
+    bench.supervisor.tick(PATIENCE.recovery - 1)
+    assert bench.delivered[id] == [] and not bench.supervisor.lost
+    bench.supervisor.tick(1)
+    (failed,) = bench.delivered[id]
+    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable" and bench.supervisor.lost
+    assert len(bench.engines) == 2
+    bench.supervisor.tick(PATIENCE.start)
+    bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+    assert len(bench.engines) == 3
+    bench.engine.on_message(READY)
+    assert not bench.supervisor.lost and bench.supervisor.state is State.READY
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("at", [0, 4])
+def test_the_request_that_kills_engines_is_found_and_the_others_finish(place: int, at: int) -> None:
+    """Seven sequences, one of which kills whatever engine computes its token number `at`."""
+    bench = Bench()
+    ids = [bench.submit(seed=i, max_new=30, ends=False) for i in range(7)]
+    poison = ids[place]
+    bench.engine.on_message(READY)
+    deaths = 0
+    while bench.supervisor.open and deaths < 10:
+        submit = bench.engine.open.get(poison)
+        if submit is not None and len(submit.output) == at:
+            bench.engine.on_message(started(list(bench.engine.open)))
+            bench.engine.kill()
+            deaths += 1
+            bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+            bench.engine.on_message(READY)
+        else:
+            bench.engine.step()
+    assert deaths == SUSPECT_DEATHS + DEATHS_ALONE and bench.supervisor.deaths.num_quarantined == 1
+    *_, failed = bench.delivered[poison]
+    assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined"
+    for i, id in enumerate(ids):
+        expected = oracle([1, 2, i], 30, 0, frozenset(), i, 0.0)
+        assert bench.tokens(id) == (expected if id != poison else expected[:at])
+
+
+def test_an_engine_that_dies_of_every_request_is_given_up() -> None:
+    bench = Bench()
+    for _ in range(100):
+        if bench.supervisor.state is State.GAVE_UP:
+            break
+        if not bench.supervisor.open:
+            bench.submit()
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.engine.on_message(READY)
+        bench.engine.on_message(started(list(bench.engine.open)))
+        bench.engine.kill()
+    assert bench.supervisor.state is State.GAVE_UP and bench.supervisor.deaths.num_quarantined == MAX_QUARANTINES
+
+
+def test_a_suspect_that_its_client_cancels_frees_the_others() -> None:
+    bench = Bench()
+    first, second = bench.submit(), bench.submit()
+    for _ in range(SUSPECT_DEATHS):
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.engine.on_message(READY)
+        bench.engine.on_message(started([first, second]))
+        bench.engine.kill()
+    bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+    bench.engine.on_message(READY)
+    assert list(bench.engine.open) == [first]
+    bench.supervisor.cancel(first)
+    assert list(bench.engine.open) == [second]
+    bench.engine.step()
+    assert bench.tokens(second) and third_runs(bench)
+
+
+def third_runs(bench: Bench) -> bool:
+    """Whether a newcomer is sent at once: nobody is on trial."""
+    return bench.submit() in bench.engine.open
+
+
+def test_an_engine_that_cannot_be_spawned_is_tried_again() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    bench.fail_spawns = 1
+    bench.engine.kill()
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1
+    bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+    bench.engine.on_message(READY)
+    assert bench.supervisor.state is State.READY and len(bench.engines) == 2
+
+
+def test_progress_resets_the_count_of_deaths() -> None:
+    bench = Bench()
+    bench.submit(seed=3, max_new=1000)
+    for _ in range(3 * MAX_DEATHS):
+        bench.engine.on_message(READY)
+        bench.submit(seed=3, max_new=1000)
+        bench.engine.step()
+        bench.engine.kill()
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_DEATHS
+
+
+def test_a_refusal_is_final() -> None:
+    bench = Bench()
+    bench.engine.on_message(protocol.Refused("config.json: no"))
+    bench.engine.on_exit(0)
+    assert bench.supervisor.state is State.REFUSED and bench.supervisor.reason == "config.json: no" and len(bench.engines) == 1
+
+
+def test_stopping_ends_open_sequences_once() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    id = bench.submit()
+    bench.supervisor.stop()
+    bench.supervisor.stop()
+    bench.engine.on_exit(0)
+    assert len(bench.delivered[id]) == 1 and isinstance(bench.engine.sent[-1], protocol.Shutdown)
+
+
+def test_an_engine_may_fail_one_sequence() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    first, second = bench.submit(max_new=1), bench.submit(max_new=1)
+    bench.engine.open.pop(first)
+    bench.engine.on_message(protocol.Failed(first, "no"))
+    bench.engine.on_message(protocol.Failed(first, "no"))
+    bench.engine.step()
+    assert len(bench.delivered[first]) == 1 and len(bench.tokens(second)) == 1

@@ -1,0 +1,84 @@
+"""What is only noted for every token and step comes out as the library itself would have counted it."""
+
+import random
+from importlib.metadata import version
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.metrics import _LATENCY, Histogram, Metrics
+from server.protocol import Gauges
+from tests.support.fake_engine import READY
+
+
+def samples(text: str) -> dict[str, float]:
+    """When a series was created is only told to be there."""
+    return {
+        sample.name + str(sample.labels.get("le", "")): 0.0 if sample.name.endswith("_created") else sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_histogram_counts_as_the_librarys(seed: int) -> None:
+    rng, ours, theirs = random.Random(seed), CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram("seconds", "Text.", ours)
+    reference = prometheus_client.Histogram("seconds", "Text.", buckets=_LATENCY, registry=theirs)
+    for _ in range(rng.randrange(200)):
+        value = rng.choice((*_LATENCY, 0.0, 1e-9, 1e9, rng.expovariate(1.0)))
+        histogram.observe(value)
+        reference.observe(value)
+    found, expected = (samples(prometheus_client.generate_latest(registry).decode()) for registry in (ours, theirs))
+    assert found == expected
+
+
+def test_each_help_line_can_be_read_alone() -> None:
+    lines = [line.split(" ", 3)[2:] for line in Metrics("tiny").exposition().decode().splitlines() if line.startswith("# HELP onehead_")]
+    assert len(lines) > 25
+    for name, text in lines:
+        assert len(text.split()) > 1 and text.endswith("."), (name, text)
+        assert not {"them", "those", "nobody", "somebody", "whoever"} & set(text.lower().rstrip(".").split()), (name, text)
+
+
+def test_the_model_and_the_version_are_labels_of_info_metrics() -> None:
+    metrics = Metrics("org/tiny")
+
+    def labels(name: str) -> dict[str, str]:
+        families = text_string_to_metric_families(metrics.exposition().decode())
+        (sample,) = (sample for family in families for sample in family.samples if sample.name == name)
+        assert sample.value == 1
+        return dict(sample.labels)
+
+    assert labels("onehead_build_info") == {"version": version("onehead")}
+    assert labels("onehead_model_info") == {"model_name": "org/tiny"}
+    metrics.loaded(READY)
+    found = labels("onehead_model_info")
+    assert found["model_name"] == "org/tiny" and (found["model_type"], found["dtype"], found["deterministic"]) == (
+        "hash",
+        "float32",
+        "False",
+    )
+
+
+def test_the_process_itself_is_measured() -> None:
+    found = samples(Metrics().exposition().decode())
+    assert found["process_resident_memory_bytes"] > 2**20 and found["process_open_fds"] > 2 and found["process_start_time_seconds"] > 0
+
+
+def test_what_engines_count_goes_on_growing_when_one_is_replaced() -> None:
+    metrics = Metrics()
+    metrics.loaded(READY)
+    for total in (1, 5):
+        metrics.step(Gauges(2, 1, 3, total, 0.5, 0, 10 * total, total), 7)
+    metrics.loaded(READY)
+    assert samples(metrics.exposition().decode())["onehead_requests_running"] == 0
+    metrics.step(Gauges(1, 0, 2, 2, 0.5, 1, 20, 2), 3)
+    found = samples(metrics.exposition().decode())
+    assert found["onehead_generation_tokens_total"] == 17 and found["onehead_step_time_seconds_count"] == 3
+    assert (found["onehead_preemptions_total"], found["onehead_prefix_cache_queries_total"]) == (7, 70)
+    assert (found["onehead_requests_running"], found["onehead_kv_pages_used"], found["onehead_kv_pages_cached"]) == (1, 2, 1)
+    again = samples(metrics.exposition().decode())
+    assert {name: value for name, value in again.items() if found[name] != value and not name.startswith("process_")} == {}

@@ -1,0 +1,155 @@
+"""Schemas as they are prepared: right, or refused by keyword, value and place."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from server.config import EMBEDDED_MODEL
+from server.errors import InvalidRequest
+from server.text.codec import TextCodec
+from server.text.grammar import GrammarCompiler, Source
+from server.text.json_schema import SchemaError, parse, prepare
+from tests.support.random_schemas import Trial, faults
+
+
+def test_150_random_schemas_give_what_satisfies_them() -> None:
+    """`python -m tests.trials.random_schemas` runs 2,000."""
+    finished = 0
+    with Trial(EMBEDDED_MODEL) as trial:
+        for seed in range(150):
+            result = trial.run(seed)
+            assert not result.failed, (seed, result.failed)
+            if result.text is not None:
+                finished += 1
+                assert not faults(result.text, result.schema), (seed, result.text)
+    assert finished >= 90
+
+
+class Follower:
+    """Whether a schema's grammar takes a text."""
+
+    def __init__(self, open_objects: bool = False) -> None:
+        self._compiler = GrammarCompiler(TextCodec(EMBEDDED_MODEL), 30.0, open_objects)
+
+    def takes(self, schema: Any, text: str) -> bool:
+        from llguidance import LLMatcher
+
+        async def compiled() -> str:
+            return await self._compiler.compile(Source("json", schema, "field"))
+
+        self._compiler._checks.clear()  # They belong to the event loop of the call before.
+        matcher = LLMatcher(self._compiler._tokenizer, asyncio.run(compiled()), log_level=0)
+        tokens = self._compiler._tokenizer.tokenize_str(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module")
+def follower() -> Follower:
+    return Follower()
+
+
+A: dict[str, Any] = {"properties": {"a": {"type": "integer"}}, "type": "object"}
+B: dict[str, Any] = {"properties": {"b": {"type": "integer"}}, "type": "object"}
+TAGGED = {"oneOf": [{"$ref": "#/$defs/X"}, {"$ref": "#/$defs/Y"}, {"type": "null"}]} | {
+    "$defs": {name: {"type": "object", "properties": {"kind": {"const": name}, "n": {"type": "integer"}}} for name in "XY"}
+}
+DATE, TIME = {"type": "string", "format": "date"}, {"type": "string", "format": "date-time"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "is_taken"),
+    [
+        (DATE, '"2020-02-29"', True),
+        (DATE, '"2021-02-29"', False),
+        (DATE, '"2000-02-29"', True),
+        (DATE, '"1900-02-29"', False),
+        (DATE, '"0000-01-01"', False),
+        (DATE | {"pattern": "^2"}, '"1999-12-31"', False),
+        (TIME, '"2021-06-30T23:59:59.5+02:00"', True),
+        (TIME, '"2021-06-30T11:59:60Z"', False),
+        (A, '{"a":1}', True),
+        (A, '{"b":1}', False),
+        (A | {"additionalProperties": True}, '{"b":1}', True),
+        (A | {"additionalProperties": True}, '{"\\u0061":"x"}', False),
+        (A | {"required": ["more"]}, '{"more":"x"}', True),
+        ({"type": "object"}, '{"b":{"c":[1]}}', True),
+        ({"properties": {"a": {"type": "integer"}}}, "1", False),
+        ({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": A}}, '{"b":1}', False),
+        ({"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}}, '{"a":1,"b":1}', True),
+        ({"allOf": [A, B]}, '{"a":1,"b":1}', True),
+        ({"anyOf": [A, B]}, '{"a":1}', True),
+        ({"anyOf": [A, B]}, '{"a":1,"b":1}', False),
+        (TAGGED, '{"kind":"X","n":1}', True),
+        (TAGGED, '{"kind":"Y"}', True),
+        (TAGGED, '{"n":1}', False),
+        (TAGGED, "null", True),
+        ({"type": "string", "format": "password"}, '"x"', True),
+        ({"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False}, '["x"]', False),
+        ({"type": "integer", "maximum": 2**53 - 1}, "9007199254740991", True),
+        ({"type": "object", "minProperties": 1, "additionalProperties": {"type": "integer"}}, '{"x":1}', True),
+    ],
+    ids=str,
+)
+def test_what_a_schema_takes(follower: Follower, schema: Any, text: str, is_taken: bool) -> None:
+    assert follower.takes(schema, text) is is_taken
+
+
+def test_open_objects_are_an_option() -> None:
+    follower = Follower(open_objects=True)
+    assert follower.takes(A, '{"b":"x"}') and not follower.takes(A, '{"a":"x"}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"const": 2**53 + 1}, "has const 9007199254740993 at #/const"),
+        ({"items": {"enum": [1, {"a": 2**63}]}}, "at #/items/enum"),
+        ({"properties": {"n": {"type": "integer", "minimum": -(2**63)}}}, "has minimum -9223372036854775808 at #/properties/n/minimum"),
+        ({"type": "number", "maximum": 2.0**64}, "has maximum"),
+        ({"type": "integer", "multipleOf": 12345}, "has multipleOf 12345 at #/multipleOf"),
+        ({"type": "number", "multipleOf": 0.07}, "has multipleOf 0.07"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "at #/oneOf: two branches may hold"),
+        ({"oneOf": [A, B]}, "at #/oneOf: two branches may hold"),
+        ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "two branches may hold"),
+        ({"oneOf": [TAGGED["$defs"]["X"], TAGGED["$defs"]["Y"], {"type": "object"}]}, "two branches may hold"),  # type: ignore[call-overload]
+        ({"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}, "has minProperties 2 at #/minProperties"),
+        ({"const": "\u0001"}, "control character"),
+        ({"$ref": "https://example.com/x.json"}, "nothing is fetched"),
+        ({"$ref": "#/x", "x": {"type": "string", "format": "date"}}, "has a $ref at #/$ref to no schema of its own"),
+        ({"properties": {"a": {"$ref": "#s"}}, "$defs": {"s": {"$anchor": "s", "type": "string"}}}, "to no schema of its own"),
+        ({"properties": {"a": {"$id": "http://e/x", "$ref": "#/$defs/s", "$defs": {"s": {}}}}}, "only the whole schema may have one"),
+        ({"oneOf": [{"const": 0}, {"const": -0.0}]}, "two branches may hold"),
+        ({"oneOf": [{"$ref": "#/$defs/a"}] * 2000, "$defs": {"a": {"enum": [1] * 10_000}}}, "at most 64 branches"),
+        ({"x-guidance": {"lenient": True}}, "x-guidance"),
+        ({"properties": [1]}, "wrong type"),
+        ({"allOf": 3}, "wrong type"),
+        ({"oneOf": [{"$ref": "#/nothing"}, {}]}, "reference to nothing"),
+        ({"format": ["date"]}, "wrong type"),
+        ({"required": [[1]], "properties": {}}, "wrong type"),
+        ([], "which is an object"),
+    ],
+    ids=str,
+)
+def test_refusals_name_keyword_value_and_place(schema: Any, words: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        prepare(schema, False)
+    assert words in str(caught.value) and len(str(caught.value)) < 250 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "1" * 400, "1" * 5000])
+def test_numbers_that_are_not_finite_are_refused_before_anything_is_computed(number: str) -> None:
+    with pytest.raises(SchemaError, match="not finite"):
+        prepare(parse(f'{{"type": "integer", "multipleOf": {number}}}'), False)
+
+
+def test_a_reference_may_name_any_schema_and_a_text_may_look_like_an_escape() -> None:
+    schema = {"properties": {"a/b": {"type": "string"}, "c": {"$ref": "#/properties/a~1b"}, "d": {"$ref": "#/$defs/e%20f"}}}
+    prepare(schema | {"$defs": {"e f": {"const": "a\\u0041"}}}, False)
+
+
+async def test_a_bound_on_optional_properties_is_refused_by_name() -> None:
+    compiler = GrammarCompiler(TextCodec(EMBEDDED_MODEL), 30.0)
+    with pytest.raises(InvalidRequest, match="minProperties or maxProperties"):
+        await compiler.compile(Source("json", json.dumps(A | {"properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}), "field"))

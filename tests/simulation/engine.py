@@ -1,0 +1,441 @@
+"""The simulated engine: the real Worker, EngineCore and Scheduler in a process that is none, behind a pipe that is a queue.
+
+A Script says what goes wrong in one engine's life: when it dies, hangs or garbles a frame, at which of its operations (each message
+received or sent, each plan before and behind its computation). The pipe keeps its order and loses nothing but what the script says; what
+lies in it when the engine dies is still delivered, before the exit is known, as transport.EngineProcess does it. It knows no clients.
+"""
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cache.layout import CacheLayout
+from model.step import NotDrawn, Row, StepPlan, StepResult
+from server import protocol
+from server.engine.core import EngineCore
+from server.engine.drafts import Drafter
+from server.engine.grammar import Grammars
+from server.engine.scheduler import Limits, Scheduler
+from server.engine.sequence import ConstraintFailed, Sequence
+from server.engine.worker import Worker
+from tests.server.engine.test_scheduler import Forcing
+from tests.simulation.model import DRIFT, PagedHash, Poisoned
+from tests.support.delayed import DelayedRunner
+from tests.support.fake_engine import READY
+from tests.support.guesser import Guesser
+from tests.support.hash_model import HashModel
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+NEVER = 10**9
+KILLED = -9
+CAUSES = {"nan": "numerical_error", "sampling": "sampling_error"}
+GARBAGE = (b"\xc1", b"", protocol.encode(protocol.Cancel(1)), b"\x93\xa5Beats\x01")
+
+
+class Pause(BaseException):
+    """The worker would wait for a message, or has done a step."""
+
+
+class Died(SystemExit):
+    """The process is gone at this very instruction; nobody in it has a say."""
+
+
+class Hung(BaseException):
+    """The process does nothing any more."""
+
+
+class Crashed(Exception):
+    """What nobody foresaw, in the forward pass."""
+
+
+@dataclass(slots=True)
+class Script:
+    """What goes wrong in the life of one engine; the defaults are a healthy one."""
+
+    load_seconds: float = 0.3
+    load_end: str = "ready"
+    """ready, refused, die, or hang"""
+    kill_at: int = NEVER
+    """The operation at which it dies."""
+    kill_rows: int = NEVER
+    """Sequences in one step that it dies of."""
+    hang_at: int = NEVER
+    beats_when_hung: bool = False
+    mute_at: int = NEVER
+    """The operation from which on it beats no more, and works on."""
+    garbage_at: int = NEVER
+    """The frame that arrives as garbage."""
+    left_out: float = 0.0
+    duplicated: float = 0.0
+    batched: float = 0.0
+    lost_submits: float = 0.0
+    late: bool = False
+    """Whether some frames outlive it."""
+    most_tokens: int = NEVER
+    """Tokens in one plan that fit into memory."""
+
+    def __str__(self) -> str:
+        healthy = Script()
+        differs = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{name} {value}" for name, value in differs.items() if value != getattr(healthy, name))
+
+
+ENTERING = "poison: enters"
+"""The fault of a request whose grammar takes the process with it, before any step."""
+
+
+class SimulatedGrammars(Grammars):
+    """Made-up grammars, by name: they force tokens, or fail in one of four ways."""
+
+    seen: Counter[str]
+
+    def constraint(self, asked: Any) -> Any:
+        kind, _, at = asked.grammar.partition(":")
+        if not kind:
+            return None
+        if kind == "admission":
+            raise Crashed("in admitting one")
+        if asked.grammar.startswith(ENTERING):
+            self.seen[ENTERING] += 1
+            raise Died
+        return Forcing(list(asked.output)) if kind == "force" else Failing(kind, int(at), len(asked.output))
+
+
+class Failing:
+    """A grammar that gives out at a place of the output."""
+
+    mask = None
+    forced: tuple[int, ...] = ()
+
+    def __init__(self, kind: str, at: int, num_output: int) -> None:
+        self.kind = kind
+        self.left = at - num_output
+
+    def advance(self, token: int) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            raise ConstraintFailed("too complex") if self.kind == "refuse" else Crashed("in following one")
+
+
+class FaultyRunner:
+    """A model whose plans fail as the requests in them, and the engine's script, say."""
+
+    def __init__(self, engine: "SimulatedEngine", model: PagedHash | HashModel, layout: CacheLayout) -> None:
+        self.engine = engine
+        self.model = model
+        self.layout = layout
+        self.progress = 0
+        self.poisoned = Poisoned()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.begin(plan)
+        return self.finish(plan)
+
+    def begin(self, plan: StepPlan) -> None:
+        """What happens before anything is computed."""
+        engine = self.engine
+        engine.began.update([row.sequence for row in plan.rows])
+        engine.operation("run")
+        if sum([len(row.tokens) for row in plan.rows]) > engine.script.most_tokens:
+            engine.world.seen["memory: a step in halves"] += 1
+            raise MemoryError("simulated")
+        if any(fault == "memory" for _, fault in self._faults(plan).values()):
+            raise MemoryError("simulated")
+
+    def _faults(self, plan: StepPlan) -> dict[int, tuple[Row, str]]:
+        choices = self.engine.world.choices
+        faults: dict[int, tuple[Row, str]] = {}
+        for i, row in enumerate(plan.rows):
+            choice = choices[row.sequence]
+            if choice.fault and row.sample is not None and 0 <= choice.fails_at - row.sample.index <= row.drafts:
+                faults[i] = row, choice.fault
+        return faults
+
+    def finish(self, plan: StepPlan) -> StepResult:
+        """The step itself, which may be one that was launched long ago."""
+        engine = self.engine
+        self.progress += 1
+        faults = self._faults(plan)
+        for _, fault in faults.values():
+            self._poison(fault)
+        for i in self.poisoned.check(plan):
+            faults[i] = plan.rows[i], "nan"
+        if engine.world.drift and isinstance(self.model, PagedHash):
+            self.model.drift = DRIFT * ((engine.number + len(plan.rows)) & 1)
+        result = self.model.run(plan)
+        if len(plan.rows) >= engine.script.kill_rows:
+            engine.world.seen["killed: over several"] += 1
+            raise Died
+        engine.operation("ran")
+        return self._with(faults, result) if faults else result
+
+    def _poison(self, fault: str) -> None:
+        """What a request does to the whole engine."""
+        seen = self.engine.world.seen
+        if fault.startswith("poison"):
+            seen[fault] += 1
+            self.engine.poisoned = True
+            raise {"poison: kills": Died, "poison: hangs": Hung, "poison: crashes": Crashed}[fault]("poison")
+
+    def _with(self, faults: dict[int, tuple[Row, str]], result: StepResult) -> StepResult:
+        drawn, accepted = list(result.drawn), dict(result.accepted)
+        for i, (row, fault) in faults.items():
+            if fault == "nan":  # Wherever in the row it is: its numbers reach the others through masked slots.
+                self.poisoned.spoil(row, self.layout)
+            place = 0 if fault == "nan" or row.sample is None else self.engine.world.choices[row.sequence].fails_at - row.sample.index
+            if fault in CAUSES and place <= len(accepted.get(i, ())):
+                drawn[i] = NotDrawn(fault, code=CAUSES[fault])
+                accepted[i] = accepted.get(i, ())[:place]
+        return replace(result, drawn=tuple(drawn), accepted=accepted)
+
+
+class Pipe:
+    """The engine's end of the pipe: what Worker needs of a Connection."""
+
+    def __init__(self, engine: "SimulatedEngine") -> None:
+        self.engine = engine
+        self.inbox: deque[tuple[float, bytes]] = deque()
+        self.said = False
+
+    def poll(self, timeout: float) -> bool:
+        if self.said:  # One step, or one answer, at a time.
+            raise Pause
+        return bool(self.inbox) and self.inbox[0][0] <= self.engine.world.now
+
+    def recv_bytes(self, most: int) -> bytes:
+        if not self.inbox or self.inbox[0][0] > self.engine.world.now:
+            raise Pause
+        self.engine.operation("receive")
+        return self.inbox.popleft()[1]
+
+    def send_bytes(self, frame: bytes) -> None:
+        self.said = True
+        self.engine.operation("send")
+        self.engine.transmit(frame)
+
+
+class SimulatedEngine:
+    """One engine from its spawning to its exit, as the supervisor's `spawn` returns it."""
+
+    def __init__(self, world: "World", script: Script, on_message: Callable[[Any], None], on_exit: Callable[[int], None]) -> None:
+        self.world = world
+        self.script = script
+        self.number = len(world.engines)
+        self.dead = self.hung = self.poisoned = False
+        self.began: set[int] = set()
+        """Every sequence that it has computed anything of."""
+        self.recalled: set[int] = set()
+        """Those that it was told to forget."""
+        self.given: set[int] = set()
+        """Every sequence that it was sent, perhaps when it was dead already."""
+        self.announced: set[int] = set()
+        """Those that the supervisor has heard it runs: a word that dies with its engine blames nobody."""
+        self.loaded = False
+        self.pipe = Pipe(self)
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._deaf = False
+        """The reader has met garbage and reads no more."""
+        self._operations = self._frames = 0
+        self._last_in = self._last_out = 0.0
+        self._in_flight: deque[bytes] = deque()
+        self._wake_at = self._busy = 0.0
+        scenario = world.scenario
+        layout = scenario.layout
+        model = world.new_model()
+        limits = Limits(scenario.pages, layout, scenario.max_context, scenario.max_running, scenario.step_tokens)
+        scheduler = Scheduler(limits, self._drafter if scenario.speculates else None)
+        self.runner = FaultyRunner(self, model, layout)
+        self.delayed = DelayedRunner(self.runner.run, self.runner.finish, self.runner.begin, world.random)
+        self.core = EngineCore(scheduler, self.delayed if scenario.overlaps else self.runner)
+        if world.sweeping:
+            allocate = scheduler.allocator.allocate
+            scheduler.allocator.allocate = lambda count: self.operation("allocate") or allocate(count)  # type: ignore[func-returns-value, method-assign]
+        self.worker = Worker(self.pipe, self.core, world.grammars)  # type: ignore[arg-type]
+        world.at(world.now + script.load_seconds, self._load)
+
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        """Guesses by the model itself, and wrong ones among them: a history is too short for anything to recur in it."""
+        give = self.world.next_token
+        return Guesser(sequence.prompt, lambda tokens: give(tokens, self.world.choices[sequence.id].seed))
+
+    # --- the supervisor's side
+
+    def send(self, message: protocol.ToEngine) -> None:
+        world = self.world
+        world.call("send to the engine")
+        if isinstance(message, protocol.Submit):
+            self.given.add(message.id)
+        if self.dead:
+            if isinstance(message, protocol.Cancel):
+                world.recall(message.id, self)  # What it had said before is still on its way.
+            return
+        if self.script.lost_submits and isinstance(message, protocol.Submit) and world.random() < self.script.lost_submits:
+            world.harm("frame: a submission left out")
+            return
+        world.sent(message, self)
+        self._last_in = max(self._last_in, world.now + world.delay())
+        self.pipe.inbox.append((self._last_in, protocol.encode(message)))
+        if self.loaded:
+            self._wake_soon(self._last_in)
+
+    def kill(self) -> None:
+        self.world.condemned()
+        self.die(KILLED)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it lives and has nothing to do."""
+        return self.loaded and not (self.dead or self.hung or self.pipe.inbox or self.core.scheduler.has_work)
+
+    # --- its process
+
+    def _load(self, _: object) -> None:
+        if self.dead:
+            return
+        end = self.script.load_end
+        if end == "ready":
+            self.loaded = True
+            self.transmit(READY_FRAME)
+            self._beat(None)
+            if self.pipe.inbox:
+                self._wake_soon(self.pipe.inbox[-1][0])
+        elif end == "refused":
+            self.transmit(REFUSED_FRAME)
+            self.die(0)
+        elif end == "die":
+            self.die(1)
+        else:
+            self.hung = True
+
+    def _beat(self, _: object) -> None:
+        script = self.script
+        if self.dead or (self.hung and not script.beats_when_hung) or self._operations >= script.mute_at:
+            return
+        self.transmit(protocol.encode(protocol.Beat(self.runner.progress)))
+        self.world.at(self.world.now + self.world.scenario.beat_seconds, self._beat)
+
+    def _wake_soon(self, time: float) -> None:
+        time = max(time, self._busy, self.world.now)
+        if not self.world.now <= self._wake_at <= time:
+            self._wake_at = time
+            self.world.at(time, self._wake, time)
+
+    def _wake(self, time: float) -> None:
+        """As far as the worker gets before it waits, or has said something."""
+        if self.dead or self.hung or time != self._wake_at:
+            return
+        self._wake_at = -1.0
+        self.pipe.said = False
+        try:
+            self.worker.serve()
+            self.die(0)
+        except Pause:
+            self._go_on()
+        except Died:
+            self.die(KILLED)
+        except Crashed:
+            self.die(1)
+        except Hung:
+            self.hung = True
+
+    def _go_on(self) -> None:
+        world, inbox = self.world, self.pipe.inbox
+        world.stepped(self)
+        if self.core.scheduler.has_work:
+            self._busy = world.now + world.step_seconds()
+            self._wake_soon(self._busy)
+        elif inbox:
+            self._wake_soon(inbox[0][0])
+
+    def operation(self, kind: str) -> None:
+        """The next instruction at which something can go wrong."""
+        self.world.call(kind, self)
+        self._operations += 1
+        if self._operations == self.script.kill_at:
+            self.world.seen[f"killed: at {kind}"] += 1
+            raise Died
+        if self._operations == self.script.hang_at:
+            self.world.seen[f"hung: at {kind}"] += 1
+            self.world.seen["hung: and beats" if self.script.beats_when_hung else "hung: and is silent"] += 1
+            raise Hung
+
+    def die(self, status: int) -> None:
+        """The process is gone. Its exit is known when what it had sent has been read."""
+        if self.dead:
+            return
+        self.dead = True
+        world = self.world
+        world.note_end(self)
+        if self.script.late and self._in_flight:
+            world.harm("frame: later than the exit")
+            self._deaf = True
+            for frame in self._in_flight:
+                world.at(world.now + 1.0 + world.random(), self._outlive, frame)
+        end = world.now if self._deaf else max(self._last_out, world.now)
+        world.at(end + 0.001, self._exit, status)
+
+    def _exit(self, status: int) -> None:
+        self.world.mourn(self)
+        self._on_exit(status)
+
+    # --- its words
+
+    def transmit(self, frame: bytes) -> None:
+        """On the way to the supervisor: behind what is on it already."""
+        world, script = self.world, self.script
+        self._frames += 1
+        if self._frames == script.garbage_at:
+            world.harm("frame: garbage")
+            frame = GARBAGE[int(world.random() * 4)] if world.random() < 0.5 else frame[: int(world.random() * len(frame))]
+        if script.left_out and world.random() < script.left_out:
+            world.harm("frame: left out")
+            return
+        self._put(frame)
+        if script.duplicated and world.random() < script.duplicated:
+            world.seen["frame: twice"] += 1
+            self._put(frame)
+
+    def _put(self, frame: bytes) -> None:
+        world, delay = self.world, self.world.delay()
+        if self.script.batched and world.random() < self.script.batched:
+            world.seen["frame: held back, and more behind it"] += 1
+            delay += 1.0
+        self._last_out = max(self._last_out, world.now + delay)
+        self._in_flight.append(frame)
+        world.at(self._last_out, self._deliver)
+
+    def _deliver(self, _: object) -> None:
+        frame = self._in_flight.popleft()
+        if self._deaf:
+            return
+        try:
+            message = protocol.decode_from_engine(frame)
+        except msgspec.MsgspecError:
+            self._deaf = True
+            self.world.seen["transport: an engine killed for garbage"] += 1
+            self.world.at(self.world.now + 0.5, lambda _: self.die(KILLED))
+            return
+        if not self.world.supervisor._condemned:
+            if isinstance(message, protocol.Started):
+                self.announced.update(message.ids)
+            elif isinstance(message, protocol.Tokens):
+                self.announced.update(token.id for token in message.tokens)
+        self._on_message(message)
+
+    def _outlive(self, frame: bytes) -> None:
+        """A word of the dead."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            message = protocol.decode_from_engine(frame)
+            self.world.seen[f"late: {type(message).__name__}"] += 1
+            self._on_message(message)
+
+
+READY_FRAME = protocol.encode(READY)
+REFUSED_FRAME = protocol.encode(protocol.Refused("simulated", resource=True))

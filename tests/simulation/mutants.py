@@ -1,0 +1,184 @@
+"""Bugs planted into the real classes, one at a time, to see that the simulation finds them: a check that never failed is worth nothing.
+
+A mutant is one edit of one function's source. `caught` says after how many histories it was found, and as what; a history that fails
+without the mutant too does not count.
+
+    python -m tests.simulation.mutants [NAME...]   a table of these, or of all
+"""
+
+import inspect
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cache.prefix import PrefixCache
+from cache.table import PageTable
+from model.step import Row
+from server.engine import core
+from server.engine.core import EngineCore
+from server.engine.prefix_reuse import Sharing
+from server.engine.scheduler import Scheduler
+from server.engine.sequence import Sequence
+from server.engine.worker import Worker
+from server.http.stream_buffer import StreamBuffer, StreamStore
+from server.supervision.crash_policy import Deaths
+from server.supervision.journal import OpenSequence
+from server.supervision.supervisor import Supervisor
+from tests.simulation import simulation
+
+MOST_SEEDS = 10_000
+DEADLY = "sequence.deliver(token)"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """In the source of `owner.name`, `old` (which it holds once) becomes `new`."""
+
+    what: str
+    owner: Any
+    name: str
+    old: str
+    new: str
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        original: Any = inspect.getattr_static(self.owner, self.name)
+        source = textwrap.dedent(inspect.getsource(original))
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.what}: {self.owner.__name__}.{self.name} has {source.count(self.old)} times {self.old!r}")
+        namespace = dict(original.__globals__)
+        exec(source.replace(self.old, self.new), namespace)  # noqa: S102  (our own source, with a bug)
+        # Kept in the module's own globals, so that what it calls is what everybody calls.
+        changed = type(original)(namespace[self.name].__code__, original.__globals__, self.name, original.__defaults__)
+        changed.__kwdefaults__ = original.__kwdefaults__
+        with mock.patch.object(self.owner, self.name, changed):
+            yield
+
+
+MUTANTS = (
+    # --- lost, repeated and crossed tokens
+    Mutant("a lost token", Supervisor, "_take", DEADLY, f"token.index == 2 or {DEADLY}"),
+    Mutant("a repeated token", Supervisor, "_take", "token.index < len(sequence.output)", "False"),
+    Mutant("a token left out and not missed", Supervisor, "_take", "if token.index > len(sequence.output)", "if False"),
+    Mutant("crossed streams", Worker, "_tell", "protocol.Token(event.id,", "protocol.Token(news[0].id,"),
+    Mutant("a replay without its tokens", OpenSequence, "resubmission", "output=self.output", "output=[]"),
+    Mutant("scores told again", Supervisor, "_take_scores", "message.scores[sequence.num_scored - message.first :]", "message.scores"),
+    Mutant("the halves of a step the wrong way round", EngineCore, "_run_less", "left.drawn + right.drawn", "right.drawn + left.drawn"),
+    Mutant("half a row in the wrong place", core, "_halves", "start=row.start + half", "start=row.start"),
+    # --- epochs and ends
+    Mutant("the words of a dead engine", Supervisor, "_hear", "epoch != self._epoch", "False"),
+    Mutant("no end when the server ends", Supervisor, "_end", "self._fail_all(reason, code)", "pass"),
+    Mutant("no end for a failed request", Supervisor, "_fail", "sequence.deliver(failed)", "pass"),
+    Mutant("two ends for a failed request", Supervisor, "_fail", "self.open.pop(failed.id, None)", "self.open.get(failed.id)"),
+    Mutant("two engines at once", Supervisor, "_condemn", "self._engine.kill()", "self._engine.kill(); self.start()"),
+    Mutant("the waiting are not told in time", Supervisor, "_tick_without_engine", "if self.lost and not was_lost", "if False"),
+    # --- stalls
+    Mutant("beats without progress suffice", Supervisor, "_take_beat", "if beat.progress != self._progress", "if True"),
+    Mutant("silence suffices", Supervisor, "tick", "self._silence += elapsed", "pass"),
+    Mutant("loading may take for ever", Supervisor, "_tick_without_engine", "self._loading += elapsed", "pass"),
+    Mutant("no engine after a pause", Supervisor, "_tick_without_engine", "self._respawn()", "pass"),
+    # --- blame
+    Mutant("nobody is sent by itself", Supervisor, "_take_over", "self.deaths.careful", "False"),
+    Mutant("after one that was sent by itself, nobody is", Supervisor, "_take_tokens", "self._take_care()", "pass"),
+    Mutant("nobody is blamed", Deaths, "count", "sequence.deaths += 1", "pass"),
+    Mutant("blame is never forgotten", Supervisor, "_take", "sequence.deaths = sequence.deaths_alone = 0", "0"),
+    Mutant("one death alone suffices", Deaths, "count", "lone.deaths_alone < DEATHS_ALONE", "False"),
+    Mutant("a trial never ends", Supervisor, "_end_trial", "self._dispatch()", "pass"),
+    Mutant("a suspect is not called back", Supervisor, "_recall", "self._engine.send(protocol.Cancel(sequence.submit.id))", "pass"),
+    Mutant("who ran before is blamed now", Supervisor, "_bury", "sequence.sent = sequence.started =", "sequence.sent ="),
+    # --- pages
+    Mutant("a leaked page", PageTable, "release", "release(reversed(owned))", "release(owned[1:])"),
+    Mutant("a page forgotten in preemption", Scheduler, "_preempt", "sequence.table.release()", "sequence.table = None or sequence.table"),
+    Mutant("preempted, and taken for computed", Scheduler, "_preempt", "sequence.num_computed = 0", "pass"),
+    Mutant("NaN left in a page", Scheduler, "_distrust", "sequence.spoilt = True", "pass"),
+    Mutant(
+        "a block is published before it is whole",
+        Sharing,
+        "publish",
+        "end // self._page_size",
+        "-(-end // self._page_size)",
+    ),
+    Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._sharing.withdraw(sequence)", "pass"),
+    Mutant("pages of a row in flight are given away", Scheduler, "cancel", "if sequence.num_in_flight", "if False"),
+    Mutant("a row in flight is taken for another's", Scheduler, "commit", "self.running.get(row.sequence) is not sequence", "False"),
+    Mutant("planned behind a token that it must know", Scheduler, "plan", "if not sequence.must_wait", "if True"),
+    Mutant("NaN left by a row in flight", Scheduler, "_see_off", "if _is_spoilt(drawn)", "if False"),
+    Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
+    Mutant("the last token is not computed", Sharing, "find", "sequence.num_skippable", "sequence.num_tokens"),
+    # --- guesses
+    Mutant("a wrong guess is taken for computed", Sequence, "take_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
+    Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != guess", "False"),
+    Mutant("NaN left by a guess", Scheduler, "_doubt", "self._unclean.extend(sequence.table.release())", "sequence.table.release()"),
+    Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and _is_spoilt", "if False and _is_spoilt"),
+    Mutant("a failure goes before its tokens", Worker, "_tell", "failures.append(", "self._send("),
+    Mutant("guesses are lost with memory", core, "_undrafted", "drafts=0", "drafts=row.drafts"),
+    # --- streams
+    Mutant("resumed one event too early", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen - first)"),
+    Mutant("resumed one event too late", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen + 2 - first)"),
+    Mutant("a gap that nobody is told of", StreamBuffer, "behind", "return seen + 1 < first", "return False"),
+    Mutant("bytes that are never freed", StreamStore, "_expire", "self.num_bytes -= buffer.num_bytes", "pass"),
+    Mutant("a superseded reader waits on", StreamStore, "attach", "old.wake()", "pass"),
+    Mutant("a stream goes on that nobody reads", StreamStore, "sweep", "buffer.stop(", "str("),
+    Mutant("expired too early", StreamStore, "sweep", "< self.retention.seconds", "< 0"),
+    Mutant("somebody else's stream", StreamStore, "find", "buffer.owner == owner", "True"),
+    Mutant("a stream stopped twice", StreamBuffer, "stop", "not self._stopped and", ""),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Caught:
+    """After how many histories a mutant was found; as what. `histories` None: it was not."""
+
+    mutant: Mutant
+    histories: int | None
+    found: str
+    seconds: float
+
+
+def caught(mutant: Mutant, most: int = MOST_SEEDS) -> Caught:
+    began, first = time.perf_counter(), 0
+    while True:
+        with mutant.planted():
+            seed, found = next(((seed, found) for seed in range(first, most) if (found := _wrong(seed))), (most, ""))
+        if not found or not _wrong(seed):
+            return Caught(mutant, seed + 1 if found else None, found, time.perf_counter() - began)
+        first = seed + 1
+
+
+def _wrong(seed: int) -> str:
+    try:
+        simulation.run(seed)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def show(results: list[Caught]) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("planted", "in", "histories", "seconds", "found as"):
+        table.add_column(heading, justify="right" if heading in ("histories", "seconds") else "left", overflow="fold")
+    for result in results:
+        where = f"{result.mutant.owner.__name__}.{result.mutant.name}"
+        table.add_row(result.mutant.what, where, str(result.histories or "NOT FOUND"), f"{result.seconds:.2f}", result.found[:90])
+    Console(width=200).print(table)
+
+
+def main() -> int:
+    simulation.silence()
+    names = sys.argv[1:]
+    results = [caught(mutant) for mutant in MUTANTS if not names or mutant.what in names]
+    show(results)
+    return sum(result.histories is None for result in results) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,388 @@
+"""The world of a simulation: the clock, the calls that can fail, what is spawned and what arrives; and the checks that go with the time.
+
+What it counts as `seen` is what came up in a history. A Violation is raised where an invariant does not hold: READY where nothing moves
+(I10), no end though faults have stopped (I8), pages that are neither free nor owned (I6), two engines at once, an end behind an end.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any
+
+from server import protocol
+from server.http.stream_buffer import StreamStore
+from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, MAX_DEATHS, MAX_QUARANTINES
+from server.supervision.supervisor import LIVE, State, Supervisor
+from tests.simulation import model as simulation_model
+from tests.simulation.checks import check_ends, check_idle, check_outcome
+from tests.simulation.engine import KILLED, Crashed, Died, Hung, Script, SimulatedEngine, SimulatedGrammars
+from tests.simulation.front import Choice, Request, Violation
+from tests.simulation.model import PagedHash
+from tests.simulation.plan import END_RATE, PATIENCE, Call, Scenario
+from tests.support import hash_model
+
+SLACK_SECONDS = 4.0
+"""For messages on the way, and the clock's ticks."""
+FINAL = (State.STOPPED, State.REFUSED, State.GAVE_UP)
+Callback = Callable[[Any], None]
+
+
+@dataclass(slots=True)
+class FailNth:
+    """The call, of all that the simulation counts, that fails; and how."""
+
+    number: int = 0
+    how: str = "kill"
+    """kill, crash, hang or memory"""
+    struck: str = ""
+    """What it was."""
+
+
+class World:
+    """One history from its first request to an idle server."""
+
+    def __init__(self, scenario: Scenario, windows: bool = False, fail_nth: FailNth | None = None, record: bool = False) -> None:
+        self.scenario = scenario
+        self.random = scenario.random
+        self.windows = windows
+        self.drift = scenario.drift
+        self.record = record
+        self.history: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.now = 0.0
+        self.num_calls = 0
+        self.num_steps = 0
+        self.harmed = False
+        """Whether the pipe or the clock has done what they should not."""
+        self.healed = False
+        self.num_event_bytes = 0
+        self.state = State.STARTING
+        self.engines: list[SimulatedEngine] = []
+        self.choices: dict[int, Choice] = {}
+        self.requests: list[Request] = []
+        self.unsettled = 0
+        self.to_come = len(scenario.calls)
+        self.deaths_in_row = 0
+        self.stopped = False
+        self.grammars = SimulatedGrammars(Path(), [])
+        self.grammars.seen = self.seen
+        self.store = StreamStore(scenario.retention, lambda: f"s{len(self.requests)}")
+        self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, PATIENCE)
+        self._fail_nth = fail_nth or FailNth()
+        self._heap: list[tuple[float, int, Callback, Any]] = []
+        self._ticket = 0
+        self._last_news = 0.0
+        self._steps_left = 0
+        self._unmoved = 0.0
+        self._moved = (0, 0)
+
+    # --- what the engine and the front ask of it
+
+    def at(self, time: float, callback: Callback, argument: Any = None) -> None:
+        """Calls back at a time to come; in the order of asking where that is the same."""
+        self._ticket += 1
+        heappush(self._heap, (time, self._ticket, callback, argument))
+
+    def note(self, text: str) -> None:
+        if self.record:
+            self.history.append(f"{self.now:8.3f}  {text}")
+
+    def harm(self, what: str) -> None:
+        """Something that no pipe does; what follows has more excuses."""
+        self.harmed = True
+        self.seen[what] += 1
+        self.note(what)
+
+    def delay(self) -> float:
+        return self.scenario.lag * self.random() ** 2
+
+    def step_seconds(self) -> float:
+        return self.scenario.step_seconds * (0.5 + self.random())
+
+    def new_model(self) -> Any:
+        scenario = self.scenario
+        if not self.windows:
+            return PagedHash(scenario.layout.page_size, END_RATE, self._states)
+        self.seen["path: layers with windows"] += 1
+        return hash_model.HashModel(scenario.layout, END_RATE)
+
+    def next_token(self, tokens: list[int], seed: int) -> int:
+        """What the model gives behind these."""
+        give = hash_model.next_token if self.windows else simulation_model.next_token
+        return give(tokens, seed, END_RATE, True)
+
+    def _states(self, id: int) -> list[int]:
+        return self.choices[id].states
+
+    def heard(self) -> None:
+        """Something has reached a request."""
+        self._last_news = self.now
+
+    def call(self, kind: str, engine: SimulatedEngine | None = None) -> None:
+        """One of the calls that can fail; fails it if it is its turn."""
+        self.num_calls += 1
+        if self.num_calls != self._fail_nth.number:
+            return
+        how = self._fail_nth.how
+        self._fail_nth.struck = kind
+        self.note(f"call {self.num_calls}, {kind}, fails: {how}")
+        if kind == "spawn":
+            self.harmed = True
+            raise OSError(11, "simulated")
+        if engine is None:
+            self.engines[-1].die(1)  # The pipe is broken.
+        elif how == "memory" and kind == "run":
+            raise MemoryError("simulated")
+        else:
+            raise {"kill": Died, "hang": Hung}.get(how, Crashed)("the call that fails")
+
+    def stepped(self, engine: SimulatedEngine) -> None:
+        """The engine has done something: its pages are accounted for."""
+        self.num_steps += 1
+        scheduler = engine.core.scheduler
+        allocator = scheduler.allocator
+        problems = scheduler.integrity()
+        if problems or allocator.num_available + allocator.num_owned != self.scenario.pages:
+            raise Violation(f"pages: {problems}")
+        if self.healed:
+            self._steps_left -= 1
+            if self._steps_left < 0:
+                raise Violation("the engine works for longer than all there is can take")
+
+    def note_end(self, engine: SimulatedEngine) -> None:
+        """What came up in the life of an engine that dies at this moment."""
+        scheduler = engine.core.scheduler
+        if scheduler.num_preemptions:
+            self.seen["path: preempted"] += scheduler.num_preemptions
+        if scheduler.num_hit_tokens:
+            self.seen["path: pages shared"] += 1
+        self.seen["path: two steps in flight"] += engine.delayed.most_in_flight > 1
+        if scheduler.num_drafted_tokens:
+            self.seen["path: a guess came true"] += scheduler.num_accepted_tokens > 0
+            self.seen["path: a guess was wrong"] += scheduler.num_accepted_tokens < scheduler.num_drafted_tokens
+        waiting = {id for id, sequence in scheduler.waiting.items() if not sequence.started}
+        # Those too that have ended there, until that is known here.
+        began = sorted(
+            id for id in engine.began - waiting if id in scheduler.running or id in scheduler.waiting or id not in engine.recalled
+        )
+        self.note(f"engine {engine.number} dies; it runs {began}")
+
+    def sent(self, message: protocol.ToEngine, engine: SimulatedEngine) -> None:
+        """What the supervisor tells an engine: which of its ways it went."""
+        if isinstance(message, protocol.Submit):
+            if self.supervisor._trial is not None:
+                self.seen["path: a suspect alone"] += 1
+            if message.id in engine.recalled:
+                self.seen["path: recalled, and sent again"] += 1
+                engine.recalled.remove(message.id)
+            if message.output:
+                self.seen["path: replayed behind its tokens"] += 1
+        elif isinstance(message, protocol.Cancel):
+            self.recall(message.id, engine)
+
+    def recall(self, id: int, engine: SimulatedEngine) -> None:
+        engine.recalled.add(id)
+        engine.announced.discard(id)
+        self.choices[id].recalled = True
+
+    def condemned(self) -> None:
+        """The supervisor kills its engine."""
+        self.seen["path: condemned, it " + " ".join(self.supervisor._condemned.split()[:3])] += 1
+
+    def mourn(self, engine: SimulatedEngine) -> None:
+        """The supervisor is about to learn that an engine is dead."""
+        had = [self.choices[id] for id in engine.given - engine.recalled if not self.choices[id].over]
+        for choice in had:
+            if choice.id in engine.announced or self.supervisor._careful or self.supervisor._trial:
+                choice.deaths.append(len(had))
+        if self.supervisor.state in LIVE:
+            self._die_in_row()
+
+    def _die_in_row(self) -> None:
+        self.deaths_in_row += 1
+        self._last_news = self.now
+        if self.deaths_in_row > MAX_DEATHS + 2 * MAX_QUARANTINES + len(self.choices):
+            raise Violation(f"{self.deaths_in_row} deaths without a token, and no end")
+
+    # --- what the supervisor is given
+
+    def _spawn(self, on_message: Callable[[Any], None], on_exit: Callable[[int], None]) -> SimulatedEngine:
+        if self.engines and not self.engines[-1].dead:
+            raise Violation("two engines live")
+        try:
+            self.call("spawn")
+            if not self.healed and self.scenario.spawn_fails(len(self.engines)):
+                raise OSError(11, "simulated")
+        except OSError:
+            self.seen["spawn: failed"] += 1
+            self._die_in_row()
+            raise
+        script = Script() if self.healed else self.scenario.script(len(self.engines))
+        self.engines.append(SimulatedEngine(self, script, on_message, on_exit))
+        self.note(f"engine {len(self.engines) - 1} is spawned: {script}")
+        if script.load_end != "ready":
+            self.seen[f"load: {script.load_end}"] += 1
+        elif script.load_seconds > 3.0:
+            self.seen["load: slow"] += 1
+        return self.engines[-1]
+
+    def _on_state(self, state: State) -> None:
+        self.note(f"state {state.value} {self.supervisor.reason}")
+        if self.state in FINAL:
+            raise Violation(f"{state} behind {self.state}, which is final")
+        if state is State.GAVE_UP:
+            if self.deaths_in_row < MAX_DEATHS and self.supervisor.deaths.num_quarantined < MAX_QUARANTINES:
+                raise Violation(f"given up after {self.deaths_in_row} deaths")
+            self.seen["path: given up"] += 1
+        self._last_news = self.now
+        self.state = state
+
+    def _on_news(self, news: protocol.Tokens | protocol.Started) -> None:
+        if type(news) is protocol.Tokens and news.gauges.pages_used > self.scenario.pages:
+            raise Violation(f"{news.gauges.pages_used} pages are used, of {self.scenario.pages}")
+
+    # --- the clock
+
+    def _tick(self, _: object) -> None:
+        supervisor, elapsed = self.supervisor, self.scenario.tick_seconds
+        if "jump" in self.scenario.kinds and not self.healed and self.random() < 0.15:
+            self.harm("clock: a jump")
+            elapsed = 1.5 * PATIENCE.stall * self.random() ** 2
+        lost = supervisor.lost
+        supervisor.tick(elapsed)
+        self.store.sweep(self.now)
+        if supervisor.lost:
+            self.seen["path: lost"] += not lost
+            if supervisor.open:
+                raise Violation(f"the engine has been away for long, and {len(supervisor.open)} sequences still wait for it")
+        self._check_progress(elapsed)
+        self.at(self.now + self.scenario.tick_seconds, self._tick)
+
+    def _check_progress(self, elapsed: float) -> None:
+        """Where there is work and nothing moves, the state says so in time (I10); and when faults are over, something moves (I8)."""
+        supervisor = self.supervisor
+        if supervisor.state is State.READY and supervisor.open:
+            engine = self.engines[-1]
+            moved = engine.number, engine.runner.progress
+            self._unmoved = 0.0 if moved != self._moved else self._unmoved + elapsed
+            self._moved = moved
+            if self._unmoved >= PATIENCE.stall + SLACK_SECONDS:
+                raise Violation(f"READY with {len(supervisor.open)} open, and nothing has moved for {self._unmoved:.1f} s")
+        else:
+            self._unmoved = 0.0
+        if self.healed and self.unsettled and self.now - self._last_news > PATIENCE.start + MAX_BACKOFF_SECONDS + SLACK_SECONDS:
+            raise Violation(f"{self.unsettled} requests are open, and nothing has come for {self.now - self._last_news:.1f} s")
+
+    # --- the scenario
+
+    def _arrive(self, call: Call) -> None:
+        self.to_come -= 1
+        if self.supervisor.lost:
+            self.seen["path: refused while lost"] += 1
+            return
+        request = Request(self, call.choices, call.resumable)
+        request.submit()
+        self.note(f"a request: sequences {[choice.id for choice in call.choices]}, prompt {call.choices[0].prompt}")
+        if call.resumable:
+            request.follow()
+        for delay, what, argument in call.doings:
+            self.at(self.now + delay, getattr(request, what), argument)
+
+    def _break(self, _: object) -> None:
+        """A fault from outside, at this moment."""
+        if self.healed:
+            return
+        kinds = self.scenario.kinds
+        engine = self.engines[-1] if self.engines else None
+        if "stop" in kinds and not self.stopped:
+            self.stop()
+        elif engine is not None and not engine.dead and ("kill" in kinds or "kill twice" in kinds):
+            self.seen["killed: while loading" if not engine.loaded else "killed: between two operations"] += 1
+            engine.die(KILLED)
+            if "kill twice" in kinds:
+                self.seen["killed: twice"] += 1
+                self.at(self.now + 1.5 * self.random(), self._kill)
+
+    def _kill(self, _: object) -> None:
+        if not self.healed:
+            self.engines[-1].die(KILLED)
+
+    def stop(self) -> None:
+        """SIGTERM, at its end: an engine that does not leave is killed."""
+        self.stopped = True
+        self.seen["path: stopped"] += 1
+        self.supervisor.stop()
+        self.supervisor.stop()
+        self.at(self.now + 5.0, lambda _: self.engines[-1].die(KILLED))
+
+    def _heal(self, _: object = None) -> None:
+        """No new faults; what is there must end in so many steps."""
+        if self.healed:
+            return
+        self.healed = True
+        self.note("no more faults")
+        self._last_news = self.now
+        for engine in self.engines[-1:]:
+            if not engine.hung:
+                engine.script = Script(load_end=engine.script.load_end)
+        most = sum(len(choice.prompt) + choice.max_new + 4 for call in self.scenario.calls for choice in call.choices)
+        self._steps_left = 50 + most * (MAX_DEATHS + 2 * MAX_QUARANTINES + 2 * self.num_choices)
+
+    @property
+    def short_of_memory(self) -> bool:
+        """Whether the events of all streams have ever been too many to keep."""
+        return self.num_event_bytes > self.scenario.retention.total_bytes
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether one call is to fail."""
+        return self._fail_nth.number > 0
+
+    @property
+    def struck(self) -> str:
+        """Which call was made to fail."""
+        return self._fail_nth.struck
+
+    @property
+    def may_lack_memory(self) -> bool:
+        """Whether a single token may not have fitted into memory."""
+        return self._fail_nth.how == "memory"
+
+    @property
+    def num_choices(self) -> int:
+        return sum(len(call.choices) for call in self.scenario.calls)
+
+    def describe(self) -> list[str]:
+        """The scenario, in words."""
+        scenario = self.scenario
+        lines = [f"faults: {sorted(scenario.kinds)}; {scenario.pages} pages of {scenario.layout.page_size}; drift {scenario.drift}"]
+        for call in scenario.calls:
+            lines.append(f"at {call.time:.3f}, resumable {call.resumable}, then {call.doings}:")
+            for choice in call.choices:
+                asked = f"{len(choice.prompt)} + {choice.max_new} tokens, stops {set(choice.stops)}, grammar {choice.grammar!r}"
+                lines.append(f"    {asked}, fault {choice.fault!r} at {choice.fails_at}, scores {choice.scores}")
+        return lines
+
+    def run(self) -> None:
+        """The history to its end."""
+        scenario, heap = self.scenario, self._heap
+        for call in scenario.calls:
+            self.at(call.time, self._arrive, call)
+        for time in scenario.faults_at:
+            self.at(time, self._break)
+        self.at(max(scenario.heals_at, max(call.time for call in scenario.calls) + 2.0), self._heal)
+        self.at(scenario.tick_seconds, self._tick)
+        try:
+            self.supervisor.start()
+        except OSError:
+            return  # The server does not start at all.
+        while self.unsettled or self.to_come:
+            self.now, _, callback, argument = heappop(heap)
+            callback(argument)
+        self._heal()
+        check_idle(self, heap)
+        for request in self.requests:
+            check_outcome(self, request)
+        check_ends(self)

@@ -1,0 +1,327 @@
+"""The conditions that an answer must not depend on, each as a pass over the same requests on an engine in this process.
+
+A trace is all that the engine said of a request, floats by their bits; the reference is each request alone in a scheduler of its own.
+Companions are the other requests, in a random order and at random steps, so that a pass costs little more than the reference. It knows
+neither HTTP nor how anything is computed.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import count
+from math import exp, log
+from typing import Any
+
+import torch
+
+from cache.table import PageTable
+from model.runner.runner import ModelRunner
+from model.step import Drawn, Sampling
+from server.engine.core import EngineCore
+from server.engine.scheduler import Advance, Limits, PromptScored, Scheduler
+
+BATCHES = 2, 7, 32, 64
+BUDGETS = 16, 64, 512
+MOST_PROMPT, MOST_OUTPUT = 2000, 24
+STEP_TOKENS = 512
+"""Of every pass that is not about them; the server's default."""
+FEW = 4
+"""Requests at once where company is not what the pass is about."""
+THIEVING = 0.1
+"""Chance that a step finds the free pages taken, or given back where they were."""
+SCRAMBLED = 1
+"""Tokens of a primer behind what it shares with its request."""
+
+Trace = list[tuple[Any, ...]]
+"""("scored", token, logprob, rank, top) for each prompt token that is scored, then ("drawn", token, logprob, finish, top) for each of the
+output; ("failed", reason) in the place of a token that could not be drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request."""
+
+    prompt: list[int]
+    tokens: int
+    sampling: Sampling
+    num_top: int = 0
+    scored: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a pass brought: traces by the numbers of their cases, and whether what it is about took place."""
+
+    name: str
+    traces: dict[int, Trace] = field(default_factory=dict)
+    occurred: bool = True
+    evidence: str = ""
+    preempted: set[int] = field(default_factory=set)
+    """Cases that had to give up their pages and were computed again."""
+
+
+# --- requests
+
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 40},
+    {"temperature": 0.0},
+    {"temperature": 1.2, "typical_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": -0.2, "repetition_penalty": 0.9},
+    {"temperature": 1.1, "top_k": 100, "top_p": 0.8, "typical_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
+)
+
+
+def make_cases(number_of_cases: int, vocab_size: int, context: int, seed: int) -> list[Case]:
+    """Requests greedy and drawn, some with alternatives, some with their prompts scored; lengths log-uniform from 1 to all that fits. Every
+    other prompt repeats itself, so that there is something to guess from.
+    """
+    rng = random.Random(seed)
+    longest = min(MOST_PROMPT, context - MOST_OUTPUT)
+    cases = []
+    for number in range(number_of_cases):
+        length = {0: 1, 1: longest}.get(number, int(exp(rng.uniform(0, log(longest + 1)))))
+        words = rng.choices(range(vocab_size), k=length if number % 2 else rng.randint(2, 12))
+        sampling = Sampling(**SAMPLINGS[number % len(SAMPLINGS)], seed=rng.getrandbits(32))
+        prompt = (words * length)[:length]
+        num_top = 5 if number % 3 == 0 else 0
+        cases.append(Case(prompt, rng.randint(1, MOST_OUTPUT), sampling, num_top, scored=number % 7 == 3))
+    return cases
+
+
+# --- the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded runner, of which every pass makes an engine of its own: pages keep what earlier passes left in them."""
+
+    runner: ModelRunner
+    context: int
+
+    def core(self, max_running: int, step_tokens: int = STEP_TOKENS, pages: int | None = None, speculate: bool = False) -> EngineCore:
+        pool = self.runner.pool
+        limits = Limits(pages or pool.num_pages, pool.layout, self.context, max_running, max(step_tokens, max_running))
+        more = [_drafter_for] if speculate else []
+        return EngineCore(Scheduler(limits, *more), self.runner)
+
+
+def can_speculate() -> bool:
+    """Whether the engine knows how to."""
+    return find_spec("server.engine.drafts") is not None
+
+
+def _drafter_for(sequence: Any) -> Any:
+    return import_module("server.engine.drafts").Drafter(sequence.prompt)
+
+
+def submit(core: EngineCore, id: int, case: Case, salt: str = "") -> None:
+    scheduler, wishes = core.scheduler, {"num_top": case.num_top, "score_prompt": case.scored}
+    scheduler.submit(id, case.prompt, case.tokens, case.sampling, salt=salt, **wishes)
+
+
+def step(core: EngineCore, traces: dict[int, Trace]) -> list[int]:
+    """One step of the engine; the requests that it ended."""
+    ended = []
+    for event in core.step():
+        trace = traces.setdefault(event.id, [])
+        if isinstance(event, PromptScored):
+            trace += [("scored", score.token, score.logprob.hex(), score.rank, _bits(score.top)) for score in event.scores]
+        elif isinstance(event, Advance) and isinstance(event.drawn, Drawn):
+            drawn = event.drawn
+            trace.append(("drawn", drawn.token, drawn.logprob.hex(), event.finish, _bits(drawn.top)))
+            ended += [] if event.finish is None else [event.id]
+        else:
+            trace.append(("failed", event.drawn.reason))
+            ended.append(event.id)
+    core.scheduler.take_started()
+    return ended
+
+
+def _bits(top: Sequence[tuple[int, float]]) -> tuple[tuple[int, str], ...]:
+    return tuple((token, logprob.hex()) for token, logprob in top)
+
+
+def finish(core: EngineCore, id: int, case: Case, salt: str = "") -> Trace:
+    """A case by itself in an engine that has nothing else to do."""
+    traces: dict[int, Trace] = {}
+    submit(core, id, case, salt)
+    while core.scheduler.has_work:
+        step(core, traces)
+    return traces[id]
+
+
+# --- passes
+
+
+Ended = Callable[[int], None]
+"""Is told how many more requests have ended."""
+
+
+def alone(engine: Engine, cases: list[Case], ended: Ended, name: str = "alone") -> list[Outcome]:
+    """The reference: every case in a scheduler that has seen nothing."""
+    outcome = Outcome(name)
+    for number, case in enumerate(cases):
+        outcome.traces[number] = finish(engine.core(1), number, case)
+        ended(1)
+    return [outcome]
+
+
+def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most: int, thief: bool = False) -> Outcome:
+    """All cases in a random order: at random steps new ones come, while fewer than `most` are open. A thief has all free pages at times."""
+    rng, outcome, scheduler = random.Random(name), Outcome(name), core.scheduler
+    coming = rng.sample(range(len(cases)), len(cases))
+    num_most, stolen = 0, PageTable(core.scheduler.allocator, core.scheduler.limits.layout)
+    while coming or scheduler.has_work:
+        num_open = len(scheduler.running) + len(scheduler.waiting)
+        while coming and num_open < most and (num_open == 0 or rng.random() < most / (most + 2)):
+            number = coming.pop()
+            submit(core, number, cases[number])
+            num_open += 1
+        if thief and rng.random() < THIEVING:
+            _steal_or_give_back(core, stolen)
+        gone = step(core, outcome.traces)
+        num_most = max(num_most, len(scheduler.running) + len(gone))
+        outcome.preempted |= {id for id, sequence in scheduler.waiting.items() if sequence.started}
+        ended(len(gone))
+    stolen.release()
+    problems = scheduler.integrity()
+    if problems:
+        raise SystemExit(f"{name}: {problems[0]}")
+    outcome.occurred, outcome.evidence = 2 * num_most >= min(most, len(cases)), f"up to {num_most} at once"
+    return outcome
+
+
+def _steal_or_give_back(core: EngineCore, stolen: PageTable) -> None:
+    layout, num_free = core.scheduler.limits.layout, core.scheduler.allocator.num_available
+    if stolen.owned:
+        stolen.release()
+    elif num_free >= layout.pages_per_step:
+        tokens = num_free // layout.pages_per_step * layout.page_size
+        stolen.grow(tokens, tokens)
+
+
+def batches(engine: Engine, cases: list[Case], ended: Ended, size: int) -> list[Outcome]:
+    return [together(engine.core(size), cases, ended, f"batches of {size}", size)]
+
+
+def budgets(engine: Engine, cases: list[Case], ended: Ended, step_tokens: int | None) -> list[Outcome]:
+    """Chunks of prompts: a budget of None computes every prompt in one step."""
+    core = engine.core(FEW, step_tokens or FEW * engine.context)
+    return [together(core, cases, ended, f"steps of {step_tokens or 'any number of'} tokens", FEW)]
+
+
+def prefixes(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
+    """One scheduler that keeps what it can: each case behind others' salt, behind one that begins as it does, and behind itself."""
+    rng, core = random.Random("prefixes"), engine.core(1)
+    names = "prefix missed", "prefix hit in part", "prefix hit"
+    outcomes = [Outcome(name, occurred=False) for name in names]
+    hits, scheduler = [0, 0, 0], core.scheduler
+    for number, case in enumerate(cases):
+        primer = case.prompt[: rng.randint(1, len(case.prompt))] + [0] * SCRAMBLED
+        for place, outcome in enumerate(outcomes):
+            if place == 1:
+                finish(core, 4 * number + 3, Case(primer, 1, Sampling(temperature=0.0)))
+            before = scheduler.num_hit_tokens
+            outcome.traces[number] = finish(core, 4 * number + place, case, salt="another's" if place == 0 else "")
+            hits[place] += scheduler.num_hit_tokens - before
+        ended(1)
+    for place, outcome in enumerate(outcomes):
+        outcome.occurred, outcome.evidence = (hits[place] == 0) == (place == 0), f"{hits[place]} tokens hit"
+    return outcomes
+
+
+def preemptions(engine: Engine, cases: list[Case], ended: Ended, most: int = 16) -> list[Outcome]:
+    """A pool that just holds the longest case, and at times less: whoever grows then takes the pages of the last in order."""
+    layout, step_tokens = engine.runner.pool.layout, 2 * most
+    longest = max(len(case.prompt) + case.tokens for case in cases)
+    pages = next(pages for pages in count(1) if layout.most_tokens(pages, step_tokens, engine.context) >= longest)
+    core = engine.core(most, step_tokens, pages)
+    outcome = together(core, cases, ended, "preempted", most, thief=True)
+    outcome.occurred = bool(outcome.preempted)
+    outcome.evidence = f"{len(outcome.preempted)} preempted, {core.scheduler.num_preemptions} preemptions"
+    return [outcome]
+
+
+def threads(engine: Engine, cases: list[Case], ended: Ended, number: int, size: int) -> list[Outcome]:
+    with torch_threads(number):
+        name = f"{number} threads, {'alone' if size == 1 else f'batches of {size}'}"
+        return alone(engine, cases, ended, name) if size == 1 else [together(engine.core(size), cases, ended, name, size)]
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def speculation(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
+    """Guesses from a sequence's own text, checked together."""
+    core = engine.core(FEW, speculate=True)
+    outcome = together(core, cases, ended, "speculation", FEW)
+    scheduler: Any = core.scheduler
+    outcome.occurred = scheduler.num_accepted_tokens > 0
+    outcome.evidence = f"{scheduler.num_accepted_tokens} of {scheduler.num_drafted_tokens} guesses came true"
+    return [outcome]
+
+
+Pass = Callable[[Engine, list[Case], Ended], list[Outcome]]
+
+
+def passes() -> dict[str, Pass]:
+    """Every pass but the reference, by name."""
+    found: dict[str, Pass] = {}
+    for size in BATCHES:
+        found[f"batch{size}"] = lambda *rest, size=size: batches(*rest, size)
+    for budget in (*BUDGETS, None):
+        found[f"steps{budget or ''}"] = lambda *rest, budget=budget: budgets(*rest, budget)
+    found |= {"prefix": prefixes, "preemption": preemptions}
+    for size in (1, 7):
+        found[f"threads2x{size}"] = lambda *rest, size=size: threads(*rest, 2, size)
+    return found | ({"speculation": speculation} if can_speculate() else {})
+
+
+# --- differences
+
+
+def difference(expected: Trace, actual: Trace) -> str | None:
+    """Where a trace first differs from the reference's, in words."""
+    for place, (right, wrong) in enumerate(zip(expected, actual, strict=False)):
+        if right != wrong:
+            return f"item {place} of {len(expected)} is {wrong} instead of {right}"
+    return None if len(expected) == len(actual) else f"{len(actual)} items instead of {len(expected)}"
+
+
+def compare(reference: dict[int, Trace], outcome: Outcome, cases: list[Case]) -> dict[str, Any]:
+    """Figures of a pass: how much was compared, how much differs, and what differs first."""
+    differences = []
+    for number, expected in reference.items():
+        words = difference(expected, outcome.traces.get(number, []))
+        if words is not None:
+            differences.append(f"request {number} ({_described(cases[number])}): {words}")
+    return {
+        "condition": outcome.name,
+        "requests": len(reference),
+        "tokens": sum(len(trace) for trace in reference.values()),
+        "differ": len(differences),
+        "first_difference": differences[0] if differences else None,
+        "occurred": outcome.occurred,
+        "evidence": outcome.evidence,
+    }
+
+
+def _described(case: Case) -> str:
+    scored = ", scored" if case.scored else ""
+    return f"{len(case.prompt)} + {case.tokens} tokens, temperature {case.sampling.temperature:g}{scored}"

@@ -1,0 +1,224 @@
+"""An engine without a process, behind the Supervisor's `spawn`; and the production application over it.
+
+Its next token is hash_model's, so `answer` knows what every request must get, however often the engine died on the way. It says what
+it has to say in callbacks given to `defer`: the event loop's next round by default, a queue of the test's own where there is no loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.types import ASGIApp
+
+from server import protocol
+from server.config import ServerSection
+from server.generation.admission import Bounds, Generation
+from server.http.app import create_app
+from server.http.model_names import ModelNames
+from server.http.stream_buffer import Retention, StreamStore
+from server.metrics import Metrics
+from server.supervision.supervisor import State, Supervisor
+from server.text.codec import TextCodec
+from tests.support.hash_model import next_token, oracle
+
+READY = protocol.Ready(
+    model_type="hash",
+    dtype="float32",
+    device="cpu",
+    vocab_size=257,
+    max_context=64,
+    end_token_ids=[0],
+    num_parameters=0,
+    page_size=8,
+    num_pages=32,
+    kv_dtype="float32",
+    kv_bytes_per_token=64,
+    capacity=64,
+    quantization="none",
+    weight_bytes=0,
+    page_bytes=512,
+    kernels="torch",
+    deterministic=False,
+    multi_head_bytes_per_token=256,
+    sequences=[(32, 8), (64, 4)],
+)
+KILLED = -9
+NAMES = ModelNames(("tiny",))
+
+Defer = Callable[[Callable[[], None]], object]
+
+
+def on_the_loop(callback: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(callback)
+
+
+class FakeEngine:
+    """Gives a Supervisor one engine after the other (`spawn`) and remembers what they were sent.
+
+    `deaths` scripts their ends: the n-th engine is killed once it has said that many tokens (0: before its first step with work);
+    engines beyond the list live on. `refuse_loading` makes every engine say Refused instead of Ready.
+    """
+
+    def __init__(
+        self,
+        ready: protocol.Ready = READY,
+        end_rate: float = 0.0,
+        deaths: Sequence[int] = (),
+        refuse_loading: str | None = None,
+        defer: Defer = on_the_loop,
+    ) -> None:
+        self.ready = ready
+        self.end_rate = end_rate
+        self.deaths = deaths
+        self.refuse_loading = refuse_loading
+        self.defer = defer
+        self.lives: list[Life] = []
+        self.submits: list[protocol.Submit] = []
+        self.cancels: list[int] = []
+
+    def spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> "Life":
+        """A new engine, as Supervisor wants it: nothing is said before this has returned."""
+        number = len(self.lives)
+        lifetime = self.deaths[number] if number < len(self.deaths) else None
+        self.lives.append(Life(self, lifetime, on_message, on_exit))
+        return self.lives[-1]
+
+    def answer(self, submit: protocol.Submit) -> list[int]:
+        """All tokens that a submission must be answered with, those that it came with among them."""
+        stops = frozenset(submit.stop_token_ids)
+        return oracle(submit.prompt, submit.max_new_tokens, submit.min_new_tokens, stops, _seed(submit), self.end_rate)
+
+    @property
+    def open(self) -> int:
+        """Sequences that the engine of the moment is working on."""
+        return len(self.lives[-1].open) if self.lives else 0
+
+
+class Life:
+    """One engine from its Ready to its exit: one token for every open sequence in each step."""
+
+    def __init__(
+        self,
+        engine: FakeEngine,
+        lifetime: int | None,
+        on_message: Callable[[protocol.FromEngine], None],
+        on_exit: Callable[[int], None],
+    ) -> None:
+        self.engine = engine
+        self.lifetime = lifetime
+        self.open: dict[int, protocol.Submit] = {}
+        self.ended = False
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._stepping = False
+        self._num_said = 0
+        self._started: list[int] = []
+        refusal = engine.refuse_loading
+        engine.defer(lambda: self._say(engine.ready if refusal is None else protocol.Refused(refusal)))
+
+    def send(self, message: protocol.ToEngine) -> None:
+        """What EngineProcess.send does, at once. To a dead engine it goes nowhere."""
+        if self.ended:
+            return
+        message = protocol.decode_to_engine(protocol.encode(message))  # What cannot cross the pipe must fail here too.
+        if isinstance(message, protocol.Submit):
+            self.engine.submits.append(message)
+            self.open[message.id] = message
+            if message.score_prompt:
+                scores = [protocol.Score(token, -1.0, 1, [(token, -1.0)] * message.num_top) for token in message.prompt[1:]]
+                self.engine.defer(lambda: self._say(protocol.Scores(message.id, 1, scores)))
+            self._started.append(message.id)
+            self._step_soon()
+        elif isinstance(message, protocol.Cancel):
+            self.engine.cancels.append(message.id)
+            self.open.pop(message.id, None)
+        elif isinstance(message, protocol.Shutdown):
+            self._exit(0)
+
+    def kill(self) -> None:
+        self._exit(KILLED)
+
+    def _exit(self, status: int) -> None:
+        if not self.ended:
+            self.ended = True
+            self.engine.defer(lambda: self._on_exit(status))
+
+    def _say(self, message: protocol.FromEngine) -> None:
+        if not self.ended:
+            self._on_message(protocol.decode_from_engine(protocol.encode(message)))
+
+    def _step_soon(self) -> None:
+        if not self._stepping:
+            self._stepping = True
+            self.engine.defer(self._step)
+
+    def _step(self) -> None:
+        self._stepping = False
+        if self.ended or not self.open:
+            return
+        tokens: list[protocol.Token] = []
+        for id, submit in list(self.open.items()):
+            if self._num_said == self.lifetime:
+                break
+            tokens.append(self._next(id, submit))
+            self._num_said += 1
+        started, self._started = self._started, []
+        if started:
+            self._say(protocol.Started(started, [0] * len(started)))
+        if tokens:
+            gauges = protocol.Gauges(len(self.open), 0, len(self.open), 0, 1e-3)
+            self._say(protocol.Tokens(tokens, gauges))
+        if self._num_said == self.lifetime:
+            self.kill()
+        else:
+            self._step_soon()
+
+    def _next(self, id: int, submit: protocol.Submit) -> protocol.Token:
+        index = len(submit.output)
+        may_end = index >= submit.min_new_tokens or 0 not in submit.stop_token_ids
+        token = next_token(submit.prompt + submit.output, _seed(submit), self.engine.end_rate, may_end)
+        submit.output.append(token)
+        finish = "eos_token" if token in submit.stop_token_ids else "length" if index + 1 == submit.max_new_tokens else None
+        if finish is not None:
+            del self.open[id]
+        return protocol.Token(id, index, token, -1.0, finish, [(token, -1.0)] * submit.num_top)
+
+
+def _seed(submit: protocol.Submit) -> int:
+    """Greedy answers do not hang on the seed, which the API draws for every request."""
+    return submit.sampling.seed if submit.sampling.temperature else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The application that `onehead serve` runs, over a fake engine."""
+
+    engine: FakeEngine
+    supervisor: Supervisor
+    generation: Generation
+    app: ASGIApp
+
+
+def serve(
+    tokenizer_folder: Path,
+    engine: FakeEngine | None = None,
+    section: ServerSection | None = None,
+    max_open: int = 64,
+    names: ModelNames = NAMES,
+) -> Served:
+    """Wires what server.serve wires, and starts the engine. It is ready once its deferred callbacks have run."""
+    engine, section = engine or FakeEngine(), section or ServerSection()
+    metrics = Metrics()
+
+    def on_state(state: State) -> None:
+        if state is State.READY:
+            metrics.loaded(engine.ready)
+        if state is State.STARTING:
+            metrics.engine_restarts.inc()
+
+    supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.heard(step))
+    generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, Bounds(max_open, max_running=max_open))
+    app = create_app(generation, section, names, "0", StreamStore(Retention()))
+    supervisor.start()
+    return Served(engine, supervisor, generation, app)

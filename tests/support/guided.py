@@ -1,0 +1,168 @@
+"""Requests with grammars through a real engine core over a model without weights: many together, and each alone."""
+
+import asyncio
+import hashlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.step import Drawn, NotDrawn, Row, Sampling
+from server import protocol
+from server.engine.core import EngineCore
+from server.engine.grammar import Grammars
+from server.engine.scheduler import Advance, Limits, Scheduler
+from server.engine.sequence import ConstraintFailed
+from server.errors import InvalidRequest
+from server.text.codec import TextCodec
+from server.text.grammar import GrammarCompiler, Source
+from tests.support.constraints import BOMBS, MIXED
+from tests.support.hash_model import HashModel, one_group
+
+RUNNING = 64
+
+
+def choose(mask: bytes, number: int) -> int:
+    """One of the allowed ids, each as likely as another for a number by chance."""
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+    return int(allowed[number % len(allowed)])
+
+
+class GuidedModel(HashModel):
+    """Draws by a hash of the tokens and the seed among those that the mask allows."""
+
+    def _draw(self, row: Row) -> list[Drawn]:
+        if row.sample is None:
+            return []
+        sample = row.sample
+        assert sample.mask is not None
+        digest = hashlib.blake2b(repr((sample.prompt, sample.output, sample.sampling.seed)).encode(), digest_size=8).digest()
+        token = choose(sample.mask, int.from_bytes(digest, "little"))
+        self._check(row, [*sample.prompt, *sample.output])
+        return [Drawn(token, -1.0)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    grammar: str
+    prompt: tuple[int, ...]
+    seed: int
+    most: int
+
+
+Outcome = tuple[list[int], str]
+"""What a request got: its tokens, and why it ended."""
+
+
+def compiled(codec: TextCodec) -> tuple[list[str], dict[str, str]]:
+    """The mixed grammars that the check lets through, and the messages of those that it refuses; the bombs unchecked."""
+    from llguidance import LLMatcher
+
+    compiler = GrammarCompiler(codec, 60.0)
+    refused: dict[str, str] = {}
+
+    async def one(kind: Any, value: Any) -> str:
+        try:
+            return await compiler.compile(Source(kind, value, "field"))
+        except InvalidRequest as error:
+            refused[str(value)] = error.message
+            return ""
+
+    async def all_of_them() -> list[str]:
+        return [grammar for kind, value in MIXED if (grammar := await one(kind, value))]
+
+    return asyncio.run(all_of_them()) + [LLMatcher.grammar_from_regex(bomb) for bomb in BOMBS], refused
+
+
+def requests(grammars: list[str], count: int, most: int, seed: int) -> list[Asked]:
+    """Requests over these grammars, each of them about as often; some are the same but for their seed."""
+    rng = random.Random(seed)
+    chosen = [grammars[i % len(grammars)] for i in range(count)]
+    rng.shuffle(chosen)
+    return [
+        Asked(grammar, tuple(rng.randrange(3, 64) for _ in range(rng.randint(1, 40))), rng.randrange(8), rng.randint(1, most))
+        for grammar in chosen
+    ]
+
+
+class Engine:
+    """A core with its scheduler, its model and its grammars; `crash` replaces it and replays what is open."""
+
+    def __init__(self, grammars: Grammars, ends: list[int], pages: int) -> None:
+        self.grammars, self.ends, self.pages = grammars, ends, pages
+        self.open: dict[int, Asked] = {}
+        self.outcomes: dict[int, Outcome] = {}
+        self._outputs: dict[int, list[int]] = {}
+        self.crash()
+
+    def crash(self) -> None:
+        layout = one_group(4)
+        self.scheduler = Scheduler(Limits(self.pages, layout, 4 * self.pages, RUNNING, RUNNING + 64))
+        self.core = EngineCore(self.scheduler, GuidedModel(layout))
+        for id, asked in list(self.open.items()):
+            self._submit(id, asked)
+
+    def submit(self, id: int, asked: Asked) -> None:
+        self.open[id], self._outputs[id] = asked, []
+        self._submit(id, asked)
+
+    def _submit(self, id: int, asked: Asked) -> None:
+        output, ends, prompt = self._outputs[id], frozenset(self.ends), list(asked.prompt)
+        message = protocol.Submit(id, prompt, output, asked.most, 0, self.ends, protocol.SamplingParams(), grammar=asked.grammar)
+        try:
+            constraint = self.grammars.constraint(message)
+        except ConstraintFailed as error:
+            self._end(id, str(error))
+            return
+        self.scheduler.submit(id, prompt, asked.most, Sampling(seed=asked.seed), list(output), 0, ends, constraint=constraint)
+
+    def step(self) -> None:
+        for event in self.core.step():
+            assert isinstance(event, Advance)
+            if isinstance(event.drawn, NotDrawn):
+                self._end(event.id, event.drawn.reason)
+                continue
+            assert event.index == len(self._outputs[event.id])
+            self._outputs[event.id].append(event.drawn.token)
+            if event.finish is not None:
+                self._end(event.id, event.finish)
+
+    def _end(self, id: int, reason: str) -> None:
+        del self.open[id]
+        self.outcomes[id] = self._outputs.pop(id), reason
+
+
+def alone(asked: Asked, grammars: Grammars, ends: list[int]) -> Outcome:
+    """What a request gets from an engine that has served nothing else."""
+    engine = Engine(grammars, ends, 4096)
+    engine.submit(0, asked)
+    while engine.open:
+        engine.step()
+    return engine.outcomes[0]
+
+
+def together(asked: list[Asked], grammars: Grammars, ends: list[int], seed: int, crashes: int = 0) -> list[Outcome]:
+    """What each gets from one engine, under arrivals by chance, a pool too small for all, and an engine that is replaced at times."""
+    rng, engine, num_submitted, steps = random.Random(seed), Engine(grammars, ends, 400), 0, 0
+    crash_at = {rng.randrange(10, 200) for _ in range(crashes)}
+    while num_submitted < len(asked) or engine.open:
+        while num_submitted < len(asked) and len(engine.open) < RUNNING and rng.random() < 0.7:
+            engine.submit(num_submitted, asked[num_submitted])
+            num_submitted += 1
+        if steps in crash_at:
+            engine.crash()
+        if engine.scheduler.has_work:
+            engine.step()
+        steps += 1
+    return [engine.outcomes[i] for i in range(len(asked))]
+
+
+def fresh(grammars: Grammars) -> Grammars:
+    """Grammars that have served nothing, over the tokenizer that others have read: of a large one that takes seconds."""
+    other = Grammars(Path(), [])
+    other.tokenizer = grammars.tokenizer
+    return other

@@ -1,0 +1,369 @@
+"""What the live benches share: real `onehead serve` processes, and a client that checks every event.
+
+A client here trusts nothing: an event that is out of order, of the wrong shape or behind the end is the answer's failure, in words.
+Invariant: an Answer without a failure came whole, with one end. It knows both dialects on the wire and nothing of how the server works.
+"""
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from commands.bench.bench import prompt_text
+from tests.support.processes import alive, children, served_port
+
+START_SECONDS = 120.0
+ANSWER_SECONDS = 180.0
+
+# --- one exchange over HTTP
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One server-sent event; comments alone have no data."""
+
+    data: str | None
+    id: str | None = None
+    kind: str | None = None
+
+
+def http_request(method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
+    """The bytes of a request on a connection of its own."""
+    data = b"" if body is None else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    if body is not None:
+        lines += ["content-type: application/json", f"content-length: {len(data)}"]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + data
+
+
+class Reply:
+    """Status and headers, then the body as it comes."""
+
+    def __init__(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter | None) -> None:
+        first, *lines = head.decode("latin-1").split("\r\n")
+        self.status = int(first.split(" ")[1])
+        self.headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        self._reader = reader
+        self._writer = writer
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body, without its framing."""
+        if self.headers.get("transfer-encoding") == "chunked":
+            while size := int((await self._reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+                yield (await self._reader.readexactly(size + 2))[:-2]
+        elif "content-length" in self.headers:
+            yield await self._reader.readexactly(int(self.headers["content-length"]))
+        else:
+            yield await self._reader.read()
+
+    async def body(self) -> bytes:
+        return b"".join([piece async for piece in self.pieces()])
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Parses strictly: a line that no event of ours has is a ValueError."""
+        tail = b""
+        async for piece in self.pieces():
+            *blocks, tail = (tail + piece).split(b"\n\n")
+            for block in blocks:
+                yield _event(block.decode())
+        if tail:
+            raise ValueError(f"the stream ends within an event: {tail[:80]!r}")
+
+    def cut(self) -> None:
+        """Closes the connection at once, whatever is on its way."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+
+def _event(block: str) -> Event:
+    fields: dict[str, str] = {}
+    for line in block.split("\n"):
+        if line.startswith(":"):
+            continue
+        name, colon, value = line.partition(": ")
+        if not colon or name not in ("id", "retry", "event", "data") or name in fields:
+            raise ValueError(f"not a line of an event: {line[:80]!r}")
+        fields[name] = value
+    return Event(fields.get("data"), fields.get("id"), fields.get("event"))
+
+
+@asynccontextmanager
+async def exchange(port: int, request: bytes, buffer: int | None = None) -> AsyncIterator[Reply]:
+    """Sends a request and reads the head of its reply. Raises OSError, EOFError or ValueError. `buffer` bounds what waits unread."""
+    if buffer is None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    else:
+        small = socket.socket()
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        small.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(small, ("127.0.0.1", port))
+        reader, writer = await asyncio.open_connection(sock=small, limit=buffer)
+    try:
+        writer.write(request)
+        yield Reply(await reader.readuntil(b"\r\n\r\n"), reader, writer)
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+# --- what is asked, and what comes
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of either dialect. Without a seed it is greedy, with one it samples at 0.8."""
+
+    dialect: str
+    prompt: str | list[int]
+    """Token ids in OpenAI's dialect only."""
+    tokens: int
+    seed: int | None = None
+    resumable: bool = False
+    stream: bool = True
+
+    @property
+    def path(self) -> str:
+        return "/generate" if self.dialect == "tgi" else "/v1/completions"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        extra: dict[str, Any] = {"resumable": True} if self.resumable else {}
+        sampling: dict[str, Any] = {} if self.seed is None else {"temperature": 0.8, "seed": self.seed}
+        if self.dialect == "tgi":
+            sampling |= {} if self.seed is None else {"do_sample": True}
+            parameters = {"max_new_tokens": self.tokens, "ignore_eos": True, "details": True, **sampling}
+            return {"inputs": self.prompt, "parameters": parameters, "stream": self.stream, **extra}
+        sampling = sampling or {"temperature": 0}
+        wanted = {"max_tokens": self.tokens, "ignore_eos": True, "return_token_ids": True, "stream": self.stream}
+        return {"prompt": self.prompt, **wanted, **sampling, **extra}
+
+    def request(self, headers: dict[str, str] | None = None) -> bytes:
+        return http_request("POST", self.path, self.body, headers)
+
+
+def asks(count: int, tokens: int, seed: int, prompt_tokens: tuple[int, int] = (4, 90)) -> list[Ask]:
+    """Requests of both dialects, half of them greedy; the same for the same seed."""
+    rng = random.Random(seed)
+    made = []
+    for number in range(count):
+        prompt = prompt_text(rng, rng.randint(*prompt_tokens))
+        dialect = "tgi" if number % 2 == 0 else "openai"
+        made.append(Ask(dialect, prompt, tokens, seed=None if number % 4 < 2 else 1000 + number))
+    return made
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """What came of one Ask. Times are of time.perf_counter."""
+
+    ask: Ask
+    sent: float = 0.0
+    end: float = 0.0
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    times: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    event_ids: list[str] = field(default_factory=list)
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    over: bool = False
+    finish: str | None = None
+    failure: str | None = None
+
+    def take(self, event: Event) -> None:
+        """One data event. Raises ValueError where it is not the next one."""
+        if event.id is not None:
+            self.event_ids.append(event.id)
+        if self.over:
+            raise ValueError(f"an event after the end: {event.data}")
+        if event.data == "[DONE]" and self.ask.dialect == "openai" and self.finish is not None:
+            self.over = True
+            return
+        data = json.loads(event.data or "")
+        if "error" in data:
+            raise ValueError(f"error event: {event.data}")
+        (self._take_tgi if self.ask.dialect == "tgi" else self._take_openai)(data)
+
+    def _take_tgi(self, data: dict[str, Any]) -> None:
+        if data["index"] != len(self.ids) + 1:
+            raise ValueError(f"index {data['index']} came after {len(self.ids)} tokens")
+        token = data["token"]
+        self._add(token["id"], "" if token["special"] else token["text"], token["logprob"])
+        if data["generated_text"] is not None:
+            self.finish, self.over = data["details"]["finish_reason"], True
+            if data["generated_text"] != self.text:
+                raise ValueError("the generated text is not what its events say")
+
+    def _take_openai(self, data: dict[str, Any]) -> None:
+        (choice,) = data["choices"]
+        if self.finish is not None:
+            raise ValueError(f"a choice after its end: {data}")
+        for id in choice["token_ids"]:
+            self._add(id, "", 0.0)
+        self.text += choice["text"]
+        self.finish = choice["finish_reason"]
+
+    def take_whole(self, data: dict[str, Any]) -> None:
+        """The answer of a request that does not stream."""
+        if self.ask.dialect == "tgi":
+            self.text, self.finish = data["generated_text"], data["details"]["finish_reason"]
+            self.ids = [token["id"] for token in data["details"]["tokens"]]
+        else:
+            (choice,) = data["choices"]
+            self.text, self.finish, self.ids = choice["text"], choice["finish_reason"], choice["token_ids"]
+
+    def _add(self, id: int, text: str, logprob: float) -> None:
+        self.ids.append(id)
+        self.text += text
+        self.logprobs.append(logprob)
+        self.times.append(time.perf_counter())
+
+    def problem(self, oracle: "Answer") -> str | None:
+        """How it differs from the undisturbed one."""
+        if self.failure is not None:
+            return self.failure
+        if self.ids != oracle.ids:
+            at = next((i for i, (a, b) in enumerate(zip(self.ids, oracle.ids, strict=False)) if a != b), None)
+            if at is None:
+                return f"{len(self.ids)} tokens instead of {len(oracle.ids)}"
+            return f"token {at} is {self.ids[at]} instead of {oracle.ids[at]}"
+        if self.text != oracle.text:
+            return "the tokens are the same and the text is not"
+        return None if self.finish == oracle.finish else f"finish {self.finish} instead of {oracle.finish}"
+
+
+async def ask(port: int, question: Ask, on_token: Callable[[Answer], None] | None = None, timeout: float = ANSWER_SECONDS) -> Answer:
+    """Asks, and takes every event. What goes wrong is the answer's failure."""
+    answer = Answer(question, sent=time.perf_counter())
+    try:
+        async with asyncio.timeout(timeout), exchange(port, question.request()) as reply:
+            await receive(reply, answer, on_token)
+    except TimeoutError:
+        answer.failure = f"no end within {timeout:g} s"
+    except (OSError, EOFError, ValueError, KeyError, asyncio.LimitOverrunError) as error:
+        answer.failure = answer.failure or f"{type(error).__name__}: {error}"
+    answer.end = time.perf_counter()
+    return answer
+
+
+async def receive(reply: Reply, answer: Answer, on_token: Callable[[Answer], None] | None = None) -> None:
+    """Everything to the end. Raises ValueError and what reading raises."""
+    answer.status, answer.headers = reply.status, reply.headers
+    if reply.status != 200:
+        raise ValueError(f"HTTP {reply.status}: {(await reply.body())[:300]!r}")
+    if not answer.ask.stream:
+        answer.take_whole(json.loads(await reply.body()))
+        return
+    async for event in reply.events():
+        if event.data is None:
+            continue
+        answer.take(event)
+        if on_token is not None:
+            on_token(answer)
+    if not answer.over:
+        raise ValueError(f"the stream ends after {len(answer.ids)} tokens without an end")
+
+
+# --- the server
+
+
+class Server:
+    """`onehead serve`, its standard error in a file."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.log = log
+
+    @classmethod
+    async def start(cls, log: Path, *options: str, port: int = 0, launcher: tuple[str, ...] = ("commands.cli",)) -> "Server":
+        """Starts one and waits until it is ready. One that takes over a port appends to the log there is.
+
+        `launcher` is the command's module, and the arguments of its own.
+        """
+        command = [sys.executable, "-m", *launcher, "serve", "--port", str(port), *options]
+        with log.open("a" if port else "w") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        async with asyncio.timeout(START_SECONDS):
+            line = await asyncio.to_thread(process.stdout.readline)
+        served = served_port(line)
+        if served is None:
+            process.kill()
+            raise SystemExit(f"the server did not start: {' '.join(command)}\n{log.read_text()[-2000:]}")
+        return cls(process, served, log)
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The engine that runs now, if there is one."""
+        running = [pid for pid in children(self.process.pid) if alive(pid)]
+        return running[-1] if running else None
+
+    async def engine_other_than(self, pid: int | None) -> int:
+        """Waits for the engine that takes over."""
+        async with asyncio.timeout(START_SECONDS):
+            while (now := self.engine_pid) is None or now == pid:
+                self.must_live()
+                await asyncio.sleep(0.01)
+        return now
+
+    def must_live(self) -> None:
+        if (status := self.process.poll()) is not None:
+            raise SystemExit(f"the server ended with status {status}\n{self.log.read_text()[-2000:]}")
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with asyncio.timeout(30), exchange(self.port, http_request("GET", path)) as reply:
+            return reply.status, (await reply.body()).decode()
+
+    async def info(self) -> dict[str, Any]:
+        """What is served."""
+        return dict(json.loads((await self.get("/info"))[1]))
+
+    async def until_ready(self, wanted: int = 200) -> float:
+        """Waits for that status of /ready; the time at which it came."""
+        async with asyncio.timeout(START_SECONDS):
+            while (await self.get("/ready"))[0] != wanted:
+                self.must_live()
+                await asyncio.sleep(0.01)
+        return time.perf_counter()
+
+    async def metrics(self) -> dict[str, float]:
+        """Every series, the samples of each name added up."""
+        sums: dict[str, float] = {}
+        for line in (await self.get("/metrics"))[1].splitlines():
+            if line and not line.startswith("#"):
+                name, value = line.split("{")[0].split(" ")[0], float(line.rsplit(" ", 1)[1])
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    async def until_idle(self, seconds: float = 30.0) -> bool:
+        """Waits until no request is open and no page is owned; whether it came to that."""
+        names = "onehead_requests_running", "onehead_requests_waiting", "onehead_kv_pages_used"
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            values = await self.metrics()
+            if not any(values[name] for name in names):
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
+    async def stop(self, number: int = signal.SIGTERM, patience: float = 120.0) -> int:
+        """Sends a signal, waits, and returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return await asyncio.to_thread(self.process.wait, patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return await asyncio.to_thread(self.process.wait)

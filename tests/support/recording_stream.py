@@ -1,0 +1,80 @@
+"""A device's stream without a device: what is enqueued is done late, and a captured step is a recording of torch's operations.
+
+A replay does the recorded operations again on the recorded tensors, as a CUDA graph does; Python that ran at the capture does not run
+again, so whatever a step took from the host then, it has still.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Recording(TorchDispatchMode):
+    """The operations that torch does meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, found))
+        return found
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for function, args, kwargs, recorded in self.operations:
+                found = function(*args, **kwargs)
+                for old, new in zip(tree_leaves(recorded), tree_leaves(found), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+class RecordedEvent:
+    """A place in the queue."""
+
+    def __init__(self, stream: "RecordingStream", number: int) -> None:
+        self.stream, self.number = stream, number
+
+    def wait(self) -> None:
+        while self.stream.num_done < self.number:
+            self.stream.do_one()
+
+
+class RecordingStream:
+    """model.runner.device_stream.Stream. `random` says now and then that the device is quick."""
+
+    def __init__(self, random: Callable[[], float] = lambda: 1.0) -> None:
+        self.random = random
+        self.queue: deque[Callable[[], None]] = deque()
+        self.num_enqueued = self.num_done = self.num_replays = self.most_queued = 0
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self.queue.append(work)
+        self.num_enqueued += 1
+        self.most_queued = max(self.most_queued, len(self.queue))
+        while self.queue and self.random() < 0.2:
+            self.do_one()
+
+    def do_one(self) -> None:
+        self.queue.popleft()()
+        self.num_done += 1
+
+    def mark(self) -> RecordedEvent:
+        return RecordedEvent(self, self.num_enqueued)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        assert not self.queue, "captured while anybody is served"
+        work()
+        with Recording() as recording:
+            work()
+
+        def replay() -> None:
+            self.num_replays += 1
+            recording.replay()
+
+        return replay

@@ -1,0 +1,108 @@
+"""The same request gives the same bits in every condition of support/conditions.py, for several families; and an engine by narrower
+kernels, or by none, says so and draws the same tokens.
+"""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from model.checkpoint.families import read_spec
+from model.devices.cpu import native
+from model.runner.runner import ModelRunner, RunnerOptions
+from model.step import Sampling
+from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
+from tests.support.conditions import Case, Engine, Outcome, alone, compare, finish, make_cases, passes, preemptions, torch_threads
+from tests.support.families import make_family_checkpoint
+from tests.support.processes import ServerProcess
+
+COUNT, CONTEXT, PAGE = 20, 192, 16
+PASSES = "batch32", "steps16", "steps", "prefix", "preemption", "threads2x7"
+FAMILIES = [("gpt_bigcode", 2), ("falcon", 1), ("gemma", 0), ("gemma3_text", 1), ("deepseek_v3", 4)]
+"""With heads that the kernels take: multiples of 16."""
+
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled: torch's products are not invariant")
+
+
+def engine_of(folder: Path, quantization: str = "none") -> tuple[Engine, int]:
+    """An engine over the checkpoint, and its vocabulary's size."""
+    spec = read_spec(folder)
+    options = RunnerOptions("cpu", "float32", 1, PAGE, 600, None, CONTEXT, 64, 512, quantization)
+    return Engine(ModelRunner.load(folder, spec, options), CONTEXT), spec.vocab_size
+
+
+def problems(engine: Engine, cases: list[Case], names: tuple[str, ...]) -> list[str]:
+    """Of every pass what differs, or that what it is about did not take place."""
+    (reference,) = alone(engine, cases, lambda ended: None)
+    found = []
+    for name in names:
+        for outcome in passes()[name](engine, cases, lambda ended: None):
+            result = compare(reference.traces, outcome, cases)
+            if result["differ"] or not result["occurred"]:
+                found.append(f"{outcome.name}, {outcome.evidence}: {result['first_difference']}")
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize(("family", "number"), FAMILIES)
+def test_the_same_bits_in_every_condition(family: str, number: int, quantization: str, tmp_path: Path) -> None:
+    if family == "gpt_bigcode":
+        folder = make_checkpoint(SHAPES[number], tmp_path).folder
+    else:
+        folder = make_family_checkpoint(family, number, tmp_path).folder
+    with torch_threads(1):
+        engine, vocab_size = engine_of(folder, quantization)
+        assert problems(engine, make_cases(COUNT, vocab_size, CONTEXT, seed=0), PASSES) == []
+
+
+def test_cases_are_of_every_kind() -> None:
+    cases = make_cases(200, 300, 512, seed=0)
+    assert cases == make_cases(200, 300, 512, seed=0) != make_cases(200, 300, 512, seed=1)
+    lengths = [len(case.prompt) for case in cases]
+    assert min(lengths) == 1 and max(lengths) == 488 and {case.tokens for case in cases} == set(range(1, 25))
+    assert any(case.scored for case in cases) and any(case.num_top for case in cases)
+
+
+@needs_kernels
+def test_a_difference_is_found(tiny_folder: Path) -> None:
+    engine, vocab_size = engine_of(tiny_folder)
+    cases = make_cases(3, vocab_size, CONTEXT, seed=0)
+    (reference,) = alone(engine, cases, lambda ended: None)
+    other = Outcome("other", {number: list(trace) for number, trace in reference.traces.items()})
+    kind, token, logprob, *rest = other.traces[1][0]
+    nearly = float.fromhex(logprob) + 2.0**-40
+    other.traces[1][0] = (kind, token, nearly.hex(), *rest)
+    other.traces[2].pop()
+    result = compare(reference.traces, other, cases)
+    assert result["differ"] == 2 and nearly.hex() in result["first_difference"]
+    calm = preemptions(engine, cases[:1], lambda ended: None)[0]
+    assert not calm.occurred and calm.evidence == "0 preempted, 0 preemptions"
+
+
+# --- other processors, and none of our kernels
+
+PROMPT = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint: TinyCheckpoint) -> list[int]:
+    """What this processor's kernels draw, or torch where there are none."""
+    engine, _ = engine_of(tiny_checkpoint.folder)
+    return [item[1] for item in finish(engine.core(1), 0, Case(PROMPT, 40, Sampling(temperature=0.0)))]
+
+
+@pytest.mark.parametrize(("flags", "name"), [("avx2,fma", "native-avx2"), ("sse2", "native-portable"), ("none", "torch")])
+def test_an_engine_of_a_processor_with_fewer_features(flags: str, name: str, tiny_folder: Path, expected: list[int]) -> None:
+    if native.library(name.removeprefix("native-") if "-" in name else "avx512") is None:
+        pytest.skip("no kernels were compiled, or none that this processor runs")
+    server = ServerProcess(tiny_folder, "--cache.pages", "64", launcher=("tests.support.masked", flags))
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    status, answer = server.post("/v1/completions", body)
+    server.process.send_signal(signal.SIGTERM)
+    _, log = server.process.communicate(timeout=60)
+    assert status == 200 and answer["choices"][0]["token_ids"] == expected, answer
+    assert answer["system_fingerprint"].endswith(f"-cpu-{name}"), answer["system_fingerprint"]
+    bits = "not batch-invariant" if name == "torch" else "batch-invariant"
+    assert f" on cpu, by {name}, {bits}; " in log, log
+    assert server.process.returncode == 0
