@@ -18,7 +18,7 @@ from cache.pool import KVPool
 from model.batch import build_batch
 from model.devices import backend_for, create_backend
 from model.devices.backend import Backend
-from model.step import Drawn, Sampling, StepPlan, StepResult
+from model.step import SampledToken, Sampling, StepPlan, StepResult
 from server.engine.scheduler import Limits, Scheduler
 
 PARTS = "plan", "batch", "backend", "commit"
@@ -117,7 +117,7 @@ def _submit(scheduler: Scheduler, id: int, num_tokens: int, steps: int, rng: ran
 
 
 def _invented(plan: StepPlan) -> StepResult:
-    return StepResult(tuple(None if row.sample is None else Drawn(7, -1.0) for row in plan.rows))
+    return StepResult(tuple(None if row.sample is None else SampledToken(7, -1.0) for row in plan.rows))
 
 
 def _backend() -> Backend:

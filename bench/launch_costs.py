@@ -24,7 +24,7 @@ from commands.bench.bench import circumstances
 from model.checkpoint.families import read_spec
 from model.devices import create_backend
 from model.runner.overlapped import OverlappedRunner
-from model.runner.pending_step import StepFlight
+from model.runner.pending_step import PendingStep
 from model.spec import ModelSpec
 from model.step import Sampling
 from server.config import EMBEDDED_MODEL
@@ -39,7 +39,7 @@ PAGE_SIZE = 64
 STEP_TOKENS = 4096
 VOCAB_SIZE = 16
 PARTS = "plan", "launch", "_read", "commit", "_tell"
-"""Of a step: Scheduler.plan, OverlappedRunner.launch, StepFlight._read, Scheduler.commit, Worker._tell."""
+"""Of a step: Scheduler.plan, OverlappedRunner.launch, PendingStep._read, Scheduler.commit, Worker._tell."""
 
 
 class Nothing:
@@ -101,7 +101,7 @@ def measure(num_sequences: int, context: int, steps: int) -> dict[str, Any]:
         scheduler.submit(id, prompt, 2 * (steps + warm_up), Sampling(temperature=0.0))
     while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
         core.step()
-    for owner, part in zip((scheduler, runner, StepFlight, scheduler, worker), PARTS, strict=True):
+    for owner, part in zip((scheduler, runner, PendingStep, scheduler, worker), PARTS, strict=True):
         watch(owner, part, seconds[part])
     whole = []
     for number in range(warm_up + steps):
@@ -123,11 +123,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    read = StepFlight._read
+    read = PendingStep._read
     rows = []
     for num_sequences in map(int, options.sequences.split(",")):
         rows.append(measure(num_sequences, options.context, options.steps))
-        StepFlight._read = read  # type: ignore[method-assign]
+        PendingStep._read = read  # type: ignore[method-assign]
     show(rows[0], (row.values() for row in rows), "microseconds of a step")
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class Engine:
 
     def generate(self, id: int, prompt: list[int], num_tokens: int, temperature: float) -> tuple[float, list[tuple[int, str]]]:
         """(seconds a token behind the first, tokens with their log-probabilities to the last bit)."""
-        from model.step import Drawn, Sampling
+        from model.step import SampledToken, Sampling
         from server.engine.scheduler import Advance
 
         self.core.scheduler.submit(id, prompt, num_tokens, Sampling(temperature=temperature, seed=id), salt=f"{id}")
@@ -61,7 +61,7 @@ class Engine:
         began = 0.0
         while self.core.scheduler.has_work:
             for news in self.core.step():
-                if isinstance(news, Advance) and isinstance(news.drawn, Drawn):
+                if isinstance(news, Advance) and isinstance(news.drawn, SampledToken):
                     drawn.append((news.drawn.token, news.drawn.logprob.hex()))
             if drawn and not began:
                 began = time.perf_counter()

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.devices.cpu.native import library
-from model.step import Drawn, NotDrawn, Sample
+from model.step import Sample, SampledToken, SampleError
 from model.transfer import download, upload
 
 log = logging.getLogger("onehead.engine")
 
-NOT_FINITE = NotDrawn("the logits of this request are not finite", code="numerical_error")
-NOT_SAMPLED = NotDrawn("an internal error in drawing this request's token", code="sampling_error")
-NOTHING_ALLOWED = NotDrawn("what it asks for leaves no token that is allowed", refused=True)
+NOT_FINITE = SampleError("the logits of this request are not finite", code="numerical_error")
+NOT_SAMPLED = SampleError("an internal error in drawing this request's token", code="sampling_error")
+NOTHING_ALLOWED = SampleError("what it asks for leaves no token that is allowed", refused=True)
 SHORTEST = 1e-300
 DRAWN_AT_ONCE = 64
 """Rows: sorting holds a dozen numbers of 64 bits for each of their logits."""
@@ -33,7 +33,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this take the likeliest token: dividing by them would overflow."""
 
 
-def exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.float64]:
+def philox_exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.float64]:
     """`count` numbers of the exponential distribution (mean 1), a pure function of the arguments: Philox (Salmon et al. 2011), whose key is
     the seed and whose counter starts at (choice, index).
     """
@@ -46,21 +46,21 @@ def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def arrival_times(keys: Sequence[tuple[int, int, int]], count: int, device: torch.device) -> Tensor:
+def exponential_noise(keys: Sequence[tuple[int, int, int]], count: int, device: torch.device) -> Tensor:
     """`count` exponentials for each (seed, choice, index). A GPU makes its own, other ones: a host would take longer for them than the GPU
     for the step.
     """
     if _has_kernels(device):
-        from model.devices.gpu.draw import exponentials_SV
+        from model.devices.gpu.draw import exponential_noise_SV
 
-        return exponentials_SV(keys, count, device)
-    return upload(torch.from_numpy(np.stack([exponentials(*key, count) for key in keys])), device)
+        return exponential_noise_SV(keys, count, device)
+    return upload(torch.from_numpy(np.stack([philox_exponentials(*key, count) for key in keys])), device)
 
 
 class Draws:
     """Tokens that have been drawn for some rows, or will have been when the device gets there."""
 
-    def __init__(self, parts: "Sequence[_Part | NotDrawn]", device: torch.device) -> None:
+    def __init__(self, parts: "Sequence[_Part | SampleError]", device: torch.device) -> None:
         self._parts, self._device = parts, device
 
     def tokens_S(self) -> Tensor:
@@ -68,12 +68,12 @@ class Draws:
         zero = torch.zeros(1, dtype=torch.long, device=self._device)
         return torch.cat([part.tokens_S if isinstance(part, _Part) else zero for part in self._parts])
 
-    def read(self) -> list[Drawn | NotDrawn]:
+    def read(self) -> list[SampledToken | SampleError]:
         """One outcome for each row, when the device has got there."""
         return [outcome for part in self._parts for outcome in (part.read() if isinstance(part, _Part) else [part])]
 
 
-def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[Drawn | NotDrawn]:
+def draw(logits_SV: Tensor, samples: Sequence[Sample]) -> list[SampledToken | SampleError]:
     """As `begin_draw`, waited for."""
     return begin_draw(logits_SV, samples).read()
 
@@ -94,7 +94,7 @@ def begin_draw(logits_SV: Tensor, samples: Sequence[Sample]) -> Draws:
         return Draws([_alone(logits_SV[i : i + 1], sample) for i, sample in enumerate(samples)], logits_SV.device)
 
 
-def _alone(logits_1V: Tensor, sample: Sample) -> "_Part | NotDrawn":
+def _alone(logits_1V: Tensor, sample: Sample) -> "_Part | SampleError":
     try:
         return _Part(logits_1V, [sample])
     except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
@@ -124,7 +124,7 @@ class _Part:
         if random and _has_kernels(logits_SV.device):
             plain = [i for i in random if not samples[i].sampling.filters]
             if plain:
-                tokens_S[_rows(plain, tokens_S)] = race(adjusted_SV, largest_S, plain, [samples[i] for i in plain])
+                tokens_S[_rows(plain, tokens_S)] = gumbel_max(adjusted_SV, largest_S, plain, [samples[i] for i in plain])
             random = [i for i in random if samples[i].sampling.filters]
         for begin in range(0, len(random), DRAWN_AT_ONCE):
             drawn = random[begin : begin + DRAWN_AT_ONCE]
@@ -137,10 +137,10 @@ class _Part:
         named = [sample.sampling.logprob_token_ids for sample in samples]
         self._tops = _Tops(logits_SV, normaliser_S, [sample.num_top for sample in samples], named)
 
-    def read(self) -> list[Drawn | NotDrawn]:
+    def read(self) -> list[SampledToken | SampleError]:
         tokens, (logprobs, normalisers, largest), tops = self._tokens_S.tolist(), self._numbers_3S.tolist(), self._tops.read()
         if all(map(isfinite, normalisers)) and all(map(isfinite, largest)):
-            return list(map(Drawn, tokens, logprobs, tops))
+            return list(map(SampledToken, tokens, logprobs, tops))
         return list(map(_outcome, tokens, logprobs, normalisers, largest, tops))
 
 
@@ -149,9 +149,11 @@ def _rows(wanted: list[int], x_SV: Tensor) -> Tensor | slice:
     return slice(None) if len(wanted) == len(x_SV) else upload(wanted, x_SV.device)
 
 
-def _outcome(token: int, logprob: float, normaliser: float, largest: float, top: tuple[tuple[int, float], ...]) -> Drawn | NotDrawn:
+def _outcome(
+    token: int, logprob: float, normaliser: float, largest: float, top: tuple[tuple[int, float], ...]
+) -> SampledToken | SampleError:
     if isfinite(normaliser) and isfinite(largest):
-        return Drawn(token, logprob, top)
+        return SampledToken(token, logprob, top)
     return NOT_FINITE if not isfinite(normaliser) or largest > -inf else NOTHING_ALLOWED
 
 
@@ -189,9 +191,10 @@ class Scores:
         self._ranks_S = download((logits_SV >= chosen_S1).sum(dim=-1))
         self._tops = _Tops(logits_SV, normaliser_S, num_tops)
 
-    def read(self) -> list[Drawn]:
+    def read(self) -> list[SampledToken]:
         return [
-            Drawn(*row) for row in zip(self._targets, self._logprobs_S.tolist(), self._tops.read(), self._ranks_S.tolist(), strict=True)
+            SampledToken(*row)
+            for row in zip(self._targets, self._logprobs_S.tolist(), self._tops.read(), self._ranks_S.tolist(), strict=True)
         ]
 
 
@@ -277,12 +280,12 @@ def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
     return length <= len(output) and list(output[len(output) - length :]) == list(word[:-1])
 
 
-def race(logits_SV: Tensor, largest_S: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
+def gumbel_max(logits_SV: Tensor, largest_S: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
     """What `_draw_random` does for rows that filter nothing, in one launch and without a copy of theirs."""
-    from model.devices.gpu.draw import race_S
+    from model.devices.gpu.draw import gumbel_max_S
 
     settings = [(s.sampling.temperature, s.sampling.min_p) for s in samples]
-    return race_S(logits_SV, largest_S, rows, _keys(samples), settings)
+    return gumbel_max_S(logits_SV, largest_S, rows, _keys(samples), settings)
 
 
 def _keys(samples: Sequence[Sample]) -> list[tuple[int, int, int]]:
@@ -309,7 +312,7 @@ def _draw_random(logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
         rows = _rows(typical, probs_SV)
         probs_SV[rows] = _keep_typical(probs_SV[rows], [samples[i] for i in typical])
     probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
-    times_SV = arrival_times(_keys(samples), probs_SV.shape[-1], probs_SV.device)
+    times_SV = exponential_noise(_keys(samples), probs_SV.shape[-1], probs_SV.device)
     # No time is 0: a token of probability 0 would win.
     return probs_SV.div_(times_SV.clamp_(min=SHORTEST)).argmax(dim=-1)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from msgspec import Struct
 from msgspec.structs import replace
 
-UNSEEN = -1
+PENDING = -1
 """Stands as the last token of a row for the one that its sequence draws in the step before, when that is still being computed."""
 
 
@@ -119,11 +119,11 @@ class Row(Struct, frozen=True, gc=False):
         guesses, output = self.tokens[len(self.tokens) - self.drafts :], self.sample.output
         return [self.sample, *(replace(self.sample, output=[*output, *guesses[: i + 1]]) for i in range(self.drafts))]
 
-    def settle(self, draws: Sequence["Drawn | NotDrawn"]) -> tuple[list["Drawn"], "Drawn | NotDrawn"]:
+    def settle(self, draws: Sequence["SampledToken | SampleError"]) -> tuple[list["SampledToken"], "SampledToken | SampleError"]:
         """Of the draws at those places: the ones that equal the guesses, up to the first that does not, and that one."""
-        accepted: list[Drawn] = []
+        accepted: list[SampledToken] = []
         for draw, guess in zip(draws, self.tokens[len(self.tokens) - self.drafts :], strict=False):
-            if not isinstance(draw, Drawn) or draw.token != guess:
+            if not isinstance(draw, SampledToken) or draw.token != guess:
                 break
             accepted.append(draw)
         return accepted, draws[len(accepted)]
@@ -138,7 +138,7 @@ class StepPlan:
     """Pages to zero before anything is computed: a failed row may have left NaN in them."""
 
 
-class Drawn(Struct, frozen=True, gc=False):
+class SampledToken(Struct, frozen=True, gc=False):
     """A drawn or scored token and its log-probability (nats) under the model's own distribution, before temperature and filters."""
 
     token: int
@@ -149,7 +149,7 @@ class Drawn(Struct, frozen=True, gc=False):
     """Of a scored token: how many tokens are at least as likely, itself included."""
 
 
-class NotDrawn(Struct, frozen=True, gc=False):
+class SampleError(Struct, frozen=True, gc=False):
     """A row that should have drawn a token and could not: its own failure, nobody else's.
 
     `refused`: what its request asks for cannot be had; else the engine failed it. `code`: a word for programs to read.
@@ -166,8 +166,8 @@ class StepResult:
     none.
     """
 
-    drawn: tuple[Drawn | NotDrawn | None, ...]
-    scored: Mapping[int, Sequence[Drawn]] = field(default_factory=dict)
+    drawn: tuple[SampledToken | SampleError | None, ...]
+    scored: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)
     """Index of a row that scores -> its targets' log-probabilities, in their order."""
-    accepted: Mapping[int, Sequence[Drawn]] = field(default_factory=dict)
+    accepted: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)
     """Index of a row with drafts -> what it drew before that, which equals the first of them."""

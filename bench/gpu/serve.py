@@ -27,7 +27,7 @@ from commands.bench.offline import ClosedLoop
 from tests.support.report import Found
 
 if TYPE_CHECKING:
-    from model.runner.pending_step import StepFlight
+    from model.runner.pending_step import PendingStep
     from model.step import StepPlan
     from server.engine.core import EngineCore
     from server.engine.worker import Worker
@@ -137,11 +137,11 @@ def waiting(seconds: list[float]) -> Iterator[None]:
         CudaEvent.wait = wait  # type: ignore[method-assign]
 
 
-def overlapping(launch: "Callable[[StepPlan], StepFlight]", pending: list[bool]) -> "Callable[[StepPlan], StepFlight]":
+def overlapping(launch: "Callable[[StepPlan], PendingStep]", pending: list[bool]) -> "Callable[[StepPlan], PendingStep]":
     """The same, which appends whether the device was still at the step before when a step had been launched."""
     before: Any = None
 
-    def watched(plan: "StepPlan") -> "StepFlight":
+    def watched(plan: "StepPlan") -> "PendingStep":
         nonlocal before
         flight = launch(plan)
         if before is not None:

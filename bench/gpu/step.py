@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.gpu.common import Part, engine
 from cache.layout import pages_for
-from model.step import NotDrawn, Row, Sample, Sampling, StepPlan
+from model.step import Row, Sample, SampleError, Sampling, StepPlan
 from tests.support.report import Found
 
 CASES = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (256, 8192))
@@ -65,7 +65,7 @@ def waiting(runner: Any, plan: StepPlan) -> str | None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # Whoever draws takes an error for its row's own.
-    return next((drawn.reason for drawn in flight.result().drawn if isinstance(drawn, NotDrawn)), None)
+    return next((drawn.reason for drawn in flight.result().drawn if isinstance(drawn, SampleError)), None)
 
 
 def waits(part: Part, runner: Any, vocab_size: int) -> Found:

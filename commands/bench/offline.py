@@ -28,7 +28,7 @@ from server.supervision.processors import engine_environment
 if TYPE_CHECKING:
     from model.step import StepPlan, StepResult
     from server import protocol
-    from server.engine.core import EngineCore, Flight, OverlappingRunner, Runner
+    from server.engine.core import EngineCore, OverlappingRunner, PendingStep, Runner
 
 
 class OfflineSettings(Cases, EngineSettings):
@@ -72,14 +72,14 @@ class LaunchingStopwatch(Stopwatch):
         super().__init__(runner)
         self._launch = runner.launch
 
-    def launch(self, plan: "StepPlan") -> "Flight":
+    def launch(self, plan: "StepPlan") -> "PendingStep":
         return _Timed(self._launch(plan), self)
 
 
 class _Timed:
-    """A Flight whose waiting is counted."""
+    """A PendingStep whose waiting is counted."""
 
-    def __init__(self, flight: "Flight", stopwatch: Stopwatch) -> None:
+    def __init__(self, flight: "PendingStep", stopwatch: Stopwatch) -> None:
         self._flight, self._stopwatch = flight, stopwatch
 
     def result(self) -> "StepResult":
@@ -163,10 +163,10 @@ class ClosedLoop:
 
     def _take(self, event: Any, now: float) -> bool:
         """One token or failure; whether it was the request's last."""
-        from model.step import NotDrawn
+        from model.step import SampleError
 
         outcome = self._outcomes[event.id]
-        if isinstance(event.drawn, NotDrawn):
+        if isinstance(event.drawn, SampleError):
             outcome.failure = event.drawn.reason
         else:
             outcome.token_times.append(now)

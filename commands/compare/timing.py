@@ -23,7 +23,7 @@ from commands.train.train import initialise
 from model.decoder import Decoder
 from model.runner.runner import ModelRunner, RunnerOptions
 from model.spec import ModelSpec
-from model.step import Drawn, Row, Sample, Sampling, StepPlan
+from model.step import Row, Sample, SampledToken, Sampling, StepPlan
 
 GREEDY = Sampling(temperature=0.0)
 GPT2 = ModelSpec(
@@ -90,7 +90,7 @@ class Generator:
             tokens = [*PROMPT, *output]
             start = len(tokens) - 1 if cached and output else 0
             (drawn,) = self.runner.run(StepPlan((Row(0, tokens[start:], start, self.pages, Sample(GREEDY, PROMPT, output)),))).drawn
-            assert isinstance(drawn, Drawn)
+            assert isinstance(drawn, SampledToken)
             output.append(drawn.token)
         return output
 

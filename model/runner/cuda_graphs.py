@@ -1,4 +1,4 @@
-"""StepGraphs: captured steps of single tokens, by number of rows and length of context.
+"""CudaGraphs: captured steps of single tokens, by number of rows and length of context.
 
 A step in which every row computes one token and draws behind it is most of what a server does, and a hundred small launches. Such a step is
 captured once for each size, over tensors that stay where they are, before anybody is served; a step takes the smallest captured one
@@ -22,7 +22,7 @@ from model.decoder import Decoder
 from model.devices.backend import Backend
 from model.runner.device_memory import lack_of_memory
 from model.runner.device_stream import Stream
-from model.step import UNSEEN, Row
+from model.step import PENDING, Row
 from model.transfer import upload
 
 log = logging.getLogger("onehead.engine")
@@ -52,7 +52,7 @@ class ListedBackend(Backend, Protocol):
         """The plan whose numbers are these on the device."""
 
 
-class StepGraphs:
+class CudaGraphs:
     """The captured steps of one decoder. `drawn_S` holds the tokens drawn last, where every step leaves them."""
 
     def __init__(self, decoder: Decoder, backend: ListedBackend, stream: Stream, drawn_S: Tensor, most_rows: int) -> None:
@@ -93,7 +93,7 @@ class StepGraphs:
             return None
         lists, shape = packed
         fields = np.zeros((FIELDS, -(-size // ALIGNMENT) * ALIGNMENT), np.int32)
-        fields[2] = UNSEEN
+        fields[2] = PENDING
         for line, numbers in zip(fields, ([row.tokens[0] for row in rows], [row.start for row in rows], sources), strict=True):
             line[: len(numbers)] = numbers
         return np.concatenate([fields.ravel(), lists]), size, shape
@@ -114,7 +114,7 @@ class StepGraphs:
 
     def find(self, rows: Sequence[Row], sources: Sequence[int]) -> "Callable[[], tuple[Tensor, Tensor]] | None":
         """What replays this step and gives its logits_SV and finite_S, which the next replay overwrites; None where no captured one fits.
-        `sources` says for each row whose token is UNSEEN where it is among the tokens drawn last, and -1 for others.
+        `sources` says for each row whose token is PENDING where it is among the tokens drawn last, and -1 for others.
         """
         others = [row for row in rows if len(row.tokens) != 1 or row.sample is None or row.scoring is not None]
         if others or len(rows) > self.sizes[-1]:

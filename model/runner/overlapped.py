@@ -14,12 +14,12 @@ from cache.pool import KVPool
 from model.batch import Batch, build_batch
 from model.decoder import Decoder
 from model.devices.backend import Backend
-from model.runner.cuda_graphs import ListedBackend, StepGraphs
+from model.runner.cuda_graphs import CudaGraphs, ListedBackend
 from model.runner.device_memory import lack_of_memory, memory_error
 from model.runner.device_stream import CudaStream, Stream
-from model.runner.pending_step import StepFlight
+from model.runner.pending_step import PendingStep
 from model.runner.runner import GREEDY, ModelRunner, RunnerOptions, all_in_page_0
-from model.step import UNSEEN, Row, Sample, StepPlan, StepResult
+from model.step import PENDING, Row, Sample, StepPlan, StepResult
 from model.transfer import download, upload
 
 
@@ -35,9 +35,9 @@ class OverlappedRunner(ModelRunner):
         self._drawn_S = torch.zeros(most_tokens, dtype=torch.long, device=device)
         self._place_of: dict[int, int] = {}
         """Sequence -> where its token is on drawn_S, when the step launched last is done."""
-        self._graphs: StepGraphs | None = None
+        self._graphs: CudaGraphs | None = None
         if isinstance(backend, ListedBackend):
-            self._graphs = StepGraphs(decoder, backend, stream, self._drawn_S, most_rows)
+            self._graphs = CudaGraphs(decoder, backend, stream, self._drawn_S, most_rows)
 
     @classmethod
     def on_gpu(cls, runner: ModelRunner, options: RunnerOptions, longest: int) -> "OverlappedRunner":
@@ -47,8 +47,8 @@ class OverlappedRunner(ModelRunner):
         found.capture(longest)
         return found
 
-    def launch(self, plan: StepPlan) -> StepFlight:
-        """Begins a step behind all that were begun before. A row whose last token is UNSEEN goes on with what its sequence draws in the
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begins a step behind all that were begun before. A row whose last token is PENDING goes on with what its sequence draws in the
         step that was launched last. What the plan refers to may change when this has returned. Raises MemoryError.
         """
         try:
@@ -58,16 +58,16 @@ class OverlappedRunner(ModelRunner):
         raise memory_error(reason, self.device)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> StepFlight:
+    def _launch(self, plan: StepPlan) -> PendingStep:
         rows = plan.rows
-        sources = [self._place_of[row.sequence] if row.tokens[-1] == UNSEEN else -1 for row in rows]
+        sources = [self._place_of[row.sequence] if row.tokens[-1] == PENDING else -1 for row in rows]
         replay = None if self._graphs is None else self._graphs.find(rows, sources)
         if replay is not None:
-            flight = StepFlight(rows, range(len(rows)))
+            flight = PendingStep(rows, range(len(rows)))
             self._stream.enqueue(partial(self._compute_captured, plan, flight, replay))
         else:
             batch = build_batch(plan, self.pool.layout, self.device)
-            flight = StepFlight(rows, batch.firsts)
+            flight = PendingStep(rows, batch.firsts)
             unseen = [index for index, source in enumerate(sources) if source >= 0]
             places = upload([batch.firsts[i] + len(rows[i].tokens) - 1 for i in unseen], self.device, torch.long)
             from_S = upload([sources[i] for i in unseen], self.device, torch.long)
@@ -82,14 +82,14 @@ class OverlappedRunner(ModelRunner):
 
     @torch.inference_mode()
     def _compute_seen(
-        self, plan: StepPlan, flight: StepFlight, batch: Batch, attended: Any, places: torch.Tensor, from_S: torch.Tensor
+        self, plan: StepPlan, flight: PendingStep, batch: Batch, attended: Any, places: torch.Tensor, from_S: torch.Tensor
     ) -> None:
         """A step that is launched piece by piece."""
         batch.token_ids_T[places] = self._drawn_S[from_S]
         self._compute(plan, flight, batch, attended)
 
     @torch.inference_mode()
-    def _compute_captured(self, plan: StepPlan, flight: StepFlight, replay: Any) -> None:
+    def _compute_captured(self, plan: StepPlan, flight: PendingStep, replay: Any) -> None:
         if plan.clear:
             self.pool.clear(upload(plan.clear, self.device, torch.long))
         logits_SV, finite_S = replay()
@@ -97,7 +97,7 @@ class OverlappedRunner(ModelRunner):
         flight.finite_T = download(finite_S)
         self.decoder.num_parts_run += 1
 
-    def _draw(self, flight: StepFlight, logits_SV: torch.Tensor) -> None:
+    def _draw(self, flight: PendingStep, logits_SV: torch.Tensor) -> None:
         super()._draw(flight, logits_SV)
         assert flight.draws is not None
         self._drawn_S[: len(logits_SV)].copy_(flight.draws.tokens_S())

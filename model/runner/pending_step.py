@@ -1,4 +1,4 @@
-"""StepFlight: a step that has been begun, and what comes of it when the device has got there.
+"""PendingStep: a step that has been begun, and what comes of it when the device has got there.
 
 Invariant: `result` reads only what was copied to the host for this step. It decides nothing, and knows no device.
 """
@@ -9,9 +9,9 @@ from typing import Protocol
 from torch import Tensor
 
 from model.sampling import Draws, Scores
-from model.step import Drawn, NotDrawn, Row, StepResult
+from model.step import Row, SampledToken, SampleError, StepResult
 
-NOT_FINITE_STATES = NotDrawn("a numerical error: the model's states for this request are not finite", code="numerical_error")
+NOT_FINITE_STATES = SampleError("a numerical error: the model's states for this request are not finite", code="numerical_error")
 
 
 class Event(Protocol):
@@ -21,7 +21,7 @@ class Event(Protocol):
         """Returns when the device has passed it."""
 
 
-class StepFlight:
+class PendingStep:
     """One step. Whoever begins it fills in `draws`, `scores` and `finite_T`; `event` is behind them, if the device may still be at it."""
 
     def __init__(self, rows: Sequence[Row], firsts: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class StepFlight:
 
     def _read(self) -> StepResult:
         drawn, accepted = self._drawn()
-        scored: dict[int, list[Drawn]] = {}
+        scored: dict[int, list[SampledToken]] = {}
         for indices, scores in self.scores:
             for index, score in zip(indices, scores.read(), strict=True):
                 scored.setdefault(index, []).append(score)
@@ -58,11 +58,11 @@ class StepFlight:
                     accepted.pop(i, None)
         return StepResult(tuple(drawn), scored, accepted)
 
-    def _drawn(self) -> tuple[list[Drawn | NotDrawn | None], dict[int, list[Drawn]]]:
+    def _drawn(self) -> tuple[list[SampledToken | SampleError | None], dict[int, list[SampledToken]]]:
         """What every row draws, and the drafts among it that came true."""
         draws = iter(() if self.draws is None else self.draws.read())
-        drawn: list[Drawn | NotDrawn | None] = [None] * len(self.rows)
-        accepted: dict[int, list[Drawn]] = {}
+        drawn: list[SampledToken | SampleError | None] = [None] * len(self.rows)
+        accepted: dict[int, list[SampledToken]] = {}
         for i, (row, places) in enumerate(zip(self.rows, self.samples, strict=True)):
             if len(places) == 1:
                 drawn[i] = next(draws)

@@ -24,7 +24,7 @@ from model.devices import backend_for, create_backend
 from model.devices.backend import Backend
 from model.devices.cpu.products import PackedMatrix
 from model.runner.device_memory import free_bytes, lack_of_memory, memory_error, total_bytes
-from model.runner.pending_step import StepFlight
+from model.runner.pending_step import PendingStep
 from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
 from model.step import Row, Sample, Sampling, StepPlan, StepResult
@@ -87,9 +87,9 @@ class ModelRunner:
         decoder = load_decoder(folder, spec, dtype, device, options.quantization, packed=True, report=report)
         report("measuring memory", 0, 0)
         if options.deterministic and device.type == "cuda":
-            from model.devices.gpu.modules import stand_in
+            from model.devices.gpu.modules import replace_modules
 
-            stand_in(decoder)
+            replace_modules(decoder)
         return cls.over(decoder, dtype, device, options)
 
     @classmethod
@@ -195,13 +195,13 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
         batch = build_batch(plan, self.pool.layout, self.device)
-        flight = StepFlight(plan.rows, batch.firsts)
+        flight = PendingStep(plan.rows, batch.firsts)
         self._compute(plan, flight, batch, self.backend.plan(batch))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return flight.result()
 
-    def _compute(self, plan: StepPlan, flight: StepFlight, batch: Batch, attended: Any) -> None:
+    def _compute(self, plan: StepPlan, flight: PendingStep, batch: Batch, attended: Any) -> None:
         """All that the device does for a step. `attended` is the backend's plan."""
         if plan.clear:
             self.pool.clear(upload(plan.clear, self.device, torch.long))
@@ -211,10 +211,10 @@ class ModelRunner:
         self._score(flight, x_TD)
         flight.finite_T = download(x_TD.isfinite().all(dim=-1))
 
-    def _draw(self, flight: StepFlight, logits_SV: torch.Tensor) -> None:
+    def _draw(self, flight: PendingStep, logits_SV: torch.Tensor) -> None:
         flight.draws = begin_draw(logits_SV, [sample for places in flight.samples for sample in places])
 
-    def _score(self, flight: StepFlight, x_TD: torch.Tensor) -> None:
+    def _score(self, flight: PendingStep, x_TD: torch.Tensor) -> None:
         """Scores of every row that asks for any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts."""
         wanted = [
             (index, flight.firsts[index] + row.scoring.first + offset, target, row.scoring.num_top)

@@ -11,12 +11,12 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from model.step import UNSEEN, Drawn, NotDrawn, Row, Scoring, StepPlan, StepResult
+from model.step import PENDING, Row, SampledToken, SampleError, Scoring, StepPlan, StepResult
 from server.engine.scheduler import Advance, PromptScored, Scheduler
 
 log = logging.getLogger("onehead.engine")
 
-OUT_OF_MEMORY = NotDrawn("the machine's memory does not hold what this request needs for its next token", code="out_of_memory")
+OUT_OF_MEMORY = SampleError("the machine's memory does not hold what this request needs for its next token", code="out_of_memory")
 NO_TOKEN = 0
 """Stands for a token that was never drawn: its sequence has failed, and nobody looks at what comes of this."""
 
@@ -32,7 +32,7 @@ class Runner(Protocol):
         """Raises MemoryError where the step needs more than there is; nothing is lost by computing any part of it again."""
 
 
-class Flight(Protocol):
+class PendingStep(Protocol):
     """A step that is being computed."""
 
     def result(self) -> StepResult:
@@ -42,8 +42,8 @@ class Flight(Protocol):
 class OverlappingRunner(Runner, Protocol):
     """One that computes while we do something else: it has `launch`."""
 
-    def launch(self, plan: StepPlan) -> Flight:
-        """Begins a step, behind all that were begun before. A row whose last token is UNSEEN goes on with what its sequence draws in the
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begins a step, behind all that were begun before. A row whose last token is PENDING goes on with what its sequence draws in the
         step that was launched last. What the plan refers to may change when this has returned. Raises MemoryError as `run` does.
         """
 
@@ -57,7 +57,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._in_flight: tuple[StepPlan, Flight] | None = None
+        self._in_flight: tuple[StepPlan, PendingStep] | None = None
 
     def step(self, before: Callable[[], None] = _nothing) -> list[Advance | PromptScored]:
         """Plans and launches a step, and commits the one that was in flight, or this one where nothing overlaps; what came of that. Nothing
@@ -67,10 +67,10 @@ class EngineCore:
         if not plan.rows:
             return self._land(None)
         before()
-        launch: Callable[[StepPlan], Flight] | None = getattr(self.runner, "launch", None)
+        launch: Callable[[StepPlan], PendingStep] | None = getattr(self.runner, "launch", None)
         return self.scheduler.commit(plan, self._run(plan)) if launch is None else self._launch(launch, plan)
 
-    def _launch(self, launch: Callable[[StepPlan], Flight], plan: StepPlan) -> list[Advance | PromptScored]:
+    def _launch(self, launch: Callable[[StepPlan], PendingStep], plan: StepPlan) -> list[Advance | PromptScored]:
         """Launches a step and commits the one before it; both, where this one does not fit into memory as it is."""
         try:
             flight = launch(plan)
@@ -82,7 +82,7 @@ class EngineCore:
         result = self._run_less(self._seen(plan), reason)
         return self._land(None) + self.scheduler.commit(plan, result)
 
-    def _land(self, behind: tuple[StepPlan, Flight] | None) -> list[Advance | PromptScored]:
+    def _land(self, behind: tuple[StepPlan, PendingStep] | None) -> list[Advance | PromptScored]:
         """Commits the step in flight, if there is one; another may fly behind it."""
         landing, self._in_flight = self._in_flight, behind
         if landing is None:
@@ -130,17 +130,17 @@ class EngineCore:
     def _run_parts(self, first: Row, second: Row, clear: tuple[int, ...]) -> StepResult:
         """One row's tokens in two steps."""
         before = self._run(StepPlan((first,), clear))
-        if isinstance(before.drawn[0], NotDrawn):
+        if isinstance(before.drawn[0], SampleError):
             return StepResult((before.drawn[0],))
         behind = self._run(StepPlan((second,)))
-        scored: list[Drawn] = [*before.scored.get(0, ()), *behind.scored.get(0, ())]
+        scored: list[SampledToken] = [*before.scored.get(0, ()), *behind.scored.get(0, ())]
         return StepResult(behind.drawn, {0: scored} if scored else {})
 
 
-def _seen(row: Row, drawn: Drawn | NotDrawn | None) -> Row:
-    if row.tokens[-1] != UNSEEN or row.sample is None:
+def _seen(row: Row, drawn: SampledToken | SampleError | None) -> Row:
+    if row.tokens[-1] != PENDING or row.sample is None:
         return row
-    token = drawn.token if isinstance(drawn, Drawn) else NO_TOKEN
+    token = drawn.token if isinstance(drawn, SampledToken) else NO_TOKEN
     sample = replace(row.sample, output=[*row.sample.output, token], num_unseen=0)
     return replace(row, tokens=[*row.tokens[:-1], token], sample=sample)
 

@@ -19,7 +19,7 @@ from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.prefix import Block
 from cache.table import DROPPED, PageTable
-from model.step import Drawn, NotDrawn, Row, Sampling, StepPlan, StepResult
+from model.step import Row, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.drafts import MOST_SPECULATED, Drafter, share
 from server.engine.prefix_reuse import Sharing
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
@@ -55,7 +55,7 @@ class Advance(Struct, frozen=True, gc=False):
 
     id: int
     index: int
-    drawn: Drawn | NotDrawn
+    drawn: SampledToken | SampleError
     finish: str | None
 
 
@@ -65,7 +65,7 @@ class PromptScored:
 
     id: int
     first: int
-    scores: list[Drawn]
+    scores: list[SampledToken]
 
 
 class Scheduler:
@@ -301,7 +301,7 @@ class Scheduler:
             if row.drafts and _is_spoilt(drawn):
                 self._doubt(sequence)
                 continue
-            outcomes: list[Drawn | NotDrawn] = []
+            outcomes: list[SampledToken | SampleError] = []
             end = row.start + len(row.tokens)
             if row.drafts:
                 outcomes += result.accepted.get(index, ())
@@ -310,10 +310,10 @@ class Scheduler:
             if index in result.scored:
                 first = sequence.num_scored
                 prompt_scores, forced = sequence.take_scored(list(result.scored[index]))
-                if not isinstance(drawn, NotDrawn):
+                if not isinstance(drawn, SampleError):
                     news.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
                     outcomes += forced
-            if not isinstance(drawn, NotDrawn):
+            if not isinstance(drawn, SampleError):
                 self._keep(sequence, row.start, end)
             if drawn is not None:
                 outcomes.append(drawn)
@@ -327,7 +327,7 @@ class Scheduler:
         if self._has_windows:
             sequence.table.drop(end)
 
-    def _see_off(self, sequence: Sequence, drawn: Drawn | NotDrawn | None) -> None:
+    def _see_off(self, sequence: Sequence, drawn: SampledToken | SampleError | None) -> None:
         """Takes in what a sequence brought that has ended meanwhile: of no use, but for what it may have done to its pages."""
         if _is_spoilt(drawn):
             self._distrust(sequence, found=True)
@@ -340,10 +340,10 @@ class Scheduler:
         sequence.spoilt = True
         self._sharing.retract(sequence, found)
 
-    def _settle(self, sequence: Sequence, row: Row, accepted: list[Drawn | NotDrawn]) -> int:
+    def _settle(self, sequence: Sequence, row: Row, accepted: list[SampledToken | SampleError]) -> int:
         """Takes a row's tokens for computed, but for guesses that were wrong; the position behind them."""
         end = row.start + len(row.tokens) - row.drafts + len(accepted)
-        sequence.take_accepted(row, [draw.token for draw in accepted if isinstance(draw, Drawn)])
+        sequence.take_accepted(row, [draw.token for draw in accepted if isinstance(draw, SampledToken)])
         self.num_drafted_tokens += row.drafts
         self.num_accepted_tokens += len(accepted)
         if row.drafts > len(accepted):
@@ -357,22 +357,22 @@ class Scheduler:
         sequence.drafter, sequence.num_computed = None, 0
         self._unclean.extend(sequence.table.release())
 
-    def _advance(self, sequence: Sequence, outcomes: list[Drawn | NotDrawn], news: list[Advance | PromptScored]) -> None:
+    def _advance(self, sequence: Sequence, outcomes: list[SampledToken | SampleError], news: list[Advance | PromptScored]) -> None:
         """Appends tokens up to the one that ends the sequence, if one does, and tells of each."""
         for outcome in outcomes:
             index, finish = len(sequence.output), None
-            if isinstance(outcome, Drawn):
+            if isinstance(outcome, SampledToken):
                 try:
                     finish = sequence.append(outcome.token)
                 except ConstraintFailed as error:
-                    outcome = NotDrawn(str(error), refused=True)
+                    outcome = SampleError(str(error), refused=True)
                 except (KeyboardInterrupt, SystemExit, MemoryError):
                     raise
                 except BaseException:  # A panic of a library's is no Exception.
                     log.exception("sequence %d cannot go on", sequence.id)
-                    outcome = NotDrawn("an internal error in following its grammar", code="grammar_error")
+                    outcome = SampleError("an internal error in following its grammar", code="grammar_error")
             news.append(Advance(sequence.id, index, outcome, finish))
-            if isinstance(outcome, NotDrawn):
+            if isinstance(outcome, SampleError):
                 self._distrust(sequence, found=_is_spoilt(outcome))
             elif finish is None:
                 continue
@@ -395,6 +395,6 @@ class Scheduler:
         return problems
 
 
-def _is_spoilt(drawn: Drawn | NotDrawn | None) -> bool:
+def _is_spoilt(drawn: SampledToken | SampleError | None) -> bool:
     """Whether numbers that are not finite may be in what the row wrote, and in what it read."""
-    return isinstance(drawn, NotDrawn) and drawn.code == "numerical_error"
+    return isinstance(drawn, SampleError) and drawn.code == "numerical_error"

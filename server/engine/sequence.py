@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from cache.prefix import Block, Chain, Link
 from cache.table import PageTable
-from model.step import UNSEEN, Drawn, Row, Sample, Sampling, Scoring
+from model.step import PENDING, Row, Sample, SampledToken, Sampling, Scoring
 from server.engine.drafts import Drafter
 
 
@@ -182,11 +182,11 @@ class Sequence:
     def _tokens(self, start: int, end: int) -> list[int]:
         known = self.num_tokens - self.num_unseen
         if start >= known:
-            return [UNSEEN] * (end - start)
+            return [PENDING] * (end - start)
         split = len(self.prompt)
         generated = self.output + self.forced if self.forced else self.output
         if end > known:
-            generated = generated + [UNSEEN] * (end - known)
+            generated = generated + [PENDING] * (end - known)
         if start >= split:
             return generated[start - split : end - split]
         return self.prompt[start:end] + generated[max(0, start - split) : max(0, end - split)]
@@ -199,7 +199,7 @@ class Sequence:
             return None
         return Scoring(first - 1 - start, self._tokens(first, last + 1), self.num_top)
 
-    def take_scored(self, scored: list[Drawn]) -> tuple[list[Drawn], list[Drawn]]:
+    def take_scored(self, scored: list[SampledToken]) -> tuple[list[SampledToken], list[SampledToken]]:
         """Splits what a step scored: prompt tokens, which are accounted for now, and forced tokens, which `append` takes one by one."""
         split = min(len(scored), len(self.prompt) - self.num_scored)
         self.num_scored += split

@@ -22,7 +22,7 @@ import msgspec
 from model.checkpoint.conversion import only_pooled
 from model.checkpoint.families import read_spec
 from model.spec import CheckpointError, ModelSpec, OptionError
-from model.step import Drawn, Sampling
+from model.step import SampledToken, Sampling
 from server import logs, protocol
 from server.child_process import die_with_parent
 from server.engine.core import EngineCore
@@ -206,7 +206,7 @@ class Worker:
             if isinstance(event, PromptScored):
                 scores = [protocol.Score(s.token, s.logprob, s.rank, list(s.top)) for s in event.scores]
                 self._send(protocol.Scores(event.id, event.first, scores))
-            elif isinstance(event.drawn, Drawn):
+            elif isinstance(event.drawn, SampledToken):
                 drawn = event.drawn
                 tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, list(drawn.top)))
             else:

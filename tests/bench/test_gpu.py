@@ -30,7 +30,7 @@ from model.checkpoint.families import read_spec
 from model.decoder import meta_decoder
 from model.runner import device_stream as streams
 from model.sampling import draw
-from model.step import Drawn, NotDrawn
+from model.step import SampledToken, SampleError
 from server.config import EMBEDDED_MODEL
 from tests.support.listed_backend import ListedReference
 from tests.support.paths import ROOT
@@ -288,7 +288,7 @@ def test_a_capture_that_fails_leaves_us_on_our_stream() -> None:
 
 
 class FakeFlight:
-    def __init__(self, drawn: Drawn | NotDrawn) -> None:
+    def __init__(self, drawn: SampledToken | SampleError) -> None:
         self._drawn = drawn
 
     def result(self) -> Any:
@@ -311,7 +311,7 @@ class FakeRunner:
         assert FakeRunner.mode == "error"
         if self._how == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
-        return FakeFlight(NotDrawn("an internal error") if self._how == "row" else Drawn(1, 0.0))
+        return FakeFlight(SampleError("an internal error") if self._how == "row" else SampledToken(1, 0.0))
 
 
 def test_launches_that_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def test_launches_that_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kind_of_request_draws() -> None:
     """What could draw nothing would be told as one that waits."""
     samples = kinds(100)["together"]
-    assert all(isinstance(drawn, Drawn) for drawn in draw(torch.randn(len(samples), 100), samples))
+    assert all(isinstance(drawn, SampledToken) for drawn in draw(torch.randn(len(samples), 100), samples))
 
 
 @pytest.mark.parametrize("behind", [True, False])

@@ -20,7 +20,7 @@ from model.devices import backend_for, create_backend
 from model.devices.cpu.products import PackedEmbedding
 from model.runner.device_memory import free_bytes, total_bytes
 from model.runner.runner import ModelRunner, RunnerOptions
-from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan
+from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
@@ -110,7 +110,7 @@ def finish(core: EngineCore) -> dict[int, list[int]]:
     outputs: dict[int, list[int]] = {}
     while core.scheduler.has_work:
         for advance in core.step():
-            assert isinstance(advance.drawn, Drawn)
+            assert isinstance(advance.drawn, SampledToken)
             outputs.setdefault(advance.id, []).append(advance.drawn.token)
         assert core.scheduler.integrity() == []
     return outputs
@@ -199,7 +199,7 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
 def test_half_precision_stays_near_float32(tiny_checkpoint: TinyCheckpoint, dtype: str) -> None:
     row = Row(0, random_ids(tiny_checkpoint, 50), 0, [array("q", range(4))], Sample(GREEDY, [1], []))
     exact, rounded = (make_runner(tiny_checkpoint, dtype=name).run(StepPlan((row,))).drawn[0] for name in ("float32", dtype))
-    assert isinstance(exact, Drawn) and isinstance(rounded, Drawn)
+    assert isinstance(exact, SampledToken) and isinstance(rounded, SampledToken)
     assert abs(exact.logprob - rounded.logprob) < 0.5
     runner = make_runner(tiny_checkpoint, dtype=dtype)
     assert runner.pool.keys_LPSd.dtype is getattr(torch, dtype)
@@ -250,9 +250,9 @@ def test_a_row_with_a_numerical_error_fails_alone_and_leaves_clean_pages(tmp_pat
     fine = row(1, [1, 2, 3], [4, 5], last=True)
     (expected,) = runner.run(StepPlan((fine,))).drawn
     broken, chunk, neighbour = runner.run(StepPlan((row(0, [7, 1], [0, 1], True), row(2, [1, 7], [2, 3], False), fine))).drawn
-    assert isinstance(broken, NotDrawn) and isinstance(chunk, NotDrawn)
+    assert isinstance(broken, SampleError) and isinstance(chunk, SampleError)
     # A product of another number of rows may round differently in its last bit, so the neighbour's is near, not equal.
-    assert isinstance(neighbour, Drawn) and isinstance(expected, Drawn)
+    assert isinstance(neighbour, SampledToken) and isinstance(expected, SampledToken)
     assert neighbour.token == expected.token and abs(neighbour.logprob - expected.logprob) < 1e-5
     (reused,) = runner.run(StepPlan((row(3, [1, 2, 3], [0, 1], True),), clear=(0, 1, 2, 3))).drawn
     assert runner.pool.keys_LPSd.isfinite().all() and runner.pool.values_LPSv.isfinite().all()

@@ -8,7 +8,7 @@ import torch
 from cache.layout import CacheLayout
 from model.checkpoint.families import read_spec
 from model.runner.runner import ModelRunner, RunnerOptions
-from model.step import Drawn, Sampling
+from model.step import SampledToken, Sampling
 from server.config import EMBEDDED_MODEL
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
@@ -45,7 +45,7 @@ def test_the_same_greedy_tokens_as_transformers(prompt: str) -> None:
     core.scheduler.submit(0, ids, 60, Sampling(temperature=0.0))
     ours = []
     while core.scheduler.has_work:
-        ours += [advance.drawn.token for advance in core.step() if isinstance(advance.drawn, Drawn)]
+        ours += [advance.drawn.token for advance in core.step() if isinstance(advance.drawn, SampledToken)]
     oracle = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
     theirs = oracle.generate(torch.tensor([ids]), max_new_tokens=60, min_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)[
         0, len(ids) :

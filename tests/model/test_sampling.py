@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.devices.cpu.native import library
-from model.sampling import Scores, draw, exponentials
-from model.step import Drawn, NotDrawn, Sample, Sampling
+from model.sampling import Scores, draw, philox_exponentials
+from model.step import Sample, SampledToken, SampleError, Sampling
 from server.protocol import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
 PROBS = LOGITS.softmax(0).tolist()
 
 
-def token_of(drawn: Drawn | NotDrawn) -> int:
-    assert isinstance(drawn, Drawn)
+def token_of(drawn: SampledToken | SampleError) -> int:
+    assert isinstance(drawn, SampledToken)
     return drawn.token
 
 
@@ -151,12 +151,12 @@ def test_a_row_draws_the_same_alone_and_in_any_company(samplings: list[Sampling]
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 127), st.integers(0, 10_000))
 def test_the_noise_is_a_pure_function(seed: int, choice: int, index: int) -> None:
-    values = exponentials(seed, choice, index, 300)
-    assert (values >= 0).all() and (values == exponentials(seed, choice, index, 300)).all()
+    values = philox_exponentials(seed, choice, index, 300)
+    assert (values >= 0).all() and (values == philox_exponentials(seed, choice, index, 300)).all()
 
 
 def test_all_of_the_seed_counts() -> None:
-    assert len({float(exponentials(7 + (bit << 32), 0, 0, 1)[0]) for bit in range(1000)}) == 1000
+    assert len({float(philox_exponentials(7 + (bit << 32), 0, 0, 1)[0]) for bit in range(1000)}) == 1000
 
 
 def test_the_last_bits_of_the_logits_decide_no_draw() -> None:
@@ -168,7 +168,7 @@ def test_the_last_bits_of_the_logits_decide_no_draw() -> None:
         rounded = logits + 5e-4 * (torch.rand(logits.shape, generator=generator) - 0.5)
         rows = [Sample(Sampling(temperature=0.8, seed=batch), [], [1] * i) for i in range(1000)]
         pairs = zip(draw(logits, rows), draw(rounded, rows), strict=True)
-        differ += sum(one.token != other.token for one, other in pairs if isinstance(one, Drawn) and isinstance(other, Drawn))
+        differ += sum(one.token != other.token for one, other in pairs if isinstance(one, SampledToken) and isinstance(other, SampledToken))
     assert differ <= 5
 
 
@@ -181,7 +181,7 @@ def test_typical_sampling_keeps_what_is_nearest_to_the_entropy() -> None:
 
 
 def test_the_noise_differs_in_each_argument_and_is_exponential() -> None:
-    values = {float(exponentials(s, c, i, 1)[0]) for s in range(20) for c in range(20) for i in range(20)}
+    values = {float(philox_exponentials(s, c, i, 1)[0]) for s in range(20) for c in range(20) for i in range(20)}
     assert len(values) == 8000
     for bound in (0.1, 0.5, 1.0, 2.0):
         assert abs(sum(value < bound for value in values) / 8000 - (1 - math.exp(-bound))) < 0.02
@@ -201,11 +201,11 @@ def test_a_row_that_is_not_finite_draws_nothing_and_its_neighbours_are_untouched
     broken = clean.clone()
     broken[1, 2] = bad
     expected, drawn = draw(clean, rows), draw(broken, rows)
-    assert (drawn[0], drawn[2]) == (expected[0], expected[2]) and isinstance(drawn[1], NotDrawn)
+    assert (drawn[0], drawn[2]) == (expected[0], expected[2]) and isinstance(drawn[1], SampleError)
     everything = Sample(Sampling(temperature=temperature), [], [], forbidden=range(5))
-    assert isinstance(draw(LOGITS[None], [everything])[0], NotDrawn)
+    assert isinstance(draw(LOGITS[None], [everything])[0], SampleError)
     overflow = Sample(Sampling(temperature=temperature, repetition_penalty=1e-45), [0], [])
-    assert isinstance(draw(LOGITS[None], [overflow])[0], NotDrawn)
+    assert isinstance(draw(LOGITS[None], [overflow])[0], SampleError)
 
 
 def test_tokens_that_are_named_are_reported_instead_of_the_likeliest() -> None:
@@ -222,7 +222,7 @@ def test_tokens_that_are_named_are_reported_instead_of_the_likeliest() -> None:
     together = draw(logits_SV, samples)
     for i, drawn in enumerate(together):
         (alone,) = draw(logits_SV[i : i + 1], samples[i : i + 1])
-        assert isinstance(drawn, Drawn) and isinstance(alone, Drawn) and drawn.top == alone.top
+        assert isinstance(drawn, SampledToken) and isinstance(alone, SampledToken) and drawn.top == alone.top
         likeliest = logprobs_SV[i].topk(samples[i].num_top).indices.tolist()
         assert [id for id, _ in drawn.top] == (list(samplings[i].logprob_token_ids) or likeliest)
         assert all(logprob == pytest.approx(logprobs_SV[i, id].item(), abs=1e-5) for id, logprob in drawn.top)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cache.layout import CacheLayout
-from model.step import NotDrawn, Row, StepPlan, StepResult
+from model.step import Row, SampleError, StepPlan, StepResult
 from server import protocol
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
@@ -190,7 +190,7 @@ class FaultyRunner:
                 self.poisoned.spoil(row, self.layout)
             place = 0 if fault == "nan" or row.sample is None else self.engine.world.choices[row.sequence].fails_at - row.sample.index
             if fault in CAUSES and place <= len(accepted.get(i, ())):
-                drawn[i] = NotDrawn(fault, code=CAUSES[fault])
+                drawn[i] = SampleError(fault, code=CAUSES[fault])
                 accepted[i] = accepted.get(i, ())[:place]
         return replace(result, drawn=tuple(drawn), accepted=accepted)
 

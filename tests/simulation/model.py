@@ -9,7 +9,7 @@ It knows no engine, message or time.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from model.step import Drawn, Row, StepPlan, StepResult
+from model.step import Row, SampledToken, StepPlan, StepResult
 from tests.support.hash_model import result
 
 MASK = 2**64 - 1
@@ -79,7 +79,7 @@ class PagedHash:
             pages[page][position % size] = state
             position += 1
 
-    def _draw(self, row: Row) -> list[Drawn]:
+    def _draw(self, row: Row) -> list[SampledToken]:
         """The draw at each of the row's places."""
         pages, end, sample = self._pages, row.start + len(row.tokens), row.sample
         found: list[int] = []
@@ -99,14 +99,14 @@ class PagedHash:
         if row.drafts and found[first:] != chain(row.tokens[len(row.tokens) - row.drafts :], found[first - 1]):
             raise AssertionError(f"a page of sequence {row.sequence} does not hold its drafts")
         seed = sample.sampling.seed + self.drift
-        return [Drawn(draw(state, seed, self.end_rate, not sample.forbidden), -1.0) for state in found[first - 1 :]]
+        return [SampledToken(draw(state, seed, self.end_rate, not sample.forbidden), -1.0) for state in found[first - 1 :]]
 
 
-def score(row: Row) -> list[Drawn]:
+def score(row: Row) -> list[SampledToken]:
     """Log-probability -(position of the token), as hash_model's."""
     assert row.scoring is not None
     first = row.start + row.scoring.first + 1
-    return [Drawn(target, -float(first + offset)) for offset, target in enumerate(row.scoring.targets)]
+    return [SampledToken(target, -float(first + offset)) for offset, target in enumerate(row.scoring.targets)]
 
 
 class Poisoned:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from model.step import UNSEEN, Drawn, Row, StepPlan, StepResult
+from model.step import PENDING, Row, SampledToken, StepPlan, StepResult
 
 NO_TOKEN = 0
 
@@ -33,13 +33,13 @@ class DelayedFlight:
         self.drawn = {row.sequence: drawn for row, drawn in zip(plan.rows, self.found.drawn, strict=True)}
 
     def _seen(self, row: Row) -> Row:
-        if UNSEEN not in row.tokens:
+        if PENDING not in row.tokens:
             assert row.sample is None or not row.sample.num_unseen, "a token is missed that was not announced"
             return row
-        assert row.tokens.index(UNSEEN) == len(row.tokens) - 1 and not row.drafts, "only the last token can be unseen"
+        assert row.tokens.index(PENDING) == len(row.tokens) - 1 and not row.drafts, "only the last token can be unseen"
         assert self.before is not None, "a token is waited for, and no step is in flight"
         drawn = self.before.drawn[row.sequence]
-        token = drawn.token if isinstance(drawn, Drawn) else NO_TOKEN
+        token = drawn.token if isinstance(drawn, SampledToken) else NO_TOKEN
         assert row.sample is not None and row.sample.num_unseen == 1
         sample = replace(row.sample, output=[*row.sample.output, token], num_unseen=0)
         return replace(row, tokens=[*row.tokens[:-1], token], sample=sample)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from model.step import Drawn, NotDrawn, Row, Sampling
+from model.step import Row, SampledToken, SampleError, Sampling
 from server import protocol
 from server.engine.core import EngineCore
 from server.engine.grammar import Grammars
@@ -33,7 +33,7 @@ def choose(mask: bytes, number: int) -> int:
 class GuidedModel(HashModel):
     """Draws by a hash of the tokens and the seed among those that the mask allows."""
 
-    def _draw(self, row: Row) -> list[Drawn]:
+    def _draw(self, row: Row) -> list[SampledToken]:
         if row.sample is None:
             return []
         sample = row.sample
@@ -41,7 +41,7 @@ class GuidedModel(HashModel):
         digest = hashlib.blake2b(repr((sample.prompt, sample.output, sample.sampling.seed)).encode(), digest_size=8).digest()
         token = choose(sample.mask, int.from_bytes(digest, "little"))
         self._check(row, [*sample.prompt, *sample.output])
-        return [Drawn(token, -1.0)]
+        return [SampledToken(token, -1.0)]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Engine:
     def step(self) -> None:
         for event in self.core.step():
             assert isinstance(event, Advance)
-            if isinstance(event.drawn, NotDrawn):
+            if isinstance(event.drawn, SampleError):
                 self._end(event.id, event.drawn.reason)
                 continue
             assert event.index == len(self._outputs[event.id])

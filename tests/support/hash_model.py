@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from cache.layout import CacheLayout
-from model.step import Drawn, Row, StepPlan, StepResult
+from model.step import Row, SampledToken, StepPlan, StepResult
 
 
 def next_token(tokens: list[int], seed: int, end_rate: float, may_end: bool) -> int:
@@ -76,7 +76,7 @@ class HashModel:
             states.append(self.slots[self._slot(row, position, seen[0])][1] if seen else 0)
         return states
 
-    def _score(self, row: Row) -> list[Drawn]:
+    def _score(self, row: Row) -> list[SampledToken]:
         """Log-probability -(position of the token): which states scored what can be read off."""
         assert row.scoring is not None
         first = row.start + row.scoring.first
@@ -85,7 +85,7 @@ class HashModel:
             assert row.start <= position - 1 < row.start + len(row.tokens), "a state that this step does not compute"
             if position < row.start + len(row.tokens):
                 assert row.tokens[position - row.start] == target, "not the token that follows"
-        return [Drawn(target, -float(first + offset + 1)) for offset, target in enumerate(row.scoring.targets)]
+        return [SampledToken(target, -float(first + offset + 1)) for offset, target in enumerate(row.scoring.targets)]
 
     def _kinds(self) -> list[tuple[int, int]]:
         return [(number, stack) for number, group in enumerate(self.layout.groups) for stack in range(group.num_stacks)]
@@ -112,18 +112,18 @@ class HashModel:
                 assert stored_position == position and stored_kind == kind, "a slot holds another position's token, or another layer's"
                 assert stored == states[position], "a slot holds another sequence's token"
 
-    def _draw(self, row: Row) -> list[Drawn]:
+    def _draw(self, row: Row) -> list[SampledToken]:
         """The draw at each of the row's places."""
         draws = []
         for number, sample in enumerate(row.samples, start=1):
             tokens = [*sample.prompt, *sample.output]
             assert len(tokens) == row.start + len(row.tokens) - row.drafts + number - 1
-            draws.append(Drawn(self.give(tokens, sample.sampling.seed, self.end_rate, not sample.forbidden), -1.0))
+            draws.append(SampledToken(self.give(tokens, sample.sampling.seed, self.end_rate, not sample.forbidden), -1.0))
         self._check(row, tokens if draws else [])
         return draws
 
 
-def result(plan: StepPlan, draws: list[list[Drawn]], scored: dict[int, list[Drawn]]) -> StepResult:
+def result(plan: StepPlan, draws: list[list[SampledToken]], scored: dict[int, list[SampledToken]]) -> StepResult:
     """What a step brought whose rows drew this at their places."""
     settled = [row.settle(places) if places else ([], None) for row, places in zip(plan.rows, draws, strict=True)]
     accepted = {i: come_true for i, (come_true, _) in enumerate(settled) if come_true}

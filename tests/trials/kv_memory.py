@@ -18,7 +18,7 @@ import torch
 
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
-from model.step import Drawn, Sampling, StepPlan, StepResult
+from model.step import SampledToken, Sampling, StepPlan, StepResult
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.sequence import Sequence
 
@@ -69,7 +69,7 @@ class InventedModel:
     """A token for every row that asks for one."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        return StepResult(tuple(None if row.sample is None else Drawn(7, -1.0) for row in plan.rows))
+        return StepResult(tuple(None if row.sample is None else SampledToken(7, -1.0) for row in plan.rows))
 
 
 def history(shape: Shape, num_requests: int, seed: int = 0) -> dict[str, Any]:

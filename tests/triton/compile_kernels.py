@@ -77,7 +77,7 @@ def compile_products(architecture: int, line: int, stored: bool) -> None:
     tell({"architecture": architecture} | compiled(rows.normalise, number, architecture, constants, {}))
     constants = {"COLUMNS": 50257, "BLOCK": 4096}
     tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}))
-    for kernel in (noise.exponentials, noise.race):
+    for kernel in (noise.exponential_noise, noise.gumbel_max):
         tell({"architecture": architecture} | compiled(kernel, number, architecture, {"BLOCK_B": noise.BLOCK}, {}))
 
 

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
 KERNELS = {"attend", "join", "scatter"}
-BY_ROWS = "normalise", "summarise", "exponentials", "race"
+BY_ROWS = "normalise", "summarise", "exponential_noise", "gumbel_max"
 FLOAT8_ARCHITECTURES = 90, 100
 SAMPLE = [(80, 0, 0), (90, 5, 0), (100, 5, 512)]
 FLOAT8_SAMPLE = [(90, 0, 0), (100, 0, 0)]

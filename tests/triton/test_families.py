@@ -17,7 +17,7 @@ from model.devices.cpu import native
 from model.devices.gpu.tiles import Tile
 from model.layers import RMSNorm
 from model.runner.runner import ModelRunner, RunnerOptions
-from model.step import Drawn, Row, Sampling, Scoring, StepPlan
+from model.step import Row, SampledToken, Sampling, Scoring, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from tests.model.test_decoder import CPU, GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core, make_runner
@@ -74,14 +74,14 @@ SAMPLINGS = [Sampling(seed=0, top_p=0.9), Sampling(seed=1), Sampling(seed=2, typ
 def check_bits(runner: ModelRunner) -> None:
     """The same whole, in chunks and in company."""
 
-    def drawn(submitted: list[int], step_tokens: int) -> dict[int, list[Drawn]]:
+    def drawn(submitted: list[int], step_tokens: int) -> dict[int, list[SampledToken]]:
         core = EngineCore(Scheduler(Limits(runner.pool.num_pages, runner.pool.layout, 512, 8, step_tokens)), runner)
         for i in submitted:
             core.scheduler.submit(i, PROMPTS[i], 3, SAMPLINGS[i], num_top=2)
-        found: dict[int, list[Drawn]] = {i: [] for i in submitted}
+        found: dict[int, list[SampledToken]] = {i: [] for i in submitted}
         while core.scheduler.has_work:
             for advance in core.step():
-                assert isinstance(advance.drawn, Drawn)
+                assert isinstance(advance.drawn, SampledToken)
                 found[advance.id].append(advance.drawn)
         return found
 
@@ -123,12 +123,12 @@ def check_deterministic(
 ) -> None:
     """All by kernels of ours, as on a GPU: log-probabilities are about torch's, and bits the same in any company."""
     from model.devices.gpu import launches
-    from model.devices.gpu.modules import stand_in
+    from model.devices.gpu.modules import replace_modules
 
     checkpoint = make(family, number, folder)
     spec = read_spec(checkpoint.folder)
     decoder, usual = (load_decoder(checkpoint.folder, spec, dtype, CPU, quantization) for _ in range(2))
-    stand_in(decoder)
+    replace_modules(decoder)
     assert sum(p.nbytes for p in decoder.parameters()) == sum(p.nbytes for p in usual.parameters())
     left = [name for name, module in decoder.named_modules() if isinstance(module, nn.Linear | nn.LayerNorm | RMSNorm)]
     assert left == []

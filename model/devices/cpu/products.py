@@ -126,7 +126,7 @@ class PackedMatrix(nn.Module):
             pack = self._library.pack_bytes
         pack(_address(self.weight), _address(rows), *map(ctypes.c_int64, (first, len(rows), self.shape[1])))
 
-    def _asks(self, bias: Tensor | None = None, activation: str = "none", norm: PackedNorm | None = None) -> Product:
+    def _arguments(self, bias: Tensor | None = None, activation: str = "none", norm: PackedNorm | None = None) -> Product:
         """What the kernel is told of activation(norm(x) W^T + bias) whatever x is."""
         return Product(
             weights=self.weight.data_ptr(),
@@ -185,7 +185,7 @@ class PackedLinear(PackedMatrix):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._asked is None:
-            self._asked = self._asks(self.bias, self.activation, *self._norms)
+            self._asked = self._arguments(self.bias, self.activation, *self._norms)
         return self._product(x, self._asked)
 
 
@@ -200,7 +200,7 @@ class PackedEmbedding(PackedMatrix):
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """x_SD -> logits_SV"""
-        return self._product(x_SD, self._asks())
+        return self._product(x_SD, self._arguments())
 
 
 class PackedHeads(HeadProjections):
@@ -231,7 +231,7 @@ def _packed(matrix: Tensor) -> PackedLinear:
     return linear
 
 
-def _stand_in(module: nn.Module, quantized: bool) -> nn.Module | None:
+def _replacement(module: nn.Module, quantized: bool) -> nn.Module | None:
     if isinstance(module, Linear):
         return PackedLinear(module, quantized and not isinstance(module, Router))
     if type(module) is Embedding:
@@ -247,9 +247,9 @@ def pack_modules(root: nn.Module, quantized: bool) -> None:
     decide, and are small.
     """
     for name, module in list(root.named_modules()):
-        stand_in = _stand_in(module, quantized)
-        if stand_in is not None:
-            root.set_submodule(name, stand_in)
+        replacement = _replacement(module, quantized)
+        if replacement is not None:
+            root.set_submodule(name, replacement)
     names = {function: name for name, function in ACTIVATIONS.items()}
     for module in root.modules():
         if isinstance(module, MLP):

@@ -1,6 +1,6 @@
-"""Random draws on the device: noise that is a pure function of (seed, choice, index, token), and the race that a draw is.
+"""Random draws on the device: noise that is a pure function of (seed, choice, index, token), and the Gumbel-max draw.
 
-Philox (Salmon et al. 2011) with the seed as its key; the counter holds token, index and choice. A race reads a row's logits once, where
+Philox (Salmon et al. 2011) with the seed as its key; the counter holds token, index and choice. A draw reads a row's logits once, where
 torch's operations read and write them a dozen times as float64. It knows nothing of top-k and the like: who filters has probabilities.
 
 Shape letters: S rows that draw, V vocabulary, B tokens of a program, C programs of a row.
@@ -36,7 +36,7 @@ def _times(draw_ptr, token_B):
 
 
 @triton.jit
-def exponentials(draws_ptr, times_ptr, num_tokens, BLOCK_B: tl.constexpr):
+def exponential_noise(draws_ptr, times_ptr, num_tokens, BLOCK_B: tl.constexpr):
     """Program (s, i): the numbers of BLOCK_B tokens of a row."""
     row = tl.program_id(0).to(tl.int64)
     token_B = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -44,7 +44,7 @@ def exponentials(draws_ptr, times_ptr, num_tokens, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def race(logits_ptr, largest_ptr, rows_ptr, draws_ptr, settings_ptr, speeds_ptr, winners_ptr, num_tokens, BLOCK_B: tl.constexpr):
+def gumbel_max(logits_ptr, largest_ptr, rows_ptr, draws_ptr, settings_ptr, speeds_ptr, winners_ptr, num_tokens, BLOCK_B: tl.constexpr):
     """Program (s, i): of BLOCK_B tokens of a row the one that comes first, and how fast it is."""
     draw, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, inverse, least = tl.load(rows_ptr + draw), tl.load(settings_ptr + draw * 2), tl.load(settings_ptr + draw * 2 + 1)
@@ -65,14 +65,16 @@ def _wrapped(keys: Sequence[Key], device: torch.device) -> Tensor:
     return upload([(seed - 2**64 if seed >= 2**63 else seed, choice, index) for seed, choice, index in seeds], device, torch.long)
 
 
-def exponentials_SV(keys: Sequence[Key], num_tokens: int, device: torch.device) -> Tensor:
+def exponential_noise_SV(keys: Sequence[Key], num_tokens: int, device: torch.device) -> Tensor:
     """Numbers of the exponential distribution (mean 1) for each key, as float64."""
     times_SV = torch.empty(len(keys), num_tokens, dtype=torch.float64, device=device)
-    exponentials[(len(keys), triton.cdiv(num_tokens, BLOCK))](_wrapped(keys, device), times_SV, num_tokens, BLOCK)
+    exponential_noise[(len(keys), triton.cdiv(num_tokens, BLOCK))](_wrapped(keys, device), times_SV, num_tokens, BLOCK)
     return times_SV
 
 
-def race_S(logits: Tensor, largest: Tensor, rows: Sequence[int], keys: Sequence[Key], settings: Sequence[tuple[float, float]]) -> Tensor:
+def gumbel_max_S(
+    logits: Tensor, largest: Tensor, rows: Sequence[int], keys: Sequence[Key], settings: Sequence[tuple[float, float]]
+) -> Tensor:
     """For each of these rows of float32 logits, whose largest ones are given, the token that arrives first when token v takes an
     exponential time of rate p_v. `settings`: temperature, and the share of the likeliest token's probability below which none takes part.
     """
@@ -81,7 +83,7 @@ def race_S(logits: Tensor, largest: Tensor, rows: Sequence[int], keys: Sequence[
     shares = [(1.0 / temperature, math.log(min_p) if min_p > 0.0 else -math.inf) for temperature, min_p in settings]
     speeds_SC = torch.empty(len(rows), num_blocks, dtype=torch.float64, device=device)
     winners_SC = torch.empty(len(rows), num_blocks, dtype=torch.long, device=device)
-    race[(len(rows), num_blocks)](
+    gumbel_max[(len(rows), num_blocks)](
         logits.contiguous(), largest, upload(rows, device, torch.long), _wrapped(keys, device), upload(shares, device, torch.float64),
         speeds_SC, winners_SC, num_tokens, BLOCK,
     )  # fmt: skip

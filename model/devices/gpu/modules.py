@@ -73,7 +73,7 @@ class GpuHeads(HeadProjections):
         return multiply(o_THc, self.parts()[1])
 
 
-STAND_INS = {
+REPLACEMENTS = {
     Linear: GpuLinear,
     Router: GpuRouter,
     Embedding: GpuEmbedding,
@@ -83,11 +83,11 @@ STAND_INS = {
 }
 
 
-def stand_in(root: nn.Module) -> None:
+def replace_modules(root: nn.Module) -> None:
     """Puts the stand-ins in the place of what they stand for, once the weights are there."""
     for name, module in list(root.named_modules()):
-        if type(module) in STAND_INS:
-            root.set_submodule(name, STAND_INS[type(module)](module))
+        if type(module) in REPLACEMENTS:
+            root.set_submodule(name, REPLACEMENTS[type(module)](module))
     names = {function: name for name, function in ACTIVATIONS.items()}
     for module in root.modules():
         if isinstance(module, MLP):

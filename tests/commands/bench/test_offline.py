@@ -12,7 +12,7 @@ from cache.layout import CacheLayout
 from commands.bench.bench import figures
 from commands.bench.offline import ClosedLoop, OfflineSettings, bench, load_engine
 from commands.cli import main
-from model.step import Drawn, NotDrawn, StepPlan, StepResult
+from model.step import SampledToken, SampleError, StepPlan, StepResult
 from server.config import load
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
@@ -33,10 +33,10 @@ class InventedModel:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.rows.append(len(plan.rows))
-        return StepResult(tuple(NotDrawn("no luck") if row.sequence == self.failing else self._drawn(row) for row in plan.rows))
+        return StepResult(tuple(SampleError("no luck") if row.sequence == self.failing else self._drawn(row) for row in plan.rows))
 
-    def _drawn(self, row: Any) -> Drawn | None:
-        return None if row.sample is None else Drawn(7, -1.0)
+    def _drawn(self, row: Any) -> SampledToken | None:
+        return None if row.sample is None else SampledToken(7, -1.0)
 
 
 def core_of(model: InventedModel) -> EngineCore:

@@ -27,7 +27,7 @@ from model.devices.quantization import quantize_weights
 from model.devices.quantized_modules import QuantizedEmbedding, QuantizedLinear
 from model.runner.runner import ModelRunner, RunnerOptions, check_float8
 from model.spec import OptionError
-from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan
+from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.families import make_family_checkpoint
 from tests.support.paths import EMBEDDED
@@ -65,15 +65,15 @@ def test_stand_ins_compute_what_their_weights_say(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("model.devices.quantized_modules.CONVERTED_AT_ONCE", 3000)
     for dtype in (torch.float32, torch.bfloat16):
         linear, table = nn.Linear(130, 65, dtype=dtype), nn.Embedding(65, 130, dtype=dtype)
-        stand_in, rows = QuantizedLinear(linear, "fp8", dtype), QuantizedEmbedding(table, "fp8", dtype)
-        for module, weight in ((stand_in, linear.weight), (rows, table.weight)):
+        replacement, rows = QuantizedLinear(linear, "fp8", dtype), QuantizedEmbedding(table, "fp8", dtype)
+        for module, weight in ((replacement, linear.weight), (rows, table.weight)):
             module.allocate(CPU)
             module.set_rows(0, weight[:30])
             module.set_rows(30, weight[30:])
         x_TI, ids_T = torch.randn(7, 130, dtype=dtype), torch.tensor([0, 64, 3])
-        weight_OI, table_VD = (module.weight.float() * module.scale[:, None] for module in (stand_in, rows))
+        weight_OI, table_VD = (module.weight.float() * module.scale[:, None] for module in (replacement, rows))
         near = 1e-5 if dtype is torch.float32 else 2e-2
-        assert torch.allclose(stand_in(x_TI).float(), x_TI.float() @ weight_OI.T + linear.bias.float(), rtol=near, atol=near)
+        assert torch.allclose(replacement(x_TI).float(), x_TI.float() @ weight_OI.T + linear.bias.float(), rtol=near, atol=near)
         assert torch.allclose(rows.logits(x_TI).float(), x_TI.float() @ table_VD.T, rtol=near, atol=50 * near)
         assert torch.equal(rows(ids_T), table_VD[ids_T].to(dtype))
         assert (table_VD - table.weight.float()).norm() < 0.03 * table.weight.float().norm()
@@ -149,10 +149,10 @@ def test_a_numerical_error_fails_its_row_alone_and_its_pages_are_cleared(tmp_pat
     runner.decoder.token_embedding.scale.data[7] = torch.nan
     fine = Row(1, [1, 2], 0, [array("q", [1])], Sample(GREEDY, [1], []))
     broken, whole = runner.run(StepPlan((Row(0, [7, 1], 0, [array("q", [0])], Sample(GREEDY, [1], [])), fine))).drawn
-    assert isinstance(broken, NotDrawn) and isinstance(whole, Drawn)
+    assert isinstance(broken, SampleError) and isinstance(whole, SampledToken)
     assert runner.pool.keys_LPSd.isnan().any()
     (reused,) = runner.run(StepPlan((Row(2, [1, 2], 0, [array("q", [0])], Sample(GREEDY, [1], [])),), clear=(0,))).drawn
-    assert isinstance(reused, Drawn) and reused.token == whole.token and abs(reused.logprob - whole.logprob) < 1e-5
+    assert isinstance(reused, SampledToken) and reused.token == whole.token and abs(reused.logprob - whole.logprob) < 1e-5
     assert not runner.pool.keys_LPSd.isnan().any() and not runner.pool.values_LPSv.isnan().any()
 
 
@@ -163,7 +163,7 @@ def test_the_embedded_model_says_much_the_same(quantization: str, cache_dtype: s
     plan = StepPlan((Row(0, ids, 0, [array("q", range(20))], Sample(GREEDY, ids, [])),))
     whole, small = make_runner(EMBEDDED, cache_dtype="auto"), make_runner(EMBEDDED, quantization, cache_dtype)
     (before,), (after,) = whole.run(plan).drawn, small.run(plan).drawn
-    assert isinstance(before, Drawn) and isinstance(after, Drawn)
+    assert isinstance(before, SampledToken) and isinstance(after, SampledToken)
     assert before.token == after.token and 0 < abs(before.logprob - after.logprob) < 0.2
     assert (small.weight_bytes <= 0.27 * whole.weight_bytes) == (quantization == "fp8")
 

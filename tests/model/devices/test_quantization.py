@@ -19,7 +19,7 @@ from model.checkpoint.weights import load_decoder
 from model.devices.quantization import integer_product, product_in_floats, quantize_tokens, quantize_weights
 from model.devices.quantized_modules import QuantizedLinear
 from model.runner.runner import ModelRunner, RunnerOptions
-from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan
+from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.paths import EMBEDDED
 
@@ -63,23 +63,23 @@ def test_rounding_is_within_half_a_step(seed: int, size: float, positive: bool) 
 def test_zeros_stay_zeros() -> None:
     linear = nn.Linear(16, 4)
     linear.weight.data[1] = 0
-    stand_in = QuantizedLinear(linear, "int8", torch.float32)
-    stand_in.allocate(CPU)
-    stand_in.set_rows(0, linear.weight.data)
-    assert torch.allclose(stand_in(torch.zeros(2, 16)), linear.bias.expand(2, -1), atol=1e-6)
-    assert torch.equal(stand_in(torch.randn(3, 16))[:, 1], linear.bias[1].expand(3))
+    replacement = QuantizedLinear(linear, "int8", torch.float32)
+    replacement.allocate(CPU)
+    replacement.set_rows(0, linear.weight.data)
+    assert torch.allclose(replacement(torch.zeros(2, 16)), linear.bias.expand(2, -1), atol=1e-6)
+    assert torch.equal(replacement(torch.randn(3, 16))[:, 1], linear.bias[1].expand(3))
 
 
 @torch.inference_mode()
 def test_a_token_alone_gives_the_bytes_it_gives_in_company() -> None:
     linear = nn.Linear(130, 65)
-    stand_in = QuantizedLinear(linear, "int8", torch.float32)
-    stand_in.allocate(CPU)
-    stand_in.set_rows(0, linear.weight[:30])
-    stand_in.set_rows(30, linear.weight[30:])
+    replacement = QuantizedLinear(linear, "int8", torch.float32)
+    replacement.allocate(CPU)
+    replacement.set_rows(0, linear.weight[:30])
+    replacement.set_rows(30, linear.weight[30:])
     x_TI = torch.randn(37, 130)
-    together = stand_in(x_TI)
-    assert all(torch.equal(stand_in(x_TI[i : i + 1])[0], together[i]) for i in range(37))
+    together = replacement(x_TI)
+    assert all(torch.equal(replacement(x_TI[i : i + 1])[0], together[i]) for i in range(37))
     assert (together - linear(x_TI)).norm() < 0.02 * linear(x_TI).norm()
 
 
@@ -93,7 +93,7 @@ def test_a_numerical_error_fails_its_row_alone(tmp_path: Path) -> None:
     runner.decoder.token_embedding.scale.data[7] = torch.nan
     sample = Sample(Sampling(temperature=0.0), [1], [])
     broken, fine = runner.run(StepPlan((Row(0, [7, 1], 0, [array("q", [0])], sample), Row(1, [1, 2], 0, [array("q", [1])], sample)))).drawn
-    assert isinstance(broken, NotDrawn) and isinstance(fine, Drawn)
+    assert isinstance(broken, SampleError) and isinstance(fine, SampledToken)
 
 
 def test_the_embedded_model_in_int8_takes_a_quarter_and_says_much_the_same() -> None:
@@ -102,7 +102,7 @@ def test_the_embedded_model_in_int8_takes_a_quarter_and_says_much_the_same() -> 
     ids = list(range(300, 340))
     plan = StepPlan((Row(0, ids, 0, [array("q", range(20))], Sample(Sampling(temperature=0.0), ids, [])),))
     (before,), (after,) = whole.run(plan).drawn, small.run(plan).drawn
-    assert isinstance(before, Drawn) and isinstance(after, Drawn)
+    assert isinstance(before, SampledToken) and isinstance(after, SampledToken)
     assert before.token == after.token and abs(before.logprob - after.logprob) < 0.1
 
 

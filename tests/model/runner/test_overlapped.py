@@ -10,9 +10,9 @@ import torch
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.runner.overlapped import OverlappedRunner
-from model.runner.pending_step import StepFlight
+from model.runner.pending_step import PendingStep
 from model.runner.runner import largest_step
-from model.step import Drawn, Sampling, StepPlan
+from model.step import SampledToken, Sampling, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Advance, Limits, Scheduler
 from tests.model.test_decoder import CPU, finish, load, make_core, make_pool
@@ -29,7 +29,7 @@ MAX_CONTEXT = 200
 class Launched(OverlappedRunner):
     """What a plan refers to is read when it is launched: on a device the work is told by then, here it is done later."""
 
-    def launch(self, plan: StepPlan) -> StepFlight:
+    def launch(self, plan: StepPlan) -> PendingStep:
         return super().launch(StepPlan(tuple(map(_copy, plan.rows)), plan.clear))
 
 
@@ -109,7 +109,7 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
                 core.scheduler.cancel(victim)
                 gone.add(victim)
             for event in core.step():
-                assert isinstance(event, Advance) and isinstance(event.drawn, Drawn) and event.id not in gone
+                assert isinstance(event, Advance) and isinstance(event.drawn, SampledToken) and event.id not in gone
                 outputs[event.id].append(event.drawn.token)
             assert core.scheduler.integrity() == []
         for id, (prompt, max_new, sampling) in asked.items():
@@ -156,7 +156,7 @@ def test_numbers_that_are_not_finite_fail_their_own_row_of_a_captured_step(tmp_p
     while core.scheduler.has_work:
         for event in core.step():
             assert isinstance(event, Advance)
-            if not isinstance(event.drawn, Drawn):
+            if not isinstance(event.drawn, SampledToken):
                 assert event.drawn.code == "numerical_error"
                 failed.append(event.id)
             elif event.finish:
@@ -170,7 +170,7 @@ def test_the_largest_step_has_every_token_and_every_draw_there_can_be(tmp_path: 
         plan = largest_step(runner.pool.layout, step_tokens, max_running, max_context)
         assert sum(len(row.tokens) for row in plan.rows) == step_tokens and max(len(row.tokens) for row in plan.rows) <= max_context
         drawn = runner.run(plan).drawn
-        assert sum(isinstance(one, Drawn) for one in drawn) == max_running
+        assert sum(isinstance(one, SampledToken) for one in drawn) == max_running
 
 
 def test_a_captured_step_of_int8_weights(tmp_path: Path) -> None:

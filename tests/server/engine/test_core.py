@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from cache.layout import pages_for
-from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
+from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Advance, Limits, PromptScored, Scheduler
 from server.engine.sequence import Sequence
@@ -102,7 +102,7 @@ def outputs_of(core: EngineCore) -> dict[int, list[int]]:
     outputs: dict[int, list[int]] = {}
     while core.scheduler.has_work:
         for event in core.step():
-            assert isinstance(event, Advance) and isinstance(event.drawn, Drawn)
+            assert isinstance(event, Advance) and isinstance(event.drawn, SampledToken)
             outputs.setdefault(event.id, []).append(event.drawn.token)
         assert core.scheduler.integrity() == []
     return outputs
@@ -194,7 +194,7 @@ class Spoiling(DelayedRunner):
             if row.sequence == self.sequence:
                 self.left -= 1
                 if self.left == 0:
-                    drawn[index] = NotDrawn("numbers", code="numerical_error")
+                    drawn[index] = SampleError("numbers", code="numerical_error")
         return StepResult(tuple(drawn), result.scored)
 
 

@@ -17,7 +17,7 @@ from msgspec import structs
 from model.checkpoint.families import read_spec
 from model.devices.cpu.native import library
 from model.runner.runner import ModelRunner, RunnerOptions
-from model.step import Drawn, NotDrawn, Row, Sample, Sampling, StepPlan, StepResult
+from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.config import EMBEDDED_MODEL, ServeSettings, load
 from server.engine.core import EngineCore, Runner
 from server.engine.drafts import FIRST_DRAFTED, MOST_DRAFTED, MOST_SPECULATED, ORDERS, Drafter, share
@@ -155,7 +155,7 @@ class Guessing(History):
             self.check_row(row)
             if row.drafts and self.rng.random() < 0.01:
                 self.seen["not finite"] += 1
-                drawn = [NotDrawn("numbers", code="numerical_error") if j == i else d for j, d in enumerate(result.drawn)]
+                drawn = [SampleError("numbers", code="numerical_error") if j == i else d for j, d in enumerate(result.drawn)]
                 accepted = {j: drafts for j, drafts in result.accepted.items() if j != i}
                 return replace(result, drawn=tuple(drawn), accepted=accepted)
         return result
@@ -231,17 +231,20 @@ def test_a_stop_token_among_the_guesses_ends_the_sequence_there() -> None:
     scheduler.submit(0, [5, 5], 40, Sampling(), stop_token_ids=frozenset({9}))
     core = EngineCore(scheduler, HashModel(layout, give=lambda tokens, *_: 9 if len(tokens) == 6 else 5))
     advances = [advance for step in finish(core) for advance in step]
-    assert [a.drawn.token for a in advances if isinstance(a.drawn, Drawn)] == [5, 5, 5, 5, 9]
+    assert [a.drawn.token for a in advances if isinstance(a.drawn, SampledToken)] == [5, 5, 5, 5, 9]
     assert advances[-1].finish == "eos_token" and scheduler.allocator.num_owned == 0
 
 
 def test_a_refusal_behind_guesses_comes_after_them() -> None:
     row = Row(0, [1, 2, 3], 7, (), Sample(Sampling(), [], [1]), drafts=2)
     assert [list(sample.output) for sample in row.samples] == [[1], [1, 2], [1, 2, 3]]
-    refused = NotDrawn("why", refused=True)
-    assert row.settle([Drawn(2, 0.0), refused, Drawn(4, 0.0)]) == ([Drawn(2, 0.0)], refused)
-    assert row.settle([Drawn(2, 0.0), Drawn(3, 0.0), Drawn(4, 0.0)]) == ([Drawn(2, 0.0), Drawn(3, 0.0)], Drawn(4, 0.0))
-    assert row.settle([Drawn(3, 0.0), Drawn(3, 0.0), Drawn(4, 0.0)]) == ([], Drawn(3, 0.0))
+    refused = SampleError("why", refused=True)
+    assert row.settle([SampledToken(2, 0.0), refused, SampledToken(4, 0.0)]) == ([SampledToken(2, 0.0)], refused)
+    assert row.settle([SampledToken(2, 0.0), SampledToken(3, 0.0), SampledToken(4, 0.0)]) == (
+        [SampledToken(2, 0.0), SampledToken(3, 0.0)],
+        SampledToken(4, 0.0),
+    )
+    assert row.settle([SampledToken(3, 0.0), SampledToken(3, 0.0), SampledToken(4, 0.0)]) == ([], SampledToken(3, 0.0))
 
 
 # --- the real runner
@@ -291,7 +294,7 @@ def test_the_same_bits_as_without(quantization: str, threads: int, vocab_size: i
     try:
         torch.set_num_threads(threads)
         without, _ = outcomes(runner, layout, requests, None)
-        known = {id: [a.drawn.token for a in advances if isinstance(a.drawn, Drawn)] for id, advances in without.items()}
+        known = {id: [a.drawn.token for a in advances if isinstance(a.drawn, SampledToken)] for id, advances in without.items()}
         by_ngrams, scheduler = outcomes(runner, layout, requests, ngrams)
         assert by_ngrams == without and scheduler.num_drafted_tokens > 0
         told, scheduler = outcomes(runner, layout, requests, lambda sequence: told_by(known[sequence.id], sequence))
@@ -333,7 +336,7 @@ def test_a_guess_that_is_not_a_number_harms_nobody(tmp_path: Path) -> None:
     for id, advances in without.items():
         assert [structs.replace(a, drawn=None) for a in advances] == [structs.replace(a, drawn=None) for a in guessed[id]]  # type: ignore[arg-type]
         for a, b in zip(advances, guessed[id], strict=True):
-            assert isinstance(a.drawn, Drawn) and isinstance(b.drawn, Drawn)
+            assert isinstance(a.drawn, SampledToken) and isinstance(b.drawn, SampledToken)
             assert a.drawn.token == b.drawn.token and abs(a.drawn.logprob - b.drawn.logprob) < 1e-4
 
 

@@ -8,7 +8,7 @@ import torch
 
 from model import sampling
 from model.sampling import NOT_SAMPLED, draw
-from model.step import Drawn, NotDrawn, Sample, Sampling, StepPlan, StepResult
+from model.step import Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Advance, Limits, PromptScored, Scheduler
 from tests.support.hash_model import HashModel, one_group, oracle
@@ -32,17 +32,17 @@ class SmallModel(HashModel):
         return super().run(plan)
 
 
-def run_all(core: EngineCore) -> tuple[dict[int, list[int]], dict[int, NotDrawn], list[PromptScored]]:
+def run_all(core: EngineCore) -> tuple[dict[int, list[int]], dict[int, SampleError], list[PromptScored]]:
     outputs: dict[int, list[int]] = {}
-    failed: dict[int, NotDrawn] = {}
+    failed: dict[int, SampleError] = {}
     scored: list[PromptScored] = []
     while core.scheduler.has_work:
         for event in core.step():
             if isinstance(event, PromptScored):
                 scored.append(event)
-            elif isinstance(event, Advance) and isinstance(event.drawn, Drawn):
+            elif isinstance(event, Advance) and isinstance(event.drawn, SampledToken):
                 outputs.setdefault(event.id, []).append(event.drawn.token)
-            elif isinstance(event.drawn, NotDrawn):
+            elif isinstance(event.drawn, SampleError):
                 failed[event.id] = event.drawn
         assert core.scheduler.integrity() == []
     return outputs, failed, scored
@@ -83,14 +83,14 @@ def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(monkeypat
     logits = torch.randn(5, 50)
     samples = [Sample(Sampling(temperature=0.8, seed=i), [1], [2]) for i in range(5)]
     expected = draw(logits, samples)
-    whole = sampling.exponentials
+    whole = sampling.philox_exponentials
 
-    def exponentials(seed: int, *others: int) -> Any:
+    def philox_exponentials(seed: int, *others: int) -> Any:
         if seed == 3:
             raise ZeroDivisionError
         return whole(seed, *others)
 
-    monkeypatch.setattr(sampling, "exponentials", exponentials)
+    monkeypatch.setattr(sampling, "philox_exponentials", philox_exponentials)
     assert draw(logits, samples) == [*expected[:3], NOT_SAMPLED, expected[4]]
 
 

@@ -8,7 +8,7 @@ from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.prefix import Chain, PrefixCache
 from cache.table import DROPPED, PageTable
-from model.step import NotDrawn, Sampling, StepResult
+from model.step import SampleError, Sampling, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from tests.support.hash_model import HashModel, one_group
@@ -119,7 +119,7 @@ def test_wrong_numbers_take_what_was_found_off_the_list_too() -> None:
         scheduler.submit(1, list(range(30)), 1, Sampling())
         plan = scheduler.plan()
         assert plan.rows[0].start == found
-        scheduler.commit(plan, StepResult((NotDrawn("why", code=code),)))
+        scheduler.commit(plan, StepResult((SampleError("why", code=code),)))
         assert scheduler.integrity() == []
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from cache.layout import CacheLayout, pages_for
-from model.step import Drawn, NotDrawn, Sampling, StepPlan, StepResult
+from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
 from server.engine.sequence import Sequence
@@ -199,7 +199,7 @@ class History:
             known.extend(score.logprob for score in event.scores)
             self.seen["scored"] += 1
             return
-        assert isinstance(event.drawn, Drawn) and event.index == len(self.outputs[event.id])
+        assert isinstance(event.drawn, SampledToken) and event.index == len(self.outputs[event.id])
         self.outputs[event.id].append(event.drawn.token)
         self.ended[event.id] += event.finish is not None
 
@@ -232,10 +232,10 @@ def test_arrival_order_decides_who_starts_and_who_is_preempted() -> None:
     scheduler.submit(1, [3], 3, Sampling())
     plan = scheduler.plan()
     assert [row.sequence for row in plan.rows] == [0, 1]
-    scheduler.commit(plan, StepResult((Drawn(9, 0.0), Drawn(9, 0.0))))
+    scheduler.commit(plan, StepResult((SampledToken(9, 0.0), SampledToken(9, 0.0))))
     plan = scheduler.plan()  # 0 takes a third page; 1, the youngest, finds none for its second token and makes way.
     assert [row.sequence for row in plan.rows] == [0] and list(scheduler.waiting) == [1] and scheduler.num_preemptions == 1
-    (advance,) = scheduler.commit(plan, StepResult((Drawn(9, 0.0),)))
+    (advance,) = scheduler.commit(plan, StepResult((SampledToken(9, 0.0),)))
     assert advance.finish == "length"
     (row,) = scheduler.plan().rows
     assert (row.sequence, list(row.tokens), row.start) == (1, [9], 1), "its first page was still there"
@@ -249,7 +249,7 @@ def test_a_long_prompt_is_chunked_and_does_not_stall_the_others() -> None:
     assert [(row.sequence, len(row.tokens)) for row in first.rows] == [(0, 16)]
     scheduler.commit(first, StepResult((None,)))
     scheduler.cancel(0)
-    scheduler.commit(scheduler.plan(), StepResult((Drawn(7, 0.0),)))
+    scheduler.commit(scheduler.plan(), StepResult((SampledToken(7, 0.0),)))
     scheduler.submit(2, list(range(100)), 5, Sampling())
     mixed = scheduler.plan()
     assert [(row.sequence, len(row.tokens)) for row in mixed.rows] == [(1, 1), (2, 15)]
@@ -261,7 +261,7 @@ def test_a_replayed_sequence_goes_on_behind_its_output() -> None:
     scheduler.submit(0, [1, 2, 3], 10, Sampling(), output=[4, 5])
     plan = scheduler.plan()
     assert list(plan.rows[0].tokens) == [1, 2, 3, 4, 5]
-    (advance,) = scheduler.commit(plan, StepResult((Drawn(6, 0.0),)))
+    (advance,) = scheduler.commit(plan, StepResult((SampledToken(6, 0.0),)))
     assert advance.index == 2
 
 
@@ -290,8 +290,8 @@ def test_a_row_that_cannot_draw_ends_alone_and_frees_its_pages() -> None:
     scheduler = Scheduler(Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=8, step_tokens=40))
     scheduler.submit(0, [1, 2], 5, Sampling())
     scheduler.submit(1, [1, 2], 5, Sampling())
-    failed, fine = scheduler.commit(scheduler.plan(), StepResult((NotDrawn("why"), Drawn(3, 0.0))))
-    assert failed.drawn == NotDrawn("why") and fine.drawn == Drawn(3, 0.0)
+    failed, fine = scheduler.commit(scheduler.plan(), StepResult((SampleError("why"), SampledToken(3, 0.0))))
+    assert failed.drawn == SampleError("why") and fine.drawn == SampledToken(3, 0.0)
     assert list(scheduler.running) == [1] and scheduler.integrity() == []
 
 
@@ -311,7 +311,7 @@ def test_everyone_running_gets_a_token_before_anyone_gets_more() -> None:
     scheduler = Scheduler(Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=3, step_tokens=10))
     for id in range(3):
         scheduler.submit(id, [id] * 5, 50, Sampling())
-    scheduler.commit(scheduler.plan(), StepResult((Drawn(7, 0.0), Drawn(7, 0.0))))
+    scheduler.commit(scheduler.plan(), StepResult((SampledToken(7, 0.0), SampledToken(7, 0.0))))
     counts = [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows]
     assert counts == [(0, 1), (1, 1), (2, 5)]
 
@@ -387,7 +387,7 @@ def test_a_failed_sequence_publishes_nothing_and_its_pages_are_cleared_before_an
     for _ in range(2):
         scheduler.commit(scheduler.plan(), StepResult((None,)))
     written = set(scheduler.running[0].table.owned)
-    scheduler.commit(scheduler.plan(), StepResult((NotDrawn("numbers"),)))
+    scheduler.commit(scheduler.plan(), StepResult((SampleError("numbers"),)))
     plan = scheduler.plan()
     assert plan.rows[0].start == 0, "the same prompt, and nothing to share"
     assert set(plan.clear) == written and len(written) == 5

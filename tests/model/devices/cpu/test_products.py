@@ -26,13 +26,13 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def packed(linear: nn.Linear, quantized: bool, activation: str = "none") -> PackedLinear:
-    stand_in = PackedLinear(linear, quantized)
-    stand_in.allocate(torch.device("cpu"))
+    replacement = PackedLinear(linear, quantized)
+    replacement.allocate(torch.device("cpu"))
     cut = random.Random(0).randint(0, linear.out_features)
     for first, last in ((0, cut), (cut, linear.out_features)):
-        stand_in.set_rows(first, linear.weight.detach()[first:last])
-    stand_in.activation = activation
-    return stand_in
+        replacement.set_rows(first, linear.weight.detach()[first:last])
+    replacement.activation = activation
+    return replacement
 
 
 SHAPES = [(1, 1), (3, 5), (64, 64), (65, 33), (127, 96), (768, 100), (200, 768)]
@@ -44,12 +44,12 @@ def test_float_products_are_torchs(width: str, activation: str) -> None:
     for inputs, outputs in SHAPES:
         torch.manual_seed(inputs)
         linear = nn.Linear(inputs, outputs, bias=activation != "none")
-        stand_in = packed(linear, False, activation)
+        replacement = packed(linear, False, activation)
         for rows in (1, 2, 7, 12, 13, 40):
             x = torch.randn(rows, inputs) * 3
             expected = x.double() @ linear.weight.double().T + (0 if linear.bias is None else linear.bias.double())
             expected = expected if activation == "none" else ACTIVATIONS[activation](expected)
-            assert (stand_in(x) - expected).abs().max() < 1e-6 * (1 + inputs**0.5), (inputs, outputs, rows)
+            assert (replacement(x) - expected).abs().max() < 1e-6 * (1 + inputs**0.5), (inputs, outputs, rows)
 
 
 @torch.inference_mode()
@@ -58,23 +58,23 @@ def test_integer_sums_are_exact(width: str) -> None:
         torch.manual_seed(inputs)
         linear = nn.Linear(inputs, outputs, bias=False)
         linear.weight.mul_(torch.randn(outputs, 1).exp())
-        stand_in, (weight, scale) = packed(linear, True), quantize_weights(linear.weight)
+        replacement, (weight, scale) = packed(linear, True), quantize_weights(linear.weight)
         for rows in (1, 3, 12, 25):
             x = torch.randn(rows, inputs) * torch.randn(rows, 1).exp() + 1
             x_int8, token_scale, zero = quantize_tokens(x)
             sums = product_in_floats(x_int8, weight) - zero[:, None] * weight.sum(dim=-1, dtype=torch.int32)
-            assert torch.equal(stand_in(x), sums.float() * token_scale[:, None] * scale), (inputs, outputs, rows)
+            assert torch.equal(replacement(x), sums.float() * token_scale[:, None] * scale), (inputs, outputs, rows)
 
 
 @torch.inference_mode()
 def test_int8_is_near_float32(width: str) -> None:
     linear = nn.Linear(300, 200)
     x = torch.randn(9, 300)
-    stand_in, theirs = packed(linear, True), QuantizedLinear(linear, "int8", torch.float32)
+    replacement, theirs = packed(linear, True), QuantizedLinear(linear, "int8", torch.float32)
     theirs.allocate(torch.device("cpu"))
     theirs.set_rows(0, linear.weight)
-    assert (stand_in(x) - linear(x)).abs().max() < 0.02
-    assert (stand_in(x) - theirs(x)).abs().max() < 1e-5
+    assert (replacement(x) - linear(x)).abs().max() < 0.02
+    assert (replacement(x) - theirs(x)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -83,15 +83,15 @@ def test_a_row_is_the_same_bits_in_any_company_and_on_any_number_of_threads(widt
     threads = torch.get_num_threads()
     for inputs, outputs in SHAPES:
         linear = nn.Linear(inputs, outputs)
-        stand_in = packed(linear, quantized, "gelu_tanh")
+        replacement = packed(linear, quantized, "gelu_tanh")
         x = torch.randn(64, inputs)
-        together = stand_in(x)
+        together = replacement(x)
         for first, last in ((0, 1), (63, 64), (3, 5), (10, 17), (20, 52)):
-            assert torch.equal(stand_in(x[first:last]), together[first:last])
+            assert torch.equal(replacement(x[first:last]), together[first:last])
         order = torch.randperm(64)
         try:
             torch.set_num_threads(1)
-            assert torch.equal(stand_in(x[order]), together[order])
+            assert torch.equal(replacement(x[order]), together[order])
         finally:
             torch.set_num_threads(threads)
 
@@ -99,12 +99,12 @@ def test_a_row_is_the_same_bits_in_any_company_and_on_any_number_of_threads(widt
 @pytest.mark.parametrize("quantized", [False, True])
 @torch.inference_mode()
 def test_what_is_not_finite_stays_so_in_its_row(width: str, quantized: bool) -> None:
-    stand_in = packed(nn.Linear(64, 40), quantized, "silu")
+    replacement = packed(nn.Linear(64, 40), quantized, "silu")
     x = torch.randn(5, 64)
-    before = stand_in(x)
+    before = replacement(x)
     for wrong in (torch.nan, torch.inf, -torch.inf):
         x[2, 7] = wrong
-        after = stand_in(x)
+        after = replacement(x)
         assert not after[2].isfinite().all() and torch.equal(after[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
 
 
@@ -112,13 +112,13 @@ def test_what_is_not_finite_stays_so_in_its_row(width: str, quantized: bool) -> 
 @torch.inference_mode()
 def test_a_packed_table_gives_its_rows(width: str, quantized: bool) -> None:
     table = Embedding(45, 70)
-    stand_in = PackedEmbedding(table, quantized)
-    stand_in.allocate(torch.device("cpu"))
-    stand_in.set_rows(0, table.weight)
+    replacement = PackedEmbedding(table, quantized)
+    replacement.allocate(torch.device("cpu"))
+    replacement.set_rows(0, table.weight)
     ids = torch.tensor([0, 44, 7, 7, 31])
     expected: Tensor = table(ids)
-    assert (stand_in(ids) - expected).abs().max() <= (0.03 if quantized else 0)
-    assert (stand_in.logits(expected) - expected @ table.weight.T).abs().max() < (0.5 if quantized else 1e-5)
+    assert (replacement(ids) - expected).abs().max() <= (0.03 if quantized else 0)
+    assert (replacement.logits(expected) - expected @ table.weight.T).abs().max() < (0.5 if quantized else 1e-5)
 
 
 @torch.inference_mode()
