@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,9 @@ from tokenizers import Tokenizer
 from commands.bench.bench import Ask, Load, circumstances, figures, run
 from commands.bench.client import Endpoint, Outcome, fetch_info
 
-VOCAB_SIZE = 49152
-SHAPES = {
-    "164m": {"hidden_size": 768, "num_layers": 20, "num_query_heads": 12, "intermediate_size": 3072, "max_positions": 8192},
-    "1b": {"hidden_size": 2048, "num_layers": 24, "num_query_heads": 16, "intermediate_size": 8192, "max_positions": 8192},
-}
+MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
+SHAPES = {"164m": "tiny_starcoder_py", "1b": "starcoderbase-1b"}
+"""Name of a shape -> the published checkpoint whose config.json has it."""
 WARMUP_TOKENS = 4
 VERSIONS = ("onehead", "torch", "transformers", "tokenizers")
 
@@ -49,24 +47,13 @@ def make(shape: str, folder: Path) -> None:
 
     from commands import corpus
     from commands.train.train import initialise
-    from model.checkpoint.families import gpt_bigcode
+    from model.checkpoint.families import gpt_bigcode, read_spec
     from model.checkpoint.weights import save_decoder
     from model.decoder import Decoder
-    from model.spec import ModelSpec
 
-    tokenizer = corpus.train_tokenizer((document.text for document in corpus.read_documents(None)), VOCAB_SIZE)
-    sizes = SHAPES[shape]
-    spec = ModelSpec(
-        model_type="gpt_bigcode",
-        vocab_size=VOCAB_SIZE,
-        head_dim=sizes["hidden_size"] // sizes["num_query_heads"],
-        norm_epsilon=1e-5,
-        activation="gelu_tanh",
-        attention_scale=(sizes["hidden_size"] // sizes["num_query_heads"]) ** -0.5,
-        tied_embeddings=True,
-        end_token_ids=(corpus.token_id(tokenizer, corpus.END),),
-        **sizes,
-    )
+    published = read_spec(MODELS / SHAPES[shape])
+    tokenizer = corpus.train_tokenizer((document.text for document in corpus.read_documents(None)), published.vocab_size)
+    spec = replace(published, end_token_ids=(corpus.token_id(tokenizer, corpus.END),))
     decoder = Decoder(spec)
     initialise(decoder, seed=0)
     save_decoder(folder, decoder, torch.float32, gpt_bigcode.config_from_spec(spec))
@@ -74,7 +61,9 @@ def make(shape: str, folder: Path) -> None:
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": corpus.END, "eos_token": corpus.END}
     (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
     millions = sum(parameter.numel() for parameter in decoder.parameters()) / 1e6
-    print(f"{folder}: {millions:.1f}M parameters, a vocabulary of {VOCAB_SIZE} of which the tokenizer uses {tokenizer.get_vocab_size()}")
+    print(
+        f"{folder}: {millions:.1f}M parameters, a vocabulary of {spec.vocab_size} of which the tokenizer uses {tokenizer.get_vocab_size()}"
+    )
 
 
 # --- transformers, in a child process that is told what to do on standard input

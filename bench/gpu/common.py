@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from bench.gpu.floor import Shape, Workload, nano_vllm
 from commands.bench.offline import OfflineSettings, load_engine
+from model.checkpoint.families import read_spec
 from server.config import EMBEDDED_MODEL, load
+from tests.support.paths import MODELS
 from tests.support.report import Found
 
 if TYPE_CHECKING:
@@ -31,13 +33,14 @@ FLUSH_BYTES = 2**29
 """Read before each timed call. Many times an L2, and long enough for the host to have launched what follows."""
 WARMING_SECONDS = 0.05
 """Of flushes before a timing: a device that was idle raises its clocks only when it works."""
-HEADS = ((16, 128), (48, 128), (71, 64), (8, 256))
-"""Query heads and columns of StarCoderBase-1B, StarCoder, Falcon-7B, Gemma-2B."""
+SPECS = [read_spec(MODELS / name) for name in ("starcoderbase-1b", "starcoder", "falcon-7b", "gemma-2b")]
+HEADS = tuple((spec.num_query_heads, spec.head_dim) for spec in SPECS)
+"""Query heads, and columns of each."""
 CASES = ((1, 1024), (1, 8192), (32, 2048), (32, 8192), (32, 32768), (256, 2048), (256, 8192))
 """Of the decode kernel: sequences, and keys of each."""
 VERSIONS = "torch", "triton", "transformers", "flashinfer-python"
-SIZES = {
-    False: {"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_inner": 8192, "vocab_size": 49152, "n_positions": 8192},
+SIZES: dict[bool, dict[str, Any]] = {
+    False: json.loads((MODELS / "starcoderbase-1b" / "config.json").read_text(encoding="utf-8")),
     True: {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128, "vocab_size": 12288, "n_positions": 512},
 }
 """StarCoderBase-1B's, and of the small form."""

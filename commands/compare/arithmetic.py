@@ -1,43 +1,20 @@
-"""Bytes, by counting: the tensors of the seed's walk-through, and the key/value cache of known models as MHA and as MQA. No clock.
+"""Bytes, counted: the tensors of the walk-through that the project began from, and the KV cache of models as MHA and as MQA. No clock.
 
-Shape letters of the walk-through: N mini-batch, h heads, S queries, L keys, d_k head size.
+How many bytes a token takes is computed by ModelSpec alone. Shape letters of the walk-through: N mini-batch, h heads, S queries, L keys,
+d_k head size.
 """
 
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from model.spec import ModelSpec
 
-FLOAT32 = 4
+BFLOAT16, FLOAT32 = 2, 4
 SEED_SIZES = {"N": 16, "h": 4, "S": 99, "L": 99, "d_k": 512}
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What decides a model's cache: layers, query heads, head size. `itemsize` bytes a number, 2 for bfloat16."""
-
-    name: str
-    num_layers: int
-    num_query_heads: int
-    head_dim: int
-    itemsize: int = 2
-
-    def bytes_per_token(self, num_kv_heads: int) -> int:
-        """K and V of one token over all layers."""
-        return 2 * self.num_layers * num_kv_heads * self.head_dim * self.itemsize
-
-
-KNOWN: tuple[CacheShape, ...] = (
-    CacheShape("StarCoderBase-1B", num_layers=24, num_query_heads=16, head_dim=128),
-    CacheShape("StarCoder", num_layers=40, num_query_heads=48, head_dim=128),
-    CacheShape("Falcon-7B", num_layers=32, num_query_heads=71, head_dim=64),
-    CacheShape("Gemma-2B", num_layers=18, num_query_heads=8, head_dim=256),
-)
-
-
-def shape_of(name: str, spec: ModelSpec) -> CacheShape:
-    """The cache shape of a checkpoint."""
-    return CacheShape(name, spec.num_layers, spec.num_query_heads, spec.head_dim)
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+"""Folders with the config.json of published checkpoints."""
+TABLE = ("starcoderbase-1b", "starcoder", "falcon-7b", "gemma-2b")
+"""Those among them that every report shows."""
 
 
 def seed_tensors() -> dict[str, dict[str, dict[str, Any]]]:
@@ -76,14 +53,18 @@ def _tensor(shape: tuple[int, ...]) -> dict[str, Any]:
     return {"shape": list(shape), "megabytes": elements * FLOAT32 / 1e6}
 
 
-def cache_table(shapes: tuple[CacheShape, ...], context: int) -> list[dict[str, Any]]:
-    """Bytes per token and per sequence of `context` tokens, with one key/value head and with one per query head."""
+def cache_table(models: dict[str, ModelSpec], context: int) -> list[dict[str, Any]]:
+    """Bytes in bfloat16 of a token and of a sequence of `context` tokens, with one key/value head and with one per query head."""
     rows = []
-    for shape in shapes:
-        multi_query, multi_head = shape.bytes_per_token(1), shape.bytes_per_token(shape.num_query_heads)
+    for name, spec in models.items():
+        multi_query, multi_head = spec.kv_bytes_per_token(BFLOAT16), spec.multi_head_bytes_per_token(BFLOAT16)
         rows.append(
-            asdict(shape)
-            | {
+            {
+                "name": name,
+                "num_layers": spec.num_layers,
+                "num_query_heads": spec.num_query_heads,
+                "head_dim": spec.head_dim,
+                "itemsize": BFLOAT16,
                 "context": context,
                 "mqa_bytes_per_token": multi_query,
                 "mha_bytes_per_token": multi_head,

@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,10 +61,7 @@ def compare(options: CompareOptions) -> None:
     """Runs everything and writes options.output. Raises CheckpointError for a --model that cannot be read."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    shapes = arithmetic.KNOWN
-    if options.model is not None:
-        shapes += (arithmetic.shape_of(options.model.resolve().name, read_spec(options.model)),)
-    memory = {"seed": arithmetic.seed_tensors(), "models": arithmetic.cache_table(shapes, CONTEXT)}
+    memory = memory_of(options.model)
     results: dict[str, Any] = {"schema": 2, "quick": options.quick, "machine": _machine(), "memory": memory}
     console = Console()
     if load_pyplot() is None:
@@ -79,6 +77,13 @@ def compare(options: CompareOptions) -> None:
     for summary in _summaries(results):
         console.print(summary)
     console.print(f"{options.output / 'report.html'}")
+
+
+def memory_of(model: Path | None) -> dict[str, Any]:
+    """The counted part of the results, with a row for a further checkpoint folder. Raises CheckpointError for one that cannot be read."""
+    folders = [arithmetic.MODELS / name for name in arithmetic.TABLE] + ([model] if model else [])
+    models = {folder.resolve().name: read_spec(folder) for folder in folders}
+    return {"seed": arithmetic.seed_tensors(), "models": arithmetic.cache_table(models, CONTEXT)}
 
 
 def _measure(steps: list[tuple[str, Measure]], console: Console) -> dict[str, list[Any]]:

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from commands.compare import arithmetic, compare, timing, twins
-from commands.options import CompareOptions
+from commands.options import CompareOptions, PlanOptions
 from commands.pictures import MISSING
+from commands.plan import make_plan
 from commands.reference.twin import MultiHeadDecoder, equal_mlp
 from model.decoder import Decoder
+from tests.support import families
+from tests.support.paths import MODELS
 
 # As printed in the walk-through that the project began from.
 PRINTED = {
@@ -29,15 +32,28 @@ def test_the_seeds_tensors_to_the_last_digit() -> None:
     assert counted == PRINTED
 
 
-def test_cache_bytes_of_known_models() -> None:
-    rows = {row["name"]: row for row in arithmetic.cache_table(arithmetic.KNOWN, 8192)}
+def test_cache_bytes_of_published_models() -> None:
+    rows = {row["name"]: row for row in compare.memory_of(None)["models"]}
     assert {name: (row["mqa_bytes_per_token"], row["mha_bytes_per_token"]) for name, row in rows.items()} == {
-        "StarCoderBase-1B": (12_288, 196_608),
-        "StarCoder": (20_480, 983_040),
-        "Falcon-7B": (8_192, 581_632),
-        "Gemma-2B": (18_432, 147_456),
+        "starcoderbase-1b": (12_288, 196_608),
+        "starcoder": (20_480, 983_040),
+        "falcon-7b": (8_192, 581_632),
+        "gemma-2b": (18_432, 147_456),
     }
-    assert rows["StarCoder"]["mqa_bytes_per_sequence"] == 20_480 * 8192 and rows["StarCoder"]["ratio"] == 48
+    assert rows["starcoder"]["mqa_bytes_per_sequence"] == 20_480 * 8192 and rows["starcoder"]["ratio"] == 48
+
+
+CONFIGS = {f"{family}-{number}": config for family, configs in families.CONFIGS.items() for number, config in enumerate(configs)}
+CONFIGS |= {path.parent.name: json.loads(path.read_text()) for path in MODELS.glob("*/config.json")}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_compare_and_plan_give_the_same_bytes(name: str, tmp_path: Path) -> None:
+    """For every family, latent attention too, and every published config."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    row = compare.memory_of(tmp_path)["models"][-1]
+    planned = make_plan(PlanOptions(tmp_path, memory=1e12, device="cuda")).kv_bytes_per_token["bfloat16"]
+    assert (row["mqa_bytes_per_token"], row["mha_bytes_per_token"]) == (planned["multi_query"], planned["multi_head"])
 
 
 def test_cached_and_uncached_generation_give_the_same_tokens() -> None:

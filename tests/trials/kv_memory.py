@@ -10,7 +10,6 @@ run at a time in steps of 512 tokens. A slot is wasted while it belongs to a seq
 import argparse
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +17,26 @@ import torch
 
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
+from model.checkpoint.families import read_spec
+from model.spec import ModelSpec
 from model.step import SampledToken, Sampling, StepPlan, StepResult
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.sequence import Sequence
+from tests.support.paths import MODELS
 
 PAGE_SIZE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What decides a model's cache."""
-
-    layers: int
-    key_dim: int
-    value_dim: int
-    windows: tuple[int | None, ...] = ()
-    value_in_key: bool = False
-
-    @property
-    def bytes_per_token(self) -> int:
-        """By the formula, in bfloat16."""
-        return self.layers * (self.key_dim + (0 if self.value_in_key else self.value_dim)) * 2
+NAMES = ("starcoderbase-1b", "falcon-7b", "gemma-2b", "gemma-3-270m", "gemma-3-1b", "deepseek-v2-lite")
+SPECS = {name: read_spec(MODELS / name) for name in NAMES}
 
 
-def gemma3_windows(layers: int) -> tuple[int | None, ...]:
-    """Five layers with a window to one that sees everything."""
-    return tuple(None if (layer + 1) % 6 == 0 else 512 for layer in range(layers))
-
-
-SHAPES = {
-    "StarCoderBase-1B": Shape(24, 128, 128),
-    "Falcon-7B": Shape(32, 64, 64),
-    "Gemma-2B": Shape(18, 256, 256),
-    "Gemma-3-270m": Shape(18, 256, 256, gemma3_windows(18)),
-    "Gemma-3-1b": Shape(26, 256, 256, gemma3_windows(26)),
-    "DeepSeek-V2-Lite": Shape(27, 576, 512, value_in_key=True),
-}
-
-
-def allocated_bytes_per_token(shape: Shape) -> float:
+def allocated_bytes_per_token(spec: ModelSpec) -> float:
     """Bytes of a pool over the tokens that it has slots for in every layer."""
-    layout = CacheLayout.of(shape.layers, shape.windows, PAGE_SIZE)
-    dims = shape.key_dim, shape.value_dim
+    layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
+    dims = spec.key_dim, spec.value_dim
     pages = 3 * layout.pages_per_step
-    pool = KVPool.allocate(layout, pages, *dims, torch.bfloat16, torch.device("cpu"), value_in_key=shape.value_in_key)
+    pool = KVPool.allocate(layout, pages, *dims, torch.bfloat16, torch.device("cpu"), value_in_key=spec.value_in_key)
     return pool.num_bytes / (3 * PAGE_SIZE)
 
 
@@ -72,9 +47,9 @@ class InventedModel:
         return StepResult(tuple(None if row.sample is None else SampledToken(7, -1.0) for row in plan.rows))
 
 
-def history(shape: Shape, num_requests: int, seed: int = 0) -> dict[str, Any]:
+def history(spec: ModelSpec, num_requests: int, seed: int = 0) -> dict[str, Any]:
     """Runs the requests to their end; the share of owned slots that held no token, and the most pages a window's layers kept."""
-    layout = CacheLayout.of(shape.layers, shape.windows, PAGE_SIZE)
+    layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
     limits = Limits(64 * layout.most_pages(2048, 512), layout, 4096, 64, 512)
     scheduler, model, rng = Scheduler(limits), InventedModel(), random.Random(seed)
     for id in range(num_requests):
@@ -92,8 +67,8 @@ def history(shape: Shape, num_requests: int, seed: int = 0) -> dict[str, Any]:
                     owned_slots, wasted_slots = owned_slots + held, wasted_slots + held - sequence.num_tokens
             most_kept = max(most_kept, _held(layout, sequence))
     result = {"steps": steps, "preemptions": scheduler.num_preemptions, "wasted": wasted_slots / owned_slots if owned_slots else 0.0}
-    if shape.windows:
-        window = max(w for w in shape.windows if w is not None)
+    if spec.windows:
+        window = max(w for w in spec.windows if w is not None)
         result |= {
             "window": window,
             "most_kept_tokens": most_kept,
@@ -116,16 +91,16 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     print(f"{'model':18} {'formula':>8} {'measured':>9} {'wasted':>7}  window layers keep")
-    for name, shape in SHAPES.items():
-        measured = allocated_bytes_per_token(shape)
-        results[name] = {"formula": shape.bytes_per_token, "measured": measured} | history(shape, options.requests)
+    for name, spec in SPECS.items():
+        measured, formula = allocated_bytes_per_token(spec), spec.kv_bytes_per_token(2)
+        results[name] = {"formula": formula, "measured": measured} | history(spec, options.requests)
         row = results[name]
         kept = (
             f"{row['most_kept_tokens']} of {row['window']} + a page = {row['bound']}; {row['most_within_a_step']} within a step"
             if "window" in row
             else ""
         )
-        print(f"{name:18} {shape.bytes_per_token:8,} {measured:9,.0f} {row['wasted']:7.2%}  {kept}")
+        print(f"{name:18} {formula:8,} {measured:9,.0f} {row['wasted']:7.2%}  {kept}")
     if options.output:
         options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
