@@ -20,8 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from server.config import EngineSettings, ServerSection
 from server.errors import MalformedBody, RequestError, UsageError
+from server.http.answer import Answers
 from server.http.body import parse
-from server.http.errors import openai_error_body, openai_error_status
+from server.http.errors import error_body, error_status
+from server.http.exchange import Dialect
 from server.http.model_names import ModelNames
 from server.http.openai.routes import OpenAIRoutes
 from server.http.stream_buffer import Retention, StreamStore
@@ -168,9 +170,9 @@ def _maker(settings: BatchSettings) -> str:
 async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any]:
     """OpenAI's line for one request, whatever came of it."""
     try:
-        status, body = 200, await routes.whole(line.url, line.body)
+        status, body = 200, await routes.whole(line.url, line.body, "onehead batch")
     except RequestError as error:
-        status, body = openai_error_status(error), openai_error_body(error)
+        status, body = error_status(error, Dialect.OPENAI), error_body(error, Dialect.OPENAI)
     response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
 
@@ -186,7 +188,7 @@ async def batch(settings: BatchSettings) -> int:
     section = ServerSection(max_waiting=MAX_OPEN, max_waiting_tokens=sys.maxsize, max_queue_wait=86400, log_level="warning")
     async with running(settings, section) as engine:
         template = ChatTemplate(engine.generation.codec)
-        nowhere = Publications(StreamStore(Retention()), keep_alive=0.0)
+        nowhere = Answers(Publications(StreamStore(Retention()), keep_alive=0.0), keep_alive=0.0)
         name = model_id(settings.model)
         routes = OpenAIRoutes(engine.generation, section, ModelNames.of((name,), (settings.given, name)), template, nowhere)
         # Twice as many as run, so that the next are tokenized when a place is free.

@@ -9,7 +9,7 @@ from pydantic_settings import CliPositionalArg
 from server import protocol
 from server.config import EngineSettings, ServerSection
 from server.errors import InvalidRequest, RequestError
-from server.generation.admission import Request
+from server.generation.request import Request
 from server.serve import running
 
 EXIT_USAGE = 2
@@ -39,7 +39,7 @@ async def generate(settings: GenerateSettings) -> int:
         prompt = await engine.generation.encode(settings.prompt)
         request = Request(prompt, sampling, settings.max_new_tokens, stop_strings=(settings.stop,) if settings.stop else ())
         try:
-            pieces = engine.generation.start(request)
+            pieces = engine.generation.start([request], engine.generation.admission.reserve("onehead generate"))
             sys.stdout.write(settings.prompt)
             async for piece in pieces:
                 sys.stdout.write(piece.text)

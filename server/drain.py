@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from server.generation.admission import Generation
+from server.generation.generation import Generation
 
 log = logging.getLogger("onehead")
 
@@ -57,8 +57,10 @@ class Drain:
 
     def on_signal(self, number: int) -> None:
         if self._task is None:
-            self.generation.draining = True
-            log.info("draining for up to %g s: %d requests are open; a second signal ends them", self.timeout, self.generation.num_open)
+            self.generation.admission.draining = True
+            log.info(
+                "draining for up to %g s: %d requests are open; a second signal ends them", self.timeout, self.generation.admission.num_open
+            )
             # Whoever interrupts at a terminal waits for nobody's balancer.
             self._task = asyncio.create_task(self._drain(0.0 if number == signal.SIGINT else self.grace))
         else:
@@ -68,12 +70,12 @@ class Drain:
         loop = asyncio.get_running_loop()
         began = loop.time()
         deadline = began + self.timeout
-        while (self.generation.num_open or loop.time() < began + grace) and loop.time() < deadline:
+        while (self.generation.admission.num_open or loop.time() < began + grace) and loop.time() < deadline:
             await asyncio.sleep(0.05)
         self._finish(max(FLUSH_SECONDS, deadline - loop.time()))
 
     def _finish(self, patience: float) -> None:
         """Ends what is open, and gives connections `patience` seconds to take what was written to them."""
-        self.cut = self.cut or bool(self.generation.num_open)
+        self.cut = self.cut or bool(self.generation.admission.num_open)
         self.generation.supervisor.stop()
         self.http.end(patience)

@@ -2,7 +2,7 @@
 
 import logging
 
-from server.generation.admission import Generation
+from server.generation.generation import Generation
 
 log = logging.getLogger("onehead")
 
@@ -28,7 +28,7 @@ class LoadLog:
         # An engine that replaces another counts from 0 again.
         generated, queried, hit = (max(0, new - old) for new, old in zip(counted, self._counted, strict=True))
         self._began, self._counted = now, counted
-        if self._generation.num_open or generated:
+        if self._generation.admission.num_open or generated:
             log.info(
                 "load: %d running, %d waiting, prompt %.1f tokens/s, generation %.1f tokens/s, KV cache usage %.1f %%, "
                 "prefix cache hit rate %.1f %%",

@@ -27,7 +27,8 @@ from server import logs, protocol
 from server.config import EngineSettings, ServerSection, ServeSettings
 from server.drain import FLUSH_SECONDS, SIGNALS, Drain, HttpServer
 from server.errors import ResourceError
-from server.generation.admission import Bounds, Generation
+from server.generation.admission import Bounds
+from server.generation.generation import Generation
 from server.http.app import create_app, with_cors
 from server.http.connection import connection_class
 from server.http.front import FrontDoor
@@ -151,7 +152,7 @@ class Running:
         self._changed.set()
 
     def _on_news(self, news: protocol.Tokens | protocol.Started) -> None:
-        self.generation.heard(news)
+        self.generation.on_engine_event(news)
 
     def count(self, sink: logs.Sink, store: StreamStore) -> None:
         """Metrics of what happens in no request."""

@@ -10,24 +10,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from server import protocol
 from server.errors import GenerationFailed, InvalidRequest, QueueTimeout, RequestError, Unavailable
+from server.generation.admission import RETRY_SECONDS, Admission
+from server.generation.request import Choice, Request
 from server.supervision.journal import Delivery
-from server.text.codec import Detokenizer, StopStrings
-
-if TYPE_CHECKING:
-    from server.generation.admission import Generation, Request
+from server.text.codec import Detokenizer, StopStrings, TextCodec
 
 log = logging.getLogger("onehead.api")
-
-RETRY_SECONDS = 5
-"""After which a client of a server that is going, or whose engine is not back, may try again."""
 
 Top = Sequence[tuple[int, float]]
 
@@ -51,51 +45,14 @@ class Piece(msgspec.Struct, frozen=True):
     stop: str | int | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Choice:
-    """One sequence of the request: its text so far and its times."""
-
-    index: int
-    request: "Request"
-    id: int = 0
-    arrival: float = field(default_factory=time.monotonic)
-    started: float | None = None
-    first: float = 0.0
-    last: float = 0.0
-    num_tokens: int = 0
-    num_cached: int = 0
-    """Prompt tokens that were not computed, as others had computed them."""
-    prompt_scores: list[protocol.Score] = field(default_factory=list)
-    """Of the prompt's second token and all after it."""
-    outcome: str | None = None
-
-
-def prompt_tokens(choices: Sequence[Choice]) -> int:
-    """Tokens of the prompts of a request, those of a prompt with several choices once."""
-    return sum({id(choice.request.prompt): len(choice.request.prompt) for choice in choices}.values())
-
-
-def speeds(choices: Sequence[Choice]) -> dict[str, float]:
-    """Token counts, TTFT and generation speed of a request, for a line of the log; 0 for what there is not."""
-    num_tokens = sum(choice.num_tokens for choice in choices)
-    first = min((choice.first for choice in choices if choice.num_tokens), default=0.0)
-    seconds = max((choice.last for choice in choices), default=0.0) - first
-    return {
-        "prompt_tokens": prompt_tokens(choices),
-        "output_tokens": num_tokens,
-        "ttft_ms": first and round((first - choices[0].arrival) * 1e3, 1),
-        "tokens_per_second": seconds and round((num_tokens - 1) / seconds, 1),
-    }
-
-
 class ChoiceText:
     """Tokens of one sequence to pieces."""
 
-    def __init__(self, generation: "Generation", choice: Choice) -> None:
-        self._codec = generation.codec
+    def __init__(self, codec: TextCodec, choice: Choice) -> None:
+        self._codec = codec
         self._choice = choice
         self._request = choice.request
-        self._detokenizer = Detokenizer(generation.codec)
+        self._detokenizer = Detokenizer(codec)
         self._stops = StopStrings(choice.request.stop_strings, choice.request.keep_stop)
         self._healed = choice.request.healed
         """What the prompt's end has still to be generated again; it is no part of the output."""
@@ -148,10 +105,11 @@ def _error(failed: protocol.Failed) -> RequestError:
 class OpenStreams:
     """Submitted sequences, as an iterator over their pieces in the order in which they come."""
 
-    def __init__(self, generation: "Generation", requests: Sequence["Request"], submits: Sequence[protocol.Submit]) -> None:
-        self.generation = generation
+    def __init__(self, admission: Admission, codec: TextCodec, requests: Sequence[Request], submits: Sequence[protocol.Submit]) -> None:
         self.choices = [Choice(index, request) for index, request in enumerate(requests)]
-        self._texts = [ChoiceText(generation, choice) for choice in self.choices]
+        self._admission = admission
+        self._metrics = admission.metrics
+        self._texts = [ChoiceText(codec, choice) for choice in self.choices]
         self._inbox: deque[tuple[int, protocol.Token | protocol.Failed, float]] = deque()
         self._arrived = asyncio.Event()
         """Set where there is something in the inbox, or time is up."""
@@ -163,11 +121,11 @@ class OpenStreams:
         timeout = requests[0].timeout_s
         self._deadline = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._run_late)
         for choice, submit in zip(self.choices, submits, strict=True):
-            choice.id = generation.supervisor.submit(submit, self._receiver(choice))
-            generation.wait(choice)
+            choice.id = admission.supervisor.submit(submit, self._receiver(choice))
+            admission.add_waiting(choice)
 
     def _receiver(self, choice: Choice) -> Callable[[Delivery], None]:
-        metrics = self.generation.metrics
+        metrics = self._metrics
 
         def deliver(delivery: Delivery) -> None:
             """Takes the times as tokens come, not as the client reads them."""
@@ -227,15 +185,15 @@ class OpenStreams:
             self._error = partial(GenerationFailed, "Request failed during generation: an internal error", code="text_error")
             return None
         if piece.finish is not None:
-            self.generation.metrics.e2e_latency.observe(came - choice.arrival)
-            self.generation.run_seconds.append(came - (choice.started or choice.arrival))
+            self._metrics.e2e_latency.observe(came - choice.arrival)
+            self._admission.run_seconds.append(came - (choice.started or choice.arrival))
             self._end(choice, piece.finish)
         return piece
 
     def _fail(self, choice: Choice, failed: protocol.Failed) -> None:
         self._end(choice, "refused" if failed.refused else "failed")
         if failed.code == "numerical_error":
-            self.generation.numerical_error()
+            self._admission.record_numerical_error()
         self._error = partial(_error, failed)
 
     def _run_late(self) -> None:
@@ -243,7 +201,7 @@ class OpenStreams:
         self._arrived.set()
 
     def _time_out(self) -> None:
-        waited = all(choice.id in self.generation.unstarted for choice in self.choices)
+        waited = all(choice.id in self._admission.waiting for choice in self.choices)
         if waited:
             text = "the request's time limit was over before its turn came"
             self._error = partial(QueueTimeout, text, RETRY_SECONDS, code="queue_timeout")
@@ -266,9 +224,9 @@ class OpenStreams:
             self._num_open -= 1
             if self._num_open == 0 and self._deadline is not None:
                 self._deadline.cancel()
-            self.generation.supervisor.cancel(choice.id)
-            self.generation.begun(choice.id)
-            self.generation.metrics.requests.labels(outcome).inc()
+            self._admission.supervisor.cancel(choice.id)
+            self._admission.remove_waiting(choice.id)
+            self._metrics.requests.labels(outcome).inc()
 
     def finish(self, index: int) -> None:
         """Ends a sequence whose reader has all it wants."""

@@ -12,13 +12,15 @@ from starlette.types import ASGIApp
 
 from server.config import ServerSection
 from server.errors import InvalidRequest, NotFound, RequestError
-from server.generation.admission import Generation
-from server.http.documentation import add_documentation
+from server.generation.generation import Generation
+from server.http.answer import Answers
+from server.http.documentation import documentation_routes
 from server.http.errors import refusal
 from server.http.front import FrontDoor
 from server.http.model_names import ModelNames
 from server.http.openai.routes import OpenAIRoutes
 from server.http.ops import OpsRoutes
+from server.http.routes import RouteTable
 from server.http.stream_buffer import StreamStore
 from server.http.streams import Publications, StreamRoutes
 from server.http.tgi.generate import TgiRoutes
@@ -34,17 +36,24 @@ def create_app(generation: Generation, section: ServerSection, names: ModelNames
     app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
     chat_template = ChatTemplate(generation.codec)
     publications = Publications(store, section.keep_alive)
-    app.include_router(TgiRoutes(generation, section, names.shown, version, publications).router())
-    app.include_router(OpenAIRoutes(generation, section, names, chat_template, publications).router())
-    app.include_router(StreamRoutes(publications).router())
-    app.include_router(TokenRoutes(generation, section, names, chat_template).router())
-    app.include_router(OpsRoutes(generation, version).router())
+    answers = Answers(publications, section.keep_alive)
+    table = RouteTable(
+        [
+            *TgiRoutes(generation, section, names.shown, version, answers).routes(),
+            *OpenAIRoutes(generation, section, names, chat_template, answers).routes(),
+            *StreamRoutes(publications).routes(),
+            *TokenRoutes(generation, section, names, chat_template).routes(),
+            *OpsRoutes(generation, version).routes(),
+            *documentation_routes(app, lambda path: door.keys(table.find(path)) is not None),
+        ]
+    )
+    table.add_to(app)
+    table.check(app)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unexpected)
-    door = FrontDoor(app, generation, section)
-    add_documentation(app, lambda path: door.keys(path) is not None)
+    door = FrontDoor(app, table, generation, section)
     return door
 
 

@@ -18,6 +18,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.config import ServerSection
+from server.http.exchange import exchange_of
 
 SAFETY_HEADERS = {
     "cache-control": "no-store",
@@ -171,7 +172,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self.scope["method"] = self.parser.get_method().decode("ascii")
             return  # It comes again, without.
-        self.scope["onehead.received"] = time.monotonic()  # type: ignore[typeddict-unknown-key]
+        exchange_of(self.scope).received = time.monotonic()
         super().on_headers_complete()
         self._await("body", self.limits.body_timeout)
 
@@ -249,8 +250,9 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
                 return
             # The application's own line of the log tells of it.
-            cycle.scope["onehead.refused"] = status  # type: ignore[typeddict-unknown-key]
-            request_id = str(cycle.scope.get("request_id", request_id))
+            exchange = exchange_of(cycle.scope)
+            exchange.refused_status = status
+            request_id = exchange.request_id or request_id
         else:
             client = self.client[0] if self.client else ""
             fields = {"request_id": request_id, "status": status, "code": code, "client": client}

@@ -17,9 +17,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
+from server.http.exchange import Dialect
 from server.http.openai.chat_fields import ChatBody
 from server.http.openai.fields import CompletionBody
 from server.http.openai.infill_fields import InfillBody
+from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 
@@ -28,19 +30,16 @@ SCRIPTS = "static-offline-docs"
 BEARER = {"type": "http", "scheme": "bearer", "description": "One of the keys of server.api_keys (for /metrics: of server.metrics_key)."}
 
 
-def add_documentation(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
-    """Adds the page and the document. The page's scripts are served from here, so that it opens on hosts without internet."""
-    app.mount(f"/{SCRIPTS}", StaticFiles(packages=[("fastapi_offline", "static")]))
+def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list[Route]:
+    """The page and the document of `app`. The page's scripts are served from here, so that it opens on hosts without internet."""
 
     @cache
     def document() -> dict[str, Any]:
         return describe(app, needs_key)
 
-    @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         return JSONResponse(document())
 
-    @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return get_swagger_ui_html(
             openapi_url="openapi.json",
@@ -50,6 +49,12 @@ def add_documentation(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
             swagger_favicon_url=f"{SCRIPTS}/favicon.png",
             swagger_ui_parameters={"defaultModelExpandDepth": 2},
         )
+
+    return [
+        Route(f"/{SCRIPTS}/{{path:path}}", (), StaticFiles(packages=[("fastapi_offline", "static")]), Dialect.TGI),
+        Route("/openapi.json", ("GET",), openapi, Dialect.TGI, documented=False),
+        Route("/docs", ("GET",), docs, Dialect.TGI, documented=False),
+    ]
 
 
 def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:

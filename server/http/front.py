@@ -1,193 +1,176 @@
-"""FrontDoor: what every request passes before anything is done for it, as the outermost ASGI layer.
+"""FrontDoor: what every request passes before its body is read, as the outermost ASGI layer.
 
-It gives each request an id and each response its headers, knows who asks, refuses those without a key, those for whom there is no room
-and those who come while the server leaves, before a byte of their body is read; and writes the access log. Invariant: a path that is
-not named public here needs a key, if there are any. It decides on the path that is routed on, and knows no bodies.
+It gives each request an id and each response its headers, checks the API key, refuses requests that are over the server's bounds or come
+while it shuts down, and writes the access log. Invariant: a path needs a key, if there are any, unless its Route says otherwise; what is
+decided on is the path that is routed. It knows no bodies.
 """
 
 import hashlib
 import logging
 import secrets
 import time
-from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.config import ServerSection
 from server.errors import Conflict, NotFound, RequestError, Unauthorized
-from server.generation.admission import Generation, Place, current_place
-from server.generation.stream import speeds
+from server.generation.admission import Admission
+from server.generation.generation import Generation
+from server.generation.request import speeds
 from server.http.connection import SAFETY_HEADERS
 from server.http.errors import refusal
+from server.http.exchange import NO_CALLER, Exchange, exchange_of
 from server.http.keys import Keys
-from server.http.sse import WRITE
+from server.http.routes import Access, Route, RouteTable
 from server.logs import request_id as current_request_id
 
 access = logging.getLogger("onehead.access")
 
-PUBLIC = frozenset({"/live", "/ready", "/health", "/ping"})
-PROBED = PUBLIC | {"/metrics"}
-"""Paths that are asked every few seconds: their lines of the access log are at the level debug."""
-WORK = frozenset({"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/infill"})
-"""Paths whose POST asks for generation."""
 RAW_SAFETY_HEADERS = tuple((name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items())
 STREAMS = "/v1/streams/"
 CLIENT_GONE = 499
-ENTRY = "onehead.entry"
-
-
-@dataclass(slots=True)
-class Entry:
-    """What the door has decided of a request. `kept`: it is not over with its response, and whoever goes on with it releases it."""
-
-    running: set[tuple[str, bytes]]
-    error: RequestError | None = None
-    claim: tuple[str, bytes] | None = None
-    place: Place | None = None
-    kept: bool = False
-
-    def release(self) -> None:
-        """Gives back what the request was given: its place, and its Idempotency-Key."""
-        self.leave()
-        if self.claim is not None:
-            self.running.discard(self.claim)
-
-    def leave(self) -> None:
-        """Gives back its place alone."""
-        if self.place is not None:
-            self.place.release()
+"""Status in the access log where a client left before the end of its answer."""
 
 
 class FrontDoor:
     """The application and what every request passes before it."""
 
-    def __init__(self, app: ASGIApp, generation: Generation, section: ServerSection) -> None:
+    def __init__(self, app: ASGIApp, table: RouteTable, generation: Generation, section: ServerSection) -> None:
         self.app = app
+        self.table = table
         self.generation = generation
         self.api_keys = Keys(section.api_keys, section.api_keys_file)
-        self._section = section
-        self._running: set[tuple[str, bytes]] = set()
-        """(who, Idempotency-Key) of the requests that are being answered."""
-
-    def postpone(self, scope: Scope) -> None:
-        """The rest of this request is still to come: until then it takes nobody's place."""
-        entry: Entry = scope[ENTRY]
-        entry.leave()
+        self._metrics_keys = {section.metrics_key: ""} if section.metrics_key else None
+        self._root_path = section.root_path
+        self._claims: set[tuple[str, bytes]] = set()
+        """(caller, Idempotency-Key) of the requests that are being answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if ENTRY not in scope:
+        exchange = exchange_of(scope)
+        if not exchange.decided:
             self.admits(scope)
-        entry: Entry = scope[ENTRY]
-        exchange = Exchange(scope, send, self.generation)
         current_request_id.set(exchange.request_id)
-        current_place.set(entry.place)
+        response = LoggedResponse(scope, exchange, send, self.generation.admission)
         try:
-            if entry.error is not None:
-                headers = {"www-authenticate": "Bearer"} if isinstance(entry.error, Unauthorized) else {}
-                await refusal(Request(scope), entry.error, headers)(scope, receive, exchange.send)
+            if exchange.error is not None:
+                headers = {"www-authenticate": "Bearer"} if isinstance(exchange.error, Unauthorized) else {}
+                await refusal(Request(scope), exchange.error, headers)(scope, receive, response.send)
             else:
-                scope[WRITE] = send
-                await self.app(scope, receive, exchange.send)
+                exchange.write = send
+                await self.app(scope, receive, response.send)
         finally:
-            scope.pop(WRITE, None)  # It holds this scope.
-            if not entry.kept:
-                entry.release()
-            exchange.log()
+            exchange.write = None  # It refers to this scope: a reference cycle.
+            if not exchange.outlives_response:
+                exchange.release()
+            response.log(self.table.find(scope["path"]))
 
     def admits(self, scope: Scope) -> bool:
-        """Decides, once for each request, whether anything is done for it, and notes that in its scope. It waits for nothing."""
-        entry = scope[ENTRY] = Entry(self._running)
-        prefix = self._section.root_path
-        if prefix and f"{scope['path']}/".startswith(f"{prefix}/"):
-            scope["path"] = scope["path"].removeprefix(prefix) or "/"
-        scope["request_id"] = _request_id(scope)
+        """Decides, once for each request, whether the application gets it; its Exchange says why not. Does not wait for anything."""
+        exchange = exchange_of(scope)
+        exchange.decided = True
+        if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
+        path = scope["path"]
+        exchange.request_id = _request_id(scope)
+        exchange.dialect = self.table.dialect(path)
+        route = self.table.find(path)
         try:
-            scope["principal"] = self._principal(scope)
-            if not scope["path"].isprintable():
+            self._identify(scope, exchange, route)
+            if not path.isprintable():
                 # A router's pattern may match before a final line end: what is decided here must be what is routed.
                 raise NotFound("no such route; GET /docs lists those there are")
-            entry.claim = self._claim(scope)
-            if scope["method"] == "POST" and scope["path"] in WORK:
-                entry.place = self.generation.take_place(scope["principal"])
+            exchange.claim, exchange.claims = self._claim(scope, exchange), self._claims
+            if scope["method"] == "POST" and route is not None and route.generates:
+                exchange.reservation = self.generation.admission.reserve(exchange.caller)
         except RequestError as error:
-            # Without its frames, which hold this entry: in a flood, only long pauses would free such circles.
-            entry.error = error.with_traceback(None)
-        return entry.error is None
+            # Without its frames, which refer to this exchange: in a flood only the garbage collector would free such cycles.
+            exchange.error = error.with_traceback(None)
+        return exchange.error is None
 
-    def keys(self, path: str) -> dict[str, str] | None:
-        """Names by digest of the keys one of which a request for `path` needs; None where it needs none."""
-        if path == "/metrics":
-            return {self._section.metrics_key: ""} if self._section.metrics_key else None
-        return None if path in PUBLIC else self.api_keys.names
+    def postpone(self, scope: Scope) -> None:
+        """The rest of an admitted request's body is still to come: until then it does not count as open."""
+        if (reservation := exchange_of(scope).reservation) is not None:
+            reservation.release()
 
-    def _principal(self, scope: Scope) -> str:
-        """The digest of the request's key, empty where none is needed; notes the key's name. Raises Unauthorized."""
-        keys = self.keys(scope["path"])
+    def keys(self, route: Route | None) -> dict[str, str] | None:
+        """Names, by digest, of the keys one of which a request for `route` needs; None where it needs none."""
+        match Access.API_KEY if route is None else route.access:
+            case Access.PUBLIC:
+                return None
+            case Access.METRICS_KEY:
+                return self._metrics_keys
+            case Access.API_KEY:
+                return self.api_keys.names
+
+    def _identify(self, scope: Scope, exchange: Exchange, route: Route | None) -> None:
+        """Sets the caller to the digest of the request's key, where one is needed. Raises Unauthorized."""
+        exchange.caller = NO_CALLER
+        keys = self.keys(route)
         if keys is None:
-            return ""
+            return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).hexdigest()
-        # The time that this takes says something of a digest at most, and no key follows from that.
+        # The time that this takes may tell something of a digest, from which no key follows.
         if digest not in keys or scheme.lower() != b"bearer":
             raise Unauthorized("a valid key is needed: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
-        scope["key_name"] = keys[digest]
-        return digest
+        exchange.caller, exchange.key_name = digest, keys[digest]
 
-    def _claim(self, scope: Scope) -> tuple[str, bytes] | None:
-        """Notes the request under its Idempotency-Key, if it has one. Raises Conflict while another runs under it."""
+    def _claim(self, scope: Scope, exchange: Exchange) -> tuple[str, bytes] | None:
+        """Takes the request's Idempotency-Key, if it has one. Raises Conflict while another request has it."""
         keys = [value for name, value in scope["headers"] if name == b"idempotency-key"]
         if not keys or scope["method"] != "POST":
             return None
-        claim = (scope["principal"], b",".join(keys))
-        if claim in self._running:
+        claim = (exchange.caller, b",".join(keys))
+        if claim in self._claims:
             raise Conflict("a request with this Idempotency-Key is being answered already", code="idempotency_conflict")
-        self._running.add(claim)
+        self._claims.add(claim)
         return claim
 
 
-class Exchange:
-    """One request and its response, as the log tells of them."""
+class LoggedResponse:
+    """A response as it passes: it gets our headers, and a line of the access log when it has ended."""
 
-    def __init__(self, scope: Scope, send: Send, generation: Generation) -> None:
+    def __init__(self, scope: Scope, exchange: Exchange, send: Send, admission: Admission) -> None:
         self._scope = scope
+        self._exchange = exchange
         self._send = send
-        self._generation = generation
-        self._began = scope.get("onehead.received", time.monotonic())
+        self._admission = admission
         self._status = CLIENT_GONE
         self._complete = False
-        self.request_id = scope["request_id"]
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             own = list(message.get("headers", []))
             named = {name.lower() for name, _ in own}
-            own.append((b"x-request-id", self.request_id.encode()))
+            own.append((b"x-request-id", self._exchange.request_id.encode()))
             own += [header for header in RAW_SAFETY_HEADERS if header[0] not in named]
-            if self._generation.draining:
+            if self._admission.draining:
                 own.append((b"connection", b"close"))
             message["headers"] = own
         elif not message.get("more_body", False):
             self._complete = True
         await self._send(message)
 
-    def log(self) -> None:
-        """The line of the access log. A client that left before the end of its answer gets the status that nobody saw."""
-        status = self._scope.get("onehead.refused") or (self._status if self._complete else CLIENT_GONE)
-        milliseconds = round((time.monotonic() - self._began) * 1e3, 1)
-        method, path = self._scope["method"], self._scope["path"]
+    def log(self, route: Route | None) -> None:
+        """Writes the line of the access log."""
+        exchange = self._exchange
+        status = exchange.refused_status or (self._status if self._complete else CLIENT_GONE)
+        milliseconds = round((time.monotonic() - exchange.received) * 1e3, 1)
+        method = self._scope["method"]
+        path = self._scope["path"]
         if path.startswith(STREAMS):
-            path = f"{STREAMS}..."  # Whoever knows an id may read the stream.
+            path = f"{STREAMS}..."  # A stream can be read with its id, so the id is a secret.
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
-        client, place = self._scope.get("client"), self._scope[ENTRY].place
-        details = {"client": client and client[0], "key": self._scope.get("key_name"), **speeds(place.choices if place else ())}
+        client, choices = self._scope.get("client"), exchange.reservation.choices if exchange.reservation else ()
+        details = {"client": client and client[0], "key": exchange.key_name, **speeds(choices)}
         details = {name: value for name, value in details.items() if value}
-        level = logging.DEBUG if path in PROBED else logging.INFO
+        level = logging.DEBUG if route is not None and route.probe else logging.INFO
         words = "".join(f" {name}={value}" for name, value in details.items())
         text = f"{method} {ascii(path[:200])[1:-1]} {status} {milliseconds:.1f} ms{words}"
         access.log(level, "%s", text, extra={"fields": fields | details})

@@ -2,10 +2,11 @@
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
-from server.generation.admission import Generation
+from server.generation.generation import Generation
+from server.http.exchange import Dialect
+from server.http.routes import Access, Route
 from server.metrics import CONTENT_TYPE
 from server.supervision.supervisor import State
 
@@ -17,25 +18,16 @@ class OpsRoutes:
         self.generation = generation
         self._version = version
 
-    def router(self) -> APIRouter:
-        router = APIRouter(tags=["operations"])
-        for path, handler in self.handlers().items():
-            router.add_api_route(path, handler, methods=["GET"], response_class=Response)
-            # Load balancers probe with HEAD.
-            router.add_api_route(path, handler, methods=["HEAD"], response_class=Response, include_in_schema=False)
-        return router
-
-    def handlers(self) -> dict[str, Callable[[], Awaitable[Response]]]:
-        """The route of each question."""
-        return {
-            "/live": self.live,
-            "/ready": self.ready,
-            "/health": self.ready,
-            "/ping": self.ready,
-            "/version": self.version,
-            "/metrics": self.metrics,
-            "/plan": self.plan,
-        }
+    def routes(self) -> list[Route]:
+        return [
+            _route("/live", self.live, Access.PUBLIC, probe=True),
+            _route("/ready", self.ready, Access.PUBLIC, probe=True),
+            _route("/health", self.ready, Access.PUBLIC, probe=True),
+            _route("/ping", self.ready, Access.PUBLIC, probe=True),
+            _route("/version", self.version, Access.API_KEY),
+            _route("/metrics", self.metrics, Access.METRICS_KEY, probe=True),
+            _route("/plan", self.plan, Access.API_KEY),
+        ]
 
     async def live(self) -> Response:
         """Whether the server's process answers.
@@ -49,12 +41,12 @@ class OpsRoutes:
 
         200 if so, else 503 with what the server is doing instead: the phase of loading, why the engine is restarted, or draining.
         """
-        if self.generation.accepting:
+        if self.generation.admission.accepting:
             return JSONResponse({"status": "ready"})
         supervisor = self.generation.supervisor
         # An engine that is ready and still not accepting: the logits of too many requests were not finite.
         status = "numerical errors" if supervisor.state is State.READY else supervisor.status
-        status = "draining" if self.generation.draining else status
+        status = "draining" if self.generation.admission.draining else status
         return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
 
     async def version(self) -> Response:
@@ -94,3 +86,8 @@ class OpsRoutes:
                 "sequences": [{"context": context, "fit": count} for context, count in ready.sequences],
             }
         )
+
+
+def _route(path: str, handler: Callable[[], Awaitable[Response]], access: Access, probe: bool = False) -> Route:
+    """One of these routes. All answer HEAD too: load balancers probe with it."""
+    return Route(path, ("GET",), handler, Dialect.TGI, access, probe=probe, head=True, tag="operations")

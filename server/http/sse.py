@@ -11,6 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import RequestError
+from server.http.exchange import exchange_of
 
 log = logging.getLogger("onehead.api")
 
@@ -21,8 +22,6 @@ KEEP_ALIVE = b": keep-alive\n\n"
 BREATH = 32
 """Events after which others get their turn, however fast they can be written; so many at most are written together."""
 DONE = b"data: [DONE]\n\n"
-WRITE = "onehead.write"
-"""Where a request's scope has the `send` nearest to the socket. Parts of a body pass nobody else: each layer between costs every token."""
 
 
 def event(data: Any) -> bytes:
@@ -74,7 +73,7 @@ class EventResponse(StreamingResponse):
         self._write: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._write = scope.get(WRITE, send)
+        self._write = exchange_of(scope).write or send
 
         async def watched() -> Message:
             message = await receive()

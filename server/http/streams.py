@@ -9,13 +9,13 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.errors import GenerationFailed, InvalidRequest, MalformedBody, NotFound, RequestError, StreamCancelled, StreamExpired
+from server.errors import GenerationFailed, MalformedBody, NotFound, RequestError, StreamCancelled, StreamExpired
 from server.http import sse
-from server.http.front import ENTRY
+from server.http.exchange import Dialect, exchange_of
+from server.http.routes import Route
 from server.http.stream_buffer import Expired, FromTheFuture, Reader, StreamBuffer, StreamStore, Unknown
 
 RETRY = b"retry: 1000\n"
@@ -23,14 +23,6 @@ SUPERSEDED = b"event: superseded\ndata: {}\n\n"
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _GAP = GenerationFailed("some events behind the last one you saw are not kept any more", code="resume_gap")
-
-
-def is_resumable(http: HttpRequest, resumable: bool | None, stream: bool) -> bool:
-    """Whether a request asks for a stream that can be resumed, in its body or in its header. Raises InvalidRequest."""
-    asked = bool(resumable) if resumable is not None else http.headers.get("x-stream-resumable") == "1"
-    if asked and not stream:
-        raise InvalidRequest('`resumable` needs `"stream": true`', param="resumable")
-    return asked
 
 
 class Publications:
@@ -53,15 +45,15 @@ class Publications:
         """Starts to write `events` into a new stream, and answers with it. `close` is called when they end, however they end; `last` stands
         behind everything.
         """
-        entry = http.scope[ENTRY]
-        entry.kept = True
+        exchange = exchange_of(http)
+        exchange.outlives_response = True
         reasons: list[str] = []
 
         def stop(reason: str) -> None:
             reasons.append(reason)
             task.cancel()
 
-        buffer = self.store.open(http.scope.get("principal", ""), stop, time.monotonic())
+        buffer = self.store.open(exchange.caller, stop, time.monotonic())
         buffer.gap = b"event: error\n" + error_event(_GAP)
 
         async def write() -> None:
@@ -76,7 +68,7 @@ class Publications:
                     self._append(buffer, last)
             finally:
                 close()
-                entry.release()
+                exchange.release()
                 self.store.end(buffer, time.monotonic())
 
         task = asyncio.create_task(write())
@@ -125,11 +117,12 @@ class StreamRoutes:
     def __init__(self, publications: Publications) -> None:
         self.publications = publications
 
-    def router(self) -> APIRouter:
-        router = APIRouter(tags=["streams"])
-        router.add_api_route("/v1/streams/{stream_id}", self.resume, methods=["GET"], response_class=Response)
-        router.add_api_route("/v1/streams/{stream_id}", self.cancel, methods=["DELETE"], status_code=204, response_class=Response)
-        return router
+    def routes(self) -> list[Route]:
+        path = "/v1/streams/{stream_id}"
+        return [
+            Route(path, ("GET",), self.resume, Dialect.OPENAI, tag="streams"),
+            Route(path, ("DELETE",), self.cancel, Dialect.OPENAI, tag="streams", status=204),
+        ]
 
     async def resume(self, http: HttpRequest, stream_id: str) -> Response:
         """Read a resumable stream again.
@@ -155,7 +148,7 @@ class StreamRoutes:
 
     def _find(self, http: HttpRequest, stream_id: str) -> StreamBuffer:
         try:
-            return self.publications.store.find(stream_id, http.scope.get("principal", ""))
+            return self.publications.store.find(stream_id, exchange_of(http).caller)
         except Expired:
             raise StreamExpired("that stream has expired; send the request again", code="stream_expired") from None
         except Unknown:

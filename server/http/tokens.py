@@ -1,14 +1,15 @@
 """POST /tokenize, which answers in the dialect that it is asked in, and POST /detokenize."""
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.config import ServerSection
 from server.errors import InvalidRequest
-from server.generation.admission import Generation
+from server.generation.generation import Generation
 from server.http.body import check, read_model, read_value
+from server.http.exchange import Dialect, exchange_of
 from server.http.model_names import ModelNames
+from server.http.routes import Route
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from server.text.chat_template import ChatTemplate
 
@@ -22,11 +23,12 @@ class TokenRoutes:
         self.section = section
         self.chat_template = chat_template
 
-    def router(self) -> APIRouter:
-        router = APIRouter(tags=["tokens"])
-        for path, handler in (("/tokenize", self.tokenize), ("/detokenize", self.detokenize)):
-            router.add_api_route(path, handler, methods=["POST"], response_class=Response)
-        return router
+    def routes(self) -> list[Route]:
+        # /tokenize answers in the dialect of its body: until that is read, in TGI's.
+        return [
+            Route("/tokenize", ("POST",), self.tokenize, Dialect.TGI, tag="tokens"),
+            Route("/detokenize", ("POST",), self.detokenize, Dialect.OPENAI, tag="tokens"),
+        ]
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Turn text into tokens.
@@ -34,7 +36,7 @@ class TokenRoutes:
         `inputs` is answered as TGI does, with a list of tokens and their places; `prompt` and `messages` as vLLM does, with an object.
         """
         value = await read_value(http, self.section.max_body_bytes)
-        http.scope["openai"] = value.get("inputs") is None
+        exchange_of(http).dialect = Dialect.OPENAI if value.get("inputs") is None else Dialect.TGI
         body = check(value, TokenizeBody)
         codec = self.generation.codec
         if body.inputs is not None:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.types import ASGIApp
-
 from server import protocol
 from server.config import ServerSection
-from server.generation.admission import Bounds, Generation
+from server.generation.admission import Bounds
+from server.generation.generation import Generation
 from server.http.app import create_app
+from server.http.front import FrontDoor
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.metrics import Metrics
@@ -197,7 +197,7 @@ class Served:
     engine: FakeEngine
     supervisor: Supervisor
     generation: Generation
-    app: ASGIApp
+    app: FrontDoor
 
 
 def serve(
@@ -217,7 +217,7 @@ def serve(
         if state is State.STARTING:
             metrics.engine_restarts.inc()
 
-    supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.heard(step))
+    supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.on_engine_event(step))
     generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, Bounds(max_open, max_running=max_open))
     app = create_app(generation, section, names, "0", StreamStore(Retention()))
     supervisor.start()

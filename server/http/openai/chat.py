@@ -4,24 +4,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from server.generation.admission import Generation, with_choices
+from server.generation.admission import Reservation
+from server.generation.generation import Generation
+from server.generation.request import with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http.openai.chat_fields import ChatBody
-from server.http.openai.replies import Answer, Token
+from server.http.openai.replies import OpenAIReply, Token
 from server.text.chat_template import ChatTemplate
 
 
-class ChatReply(Answer):
+class ChatReply(OpenAIReply):
     """One answer, of `n` choices."""
 
     body: ChatBody
 
-    def __init__(self, body: ChatBody, model_id: str, streams: OpenStreams) -> None:
+    def __init__(self, body: ChatBody, model_id: str, generation: Generation, streams: OpenStreams) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__("chatcmpl", kind, model_id, body, streams)
+        super().__init__("chatcmpl", kind, model_id, body, generation, streams)
 
     @classmethod
-    async def open(cls, generation: Generation, template: ChatTemplate, body: ChatBody, model_id: str) -> "ChatReply":
+    async def open(
+        cls, generation: Generation, template: ChatTemplate, body: ChatBody, model_id: str, reservation: Reservation
+    ) -> "ChatReply":
         """Applies the template and starts the sequences. Raises RequestError."""
         messages = [message.plain() for message in body.messages]
         num_chars = sum(len(message["content"]) for message in messages)
@@ -29,7 +33,7 @@ class ChatReply(Answer):
         prompt = body.truncated(prompt, generation.max_total_tokens)
         grammar = await generation.grammar(body.source())
         request = replace(body.request(generation.codec, prompt), grammar=grammar)
-        return cls(body, model_id, generation.start(*with_choices(request, body.n or 1)))
+        return cls(body, model_id, generation, generation.start(with_choices(request, body.n or 1), reservation))
 
     def first(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}

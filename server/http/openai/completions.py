@@ -5,21 +5,23 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from server.generation.admission import Generation, Request, with_choices
+from server.generation.admission import Reservation
+from server.generation.generation import Generation
+from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http.openai.fields import CompletionBody
-from server.http.openai.replies import Answer, Output, Token
+from server.http.openai.replies import OpenAIReply, Output, Token
 from server.text.codec import Detokenizer
 from server.text.fim import FillInTheMiddle, cut_last_token
 
 
-class CompletionReply(Answer):
+class CompletionReply(OpenAIReply):
     """One answer. Sequences are numbered prompt by prompt, `best_of` of each."""
 
     body: CompletionBody
 
-    def __init__(self, body: CompletionBody, model_id: str, streams: OpenStreams, prompts: list[str]) -> None:
-        super().__init__("cmpl", "text_completion", model_id, body, streams)
+    def __init__(self, body: CompletionBody, model_id: str, generation: Generation, streams: OpenStreams, prompts: list[str]) -> None:
+        super().__init__("cmpl", "text_completion", model_id, body, generation, streams)
         self.prompts = prompts
         """The text of each prompt, where it is to be repeated."""
         self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
@@ -28,7 +30,9 @@ class CompletionReply(Answer):
         self.detokenizers = [Detokenizer(self.codec) for _ in self.outputs]
 
     @classmethod
-    async def open(cls, generation: Generation, fim: FillInTheMiddle, body: CompletionBody, model_id: str) -> "CompletionReply":
+    async def open(
+        cls, generation: Generation, fim: FillInTheMiddle, body: CompletionBody, model_id: str, reservation: Reservation
+    ) -> "CompletionReply":
         """Encodes the prompts and starts their sequences. Raises RequestError."""
         grammar = await generation.grammar(body.source())
         requests: list[Request] = []
@@ -38,7 +42,7 @@ class CompletionReply(Answer):
             requests += with_choices(replace(request, grammar=grammar), body.best_of or body.n or 1)
             if body.echo:
                 prompts.append(text)
-        return cls(body, model_id, generation.start(*requests), prompts)
+        return cls(body, model_id, generation, generation.start(requests, reservation), prompts)
 
     def first(self) -> list[dict[str, Any]]:
         return []

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import structs
 from pydantic import BeforeValidator, Field, model_validator
 
-from server.generation.admission import Request
+from server.generation.request import Request
 from server.http import fields
 from server.http.fields import Body, Format, LimitedBody, SamplingBody, default
 from server.text.codec import TextCodec

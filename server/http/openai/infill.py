@@ -6,7 +6,9 @@ import time
 from typing import Any
 
 from server import protocol
-from server.generation.admission import Generation, Request
+from server.generation.admission import Reservation
+from server.generation.generation import Generation
+from server.generation.request import Request
 from server.generation.stream import OpenStreams, Piece
 from server.http.fields import default
 from server.http.openai.infill_fields import InfillBody
@@ -32,7 +34,9 @@ class InfillReply:
         self.end: Piece | None = None
 
     @classmethod
-    async def open(cls, generation: Generation, fim: FillInTheMiddle, body: InfillBody, model_id: str) -> "InfillReply":
+    async def open(
+        cls, generation: Generation, fim: FillInTheMiddle, body: InfillBody, model_id: str, reservation: Reservation
+    ) -> "InfillReply":
         """Lays out the prompt and starts its sequence. Raises RequestError."""
         extra = body.input_extra or ()
         num_chars = len(body.input_prefix) + len(body.input_suffix) + len(body.prompt or "") + sum(len(file.text) for file in extra)
@@ -49,7 +53,7 @@ class InfillReply:
             timeout_s=None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3,
             salt=secrets.token_hex(16) if body.cache_prompt is False else "",
         )
-        return cls(body, model_id, generation.start(request))
+        return cls(body, model_id, generation.start([request], reservation))
 
     def first(self) -> list[dict[str, Any]]:
         return []
@@ -90,6 +94,9 @@ class InfillReply:
 
     def last(self) -> list[dict[str, Any]]:
         return []
+
+    def headers(self, whole: bool) -> dict[str, str]:
+        return {}
 
     def whole(self) -> dict[str, Any]:
         return self._selected({"index": 0, "content": self.text, "tokens": [], "id_slot": -1} | self._counts() | self._ending())

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.generation.stream import Choice, OpenStreams, Piece, prompt_tokens
+from server.generation.generation import Generation
+from server.generation.request import Choice, prompt_tokens
+from server.generation.stream import OpenStreams, Piece
+from server.http.answer import mean_logprob
 from server.http.openai.fields import GenerationBody
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "timeout": "timeout"}
@@ -46,24 +49,27 @@ class Output:
 
     @property
     def mean_logprob(self) -> float:
-        return sum(token.logprob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
+        return mean_logprob([token.logprob for token in self.tokens])
 
 
-class Answer:
+class OpenAIReply:
     """The state of one answer: its head, its outputs, its usage."""
 
-    def __init__(self, prefix: str, kind: str, model_id: str, body: GenerationBody, streams: OpenStreams) -> None:
+    def __init__(self, prefix: str, kind: str, model_id: str, body: GenerationBody, generation: Generation, streams: OpenStreams) -> None:
         self.head = {
             "id": f"{prefix}-{body.request_id or uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
             "model": model_id,
-            "system_fingerprint": streams.generation.fingerprint,
+            "system_fingerprint": generation.fingerprint,
         }
-        self.codec = streams.generation.codec
+        self.codec = generation.codec
         self.body = body
         self.streams = streams
         self.outputs = [Output(choice) for choice in streams.choices]
+
+    def headers(self, whole: bool) -> dict[str, str]:
+        return {}
 
     def take(self, piece: Piece) -> list[Token]:
         """Adds a piece to its output; its token, if it has one."""

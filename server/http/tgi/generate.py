@@ -3,25 +3,25 @@ text-generation-inference's clients know them; vLLM's names inside `parameters` 
 """
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.config import ServerSection
-from server.errors import InvalidRequest, RequestError
-from server.generation.admission import Generation, Request, with_choices
-from server.generation.stream import Choice, OpenStreams, Piece, Top
-from server.http import fields, sse
+from server.errors import InvalidRequest
+from server.generation.generation import Generation
+from server.generation.request import Choice, Request, with_choices
+from server.generation.stream import OpenStreams, Piece, Top
+from server.http import fields
+from server.http.answer import Answers, Delivery, check_stops, mean_logprob
 from server.http.body import read_model
-from server.http.disconnect import unless_disconnected
-from server.http.errors import tgi_error_body
+from server.http.exchange import Dialect, exchange_of
 from server.http.fields import default
-from server.http.streams import Publications, is_resumable
+from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.text.fim import cut_last_token
 
@@ -29,19 +29,21 @@ from server.text.fim import cut_last_token
 class TgiRoutes:
     """The dialect over one Generation."""
 
-    def __init__(self, generation: Generation, section: ServerSection, model_id: str, version: str, publications: Publications) -> None:
+    def __init__(self, generation: Generation, section: ServerSection, model_id: str, version: str, answers: Answers) -> None:
         self.generation = generation
-        self.publications = publications
+        self.answers = answers
         self.section = section
         self.model_id = model_id
         self.version = version
 
-    def router(self) -> APIRouter:
-        router = APIRouter(tags=["text-generation-inference"])
-        for path, handler in (("/generate", self.generate), ("/generate_stream", self.generate_stream), ("/", self.root)):
-            router.add_api_route(path, handler, methods=["POST"], response_class=Response)
-        router.add_api_route("/info", self.info, methods=["GET"])
-        return router
+    def routes(self) -> list[Route]:
+        tag = "text-generation-inference"
+        return [
+            Route("/generate", ("POST",), self.generate, Dialect.TGI, generates=True, tag=tag),
+            Route("/generate_stream", ("POST",), self.generate_stream, Dialect.TGI, generates=True, tag=tag),
+            Route("/", ("POST",), self.root, Dialect.TGI, generates=True, tag=tag),
+            Route("/info", ("GET",), self.info, Dialect.TGI, tag=tag),
+        ]
 
     async def generate(self, http: HttpRequest) -> Response:
         """Generate text for a prompt.
@@ -70,16 +72,16 @@ class TgiRoutes:
         body = await self._read(http)
         return await self._answer(http, body, stream=bool(body.stream), echo=self.section.return_full_text, in_list=True)
 
-    async def info(self) -> dict[str, Any]:
+    async def info(self) -> Response:
         """Show what is served, and its bounds."""
         ready = self.generation.ready
-        return {
+        value = {
             "model_id": self.model_id,
             "model_sha": None,
             "model_pipeline_tag": "text-generation",
             "model_dtype": ready.dtype,
             "model_device_type": ready.device,
-            "max_concurrent_requests": self.generation.bounds.max_open,
+            "max_concurrent_requests": self.generation.admission.bounds.max_open,
             "max_best_of": fields.MAX_CHOICES,
             "max_stop_sequences": self.section.max_stop_strings,
             "max_input_tokens": self.generation.max_total_tokens - 1,
@@ -99,14 +101,12 @@ class TgiRoutes:
             "kernels": ready.kernels,
             "deterministic": ready.deterministic,
         }
+        return JSONResponse(value)
 
     async def _read(self, http: HttpRequest) -> GenerateBody:
         with in_tgi_words():
             body = await read_model(http, GenerateBody, self.section.max_body_bytes)
-            stops = (body.parameters.stop if body.parameters else None) or []
-            if len(stops) > self.section.max_stop_strings:
-                most = self.section.max_stop_strings
-                raise InvalidRequest(f"`parameters.stop` supports up to {most} stop sequences. Given: {len(stops)}")
+            check_stops("parameters.stop", body.parameters.stop if body.parameters else None, self.section.max_stop_strings)
         return body
 
     async def _answer(self, http: HttpRequest, body: GenerateBody, stream: bool, echo: bool, in_list: bool = False) -> Response:
@@ -118,22 +118,11 @@ class TgiRoutes:
                 raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
             if stream and parameters.decoder_input_details:
                 raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
-            resumable = is_resumable(http, body.resumable, stream)
-            requests = await self._requests(body, parameters)
-            streams = self.generation.start(*requests)
-        reply = Reply(self.generation, parameters, streams, body.inputs if default(parameters.return_full_text, echo) else "")
-        headers = {"x-compute-type": self.generation.ready.device, "x-compute-characters": str(len(body.inputs))}
-        try:
-            if resumable:
-                return self.publications.publish(http, reply.events(None), streams.close, error_event, headers)
-            if stream:
-                first = await unless_disconnected(http, streams.begin(self.section.keep_alive))
-                return sse.EventResponse(sse.closing(reply.events(first), error_event), streams.close, headers, self.section.keep_alive)
-            value = await unless_disconnected(http, reply.whole())
-        except BaseException:
-            streams.close()
-            raise
-        return JSONResponse([value] if in_list else value, headers=headers | timing_headers(streams, arrival))
+            delivery = Delivery.of(http, stream, body.resumable)
+            streams = self.generation.start(await self._requests(body, parameters), exchange_of(http).reserved)
+        echoed = body.inputs if default(parameters.return_full_text, echo) else ""
+        reply = TgiReply(self.generation, parameters, streams, echoed, arrival, len(body.inputs), in_list)
+        return await self.answers.answer(http, reply, delivery)
 
     async def _requests(self, body: GenerateBody, parameters: Parameters) -> list[Request]:
         """One request for each of `best_of`: the same but for the number that its draws depend on."""
@@ -152,10 +141,6 @@ class TgiRoutes:
             salt=body.cache_salt or "",
         )
         return with_choices(request, parameters.best_of or 1)
-
-
-def error_event(error: RequestError) -> bytes:
-    return sse.event(tgi_error_body(error))
 
 
 @contextmanager
@@ -216,20 +201,41 @@ class Sequence:
 
     @property
     def mean_logprob(self) -> float:
-        """By which the best of several is found."""
-        return sum(token["logprob"] or 0.0 for token in self.tokens) / max(1, len(self.tokens))
+        return mean_logprob([token["logprob"] for token in self.tokens])
 
 
-class Reply:
-    """Pieces to the dialect's JSON, whole or event by event."""
+class TgiReply:
+    """Pieces to the dialect's JSON, whole or chunk by chunk. `arrival`: when the request came; `num_chars`: of its prompt."""
 
-    def __init__(self, generation: Generation, parameters: Parameters, streams: OpenStreams, echoed: str) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        parameters: Parameters,
+        streams: OpenStreams,
+        echoed: str,
+        arrival: float,
+        num_chars: int,
+        in_list: bool,
+    ) -> None:
         self.codec = generation.codec
+        self.arrival = arrival
+        self.in_list = in_list
+        self.compute_headers = {"x-compute-type": generation.ready.device, "x-compute-characters": str(num_chars)}
         self.parameters = parameters
         self.streams = streams
         self.sequences = [Sequence(choice, echoed) for choice in streams.choices]
 
-    def _take(self, piece: Piece) -> tuple[Sequence, dict[str, Any]]:
+    def headers(self, whole: bool) -> dict[str, str]:
+        return self.compute_headers | (timing_headers(self.streams, self.arrival) if whole else {})
+
+    def first(self) -> list[dict[str, Any]]:
+        return []
+
+    def last(self) -> list[dict[str, Any]]:
+        return []
+
+    def take(self, piece: Piece) -> tuple[Sequence, dict[str, Any]]:
+        """Adds a piece to its sequence; both the sequence and the token as the dialect shows it."""
         sequence = self.sequences[piece.choice]
         token = {"id": piece.token, "text": piece.special_text or piece.text, "logprob": piece.logprob, "special": piece.special}
         if piece.token is not None:
@@ -246,17 +252,15 @@ class Reply:
     def _top(self, top: Top) -> list[dict[str, Any]]:
         return [self._token(id, logprob) | {"special": id in self.codec.special_ids} for id, logprob in top]
 
-    async def whole(self) -> dict[str, Any]:
-        """The one object that answers a request without streaming: of several sequences the likeliest, with the others in its details."""
-        async for piece in self.streams:
-            self._take(piece)
+    def whole(self) -> Any:
+        """The likeliest of several sequences, with the others in its details."""
         best, *others = sorted(self.sequences, key=lambda sequence: -sequence.mean_logprob)
         value: dict[str, Any] = {"generated_text": best.text}
         if self.parameters.detailed:
             value["details"] = self._details(best)
             if others:
                 value["details"]["best_of_sequences"] = [{"generated_text": other.text} | self._details(other) for other in others]
-        return value
+        return [value] if self.in_list else value
 
     def _details(self, sequence: Sequence) -> dict[str, Any]:
         details = self._summary(sequence) | {"prefill": self._prefill(sequence.choice), "tokens": sequence.tokens}
@@ -272,18 +276,9 @@ class Reply:
         seed = sequence.choice.request.sampling.seed if self.parameters.samples else None
         return {"finish_reason": sequence.finish, "generated_tokens": len(sequence.tokens), "seed": seed}
 
-    async def events(self, first: Piece | None) -> AsyncIterator[list[bytes]]:
-        """One event for each token, and together those of tokens that have come; the last has the whole text. Raises RequestError."""
-        if first is not None:
-            yield [self._event(first)]
-        async for piece in self.streams:
-            events = [self._event(piece)]
-            while len(events) < sse.BREATH and (more := self.streams.take()) is not None:
-                events.append(self._event(more))
-            yield events
-
-    def _event(self, piece: Piece) -> bytes:
-        sequence, token = self._take(piece)
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """One event for each token; the last has the whole text."""
+        sequence, token = self.take(piece)
         if piece.token is None:  # Time was up between two tokens: there is none to tell of, but clients expect one.
             token = {"id": 0, "text": piece.text, "logprob": None, "special": not piece.text}
         event: dict[str, Any] = {"index": len(sequence.tokens), "token": token}
@@ -294,4 +289,4 @@ class Reply:
             event["generated_text"] = sequence.text
             if self.parameters.details:
                 event["details"] = self._summary(sequence) | {"input_length": len(sequence.choice.request.prompt)}
-        return sse.event(event)
+        return [event]

@@ -11,9 +11,12 @@ import pytest
 
 from server import protocol
 from server.errors import GenerationFailed, QueueTimeout
-from server.generation.admission import Bounds, Generation, Request
+from server.generation.admission import Bounds
+from server.generation.generation import Generation
+from server.generation.request import Request
 from server.generation.stream import OpenStreams
 from server.http import sse
+from server.http.exchange import exchange_of
 from server.metrics import Metrics
 from server.supervision.journal import Delivery
 from server.supervision.supervisor import State
@@ -54,7 +57,9 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 def start(codec: TextCodec, count: int = 1, **fields: Any) -> tuple[Hand, OpenStreams]:
     hand = Hand()
     generation = Generation(hand, codec, Metrics(), Bounds(64, 64))  # type: ignore[arg-type]
-    return hand, generation.start(*[Request([1, 2], protocol.SamplingParams(), 50, **fields) for _ in range(count)])
+    return hand, generation.start(
+        [Request([1, 2], protocol.SamplingParams(), 50, **fields) for _ in range(count)], generation.admission.reserve("tests")
+    )
 
 
 async def test_what_has_come_is_there_at_once_and_in_order(codec: TextCodec) -> None:
@@ -85,7 +90,7 @@ async def test_a_failure_comes_behind_the_tokens_before_it_and_again_whenever_it
 
 async def test_tokens_that_have_come_stand_before_the_end_of_the_time(codec: TextCodec) -> None:
     hand, streams = start(codec, timeout_s=0.01)
-    streams.generation.begun(1)
+    streams._admission.remove_waiting(1)
     hand.say(1, 0)
     await asyncio.sleep(0.03)
     hand.say(1, 1)
@@ -162,4 +167,4 @@ async def test_no_request_holds_its_own_way_to_the_socket(tmp_path: Path, path: 
         return {"type": "http.disconnect"}
 
     await served.app(scope, receive, send)
-    assert sent and sse.WRITE not in scope
+    assert sent and exchange_of(scope).write is None

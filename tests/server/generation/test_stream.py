@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import protocol
-from server.generation.admission import Request
+from server.generation.request import Request
 from server.generation.stream import Choice, ChoiceText, Piece
 from server.text.codec import TextCodec
 from tests.server.text.test_codec import byte_ids
@@ -31,16 +31,9 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec(folder)
 
 
-class Codec:
-    """As much of a Generation as ChoiceText reads."""
-
-    def __init__(self, codec: TextCodec) -> None:
-        self.codec = codec
-
-
 def pieces(codec: TextCodec, ids: list[int], request: Request) -> list[Piece]:
     """The pieces of an output that ends by its length."""
-    text = ChoiceText(Codec(codec), Choice(0, request))  # type: ignore[arg-type]
+    text = ChoiceText(codec, Choice(0, request))
     made = []
     for index, id in enumerate(ids):
         made.append(text.piece(protocol.Token(1, index, id, -1.0, "length" if index == len(ids) - 1 else None)))
@@ -103,7 +96,7 @@ def events(response: httpx.Response) -> list[Any]:
 def test_streamed_and_whole_answers_of_both_dialects_agree(codec_folder: Path, prompt: str, stops: list[str]) -> None:
     async def ask() -> None:
         served = serve(codec_folder, FakeEngine())
-        while not served.generation.accepting:
+        while not served.generation.admission.accepting:
             await asyncio.sleep(0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
             body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "stop": stops, "return_token_ids": True}

@@ -17,7 +17,7 @@ import pytest
 from server import errors
 from server.config import ServerSection, ServeSettings, load
 from server.errors import ConfigurationError
-from server.http.front import PUBLIC, WORK
+from server.http.routes import Access
 from tests.conftest import CHAT_TEMPLATE
 from tests.support.bad_inputs import KEY_HASHES, KEYS
 from tests.support.checkpoints import make_tokenizer
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def door(folder: Path, section: ServerSection | None = None) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
     """The application over a fake engine that is ready, and a client of it."""
     served = serve(folder, FakeEngine(msgspec.structs.replace(READY, vocab_size=261, max_context=512, capacity=512)), section)
-    while not served.generation.accepting:
+    while not served.generation.admission.accepting:
         await asyncio.sleep(0)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as http:
         yield served, http
@@ -272,8 +272,8 @@ async def test_every_refusal_is_documented(folder: Path, what: str) -> None:
     headers, body = REFUSED[what]
     async with door(folder, KEYED) as (served, http):
         document = await read_document(http)
-        served.generation.draining = what == "draining"
-        served.generation.num_entering = 10**6 * (what == "full")
+        served.generation.admission.draining = what == "draining"
+        served.generation.admission.num_reserved = 10**6 * (what == "full")
         for path, method, operation in operations(document):
             if method == "post":
                 content = json.dumps(first_example(document, path)).encode() if body is None else body
@@ -290,11 +290,13 @@ async def test_another_model_is_documented(folder: Path, document: dict[str, Any
     check_reply(document, document["paths"][path]["post"], response)
 
 
-def test_every_error_of_generation_is_documented(document: dict[str, Any]) -> None:
+async def test_every_error_of_generation_is_documented(folder: Path, document: dict[str, Any]) -> None:
     """By the statuses of the classes in errors.py, and 408, which the connection answers."""
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.RequestError)}
     kinds -= {errors.StreamCancelled, errors.StreamExpired, errors.Unauthorized}  # Of streams, and of servers with keys.
-    for path in WORK:
+    async with door(folder) as (served, _):
+        generating = [route.path for route in served.app.table.routes if route.generates]
+    for path in generating:
         openai = path.startswith("/v1/") or path == "/infill"
         named = kinds if path.startswith("/v1/") else kinds - {errors.NotFound}
         statuses = {(kind.openai_status if openai else None) or kind.status for kind in named}
@@ -305,13 +307,15 @@ def test_every_error_of_generation_is_documented(document: dict[str, Any]) -> No
 async def test_a_key_is_documented_where_one_is_needed(folder: Path, document: dict[str, Any]) -> None:
     assert "securitySchemes" not in document["components"]
     assert not [path for path, _, operation in operations(document) if "security" in operation or "401" in operation["responses"]]
-    async with door(folder, KEYED) as (_, http):
+    async with door(folder, KEYED) as (served, http):
         assert (await http.get("/openapi.json")).status_code == 401
         keyed = await read_document(http)
         assert keyed["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
         for path, method, operation in operations(keyed):
             refused = (await http.request(method, path)).status_code == 401
-            assert refused == ("security" in operation) == ("401" in operation["responses"]) == (path not in PUBLIC), path
+            route = served.app.table.find(path)
+            needs_key = route is not None and route.access is not Access.PUBLIC
+            assert refused == ("security" in operation) == ("401" in operation["responses"]) == needs_key, path
 
 
 @pytest.mark.parametrize("passed_on", [True, False])

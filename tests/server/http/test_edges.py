@@ -15,7 +15,7 @@ import pytest
 
 from server import protocol
 from server.generation.admission import NUMERICAL_ERRORS
-from server.http.tgi.generate import Reply
+from server.http.tgi.generate import TgiReply
 from tests.server.http.test_streams import Client, request_of
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.processes import ServerProcess, wait_until
@@ -127,7 +127,7 @@ async def ready(folder: Path) -> Any:
     import asyncio
 
     served = serve(folder)
-    while not served.generation.accepting:
+    while not served.generation.admission.accepting:
         await asyncio.sleep(0)
     return served
 
@@ -139,7 +139,7 @@ async def test_an_error_that_nobody_foresaw_is_an_event(tokenizer_folder: Path, 
 
     served = await ready(tokenizer_folder)
     path, body = request_of("tgi")
-    monkeypatch.setattr(Reply, "_event", fail)
+    monkeypatch.setattr(TgiReply, "chunks", fail)
     response = await Client(served).request("POST", path, body | {"resumable": resumable})
     assert response.status_code == 200 and "internal error" in response.text and "Zero" not in response.text
     assert served.supervisor.open == {}
@@ -160,7 +160,7 @@ async def test_many_numerical_errors_make_it_not_ready(tokenizer_folder: Path) -
     served = await ready(tokenizer_folder)
     for _ in range(NUMERICAL_ERRORS):
         assert (await Client(served).request("GET", "/ready")).status_code == 200
-        served.generation.numerical_error()
+        served.generation.admission.record_numerical_error()
     response = await Client(served).request("GET", "/ready")
     assert response.status_code == 503 and response.json()["status"] == "numerical errors"
 
@@ -176,7 +176,7 @@ async def test_not_ready_says_what_the_server_is_doing(tokenizer_folder: Path) -
     assert await status() == "starting"
     served.supervisor._hear(1, protocol.Loading("loading weights 40 %"))
     assert await status() == "loading weights 40 %"
-    served.generation.draining = True
+    served.generation.admission.draining = True
     assert await status() == "draining"
 
 
@@ -188,17 +188,17 @@ async def test_who_waits_longer_than_its_own_time_limit_is_told_so(tokenizer_fol
     path, body = request_of(dialect)
     response = await Client(served).request("POST", path, body | {"stream": stream, "timeout_s": 0.05})
     assert response.status_code == 504 and "time limit" in response.text and response.headers["retry-after"]
-    assert served.supervisor.open == {} and served.generation.waiting_tokens == 0
+    assert served.supervisor.open == {} and served.generation.admission.waiting_tokens == 0
 
 
 async def test_a_queue_that_would_take_too_long_takes_nobody(tokenizer_folder: Path) -> None:
     served = await ready(tokenizer_folder)
     generation, client, (path, body) = served.generation, Client(served), request_of("openai")
-    generation.bounds = replace(generation.bounds, max_running=2)
+    generation.admission.bounds = replace(generation.admission.bounds, max_running=2)
     served.engine.defer = lambda call: None
     for _ in range(3):  # Two for whom there are places, and one who waits.
-        generation.run_seconds.clear()
-        generation.run_seconds.extend([2 * generation.bounds.max_queue_wait + 1])
+        generation.admission.run_seconds.clear()
+        generation.admission.run_seconds.extend([2 * generation.admission.bounds.max_queue_wait + 1])
         assert (await client.cut("POST", path, body | {"resumable": True}, 0)).headers["x-stream-id"]
     refused = await client.request("POST", path, body)
     assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_too_long"

@@ -122,7 +122,7 @@ def test_ended_streams_expire_and_unread_ones_are_stopped() -> None:
 async def served(tokenizer_folder: Path) -> Served:
     digests = ",".join(hashlib.sha256(key.encode()).hexdigest() for key in KEYS)
     served = serve(tokenizer_folder, FakeEngine(), ServerSection.model_validate({"api_keys": digests}))
-    while not served.generation.accepting:
+    while not served.generation.admission.accepting:
         await asyncio.sleep(0)
     return served
 
@@ -289,7 +289,7 @@ async def test_nobody_elses_and_none_are_the_same(served: Served) -> None:
 
 async def test_leaving_is_not_cancelling_and_cancelling_is(tokenizer_folder: Path) -> None:
     served = serve(tokenizer_folder, FakeEngine(), ServerSection())
-    while not served.generation.accepting:
+    while not served.generation.admission.accepting:
         await asyncio.sleep(0)
     client = Client(served)
     path, body = with_resumable("openai")

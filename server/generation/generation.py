@@ -1,0 +1,199 @@
+"""Generation: a checked request in, streams of text out. What both HTTP dialects and the commands share, and the one validator.
+
+It checks a request against what the engine can hold and submits it; `stream` turns what the engine answers into text. It knows nothing of
+HTTP, fields or events.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from importlib.metadata import version
+from typing import ParamSpec, TypeVar
+
+from server import protocol
+from server.errors import ConfigurationError, EngineGaveUp, InvalidRequest, RequestError, ResourceError, Unavailable
+from server.generation.admission import Admission, Bounds, Reservation
+from server.generation.request import Request
+from server.generation.stream import OpenStreams
+from server.metrics import Metrics
+from server.supervision.supervisor import State, Supervisor
+from server.text.codec import TextCodec
+from server.text.grammar import GrammarCompiler, Source
+from server.text.threads import LongTexts
+
+log = logging.getLogger("onehead.api")
+
+P = ParamSpec("P")
+Value = TypeVar("Value")
+TOO_LONG = "context_length_exceeded"
+
+LONG_PROMPT_CHARS = 4096
+"""Prompts from this length on are tokenized off the event loop."""
+
+
+class Generation:
+    """The engine of one supervisor, as requests see it: its facts, the validator, and the way in."""
+
+    def __init__(self, supervisor: Supervisor, codec: TextCodec, metrics: Metrics, bounds: Bounds, log_prompts: bool = False) -> None:
+        self.supervisor = supervisor
+        self.codec = codec
+        self.metrics = metrics
+        self.log_prompts = log_prompts
+        self.admission = Admission(supervisor, metrics, bounds)
+        self._long_texts = LongTexts(bounds.tokenize_seconds)
+
+    @property
+    def ready(self) -> protocol.Ready:
+        """Facts of the loaded engine. Raises Unavailable before the first engine is loaded."""
+        if self.supervisor.ready is None:
+            raise Unavailable("the model is still being loaded", retry_after=1)
+        return self.supervisor.ready
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What an answer depends on besides its request: version, model, numerics."""
+        weights = self.ready.dtype if self.ready.quantization == "none" else f"{self.ready.quantization}-{self.ready.dtype}"
+        cache = "" if self.ready.kv_dtype == self.ready.dtype else f"-{self.ready.kv_dtype}"
+        return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}{cache}-{self.ready.device}-{self.ready.kernels}"
+
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence, by the checkpoint's configs and by its tokenizer."""
+        return tuple(sorted({*self.ready.end_token_ids, *self.codec.end_token_ids}))
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens of prompt and output together: the context, or the pool where that is smaller."""
+        return self.ready.capacity
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt."""
+        return await self.tokenizing(len(text), self.codec.encode, text)
+
+    async def tokenizing(self, num_chars: int, work: Callable[P, Value], *arguments: P.args, **named: P.kwargs) -> Value:
+        """The result of `work`, which tokenizes about `num_chars` characters; long texts are tokenized off the event loop."""
+        if num_chars < LONG_PROMPT_CHARS:
+            return work(*arguments, **named)
+        return await self._long_texts.tokenized(partial(work, *arguments, **named))
+
+    def start(self, requests: Sequence[Request], reservation: Reservation) -> OpenStreams:
+        """Checks the sequences of a reserved request against the engine's bounds and submits all of them, or none. The caller closes the
+        streams that it gets. Raises InvalidRequest, Overloaded or Unavailable.
+        """
+        try:
+            submits = [self._submission(request, reservation.caller) for request in requests]
+            if len(requests) > self.admission.bounds.max_open:
+                raise InvalidRequest(
+                    f"{len(requests)} sequences are asked for at once; {self.admission.bounds.max_open} is the most", param="n"
+                )
+        except RequestError:
+            self.metrics.requests.labels("refused").inc()
+            raise
+        reservation.release()  # From here on the sequences themselves are counted.
+        self.admission.check(len(requests), sum(len(request.prompt) for request in requests))
+        for prompt in {id(request.prompt): request.prompt for request in requests}.values():
+            self.metrics.prompt_tokens.inc(len(prompt))
+            if self.log_prompts:
+                log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})
+        streams = OpenStreams(self.admission, self.codec, requests, submits)
+        reservation.choices += streams.choices
+        return streams
+
+    def _submission(self, request: Request, caller: str) -> protocol.Submit:
+        max_new_tokens = self._max_new_tokens(request)
+        if request.min_new_tokens > max_new_tokens:
+            raise InvalidRequest(
+                f"`min_tokens` must be at most the {max_new_tokens} new tokens allowed. Given: {request.min_new_tokens}", param="min_tokens"
+            )
+        if request.grammar and (request.min_new_tokens or request.ignore_eos):
+            raise InvalidRequest("`min_tokens` and `ignore_eos` cannot be combined with a grammar, which decides where the text ends")
+        stop_token_ids = sorted({*request.stop_token_ids, *(() if request.ignore_eos else self.end_token_ids)})
+        allowed = request.sampling.allowed_token_ids
+        if allowed and request.grammar:
+            raise InvalidRequest("`allowed_token_ids` cannot be combined with a grammar", param="allowed_token_ids")
+        if allowed and request.min_new_tokens and set(allowed) <= set(stop_token_ids):
+            raise InvalidRequest(
+                "`allowed_token_ids` holds only tokens that end the text, and `min_tokens` forbids them", param="min_tokens"
+            )
+        self._check_ids(request)
+        return protocol.Submit(
+            id=0,
+            prompt=request.prompt,
+            output=[],
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=request.min_new_tokens,
+            stop_token_ids=stop_token_ids,
+            sampling=request.sampling,
+            priority=request.priority,
+            num_top=request.num_top,
+            score_prompt=request.score_prompt,
+            grammar=request.grammar,
+            healed=request.healed,
+            salt=f"{caller}:{request.salt}",
+        )
+
+    def _check_ids(self, request: Request) -> None:
+        """Token ids are checked against the logits' width, not the tokenizer's: an id past it would be another row's."""
+        vocab_size, sampling = self.ready.vocab_size, request.sampling
+        for name, ids in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", request.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("logprob_token_ids", sampling.logprob_token_ids),
+        ):
+            if (unknown := next((id for id in ids if id >= vocab_size), None)) is not None:
+                raise InvalidRequest(f"`{name}` holds the token id {unknown}, which is not below the vocabulary's {vocab_size}", param=name)
+        if sampling.top_k > vocab_size:
+            raise InvalidRequest(f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}", param="top_k")
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        """Raises ConfigurationError."""
+        return GrammarCompiler(self.codec, self.admission.bounds.grammar_seconds, self.admission.bounds.open_objects)
+
+    async def grammar(self, source: Source | None) -> str:
+        """The grammar of what a request asks for, empty for nothing. Raises InvalidRequest."""
+        return "" if source is None else await self.compiler.compile(source)
+
+    def _max_new_tokens(self, request: Request) -> int:
+        num_prompt, most = len(request.prompt), self.max_total_tokens
+        if num_prompt == 0:
+            raise InvalidRequest("`inputs` holds no tokens; at least one is needed to go on from", param="inputs")
+        bound = "the model's context" if most == self.ready.max_context else f"the cache's {self.ready.num_pages} pages"
+        if num_prompt >= most:
+            raise InvalidRequest(
+                f"`inputs` must have less than {most} tokens ({bound}). Given: {num_prompt}", param="inputs", code=TOO_LONG
+            )
+        if request.max_new_tokens is None:
+            return most - num_prompt
+        if request.max_new_tokens == 0:
+            return 1  # The engine draws behind every prompt; the stream leaves that token out.
+        if num_prompt + request.max_new_tokens > most:
+            raise InvalidRequest(
+                f"`inputs` tokens + `max_new_tokens` must be <= {most} ({bound}). "
+                f"Given: {num_prompt} `inputs` tokens and {request.max_new_tokens} `max_new_tokens`",
+                param="max_new_tokens",
+                code=TOO_LONG,
+            )
+        return request.max_new_tokens
+
+    def on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
+        """Updates metrics and queue times from what an engine reports."""
+        if isinstance(event, protocol.Tokens):
+            self.metrics.step(event.gauges, len(event.tokens))
+            return
+        now = time.monotonic()
+        for id, num_cached in zip(event.ids, event.cached, strict=True):
+            choice = self.admission.remove_waiting(id)
+            if choice is not None:
+                choice.started, choice.num_cached = now, num_cached
+                self.metrics.queue_time.observe(now - choice.arrival)
+
+    def raise_if_over(self) -> None:
+        """Raises the error that ended the engine for good, if one has."""
+        if self.supervisor.state is State.REFUSED:
+            raise (ResourceError if self.supervisor.lacks_resource else ConfigurationError)(self.supervisor.reason)
+        if self.supervisor.state is State.GAVE_UP:
+            raise EngineGaveUp(self.supervisor.reason)

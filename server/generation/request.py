@@ -1,0 +1,79 @@
+"""A request as every dialect spells it in the end, and what is known of each of its sequences. Plain data; knows no engine and no text."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from msgspec import structs
+
+from server import protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. Requests of one call that share a prompt share the list.
+
+    `max_new_tokens` None: as many as fit into the context. `keep_stop`: a matched stop string stays in the text. `keep_stop_token`: so does
+    the text of the token that ends the sequence.
+    """
+
+    prompt: list[int]
+    sampling: protocol.SamplingParams
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    keep_stop: bool = True
+    keep_stop_token: bool = False
+    skip_special_tokens: bool = True
+    num_top: int = 0
+    score_prompt: bool = False
+    grammar: str = ""
+    healed: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+    salt: str = ""
+    """Requests with different salts share no cached prefix."""
+
+
+def with_choices(request: Request, count: int) -> list[Request]:
+    """`count` requests that share their prompt and differ in `sampling.choice`, which their random draws depend on."""
+    return [replace(request, sampling=structs.replace(request.sampling, choice=choice)) for choice in range(count)]
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One submitted sequence: its id, its times (monotonic seconds) and its counts."""
+
+    index: int
+    request: Request
+    id: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    first: float = 0.0
+    last: float = 0.0
+    num_tokens: int = 0
+    num_cached: int = 0
+    """Prompt tokens served from the prefix cache."""
+    prompt_scores: list[protocol.Score] = field(default_factory=list)
+    """Scores of the prompt's tokens from the second on."""
+    outcome: str | None = None
+
+
+def prompt_tokens(choices: Sequence[Choice]) -> int:
+    """Prompt tokens of a request; a prompt that several choices share is counted once."""
+    return sum({id(choice.request.prompt): len(choice.request.prompt) for choice in choices}.values())
+
+
+def speeds(choices: Sequence[Choice]) -> dict[str, float]:
+    """Token counts, TTFT and generation speed of a request, for the access log; 0 where there is no figure."""
+    num_tokens = sum(choice.num_tokens for choice in choices)
+    first = min((choice.first for choice in choices if choice.num_tokens), default=0.0)
+    seconds = max((choice.last for choice in choices), default=0.0) - first
+    return {
+        "prompt_tokens": prompt_tokens(choices),
+        "output_tokens": num_tokens,
+        "ttft_ms": first and round((first - choices[0].arrival) * 1e3, 1),
+        "tokens_per_second": seconds and round((num_tokens - 1) / seconds, 1),
+    }

@@ -1,0 +1,94 @@
+"""The route table: every route once, with who may call it, whether it generates, and the dialect of its errors.
+
+The router, the front door and the error bodies are made from it. Invariant: the application serves no path that is not in it (`RouteTable`
+refuses others at start), so that a route cannot generate without a reservation, or be reached without the key that it needs.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import Response
+from starlette.routing import compile_path
+from starlette.types import ASGIApp
+
+from server.http.exchange import Dialect
+
+
+class Access(Enum):
+    """Which key a request needs."""
+
+    API_KEY = "one of server.api_keys, where there are any"
+    METRICS_KEY = "server.metrics_key, where there is one"
+    PUBLIC = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path. `generates`: its POST requests are admitted under server.max_waiting before their body is read, and start sequences with
+    the Exchange's reservation. `probe`: it is asked every few seconds, so that its requests are logged at level debug.
+    """
+
+    path: str
+    methods: tuple[str, ...]
+    handler: Callable[..., Awaitable[Any]] | ASGIApp
+    dialect: Dialect
+    access: Access = Access.API_KEY
+    generates: bool = False
+    probe: bool = False
+    tag: str = ""
+    head: bool = False
+    """Whether it answers HEAD as well."""
+    status: int = 200
+    documented: bool = True
+
+
+class RouteTable:
+    """The routes, found by path."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = tuple(routes)
+        self._literal = {route.path: route for route in self.routes if "{" not in route.path}
+        self._patterns = [(compile_path(route.path)[0], route) for route in self.routes if "{" in route.path]
+
+    def find(self, path: str) -> Route | None:
+        """The route of a request's path, whatever its method; None where there is none."""
+        if (route := self._literal.get(path)) is not None:
+            return route
+        return next((route for pattern, route in self._patterns if pattern.match(path)), None)
+
+    def dialect(self, path: str) -> Dialect:
+        """The dialect of errors for a path, which may be no route's: clients of /v1 read OpenAI's."""
+        route = self.find(path)
+        if route is not None:
+            return route.dialect
+        return Dialect.OPENAI if path.startswith("/v1/") else Dialect.TGI
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds every route to the application."""
+        for route in self.routes:
+            if not route.methods:
+                app.mount(route.path.removesuffix("/{path:path}"), route.handler)
+                continue
+            tags: list[str | Enum] = [route.tag] if route.tag else []
+            for methods, documented in ((route.methods, route.documented), (("HEAD",) if route.head else (), False)):
+                if methods:
+                    app.add_api_route(
+                        route.path,
+                        route.handler,
+                        methods=list(methods),
+                        status_code=route.status,
+                        response_class=Response,
+                        tags=tags,
+                        include_in_schema=documented,
+                    )
+
+    def check(self, app: FastAPI) -> None:
+        """Raises AssertionError for a path that the application serves and the table does not declare: whether it needs a key and whether
+        it generates would be left to chance.
+        """
+        declared = {route.path.removesuffix("/{path:path}") if not route.methods else route.path for route in self.routes}
+        served = {str(getattr(route, "path", route)) for route in app.routes}
+        assert served <= declared, f"routes that are not declared in the route table: {', '.join(sorted(served - declared))}"

@@ -1,0 +1,112 @@
+"""The route table decides who may call a route and whether it generates; a route that it lacks is refused at start."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+from starlette.responses import JSONResponse, Response
+
+from server import protocol
+from server.config import ServerSection
+from server.generation.request import Request
+from server.http import app as application
+from server.http.exchange import Dialect, exchange_of
+from server.http.routes import Access, Route, RouteTable
+from server.http.tgi.generate import TgiRoutes
+from tests.conftest import CHAT_TEMPLATE
+from tests.support.checkpoints import make_tokenizer
+from tests.support.fake_engine import READY, FakeEngine, Served, serve
+
+MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+KEYS = {"one": "key-1", "two": "key-2"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/generate": {"inputs": "def", "parameters": {"max_new_tokens": 2}},
+    "/generate_stream": {"inputs": "def", "parameters": {"max_new_tokens": 2}},
+    "/": {"inputs": "def", "parameters": {"max_new_tokens": 2}},
+    "/v1/completions": {"prompt": "def", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "def"}], "max_tokens": 2},
+    "/infill": {"input_prefix": "def", "input_suffix": "x", "n_predict": 2},
+}
+
+
+async def hello() -> Response:
+    return JSONResponse({})
+
+
+async def make(tmp_path: Path, **options: Any) -> Served:
+    make_tokenizer(MARKS).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    ready = msgspec.structs.replace(READY, vocab_size=261)
+    served = serve(tmp_path, FakeEngine(ready), ServerSection(**options))
+    while not served.generation.admission.accepting:
+        await asyncio.sleep(0)
+    return served
+
+
+def client_of(served: Served) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test")
+
+
+def test_a_path_that_the_table_lacks_is_refused_at_start() -> None:
+    app = FastAPI(openapi_url=None)
+    table = RouteTable([Route("/hello", ("GET",), hello, Dialect.TGI)])
+    table.add_to(app)
+    table.check(app)
+    app.add_api_route("/generate_more", hello, methods=["POST"])
+    with pytest.raises(AssertionError, match="not declared in the route table: /generate_more"):
+        table.check(app)
+
+
+async def test_a_route_that_generates_without_being_declared_to_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = TgiRoutes.routes
+
+    def routes(self: TgiRoutes) -> list[Route]:
+        async def more(http: Any) -> Response:
+            self.generation.start([Request([1], protocol.SamplingParams())], exchange_of(http).reserved)
+            return JSONResponse({})
+
+        more.__annotations__ = {"http": application.Request, "return": Response}
+        return [*declared(self), Route("/generate_more", ("POST",), more, Dialect.TGI)]
+
+    monkeypatch.setattr(TgiRoutes, "routes", routes)
+    served = await make(tmp_path)
+    async with client_of(served) as client:
+        with pytest.raises(AssertionError, match="not declared as `generates`"):
+            await client.post("/generate_more")
+    assert served.engine.submits == []
+
+
+async def test_every_route_that_generates_does_it_as_the_caller_of_its_key(tmp_path: Path) -> None:
+    served = await make(tmp_path, api_keys=[hashlib.sha256(key.encode()).hexdigest() for key in KEYS.values()])
+    generating = {route.path for route in served.app.table.routes if route.generates}
+    assert generating == BODIES.keys()
+    async with client_of(served) as client:
+        for path in sorted(generating):
+            salts = []
+            for key in KEYS.values():
+                answer = await client.post(path, json=BODIES[path], headers={"authorization": f"Bearer {key}"})
+                assert answer.status_code == 200, answer.text
+                salts.append(served.engine.submits[-1].salt)
+            assert [salt.partition(":")[0] for salt in salts] == [hashlib.sha256(key.encode()).hexdigest() for key in KEYS.values()], path
+
+
+async def test_a_path_has_the_access_and_the_dialect_of_its_route(tmp_path: Path) -> None:
+    table = (await make(tmp_path)).app.table
+    public = {route.path for route in table.routes if route.access is Access.PUBLIC}
+    assert public == {"/live", "/ready", "/health", "/ping"}
+    for path, dialect in {
+        "/generate": Dialect.TGI,
+        "/infill": Dialect.OPENAI,
+        "/detokenize": Dialect.OPENAI,
+        "/v1/nothing": Dialect.OPENAI,
+        "/v1/streams/abc": Dialect.OPENAI,
+        "/nothing": Dialect.TGI,
+    }.items():
+        assert table.dialect(path) is dialect, path
+    found = table.find("/v1/models/org/name")
+    assert found is not None and found.path == "/v1/models/{name:path}" and table.find("/nothing") is None
