@@ -18,18 +18,13 @@ RUN = [page for page, found in BLOCKS.items() if any(block.reason is None for bl
 
 
 @pytest.fixture(scope="module")
-def shared_server(embedded_folder: Path) -> Iterator[ServerProcess]:
-    """The embedded model with a chat template, under the name that the pages give it."""
+def reader(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """A reader beside a server of the embedded model with a chat template, under the name that the pages give it."""
     server = ServerProcess(embedded_folder, "--server.model_name", "pretrained", "--cache.pages", "512")
-    yield server
-    assert server.stop() == 0
-
-
-@pytest.fixture
-def reader(tmp_path: Path, shared_server: ServerProcess) -> Iterator[Reader]:
-    reader = Reader(tmp_path, shared_server.port)
+    reader = Reader(tmp_path_factory.mktemp("reader"), server.port)
     yield reader
-    reader.close()
+    assert set(reader.close()) <= {0}
+    assert server.stop() == 0
 
 
 def test_there_are_commands() -> None:
@@ -43,6 +38,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_commands_of_a_page_run(page: Path, reader: Reader) -> None:
+    reader.take(page.stem)
     for block in BLOCKS[page]:
         if block.reason is None:
             reader.run(block)

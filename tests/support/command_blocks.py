@@ -14,8 +14,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from scripts.generate_reference import entry_point
 from tests.support.paths import ROOT
 from tests.support.processes import DEADLINE, served_port
@@ -51,31 +49,39 @@ def blocks(page: str) -> list[Block]:
 
 
 class Reader:
-    """Runs the blocks of one page as its reader would."""
+    """Runs the blocks of a page as its reader would, in `folder`, which `take` empties for the next page."""
 
     def __init__(self, folder: Path, port: int) -> None:
-        self._folder, self._port = folder, port
-        self._server: subprocess.Popen[str] | None = None
+        self._root, self._shared_port = folder, port
+        self._servers: dict[str, tuple[subprocess.Popen[str], int]] = {}
+        """What a block starts -> the server and its port: pages that start the same one share it."""
         commands = folder / "bin"
         commands.mkdir()
         module, function = entry_point()
         program = f"import sys; from {module} import {function}; sys.exit({function}())"
         (commands / "onehead").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n')
         (commands / "onehead").chmod(0o755)
-        (folder / ".venv").symlink_to(sys.prefix)
-        (folder / "model").symlink_to(ROOT / "model")
         self._environment = os.environ | {
             "PATH": f"{commands}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "ONEHEAD_PORT": "0",
             "ONEHEAD_SERVER__LB_GRACE": "0",
         }
+        self.take("start")
+
+    def take(self, page: str) -> None:
+        """Begins with another page: in a folder of its own, with the server that all share."""
+        self._port = self._shared_port
+        self._folder = self._root / page
+        self._folder.mkdir()
+        (self._folder / ".venv").symlink_to(sys.prefix)
+        (self._folder / "model").symlink_to(ROOT / "model")
 
     def run(self, block: Block) -> str:
         """What the block prints. Fails where it does, and where a request is not answered with 2xx."""
         text = block.text.replace("localhost:8000", f"localhost:{self._port}")
         if block.serves:
-            self._serve(_SERVE.sub("exec onehead serve", text))
+            self._port = self._serve(_SERVE.sub("exec onehead serve", text))
             return ""
         if block.language == "python":
             return self._done([sys.executable, "-W", "ignore", "-c", text])
@@ -89,26 +95,29 @@ class Reader:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def _serve(self, text: str) -> None:
-        self.close()
-        self._server = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", text],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=self._folder,
-            env=self._environment,
-        )
-        assert self._server.stdout is not None
-        port = served_port(self._server.stdout.readline())
-        assert port is not None, f"did not start: {text}"
-        self._port = port
+    def _serve(self, text: str) -> int:
+        """The port of the server that the text starts."""
+        if text not in self._servers:
+            server = subprocess.Popen(
+                ["bash", "-euo", "pipefail", "-c", text],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=self._folder,
+                env=self._environment,
+            )
+            assert server.stdout is not None
+            port = served_port(server.stdout.readline())
+            if port is None:
+                server.kill()
+            assert port is not None, f"did not start: {text}"
+            self._servers[text] = server, port
+        return self._servers[text][1]
 
-    def close(self) -> None:
-        """Stops the server of the page, if it started one."""
-        if self._server is not None:
-            self._server.terminate()
-            self._server.communicate(timeout=DEADLINE)
-            if self._server.returncode != 0:
-                pytest.fail(f"the server ended with {self._server.returncode}")
-            self._server = None
+    def close(self) -> list[int]:
+        """Stops the servers that blocks have started; their exit statuses."""
+        for server, _ in self._servers.values():
+            server.terminate()
+        for server, _ in self._servers.values():
+            server.communicate(timeout=DEADLINE)
+        return [server.returncode for server, _ in self._servers.values()]
