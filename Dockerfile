@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # onehead on a GPU host: docker build -t onehead . && docker run --gpus all -p 8000:8000 -v /path/to/checkpoint:/model:ro onehead --model /model
-# Without --model it serves the embedded model. For a CPU: docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu -t onehead:cpu .
+# Without --model it serves the embedded model; presets for --config are in /opt/onehead/configs. For a CPU: docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu -t onehead:cpu .
 # Not the slim one: it has the compiler that the CPU's kernels need.
 FROM python:3.11-bookworm AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
@@ -14,6 +14,7 @@ COPY cache cache
 COPY model model
 COPY server server
 COPY commands commands
+COPY configs configs
 RUN /opt/onehead/bin/pip install --constraint constraints.txt .
 
 FROM python:3.11-slim-bookworm
@@ -21,6 +22,7 @@ FROM python:3.11-slim-bookworm
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/onehead /opt/onehead
+COPY configs /opt/onehead/configs
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin onehead && install --directory --owner onehead /cache
 ENV PATH=/opt/onehead/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 ONEHEAD_SERVER__LOG_FORMAT=json XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton
