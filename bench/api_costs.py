@@ -72,7 +72,7 @@ def puppet(pipe: Connection, pace: float) -> None:
         now = time.monotonic()
         if now - beat > BEAT_SECONDS:
             beat = now
-            pipe.send_bytes(protocol.encode(protocol.Beat(int(now))))
+            pipe.send_bytes(protocol.encode(protocol.Heartbeat(int(now))))
         due = max(due + pace, now)
         time.sleep(max(0.0, due - now))
 

@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 64
 STEP_TOKENS = 4096
 VOCAB_SIZE = 16
-PARTS = "plan", "launch", "_read", "commit", "_tell"
-"""Of a step: Scheduler.plan, OverlappedRunner.launch, PendingStep._read, Scheduler.commit, Worker._tell."""
+PARTS = "plan", "launch", "_read", "commit", "_send_events"
+"""Of a step: Scheduler.plan, OverlappedRunner.launch, PendingStep._read, Scheduler.commit, Worker._send_events."""
 
 
 class Nothing:

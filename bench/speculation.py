@@ -54,14 +54,14 @@ class Engine:
     def generate(self, id: int, prompt: list[int], num_tokens: int, temperature: float) -> tuple[float, list[tuple[int, str]]]:
         """(seconds a token behind the first, tokens with their log-probabilities to the last bit)."""
         from model.step import SampledToken, Sampling
-        from server.engine.scheduler import Advance
+        from server.engine.scheduler import TokenEvent
 
         self.core.scheduler.submit(id, prompt, num_tokens, Sampling(temperature=temperature, seed=id), salt=f"{id}")
         drawn: list[tuple[int, str]] = []
         began = 0.0
         while self.core.scheduler.has_work:
             for news in self.core.step():
-                if isinstance(news, Advance) and isinstance(news.drawn, SampledToken):
+                if isinstance(news, TokenEvent) and isinstance(news.drawn, SampledToken):
                     drawn.append((news.drawn.token, news.drawn.logprob.hex()))
             if drawn and not began:
                 began = time.perf_counter()

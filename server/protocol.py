@@ -5,7 +5,7 @@ Everything on the pipe is the msgpack bytes of one of these; nothing is pickled.
 
 import msgspec
 
-VERSION = 8
+VERSION = 9
 MAX_FRAME_BYTES = 64 * 2**20
 
 
@@ -42,7 +42,7 @@ class Start(Message, frozen=True):
     pages: int | None
     memory: float | None
     serve_pooled: bool
-    beat_seconds: float
+    heartbeat_seconds: float
     """Between two Beats."""
     log_level: str
     log_format: str
@@ -156,7 +156,7 @@ class Token(Part, frozen=True):
     """The likeliest tokens and their log-probabilities."""
 
 
-class Score(Part, frozen=True):
+class PromptScore(Part, frozen=True):
     """Log-probability and rank (from 1) of one prompt token, and the likeliest in its place."""
 
     token: int
@@ -165,12 +165,12 @@ class Score(Part, frozen=True):
     top: list[tuple[int, float]]
 
 
-class Scores(Message, frozen=True):
+class PromptScores(Message, frozen=True):
     """Scores of the prompt tokens `first`, first + 1, ... of sequence `id`."""
 
     id: int
     first: int
-    scores: list[Score]
+    scores: list[PromptScore]
 
 
 class Gauges(Part, frozen=True):
@@ -208,7 +208,7 @@ class Started(Message, frozen=True):
     """Of each, prompt tokens that are not computed again."""
 
 
-class Beat(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """The engine's process runs. `progress` grows with every layer that it computes."""
 
     progress: int
@@ -226,7 +226,7 @@ class Failed(Message, frozen=True):
 
 
 ToEngine = Start | Submit | Cancel | Shutdown
-FromEngine = Loading | Ready | Refused | Started | Tokens | Scores | Failed | Beat
+FromEngine = Loading | Ready | Refused | Started | Tokens | PromptScores | Failed | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -38,7 +38,7 @@ from server.hub.download import model_id
 from server.load_log import LoadLog
 from server.metrics import Metrics
 from server.supervision.processors import available_processors, engine_threads
-from server.supervision.supervisor import Patience, State, Supervisor
+from server.supervision.supervisor import State, Supervisor, Timeouts
 from server.supervision.transport import EngineProcess
 from server.text.codec import TextCodec
 
@@ -65,7 +65,7 @@ def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSec
         page_size=cache.page_size,
         pages=cache.pages,
         memory=cache.memory,
-        beat_seconds=section.stall_after / 4,
+        heartbeat_seconds=section.stall_after / 4,
         log_level=section.log_level,
         log_format=section.log_format,
     )
@@ -85,7 +85,7 @@ class Running:
         self._watch: asyncio.Task[None] | None = None
         self.metrics = Metrics(name)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid if self._process else 0, registry=self.metrics.registry)
-        patience = Patience(section.stall_after, section.start_timeout, section.recovery_timeout)
+        patience = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, patience)
         max_open = settings.engine.max_running + section.max_waiting
         bounds = Bounds(
@@ -159,7 +159,7 @@ class Running:
         self.metrics.streams_detached.set(store.num_detached)
         self.metrics.resume_bytes.set(store.num_bytes)
         self.metrics.reach(self.metrics.log_lines_dropped, sink.num_dropped)
-        self.metrics.reach(self.metrics.requests_quarantined, self.supervisor.deaths.num_quarantined)
+        self.metrics.reach(self.metrics.requests_quarantined, self.supervisor.crash_policy.num_quarantined)
 
     async def until(self, *states: State) -> State:
         """Waits for one of these states, or a final one."""

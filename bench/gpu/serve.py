@@ -121,7 +121,7 @@ def fill(part: Part, core: "EngineCore") -> None:
 
 def step(worker: "Worker") -> None:
     """As Worker.serve has it."""
-    worker._tell(worker.core.step(worker._announce), 0.0)
+    worker._send_events(worker.core.step(worker._send_started), 0.0)
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def steady(part: Part, worker: "Worker") -> Found:
     if launches:
         runner.launch = overlapping(runner.launch, pending)
     else:
-        for owner, name in ((core.scheduler, "plan"), (core.scheduler, "commit"), (runner.backend, "plan"), (worker, "_tell")):
+        for owner, name in ((core.scheduler, "plan"), (core.scheduler, "commit"), (runner.backend, "plan"), (worker, "_send_events")):
             watch(owner, name, seconds)
     with waiting(seconds):
         for _ in range(many_and_few(part)[0]):

@@ -148,7 +148,7 @@ class ClosedLoop:
 
     def _step(self, steps: Steps) -> int:
         """One step of the engine; how many requests it ended."""
-        from server.engine.scheduler import Advance
+        from server.engine.scheduler import TokenEvent
 
         began, computed = time.perf_counter(), self._stopwatch.seconds
         news = self._core.step(self._started)
@@ -156,7 +156,7 @@ class ClosedLoop:
         compute = self._stopwatch.seconds - computed
         steps.host.append(now - began - compute)
         steps.compute.append(compute)
-        return sum(self._take(event, now - self._began) for event in news if isinstance(event, Advance))
+        return sum(self._take(event, now - self._began) for event in news if isinstance(event, TokenEvent))
 
     def _started(self) -> None:
         self._core.scheduler.take_started()

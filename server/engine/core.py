@@ -12,7 +12,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from model.step import PENDING, Row, SampledToken, SampleError, Scoring, StepPlan, StepResult
-from server.engine.scheduler import Advance, PromptScored, Scheduler
+from server.engine.scheduler import PromptScored, Scheduler, TokenEvent
 
 log = logging.getLogger("onehead.engine")
 
@@ -59,30 +59,30 @@ class EngineCore:
         self.runner = runner
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
 
-    def step(self, before: Callable[[], None] = _nothing) -> list[Advance | PromptScored]:
+    def step(self, before: Callable[[], None] = _nothing) -> list[TokenEvent | PromptScored]:
         """Plans and launches a step, and commits the one that was in flight, or this one where nothing overlaps; what came of that. Nothing
         where there is nothing to do, and after the first of several. `before` is called when it is decided what will be computed.
         """
         plan = self.scheduler.plan()
         if not plan.rows:
-            return self._land(None)
+            return self._commit_in_flight(None)
         before()
         launch: Callable[[StepPlan], PendingStep] | None = getattr(self.runner, "launch", None)
         return self.scheduler.commit(plan, self._run(plan)) if launch is None else self._launch(launch, plan)
 
-    def _launch(self, launch: Callable[[StepPlan], PendingStep], plan: StepPlan) -> list[Advance | PromptScored]:
+    def _launch(self, launch: Callable[[StepPlan], PendingStep], plan: StepPlan) -> list[TokenEvent | PromptScored]:
         """Launches a step and commits the one before it; both, where this one does not fit into memory as it is."""
         try:
             flight = launch(plan)
         except MemoryError as error:
             reason = str(error)
         else:
-            return self._land((plan, flight))
+            return self._commit_in_flight((plan, flight))
         # Before anything is committed: what the plan says of outputs holds only as long as they are what they were.
-        result = self._run_less(self._seen(plan), reason)
-        return self._land(None) + self.scheduler.commit(plan, result)
+        result = self._run_smaller(self._with_sampled_tokens(plan), reason)
+        return self._commit_in_flight(None) + self.scheduler.commit(plan, result)
 
-    def _land(self, behind: tuple[StepPlan, PendingStep] | None) -> list[Advance | PromptScored]:
+    def _commit_in_flight(self, behind: tuple[StepPlan, PendingStep] | None) -> list[TokenEvent | PromptScored]:
         """Commits the step in flight, if there is one; another may fly behind it."""
         landing, self._in_flight = self._in_flight, behind
         if landing is None:
@@ -90,29 +90,29 @@ class EngineCore:
         plan, flight = landing
         return self.scheduler.commit(plan, flight.result())
 
-    def _seen(self, plan: StepPlan) -> StepPlan:
+    def _with_sampled_tokens(self, plan: StepPlan) -> StepPlan:
         """The plan with the tokens that were not known when it was made."""
         if self._in_flight is None:
             return plan
         before, flight = self._in_flight
         drawn = {row.sequence: draw for row, draw in zip(before.rows, flight.result().drawn, strict=True)}
-        return StepPlan(tuple(_seen(row, drawn.get(row.sequence)) for row in plan.rows), plan.clear)
+        return StepPlan(tuple(_with_sampled_tokens(row, drawn.get(row.sequence)) for row in plan.rows), plan.clear)
 
     def _run(self, plan: StepPlan) -> StepResult:
         try:
             return self.runner.run(plan)
         except MemoryError as error:
             reason = str(error)  # The error itself keeps alive what the step had made.
-        return self._run_less(plan, reason)
+        return self._run_smaller(plan, reason)
 
-    def _run_less(self, plan: StepPlan, reason: str) -> StepResult:
+    def _run_smaller(self, plan: StepPlan, reason: str) -> StepResult:
         """A plan that did not fit into memory."""
         num_tokens = sum(len(row.tokens) for row in plan.rows)
         log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, reason)
         if any(row.drafts for row in plan.rows):
-            return self._run(StepPlan(tuple(_undrafted(row) for row in plan.rows), plan.clear))
+            return self._run(StepPlan(tuple(_without_drafts(row) for row in plan.rows), plan.clear))
         if num_tokens == 1:
-            return self._run_again(plan)
+            return self._retry_one_token(plan)
         if len(plan.rows) == 1:
             return self._run_parts(*_halves(plan.rows[0]), plan.clear)
         half = len(plan.rows) // 2
@@ -120,7 +120,7 @@ class EngineCore:
         right = self._run(StepPlan(plan.rows[half:]))
         return StepResult(left.drawn + right.drawn, {**left.scored, **{half + i: scored for i, scored in right.scored.items()}})
 
-    def _run_again(self, plan: StepPlan) -> StepResult:
+    def _retry_one_token(self, plan: StepPlan) -> StepResult:
         """A single token, for which memory may be there now that others' steps have given theirs back."""
         try:
             return self.runner.run(plan)
@@ -137,7 +137,7 @@ class EngineCore:
         return StepResult(behind.drawn, {0: scored} if scored else {})
 
 
-def _seen(row: Row, drawn: SampledToken | SampleError | None) -> Row:
+def _with_sampled_tokens(row: Row, drawn: SampledToken | SampleError | None) -> Row:
     if row.tokens[-1] != PENDING or row.sample is None:
         return row
     token = drawn.token if isinstance(drawn, SampledToken) else NO_TOKEN
@@ -145,7 +145,7 @@ def _seen(row: Row, drawn: SampledToken | SampleError | None) -> Row:
     return replace(row, tokens=[*row.tokens[:-1], token], sample=sample)
 
 
-def _undrafted(row: Row) -> Row:
+def _without_drafts(row: Row) -> Row:
     """The row without its guesses; who planned them takes them for wrong ones."""
     return replace(row, tokens=row.tokens[: len(row.tokens) - row.drafts], drafts=0)
 

@@ -7,19 +7,19 @@ How much is guessed follows what became of earlier guesses. It knows no model, p
 
 from collections.abc import Mapping, Sequence
 
-MOST_SPECULATED = 16
+MAX_SPECULATIVE_STEP = 16
 """Tokens of a step that has drafts: in larger ones arithmetic costs more than reading the weights, and another row is not free."""
-MOST_DRAFTED = 12
-"""Tokens of a draft: the longer, the less likely its end, and one sequence alone nearly fills MOST_SPECULATED."""
-FIRST_DRAFTED = 1
+MAX_DRAFT = 12
+"""Tokens of a draft: the longer, the less likely its end, and one sequence alone nearly fills MAX_SPECULATIVE_STEP."""
+INITIAL_DRAFT = 1
 """Tokens of a sequence's first draft: it costs the least where nothing repeats, and whole lines are copied soon enough by doubling."""
 ORDERS = (3, 2)
 """Tokens that must have stood together before, the more telling first; two are enough only where guesses have come true of late."""
-FIRST_DOUBT, MOST_DOUBT = 3, 8
+INITIAL_BACKOFF, MAX_BACKOFF = 3, 8
 """A draft that fails whole is followed by a rest of 2 ** doubt - 1 tokens, at first 15, at most 255: two rows in a hundred are wasted on
 what repeats nothing. With one more to begin with, greedy code gets a tenth fewer of its tokens from drafts.
 """
-REGAINED = 2
+BACKOFF_RECOVERY = 2
 """Doubt that goes when anything of a draft comes true, against 1 that comes when nothing does: one guess in three is worth its rows."""
 
 
@@ -29,22 +29,22 @@ class Drafter:
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens = list(prompt)
         self._num_prompt = len(self._tokens)
-        self._places: dict[tuple[int, ...], int] = {}
+        self._continuations: dict[tuple[int, ...], int] = {}
         """What stood together -> where it went on last."""
         self._num_indexed = 0
-        self._length = FIRST_DRAFTED
-        self._doubt = FIRST_DOUBT
-        self._rests_until = 0
+        self._length = INITIAL_DRAFT
+        self._backoff = INITIAL_BACKOFF
+        self._paused_until = 0
 
     def draft(self, output: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that may follow prompt and output; none where nothing recurs, or while it rests."""
         most = min(most, self._length)
-        if most < 1 or len(output) < self._rests_until:
+        if most < 1 or len(output) < self._paused_until:
             return []
         self._tokens += output[len(self._tokens) - self._num_prompt :]
         self._index()
-        for order in ORDERS if self._doubt < FIRST_DOUBT else ORDERS[:1]:
-            place = self._places.get(tuple(self._tokens[-order:]))
+        for order in ORDERS if self._backoff < INITIAL_BACKOFF else ORDERS[:1]:
+            place = self._continuations.get(tuple(self._tokens[-order:]))
             if place is not None:
                 return self._copy(place, most)
         return []
@@ -55,7 +55,7 @@ class Drafter:
         for end in range(max(self._num_indexed, 1), len(tokens)):
             for order in ORDERS:
                 if end >= order:
-                    self._places[tuple(tokens[end - order : end])] = end
+                    self._continuations[tuple(tokens[end - order : end])] = end
         self._num_indexed = len(tokens)
 
     def _copy(self, place: int, count: int) -> list[int]:
@@ -66,20 +66,20 @@ class Drafter:
             draft.append(draft[-period])
         return draft
 
-    def settle(self, num_output: int, num_drafted: int, num_accepted: int) -> None:
+    def record_outcome(self, num_output: int, num_drafted: int, num_accepted: int) -> None:
         """Learns from a draft, behind an output that is now `num_output` long, how much to guess next and when."""
         if num_accepted == num_drafted:
-            self._length = max(self._length, min(MOST_DRAFTED, 2 * num_drafted))
+            self._length = max(self._length, min(MAX_DRAFT, 2 * num_drafted))
         else:
             self._length = num_accepted + 1
         if num_accepted:
-            self._doubt = max(0, self._doubt - REGAINED)
+            self._backoff = max(0, self._backoff - BACKOFF_RECOVERY)
         else:
-            self._doubt = min(MOST_DOUBT, self._doubt + 1)
-            self._rests_until = num_output + 2**self._doubt - 1
+            self._backoff = min(MAX_BACKOFF, self._backoff + 1)
+            self._paused_until = num_output + 2**self._backoff - 1
 
 
-def share(room: int, wishes: Mapping[int, int]) -> dict[int, int]:
+def divide(room: int, wishes: Mapping[int, int]) -> dict[int, int]:
     """Who gets how much of `room`: what was wished for, or an equal part where that is less; earlier ones have what does not divide."""
     shares: dict[int, int] = {}
     for id in sorted(wishes, key=lambda id: wishes[id]):

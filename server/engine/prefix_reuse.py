@@ -1,4 +1,4 @@
-"""Sharing: blocks of tokens that sequences have computed, and those that one of them is about to compute, so that nobody else does.
+"""PrefixReuse: blocks of tokens that sequences have computed, and those that one of them is about to compute, so that nobody else does.
 
 Invariant: a block is claimed by a running sequence that has all its tokens and has not computed it, or by nobody. It allocates nothing
 and decides nothing about who runs.
@@ -10,7 +10,7 @@ from cache.prefix import Block, PrefixCache
 from server.engine.sequence import Sequence
 
 
-class Sharing:
+class PrefixReuse:
     """The blocks of a scheduler's sequences."""
 
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
@@ -48,7 +48,7 @@ class Sharing:
                 del self._claims[link.name]
                 sequence.claims.remove(link.name)
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def release_claims(self, sequence: Sequence) -> None:
         """Gives up what a sequence has claimed: it will not compute it now."""
         for name in sequence.claims:
             del self._claims[name]

@@ -20,10 +20,10 @@ from cache.pages import PageAllocator
 from cache.prefix import Block
 from cache.table import DROPPED, PageTable
 from model.step import Row, SampledToken, SampleError, Sampling, StepPlan, StepResult
-from server.engine.drafts import MOST_SPECULATED, Drafter, share
-from server.engine.prefix_reuse import Sharing
+from server.engine.drafts import MAX_SPECULATIVE_STEP, Drafter, divide
+from server.engine.prefix_reuse import PrefixReuse
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
-from server.engine.waiting_queue import WaitingSequences
+from server.engine.waiting_queue import WaitingQueue
 
 log = logging.getLogger("onehead.engine")
 
@@ -50,7 +50,7 @@ class Limits:
         return self.layout.most_tokens(self.num_pages, self.step_tokens, self.max_context)
 
 
-class Advance(Struct, frozen=True, gc=False):
+class TokenEvent(Struct, frozen=True, gc=False):
     """A sequence got one more token: which, its place in the output, and why it is the last, if it is. Or it failed, and is gone."""
 
     id: int
@@ -81,14 +81,14 @@ class Scheduler:
         self._capacity = limits.capacity
         self._page_size, self._has_windows = limits.layout.page_size, any(group.window is not None for group in limits.layout.groups)
         self.allocator = PageAllocator(limits.num_pages)
-        self.waiting = WaitingSequences()
+        self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}
-        self._leaving: set[Sequence] = set()
+        self._ended_in_flight: set[Sequence] = set()
         """Who has ended with a row in flight, and holds its pages."""
         self._in_flight: deque[list[Sequence]] = deque()
         """Of each step that was planned and not committed, whose rows it has: an id may come again before its row is back."""
-        self._sharing = Sharing(self.allocator, limits.layout)
-        self._unclean: list[int] = []
+        self._prefix_reuse = PrefixReuse(self.allocator, limits.layout)
+        self._pages_to_clear: list[int] = []
         """Free pages that may hold NaN: a masked slot still counts 0 * NaN, so they are cleared before anyone has them."""
         self._started: list[Sequence] = []
         self.num_preemptions = 0
@@ -153,16 +153,16 @@ class Scheduler:
         sequence = self.running.pop(id, None)
         if sequence is None:
             return
-        self._sharing.withdraw(sequence)
+        self._prefix_reuse.release_claims(sequence)
         if sequence.num_in_flight:
-            self._leaving.add(sequence)
+            self._ended_in_flight.add(sequence)
         else:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         freed = sequence.table.release()
-        if sequence.spoilt:
-            self._unclean.extend(freed)
+        if sequence.corrupt:
+            self._pages_to_clear.extend(freed)
 
     def plan(self) -> StepPlan:
         """The next step: everyone running gets a token of the budget, the first more if pending, then the queue is let in. It has no rows
@@ -171,9 +171,9 @@ class Scheduler:
         counts: dict[int, int] = {}
         budget = self.limits.step_tokens
         preemptions = self.num_preemptions
-        ready = sorted([sequence for sequence in self.running.values() if not sequence.must_wait], key=_key)
+        ready = sorted([sequence for sequence in self.running.values() if not sequence.needs_pending_token], key=_key)
         num_others = len(self.running) - len(ready)
-        if num_others and self._take_turns(ready):
+        if num_others and self._would_alternate(ready):
             # Computed without the others they would take turns for ever, in steps that cost as much as one of all.
             return StepPlan(())
         for sequence in ready:
@@ -194,32 +194,32 @@ class Scheduler:
             budget -= counts[newcomer.id]
         return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {}) if counts else StepPlan(())
 
-    def _take_turns(self, ready: list[Sequence]) -> bool:
+    def _would_alternate(self, ready: list[Sequence]) -> bool:
         """Whether others wait for what they draw, and so does each of these at every other step."""
         if not all(sequence.is_serial and sequence.num_pending == 1 for sequence in ready):
             return False
-        return any(sequence.is_serial and sequence.must_wait for sequence in self.running.values())
+        return any(sequence.is_serial and sequence.needs_pending_token for sequence in self.running.values())
 
     def _launch(self, counts: dict[int, int], drafts: dict[int, list[int]]) -> StepPlan:
         """The plan that computes so many tokens of each, taken for one in flight from here on."""
         sequences = [self.running[id] for id in counts]
         rows = [sequence.row(counts[sequence.id], drafts.get(sequence.id)) for sequence in sequences]
         for sequence, row in zip(sequences, rows, strict=True):
-            sequence.take_launched(row)
+            sequence.on_launched(row)
         self._in_flight.append(sequences)
-        clear, self._unclean = tuple(self._unclean), []
+        clear, self._pages_to_clear = tuple(self._pages_to_clear), []
         return StepPlan(tuple(rows), clear)
 
     def _draft(self, counts: dict[int, int]) -> dict[int, list[int]]:
         """Guesses to be checked in a step of these rows, with slots for them: only where rows and pages are to spare. What is wrong gives
         its pages back at once, so that a guess never takes the place of a token.
         """
-        room = min(MOST_SPECULATED, self.limits.step_tokens) - len(counts)
+        room = min(MAX_SPECULATIVE_STEP, self.limits.step_tokens) - len(counts)
         if room < 1 or any(number > 1 for number in counts.values()):
             return {}
         wishes = {id: guesses for id in counts if (guesses := self.running[id].draft(room))}
         drafts = {}
-        for id, number in share(room, {id: len(guesses) for id, guesses in wishes.items()}).items():
+        for id, number in divide(room, {id: len(guesses) for id, guesses in wishes.items()}).items():
             sequence, guesses = self.running[id], wishes[id][:number]
             while guesses and sequence.table.missing(*[sequence.num_tokens + len(guesses)] * 2) > self.allocator.num_available:
                 guesses.pop()
@@ -245,7 +245,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue without pages: its tokens stay, and are computed again."""
         del self.running[sequence.id]
-        self._sharing.withdraw(sequence)
+        self._prefix_reuse.release_claims(sequence)
         sequence.table.release()
         sequence.num_computed = 0
         self.waiting.put(sequence)
@@ -256,7 +256,7 @@ class Scheduler:
         sequence = self.waiting.first()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
-        blocks = self._sharing.find(sequence)
+        blocks = self._prefix_reuse.find(sequence)
         if blocks is None or not self._fits(sequence, blocks, budget):
             return None
         del self.waiting[sequence.id]
@@ -266,7 +266,7 @@ class Scheduler:
         return sequence
 
     def _begin(self, sequence: Sequence, blocks: list[Block]) -> None:
-        self._sharing.begin(sequence, blocks)
+        self._prefix_reuse.begin(sequence, blocks)
         if not sequence.started:
             sequence.started = True
             sequence.num_cached = min(sequence.num_computed, len(sequence.prompt))
@@ -276,7 +276,7 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, blocks: list[Block], budget: int) -> bool:
         """Whether pages can be had for a newcomer that begins with these, and to spare for all who run: else it would soon be preempted."""
-        shared = [page for pages in self._sharing.prefixes.prefix(blocks) for page in pages]
+        shared = [page for pages in self._prefix_reuse.prefixes.prefix(blocks) for page in pages]
         end = min(sequence.num_tokens, len(blocks) * self.limits.layout.page_size + budget)
         needed = sequence.table.missing(sequence.num_tokens, end) - len(shared)
         # Those that nobody owns yet can be had by nobody else then.
@@ -288,24 +288,24 @@ class Scheduler:
         started, self._started = self._started, []
         return started
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Advance | PromptScored]:
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent | PromptScored]:
         """Takes in what the first step in flight brought. Sequences that finish are gone when this returns, and their pages free unless
         another step in flight has a row of them.
         """
-        news: list[Advance | PromptScored] = []
+        news: list[TokenEvent | PromptScored] = []
         for index, (sequence, row, drawn) in enumerate(zip(self._in_flight.popleft(), plan.rows, result.drawn, strict=True)):
-            sequence.take_landed(row)
+            sequence.on_committed(row)
             if self.running.get(row.sequence) is not sequence:
-                self._see_off(sequence, drawn)
+                self._discard(sequence, drawn)
                 continue
-            if row.drafts and _is_spoilt(drawn):
-                self._doubt(sequence)
+            if row.drafts and _is_corrupt(drawn):
+                self._recompute_without_drafts(sequence)
                 continue
             outcomes: list[SampledToken | SampleError] = []
             end = row.start + len(row.tokens)
             if row.drafts:
                 outcomes += result.accepted.get(index, ())
-                end = self._settle(sequence, row, outcomes)
+                end = self._accept_drafts(sequence, row, outcomes)
             self.num_computed_tokens += end - row.start
             if index in result.scored:
                 first = sequence.num_scored
@@ -314,33 +314,33 @@ class Scheduler:
                     news.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
                     outcomes += forced
             if not isinstance(drawn, SampleError):
-                self._keep(sequence, row.start, end)
+                self._on_computed(sequence, row.start, end)
             if drawn is not None:
                 outcomes.append(drawn)
-            self._advance(sequence, outcomes, news)
+            self._append_tokens(sequence, outcomes, news)
         return news
 
-    def _keep(self, sequence: Sequence, start: int, end: int) -> None:
+    def _on_computed(self, sequence: Sequence, start: int, end: int) -> None:
         """Tokens `start` .. `end` - 1 are computed: others may have their pages, and it may need some others no more."""
         if start // self._page_size != end // self._page_size:
-            self._sharing.publish(sequence, start, end)
+            self._prefix_reuse.publish(sequence, start, end)
         if self._has_windows:
             sequence.table.drop(end)
 
-    def _see_off(self, sequence: Sequence, drawn: SampledToken | SampleError | None) -> None:
+    def _discard(self, sequence: Sequence, drawn: SampledToken | SampleError | None) -> None:
         """Takes in what a sequence brought that has ended meanwhile: of no use, but for what it may have done to its pages."""
-        if _is_spoilt(drawn):
-            self._distrust(sequence, found=True)
+        if _is_corrupt(drawn):
+            self._mark_corrupt(sequence, found=True)
         if not sequence.num_in_flight:
-            self._leaving.remove(sequence)
+            self._ended_in_flight.remove(sequence)
             self._release(sequence)
 
-    def _distrust(self, sequence: Sequence, found: bool) -> None:
+    def _mark_corrupt(self, sequence: Sequence, found: bool) -> None:
         """Its pages may hold numbers that are not finite, and so perhaps may those that it found."""
-        sequence.spoilt = True
-        self._sharing.retract(sequence, found)
+        sequence.corrupt = True
+        self._prefix_reuse.retract(sequence, found)
 
-    def _settle(self, sequence: Sequence, row: Row, accepted: list[SampledToken | SampleError]) -> int:
+    def _accept_drafts(self, sequence: Sequence, row: Row, accepted: list[SampledToken | SampleError]) -> int:
         """Takes a row's tokens for computed, but for guesses that were wrong; the position behind them."""
         end = row.start + len(row.tokens) - row.drafts + len(accepted)
         sequence.take_accepted(row, [draw.token for draw in accepted if isinstance(draw, SampledToken)])
@@ -350,14 +350,14 @@ class Scheduler:
             sequence.table.trim(end)
         return end
 
-    def _doubt(self, sequence: Sequence) -> None:
+    def _recompute_without_drafts(self, sequence: Sequence) -> None:
         """Numbers that are not finite may be a wrong guess's alone, and reach the tokens before it through masked slots: what is to come
         of this sequence is seen when it is computed again without guesses, over clean pages. It keeps its place meanwhile.
         """
         sequence.drafter, sequence.num_computed = None, 0
-        self._unclean.extend(sequence.table.release())
+        self._pages_to_clear.extend(sequence.table.release())
 
-    def _advance(self, sequence: Sequence, outcomes: list[SampledToken | SampleError], news: list[Advance | PromptScored]) -> None:
+    def _append_tokens(self, sequence: Sequence, outcomes: list[SampledToken | SampleError], news: list[TokenEvent | PromptScored]) -> None:
         """Appends tokens up to the one that ends the sequence, if one does, and tells of each."""
         for outcome in outcomes:
             index, finish = len(sequence.output), None
@@ -371,9 +371,9 @@ class Scheduler:
                 except BaseException:  # A panic of a library's is no Exception.
                     log.exception("sequence %d cannot go on", sequence.id)
                     outcome = SampleError("an internal error in following its grammar", code="grammar_error")
-            news.append(Advance(sequence.id, index, outcome, finish))
+            news.append(TokenEvent(sequence.id, index, outcome, finish))
             if isinstance(outcome, SampleError):
-                self._distrust(sequence, found=_is_spoilt(outcome))
+                self._mark_corrupt(sequence, found=_is_corrupt(outcome))
             elif finish is None:
                 continue
             self.cancel(sequence.id)
@@ -381,8 +381,8 @@ class Scheduler:
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""
-        problems = self.allocator.integrity() + self._sharing.integrity(list(self.running.values()))
-        holders = [*self.running.values(), *self._leaving]
+        problems = self.allocator.integrity() + self._prefix_reuse.integrity(list(self.running.values()))
+        holders = [*self.running.values(), *self._ended_in_flight]
         owners = Counter(page for sequence in holders for page in sequence.table.owned)
         if len(owners) != self.allocator.num_owned or any(self.allocator.owners(page) != number for page, number in owners.items()):
             problems.append(f"tables list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
@@ -390,11 +390,11 @@ class Scheduler:
             problems.append("a sequence has lost count of its tokens")
         if any(sequence.table.owned or sequence.num_in_flight for sequence in self.waiting.values()):
             problems.append("a waiting sequence holds pages or has a row in flight")
-        if not all(sequence.num_in_flight for sequence in self._leaving):
+        if not all(sequence.num_in_flight for sequence in self._ended_in_flight):
             problems.append("a sequence that has ended holds pages for no step in flight")
         return problems
 
 
-def _is_spoilt(drawn: SampledToken | SampleError | None) -> bool:
+def _is_corrupt(drawn: SampledToken | SampleError | None) -> bool:
     """Whether numbers that are not finite may be in what the row wrote, and in what it read."""
     return isinstance(drawn, SampleError) and drawn.code == "numerical_error"

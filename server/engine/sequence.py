@@ -67,7 +67,7 @@ class Sequence:
     """What it has put into the prefix cache."""
     found: list[Block] = field(default_factory=list)
     """What it found there when it was let in."""
-    spoilt: bool = False
+    corrupt: bool = False
     """Whether its pages may hold numbers that are not finite, so that they have to be cleared."""
     drafter: Drafter | None = None
     """Guesses its next tokens; None where nobody does."""
@@ -101,7 +101,7 @@ class Sequence:
         return len(self.prompt) + len(self.output) + len(self.forced) + self.num_unseen
 
     @property
-    def must_wait(self) -> bool:
+    def needs_pending_token(self) -> bool:
         """Whether its next row cannot be planned before the token that is being drawn is known: it is the last, or what comes next takes
         more than computing it.
         """
@@ -157,7 +157,7 @@ class Sequence:
         scoring = self._scoring(start, end) if self.forced or self.num_scored < len(self.prompt) else None
         return Row(self.id, tokens + drafts if drafts else tokens, start, self.table.pages, sample, scoring, len(drafts or ()))
 
-    def take_launched(self, row: Row) -> None:
+    def on_launched(self, row: Row) -> None:
         """A step with this row of it is in flight."""
         self.num_computed += len(row.tokens) - row.drafts
         self.num_in_flight += 1
@@ -165,7 +165,7 @@ class Sequence:
             self.num_unseen += 1
             self.num_tokens += 1
 
-    def take_landed(self, row: Row) -> None:
+    def on_committed(self, row: Row) -> None:
         """The step of the first row of it that was in flight is there; what it brought follows."""
         self.num_in_flight -= 1
         if row.sample is not None:
@@ -175,7 +175,7 @@ class Sequence:
     def take_accepted(self, row: Row, accepted: list[int]) -> None:
         """Counts as computed those of a row's guesses that came true, which `append` takes one by one as it takes forced tokens."""
         if self.drafter is not None:
-            self.drafter.settle(len(self.output) + len(accepted) + 1, row.drafts, len(accepted))
+            self.drafter.record_outcome(len(self.output) + len(accepted) + 1, row.drafts, len(accepted))
             self._force(accepted)
         self.num_computed += len(accepted)
 

@@ -1,4 +1,4 @@
-"""WaitingSequences: who waits, by id, and who of them is first.
+"""WaitingQueue: who waits, by id, and who of them is first.
 
 Invariant: whoever is in the dictionary has an entry in the heap. Whoever leaves it out of turn leaves an entry behind, which is passed
 over; there are never many more of those than of others.
@@ -10,7 +10,7 @@ from itertools import count
 from server.engine.sequence import Sequence
 
 
-class WaitingSequences(dict[int, Sequence]):
+class WaitingQueue(dict[int, Sequence]):
     """Taking one out (`pop`, `del`) is all that it takes to leave."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from server.child_process import die_with_parent
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
 from server.engine.grammar import Grammars
-from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
+from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
 from server.engine.sequence import ConstraintFailed
 
 if TYPE_CHECKING:
@@ -165,13 +165,13 @@ class Worker:
         self._sending = threading.Lock()
         self._num_handled = 0
 
-    def beat(self, seconds: float) -> None:
+    def start_heartbeat(self, seconds: float) -> None:
         """Sends a Beat every `seconds` from a thread of its own, as long as the process and the pipe live."""
 
         def beat() -> None:
             with contextlib.suppress(OSError):  # Nobody is left to hear it; the loop notices too.
                 while True:
-                    self._send(protocol.Beat(self.core.runner.progress + self._num_handled))
+                    self._send(protocol.Heartbeat(self.core.runner.progress + self._num_handled))
                     time.sleep(seconds)
 
         threading.Thread(target=beat, daemon=True, name="heartbeat").start()
@@ -179,33 +179,33 @@ class Worker:
     def serve(self) -> None:
         """Returns on Shutdown; raises EOFError when the other end is gone."""
         while True:
-            heard = False
+            handled = False
             while not self.core.scheduler.has_work or self.pipe.poll(0):
-                if heard and not self.core.scheduler.has_work and not self.pipe.poll(0):
+                if handled and not self.core.scheduler.has_work and not self.pipe.poll(0):
                     self._report([], 0.0)  # Idle after a cancellation: the gauges must not stay at the last step's.
                 message = protocol.decode_to_engine(self.pipe.recv_bytes(protocol.MAX_FRAME_BYTES))
                 if isinstance(message, protocol.Shutdown):
                     return
                 self._handle(message)
                 self._num_handled += 1  # Replaying a constrained output takes time, and is progress.
-                heard = True
+                handled = True
             began = time.perf_counter()
-            news = self.core.step(self._announce)
-            self._tell(news, time.perf_counter() - began)
+            news = self.core.step(self._send_started)
+            self._send_events(news, time.perf_counter() - began)
 
-    def _announce(self) -> None:
+    def _send_started(self) -> None:
         """Says who is in a step for the first time, before it is computed."""
         started = self.core.scheduler.take_started()
         if started:
             self._send(protocol.Started([s.id for s in started], [s.num_cached for s in started]))
 
-    def _tell(self, news: list[Advance | PromptScored], step_seconds: float) -> None:
+    def _send_events(self, news: list[TokenEvent | PromptScored], step_seconds: float) -> None:
         """Sends what a step brought: scores before tokens, and failures behind them, as a sequence may have got some before it failed."""
         tokens, failures = [], []
         for event in news:
             if isinstance(event, PromptScored):
-                scores = [protocol.Score(s.token, s.logprob, s.rank, list(s.top)) for s in event.scores]
-                self._send(protocol.Scores(event.id, event.first, scores))
+                scores = [protocol.PromptScore(s.token, s.logprob, s.rank, list(s.top)) for s in event.scores]
+                self._send(protocol.PromptScores(event.id, event.first, scores))
             elif isinstance(event.drawn, SampledToken):
                 drawn = event.drawn
                 tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, list(drawn.top)))
@@ -292,7 +292,7 @@ def main() -> None:
         pipe.send_bytes(protocol.encode(ready))
         gc.freeze()  # What is loaded stays, and whoever looks for cycles need not look there while everybody waits.
         worker = Worker(pipe, core, grammars)
-        worker.beat(start.beat_seconds)
+        worker.start_heartbeat(start.heartbeat_seconds)
         try:
             worker.serve()
         except (EOFError, BrokenPipeError, ConnectionResetError):

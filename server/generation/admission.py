@@ -101,7 +101,7 @@ class Admission:
     def _check(self, num_sequences: int, num_tokens: int) -> None:
         if self.draining or self.supervisor.state not in LIVE:
             raise Unavailable("the server is shutting down", retry_after=RETRY_SECONDS, code="server_shutting_down")
-        if self.supervisor.lost:
+        if self.supervisor.recovery_overdue:
             raise Unavailable("the engine is not back yet; try again later", retry_after=RETRY_SECONDS, code="engine_unavailable")
         most, most_tokens, num_open = self.bounds.max_open, self.bounds.max_waiting_tokens, self.num_open + self.num_reserved
         if num_open + num_sequences > most:

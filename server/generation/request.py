@@ -56,7 +56,7 @@ class Choice:
     num_tokens: int = 0
     num_cached: int = 0
     """Prompt tokens served from the prefix cache."""
-    prompt_scores: list[protocol.Score] = field(default_factory=list)
+    prompt_scores: list[protocol.PromptScore] = field(default_factory=list)
     """Scores of the prompt's tokens from the second on."""
     outcome: str | None = None
 

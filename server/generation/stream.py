@@ -18,7 +18,7 @@ from server import protocol
 from server.errors import GenerationFailed, InvalidRequest, QueueTimeout, RequestError, Unavailable
 from server.generation.admission import RETRY_SECONDS, Admission
 from server.generation.request import Choice, Request
-from server.supervision.journal import Delivery
+from server.supervision.journal import SequenceEvent
 from server.text.codec import Detokenizer, StopStrings, TextCodec
 
 log = logging.getLogger("onehead.api")
@@ -124,13 +124,13 @@ class OpenStreams:
             choice.id = admission.supervisor.submit(submit, self._receiver(choice))
             admission.add_waiting(choice)
 
-    def _receiver(self, choice: Choice) -> Callable[[Delivery], None]:
+    def _receiver(self, choice: Choice) -> Callable[[SequenceEvent], None]:
         metrics = self._metrics
 
-        def deliver(delivery: Delivery) -> None:
+        def deliver(delivery: SequenceEvent) -> None:
             """Takes the times as tokens come, not as the client reads them."""
             now = time.monotonic()
-            if isinstance(delivery, protocol.Scores):
+            if isinstance(delivery, protocol.PromptScores):
                 choice.prompt_scores.extend(delivery.scores)
                 return
             if isinstance(delivery, protocol.Token):

@@ -10,7 +10,7 @@ import msgspec
 
 from server import protocol
 
-Delivery = protocol.Token | protocol.Scores | protocol.Failed
+SequenceEvent = protocol.Token | protocol.PromptScores | protocol.Failed
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class OpenSequence:
     """A submission that has not ended."""
 
     submit: protocol.Submit
-    deliver: Callable[[Delivery], None]
+    deliver: Callable[[SequenceEvent], None]
     output: list[int] = field(default_factory=list)
     num_scored: int = 1
     """Prompt tokens whose scores have been delivered, and the first, which has none."""
@@ -28,9 +28,9 @@ class OpenSequence:
     """Whether that engine has it in its running set."""
     stale: bool = False
     """Whether that engine was told to forget it, and what it says of it may still be of the run before that."""
-    deaths: int = 0
+    crashes: int = 0
     """Engines that died while they ran it, since its last token."""
-    deaths_alone: int = 0
+    crashes_alone: int = 0
     """Those among them that had nothing else."""
 
     def resubmission(self) -> protocol.Submit:

@@ -110,7 +110,7 @@ class EngineProcess:
             data = b""
         try:
             for message in self._frames.push(data):
-                self._hear(message)
+                self._deliver(message)
         except (msgspec.MsgspecError, ValueError) as error:
             log.error("the engine broke the protocol: %s", error)
             data = b""
@@ -121,7 +121,7 @@ class EngineProcess:
             self._loop.call_later(EXIT_SECONDS, self.kill)
             self._outbox.put(None)
 
-    def _hear(self, message: protocol.FromEngine) -> None:
+    def _deliver(self, message: protocol.FromEngine) -> None:
         try:
             self._on_message(message)
         except Exception:  # Of one message: those behind it are for others.

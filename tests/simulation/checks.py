@@ -6,7 +6,7 @@ Tokens are the oracle's, to the last one; a request that failed did so for a rea
 from heapq import heappop
 from typing import TYPE_CHECKING, Any
 
-from server.supervision.crash_policy import DEATHS_ALONE, MAX_BACKOFF_SECONDS
+from server.supervision.crash_policy import CRASHES_ALONE, MAX_BACKOFF_SECONDS
 from server.supervision.supervisor import LIVE, State
 from tests.server.engine.test_scheduler import forced_after
 from tests.simulation.front import Choice, Follower, Request, Violation
@@ -102,7 +102,7 @@ def _check_excuse(world: "World", outcome: str, choice: Choice) -> None:
     state = world.supervisor.state
     if outcome == "request_quarantined":
         deaths = sum(engine.dead for engine in world.engines) if world.harmed else sum(number == 1 for number in choice.deaths)
-        excused = choice.fault.startswith("poison") or deaths >= DEATHS_ALONE
+        excused = choice.fault.startswith("poison") or deaths >= CRASHES_ALONE
     elif outcome == "engine_unavailable":
         excused = bool(world.seen["path: lost"]) or state not in LIVE
     elif outcome == "server_shutting_down":

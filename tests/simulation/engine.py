@@ -318,8 +318,8 @@ class SimulatedEngine:
         script = self.script
         if self.dead or (self.hung and not script.beats_when_hung) or self._operations >= script.mute_at:
             return
-        self.transmit(protocol.encode(protocol.Beat(self.runner.progress)))
-        self.world.at(self.world.now + self.world.scenario.beat_seconds, self._beat)
+        self.transmit(protocol.encode(protocol.Heartbeat(self.runner.progress)))
+        self.world.at(self.world.now + self.world.scenario.heartbeat_seconds, self._beat)
 
     def _wake_soon(self, time: float) -> None:
         time = max(time, self._busy, self.world.now)
@@ -422,7 +422,7 @@ class SimulatedEngine:
             self.world.seen["transport: an engine killed for garbage"] += 1
             self.world.at(self.world.now + 0.5, lambda _: self.die(KILLED))
             return
-        if not self.world.supervisor._condemned:
+        if not self.world.supervisor._kill_reason:
             if isinstance(message, protocol.Started):
                 self.announced.update(message.ids)
             elif isinstance(message, protocol.Tokens):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from server import protocol
 from server.http.stream_buffer import EVENT_OVERHEAD, Expired, FromTheFuture, Reader, StreamBuffer, Unknown
-from server.supervision.supervisor import Delivery
+from server.supervision.supervisor import SequenceEvent
 from tests.simulation.model import chain
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Choice:
             grammar=self.grammar,
         )
 
-    def deliver(self, delivery: Delivery) -> None:
+    def deliver(self, delivery: SequenceEvent) -> None:
         request = self.request
         assert request is not None
         world = request.world
@@ -90,7 +90,7 @@ class Choice:
             request.emit(b"%d: %d" % (self.number, delivery.token))
             if self.over:
                 request.choice_is_over()
-        elif type(delivery) is protocol.Scores:
+        elif type(delivery) is protocol.PromptScores:
             if delivery.first != len(self.scored) + 1 or self.tokens:
                 raise Violation(f"sequence {self.id} has {len(self.scored)} scores, {len(self.tokens)} tokens, and gets {delivery}")
             self.scored += [score.logprob for score in delivery.scores]

@@ -25,12 +25,12 @@ from cache.table import PageTable
 from model.step import Row
 from server.engine import core
 from server.engine.core import EngineCore
-from server.engine.prefix_reuse import Sharing
+from server.engine.prefix_reuse import PrefixReuse
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from server.engine.worker import Worker
 from server.http.stream_buffer import StreamBuffer, StreamStore
-from server.supervision.crash_policy import Deaths
+from server.supervision.crash_policy import CrashPolicy
 from server.supervision.journal import OpenSequence
 from server.supervision.supervisor import Supervisor
 from tests.simulation import simulation
@@ -66,61 +66,69 @@ class Mutant:
 
 MUTANTS = (
     # --- lost, repeated and crossed tokens
-    Mutant("a lost token", Supervisor, "_take", DEADLY, f"token.index == 2 or {DEADLY}"),
-    Mutant("a repeated token", Supervisor, "_take", "token.index < len(sequence.output)", "False"),
-    Mutant("a token left out and not missed", Supervisor, "_take", "if token.index > len(sequence.output)", "if False"),
-    Mutant("crossed streams", Worker, "_tell", "protocol.Token(event.id,", "protocol.Token(news[0].id,"),
+    Mutant("a lost token", Supervisor, "_on_token", DEADLY, f"token.index == 2 or {DEADLY}"),
+    Mutant("a repeated token", Supervisor, "_on_token", "token.index < len(sequence.output)", "False"),
+    Mutant("a token left out and not missed", Supervisor, "_on_token", "if token.index > len(sequence.output)", "if False"),
+    Mutant("crossed streams", Worker, "_send_events", "protocol.Token(event.id,", "protocol.Token(news[0].id,"),
     Mutant("a replay without its tokens", OpenSequence, "resubmission", "output=self.output", "output=[]"),
-    Mutant("scores told again", Supervisor, "_take_scores", "message.scores[sequence.num_scored - message.first :]", "message.scores"),
-    Mutant("the halves of a step the wrong way round", EngineCore, "_run_less", "left.drawn + right.drawn", "right.drawn + left.drawn"),
+    Mutant("scores told again", Supervisor, "_on_scores", "message.scores[sequence.num_scored - message.first :]", "message.scores"),
+    Mutant("the halves of a step the wrong way round", EngineCore, "_run_smaller", "left.drawn + right.drawn", "right.drawn + left.drawn"),
     Mutant("half a row in the wrong place", core, "_halves", "start=row.start + half", "start=row.start"),
     # --- epochs and ends
-    Mutant("the words of a dead engine", Supervisor, "_hear", "epoch != self._epoch", "False"),
+    Mutant("the words of a dead engine", Supervisor, "_on_message", "epoch != self._epoch", "False"),
     Mutant("no end when the server ends", Supervisor, "_end", "self._fail_all(reason, code)", "pass"),
-    Mutant("no end for a failed request", Supervisor, "_fail", "sequence.deliver(failed)", "pass"),
-    Mutant("two ends for a failed request", Supervisor, "_fail", "self.open.pop(failed.id, None)", "self.open.get(failed.id)"),
-    Mutant("two engines at once", Supervisor, "_condemn", "self._engine.kill()", "self._engine.kill(); self.start()"),
-    Mutant("the waiting are not told in time", Supervisor, "_tick_without_engine", "if self.lost and not was_lost", "if False"),
+    Mutant("no end for a failed request", Supervisor, "_on_failed", "sequence.deliver(failed)", "pass"),
+    Mutant("two ends for a failed request", Supervisor, "_on_failed", "self.open.pop(failed.id, None)", "self.open.get(failed.id)"),
+    Mutant("two engines at once", Supervisor, "_kill", "self._engine.kill()", "self._engine.kill(); self.start()"),
+    Mutant("the waiting are not told in time", Supervisor, "_tick_without_engine", "if self.recovery_overdue and not was_lost", "if False"),
     # --- stalls
-    Mutant("beats without progress suffice", Supervisor, "_take_beat", "if beat.progress != self._progress", "if True"),
-    Mutant("silence suffices", Supervisor, "tick", "self._silence += elapsed", "pass"),
-    Mutant("loading may take for ever", Supervisor, "_tick_without_engine", "self._loading += elapsed", "pass"),
+    Mutant("beats without progress suffice", Supervisor, "_on_heartbeat", "if beat.progress != self._progress", "if True"),
+    Mutant("silence suffices", Supervisor, "tick", "self._silent_seconds += elapsed", "pass"),
+    Mutant("loading may take for ever", Supervisor, "_tick_without_engine", "self._loading_seconds += elapsed", "pass"),
     Mutant("no engine after a pause", Supervisor, "_tick_without_engine", "self._respawn()", "pass"),
     # --- blame
-    Mutant("nobody is sent by itself", Supervisor, "_take_over", "self.deaths.careful", "False"),
-    Mutant("after one that was sent by itself, nobody is", Supervisor, "_take_tokens", "self._take_care()", "pass"),
-    Mutant("nobody is blamed", Deaths, "count", "sequence.deaths += 1", "pass"),
-    Mutant("blame is never forgotten", Supervisor, "_take", "sequence.deaths = sequence.deaths_alone = 0", "0"),
-    Mutant("one death alone suffices", Deaths, "count", "lone.deaths_alone < DEATHS_ALONE", "False"),
-    Mutant("a trial never ends", Supervisor, "_end_trial", "self._dispatch()", "pass"),
-    Mutant("a suspect is not called back", Supervisor, "_recall", "self._engine.send(protocol.Cancel(sequence.submit.id))", "pass"),
-    Mutant("who ran before is blamed now", Supervisor, "_bury", "sequence.sent = sequence.started =", "sequence.sent ="),
+    Mutant("nobody is sent by itself", Supervisor, "_on_ready", "self.crash_policy.one_at_a_time", "False"),
+    Mutant("after one that was sent by itself, nobody is", Supervisor, "_on_tokens", "self._continue_one_at_a_time()", "pass"),
+    Mutant("nobody is blamed", CrashPolicy, "record_crash", "sequence.crashes += 1", "pass"),
+    Mutant("blame is never forgotten", Supervisor, "_on_token", "sequence.crashes = sequence.crashes_alone = 0", "0"),
+    Mutant("one death alone suffices", CrashPolicy, "record_crash", "lone.crashes_alone < CRASHES_ALONE", "False"),
+    Mutant("a trial never ends", Supervisor, "_end_isolation", "self._dispatch()", "pass"),
+    Mutant(
+        "a suspect is not called back", Supervisor, "_cancel_in_engine", "self._engine.send(protocol.Cancel(sequence.submit.id))", "pass"
+    ),
+    Mutant("who ran before is blamed now", Supervisor, "_on_exit", "sequence.sent = sequence.started =", "sequence.sent ="),
     # --- pages
     Mutant("a leaked page", PageTable, "release", "release(reversed(owned))", "release(owned[1:])"),
     Mutant("a page forgotten in preemption", Scheduler, "_preempt", "sequence.table.release()", "sequence.table = None or sequence.table"),
     Mutant("preempted, and taken for computed", Scheduler, "_preempt", "sequence.num_computed = 0", "pass"),
-    Mutant("NaN left in a page", Scheduler, "_distrust", "sequence.spoilt = True", "pass"),
+    Mutant("NaN left in a page", Scheduler, "_mark_corrupt", "sequence.corrupt = True", "pass"),
     Mutant(
         "a block is published before it is whole",
-        Sharing,
+        PrefixReuse,
         "publish",
         "end // self._page_size",
         "-(-end // self._page_size)",
     ),
-    Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._sharing.withdraw(sequence)", "pass"),
+    Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._prefix_reuse.release_claims(sequence)", "pass"),
     Mutant("pages of a row in flight are given away", Scheduler, "cancel", "if sequence.num_in_flight", "if False"),
     Mutant("a row in flight is taken for another's", Scheduler, "commit", "self.running.get(row.sequence) is not sequence", "False"),
-    Mutant("planned behind a token that it must know", Scheduler, "plan", "if not sequence.must_wait", "if True"),
-    Mutant("NaN left by a row in flight", Scheduler, "_see_off", "if _is_spoilt(drawn)", "if False"),
+    Mutant("planned behind a token that it must know", Scheduler, "plan", "if not sequence.needs_pending_token", "if True"),
+    Mutant("NaN left by a row in flight", Scheduler, "_discard", "if _is_corrupt(drawn)", "if False"),
     Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
-    Mutant("the last token is not computed", Sharing, "find", "sequence.num_skippable", "sequence.num_tokens"),
+    Mutant("the last token is not computed", PrefixReuse, "find", "sequence.num_skippable", "sequence.num_tokens"),
     # --- guesses
-    Mutant("a wrong guess is taken for computed", Sequence, "take_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
+    Mutant("a wrong guess is taken for computed", Sequence, "on_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
     Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != guess", "False"),
-    Mutant("NaN left by a guess", Scheduler, "_doubt", "self._unclean.extend(sequence.table.release())", "sequence.table.release()"),
-    Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and _is_spoilt", "if False and _is_spoilt"),
-    Mutant("a failure goes before its tokens", Worker, "_tell", "failures.append(", "self._send("),
-    Mutant("guesses are lost with memory", core, "_undrafted", "drafts=0", "drafts=row.drafts"),
+    Mutant(
+        "NaN left by a guess",
+        Scheduler,
+        "_recompute_without_drafts",
+        "self._pages_to_clear.extend(sequence.table.release())",
+        "sequence.table.release()",
+    ),
+    Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and _is_corrupt", "if False and _is_corrupt"),
+    Mutant("a failure goes before its tokens", Worker, "_send_events", "failures.append(", "self._send("),
+    Mutant("guesses are lost with memory", core, "_without_drafts", "drafts=0", "drafts=row.drafts"),
     # --- streams
     Mutant("resumed one event too early", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen - first)"),
     Mutant("resumed one event too late", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen + 2 - first)"),

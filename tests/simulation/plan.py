@@ -10,12 +10,12 @@ from functools import lru_cache
 from cache.layout import CacheLayout
 from server.http.stream_buffer import Retention
 from server.supervision.crash_policy import MAX_QUARANTINES
-from server.supervision.supervisor import Patience
+from server.supervision.supervisor import Timeouts
 from tests.simulation.engine import ENTERING, Script
 from tests.simulation.front import Choice
 
 Random = Callable[[], float]
-PATIENCE = Patience(stall=4.0, start=12.0, recovery=6.0)
+PATIENCE = Timeouts(stall=4.0, start=12.0, recovery=6.0)
 END_RATE = 0.08
 MAX_CONTEXT = 24
 WINDOWS = (None, 3, 3)
@@ -77,7 +77,7 @@ class Scenario:
     heals_at: float = 12.0
     """From here on nothing new goes wrong."""
     max_context: int = MAX_CONTEXT
-    beat_seconds: float = 0.9
+    heartbeat_seconds: float = 0.9
     tick_seconds: float = 0.7
     faults_at: list[float] = field(default_factory=list)
     """When the world's faults happen."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from server import protocol
 from server.http.stream_buffer import StreamStore
-from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, MAX_DEATHS, MAX_QUARANTINES
+from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, MAX_QUARANTINES, MAX_UNATTRIBUTED_CRASHES
 from server.supervision.supervisor import LIVE, State, Supervisor
 from tests.simulation import model as simulation_model
 from tests.simulation.checks import check_ends, check_idle, check_outcome
@@ -172,7 +172,7 @@ class World:
     def sent(self, message: protocol.ToEngine, engine: SimulatedEngine) -> None:
         """What the supervisor tells an engine: which of its ways it went."""
         if isinstance(message, protocol.Submit):
-            if self.supervisor._trial is not None:
+            if self.supervisor._isolated is not None:
                 self.seen["path: a suspect alone"] += 1
             if message.id in engine.recalled:
                 self.seen["path: recalled, and sent again"] += 1
@@ -189,13 +189,13 @@ class World:
 
     def condemned(self) -> None:
         """The supervisor kills its engine."""
-        self.seen["path: condemned, it " + " ".join(self.supervisor._condemned.split()[:3])] += 1
+        self.seen["path: condemned, it " + " ".join(self.supervisor._kill_reason.split()[:3])] += 1
 
     def mourn(self, engine: SimulatedEngine) -> None:
         """The supervisor is about to learn that an engine is dead."""
         had = [self.choices[id] for id in engine.given - engine.recalled if not self.choices[id].over]
         for choice in had:
-            if choice.id in engine.announced or self.supervisor._careful or self.supervisor._trial:
+            if choice.id in engine.announced or self.supervisor._one_at_a_time or self.supervisor._isolated:
                 choice.deaths.append(len(had))
         if self.supervisor.state in LIVE:
             self._die_in_row()
@@ -203,7 +203,7 @@ class World:
     def _die_in_row(self) -> None:
         self.deaths_in_row += 1
         self._last_news = self.now
-        if self.deaths_in_row > MAX_DEATHS + 2 * MAX_QUARANTINES + len(self.choices):
+        if self.deaths_in_row > MAX_UNATTRIBUTED_CRASHES + 2 * MAX_QUARANTINES + len(self.choices):
             raise Violation(f"{self.deaths_in_row} deaths without a token, and no end")
 
     # --- what the supervisor is given
@@ -233,7 +233,7 @@ class World:
         if self.state in FINAL:
             raise Violation(f"{state} behind {self.state}, which is final")
         if state is State.GAVE_UP:
-            if self.deaths_in_row < MAX_DEATHS and self.supervisor.deaths.num_quarantined < MAX_QUARANTINES:
+            if self.deaths_in_row < MAX_UNATTRIBUTED_CRASHES and self.supervisor.crash_policy.num_quarantined < MAX_QUARANTINES:
                 raise Violation(f"given up after {self.deaths_in_row} deaths")
             self.seen["path: given up"] += 1
         self._last_news = self.now
@@ -250,10 +250,10 @@ class World:
         if "jump" in self.scenario.kinds and not self.healed and self.random() < 0.15:
             self.harm("clock: a jump")
             elapsed = 1.5 * PATIENCE.stall * self.random() ** 2
-        lost = supervisor.lost
+        lost = supervisor.recovery_overdue
         supervisor.tick(elapsed)
         self.store.sweep(self.now)
-        if supervisor.lost:
+        if supervisor.recovery_overdue:
             self.seen["path: lost"] += not lost
             if supervisor.open:
                 raise Violation(f"the engine has been away for long, and {len(supervisor.open)} sequences still wait for it")
@@ -279,7 +279,7 @@ class World:
 
     def _arrive(self, call: Call) -> None:
         self.to_come -= 1
-        if self.supervisor.lost:
+        if self.supervisor.recovery_overdue:
             self.seen["path: refused while lost"] += 1
             return
         request = Request(self, call.choices, call.resumable)
@@ -328,7 +328,7 @@ class World:
             if not engine.hung:
                 engine.script = Script(load_end=engine.script.load_end)
         most = sum(len(choice.prompt) + choice.max_new + 4 for call in self.scenario.calls for choice in call.choices)
-        self._steps_left = 50 + most * (MAX_DEATHS + 2 * MAX_QUARANTINES + 2 * self.num_choices)
+        self._steps_left = 50 + most * (MAX_UNATTRIBUTED_CRASHES + 2 * MAX_QUARANTINES + 2 * self.num_choices)
 
     @property
     def short_of_memory(self) -> bool:

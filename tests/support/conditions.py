@@ -21,7 +21,7 @@ from cache.table import PageTable
 from model.runner.runner import ModelRunner
 from model.step import SampledToken, Sampling
 from server.engine.core import EngineCore
-from server.engine.scheduler import Advance, Limits, PromptScored, Scheduler
+from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
 
 BATCHES = 2, 7, 32, 64
 BUDGETS = 16, 64, 512
@@ -135,7 +135,7 @@ def step(core: EngineCore, traces: dict[int, Trace]) -> list[int]:
         trace = traces.setdefault(event.id, [])
         if isinstance(event, PromptScored):
             trace += [("scored", score.token, score.logprob.hex(), score.rank, _bits(score.top)) for score in event.scores]
-        elif isinstance(event, Advance) and isinstance(event.drawn, SampledToken):
+        elif isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken):
             drawn = event.drawn
             trace.append(("drawn", drawn.token, drawn.logprob.hex(), event.finish, _bits(drawn.top)))
             ended += [] if event.finish is None else [event.id]

@@ -126,8 +126,8 @@ class Life:
             self.engine.submits.append(message)
             self.open[message.id] = message
             if message.score_prompt:
-                scores = [protocol.Score(token, -1.0, 1, [(token, -1.0)] * message.num_top) for token in message.prompt[1:]]
-                self.engine.defer(lambda: self._say(protocol.Scores(message.id, 1, scores)))
+                scores = [protocol.PromptScore(token, -1.0, 1, [(token, -1.0)] * message.num_top) for token in message.prompt[1:]]
+                self.engine.defer(lambda: self._say(protocol.PromptScores(message.id, 1, scores)))
             self._started.append(message.id)
             self._step_soon()
         elif isinstance(message, protocol.Cancel):

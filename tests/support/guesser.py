@@ -25,5 +25,5 @@ class Guesser(Drafter):
             tokens.append(token if self._random() < RIGHT else token ^ 1)
         return tokens[known:]
 
-    def settle(self, num_output: int, num_drafted: int, num_accepted: int) -> None:
+    def record_outcome(self, num_output: int, num_drafted: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafted and num_drafted

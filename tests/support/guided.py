@@ -13,7 +13,7 @@ from model.step import Row, SampledToken, SampleError, Sampling
 from server import protocol
 from server.engine.core import EngineCore
 from server.engine.grammar import Grammars
-from server.engine.scheduler import Advance, Limits, Scheduler
+from server.engine.scheduler import Limits, Scheduler, TokenEvent
 from server.engine.sequence import ConstraintFailed
 from server.errors import InvalidRequest
 from server.text.codec import TextCodec
@@ -122,7 +122,7 @@ class Engine:
 
     def step(self) -> None:
         for event in self.core.step():
-            assert isinstance(event, Advance)
+            assert isinstance(event, TokenEvent)
             if isinstance(event.drawn, SampleError):
                 self._end(event.id, event.drawn.reason)
                 continue

@@ -14,7 +14,7 @@ from model.runner.pending_step import PendingStep
 from model.runner.runner import largest_step
 from model.step import SampledToken, Sampling, StepPlan
 from server.engine.core import EngineCore
-from server.engine.scheduler import Advance, Limits, Scheduler
+from server.engine.scheduler import Limits, Scheduler, TokenEvent
 from tests.model.test_decoder import CPU, finish, load, make_core, make_pool
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.delayed import _copy
@@ -109,7 +109,7 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
                 core.scheduler.cancel(victim)
                 gone.add(victim)
             for event in core.step():
-                assert isinstance(event, Advance) and isinstance(event.drawn, SampledToken) and event.id not in gone
+                assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken) and event.id not in gone
                 outputs[event.id].append(event.drawn.token)
             assert core.scheduler.integrity() == []
         for id, (prompt, max_new, sampling) in asked.items():
@@ -155,7 +155,7 @@ def test_numbers_that_are_not_finite_fail_their_own_row_of_a_captured_step(tmp_p
     finished: list[int] = []
     while core.scheduler.has_work:
         for event in core.step():
-            assert isinstance(event, Advance)
+            assert isinstance(event, TokenEvent)
             if not isinstance(event.drawn, SampledToken):
                 assert event.drawn.code == "numerical_error"
                 failed.append(event.id)

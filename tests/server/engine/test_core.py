@@ -8,7 +8,7 @@ import pytest
 from cache.layout import pages_for
 from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
-from server.engine.scheduler import Advance, Limits, PromptScored, Scheduler
+from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
 from server.engine.sequence import Sequence
 from tests.server.engine.test_scheduler import History
 from tests.support.delayed import DelayedRunner
@@ -40,12 +40,12 @@ class OverlappedHistory(History):
 
     def step(self) -> None:
         scheduler, preemptions = self.scheduler, self.scheduler.num_preemptions
-        leaving = len(scheduler._leaving)
+        leaving = len(scheduler._ended_in_flight)
         computed, had_work = scheduler.num_computed_tokens, scheduler.has_work
         news = self.core.step()
         if scheduler.num_preemptions > preemptions:
             self.seen["preempted behind a step"] += 1
-        self.seen["an extra step"] += len(scheduler._leaving) > leaving
+        self.seen["an extra step"] += len(scheduler._ended_in_flight) > leaving
         self.take(news)
         # A step may only be launched, and the next only land: with three in which nothing moves, nothing ever will.
         self.idle = 0 if news or not had_work or scheduler.num_computed_tokens > computed else self.idle + 1
@@ -102,7 +102,7 @@ def outputs_of(core: EngineCore) -> dict[int, list[int]]:
     outputs: dict[int, list[int]] = {}
     while core.scheduler.has_work:
         for event in core.step():
-            assert isinstance(event, Advance) and isinstance(event.drawn, SampledToken)
+            assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken)
             outputs.setdefault(event.id, []).append(event.drawn.token)
         assert core.scheduler.integrity() == []
     return outputs
@@ -128,7 +128,7 @@ def test_who_ends_by_a_token_takes_one_more_step_and_keeps_its_pages_for_it() ->
     scheduler.submit(0, prompt, 9, Sampling(seed=seed), stop_token_ids=frozenset({stop}))
     ended = False
     while not ended:
-        ended = any(isinstance(event, Advance) and event.finish == "eos_token" for event in core.step())
+        ended = any(isinstance(event, TokenEvent) and event.finish == "eos_token" for event in core.step())
     assert not scheduler.running and scheduler.has_work and scheduler.allocator.num_owned == 1 + (2 + length) // 4
     assert core.step() == [] and not scheduler.has_work and scheduler.allocator.num_owned == 0
     assert len(runner.plans) == length + 1

@@ -20,8 +20,8 @@ from model.runner.runner import ModelRunner, RunnerOptions
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.config import EMBEDDED_MODEL, ServeSettings, load
 from server.engine.core import EngineCore, Runner
-from server.engine.drafts import FIRST_DRAFTED, MOST_DRAFTED, MOST_SPECULATED, ORDERS, Drafter, share
-from server.engine.scheduler import Advance, Limits, Scheduler
+from server.engine.drafts import INITIAL_DRAFT, MAX_DRAFT, MAX_SPECULATIVE_STEP, ORDERS, Drafter, divide
+from server.engine.scheduler import Limits, Scheduler, TokenEvent
 from server.engine.sequence import Sequence
 from tests.server.engine.test_scheduler import History
 from tests.support.checkpoints import SHAPES, make_checkpoint
@@ -63,10 +63,10 @@ def naive(tokens: list[int], count: int, orders: tuple[int, ...]) -> list[int]:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(1, 5), max_size=8), st.randoms())
 def test_it_guesses_what_followed_last_time_however_the_text_comes(prompt: list[int], grown: list[int], rng: random.Random) -> None:
     new, trusted, output = Drafter(prompt), Drafter(prompt), list[int]()
-    trusted.settle(0, 4, 4)
+    trusted.record_outcome(0, 4, 4)
     for count in grown:
         tokens = prompt + output
-        assert new.draft(output, 9) == naive(tokens, FIRST_DRAFTED, ORDERS[:1])
+        assert new.draft(output, 9) == naive(tokens, INITIAL_DRAFT, ORDERS[:1])
         assert trusted.draft(output, 9) == naive(tokens, 8, ORDERS)
         output += [rng.randrange(4) for _ in range(count)]
 
@@ -74,11 +74,11 @@ def test_it_guesses_what_followed_last_time_however_the_text_comes(prompt: list[
 def test_what_has_a_period_goes_on_with_it() -> None:
     drafter = Drafter([7, 8, 9] * 3)
     for _ in range(4):
-        drafter.settle(0, 12, 12)
+        drafter.record_outcome(0, 12, 12)
     assert drafter.draft([], 12) == [7, 8, 9] * 4 and drafter.draft([7], 5) == [8, 9, 7, 8, 9]
     for most in range(1, 5):
         drafter = Drafter([5, 5, 5])
-        drafter.settle(0, 6, 6)
+        drafter.record_outcome(0, 6, 6)
         assert drafter.draft([], most) == [5] * most
 
 
@@ -87,14 +87,14 @@ def test_drafts_grow_with_success_and_shrink_without() -> None:
     lengths = []
     for _ in range(5):
         lengths.append(len(drafter.draft([], 99)))
-        drafter.settle(0, lengths[-1], lengths[-1])
-    assert lengths == [1, 2, 4, 8, 12] and lengths[-1] == MOST_DRAFTED
-    drafter.settle(0, 12, 12)
-    drafter.settle(0, 12, 4)
+        drafter.record_outcome(0, lengths[-1], lengths[-1])
+    assert lengths == [1, 2, 4, 8, 12] and lengths[-1] == MAX_DRAFT
+    drafter.record_outcome(0, 12, 12)
+    drafter.record_outcome(0, 12, 4)
     assert len(drafter.draft([], 99)) == 5
-    drafter.settle(0, 3, 3)  # Cut short by the step's room, and right as far as it went.
+    drafter.record_outcome(0, 3, 3)  # Cut short by the step's room, and right as far as it went.
     assert len(drafter.draft([], 99)) == 6
-    drafter.settle(0, 6, 0)
+    drafter.record_outcome(0, 6, 0)
     assert len(drafter.draft([1], 99)) == 1, "no rest behind a single failure after much success"
 
 
@@ -104,14 +104,14 @@ def test_who_is_always_wrong_rests_longer_and_longer() -> None:
         draft = drafter.draft([1] * position, 12)
         if draft:
             drafted.append(position)
-            drafter.settle(position + 1, len(draft), 0)
+            drafter.record_outcome(position + 1, len(draft), 0)
     gaps = [later - earlier for earlier, later in pairwise(drafted)]
     assert gaps[:5] == [16, 32, 64, 128, 256] and set(gaps[5:]) == {256}
 
 
 @given(st.integers(0, 40), st.lists(st.integers(1, 12), max_size=12))
 def test_room_is_shared_fairly(room: int, wishes: list[int]) -> None:
-    shares = share(room, dict(enumerate(wishes)))
+    shares = divide(room, dict(enumerate(wishes)))
     assert sum(shares.values()) == min(room, sum(wishes))
     short = [shares[i] for i, wish in enumerate(wishes) if shares[i] < wish]
     assert all(0 <= shares[i] <= wish for i, wish in enumerate(wishes))
@@ -145,7 +145,7 @@ class Guessing(History):
             seen["accepted"] += self.scheduler.num_accepted_tokens
             return seen
         if any(row.drafts for row in plan.rows):
-            assert sum(len(row.tokens) for row in plan.rows) <= MOST_SPECULATED
+            assert sum(len(row.tokens) for row in plan.rows) <= MAX_SPECULATIVE_STEP
             if self.rng.random() < 0.02:
                 self.seen["short of memory"] += 1
                 self.core.runner = Failing(self, MemoryError())  # type: ignore[arg-type]
@@ -195,10 +195,10 @@ def test_guesses_change_no_outcome_and_leak_nothing(part: int) -> None:
     assert 0.3 < seen["accepted"] / seen["drafted"] < 0.95, seen
 
 
-def finish(core: EngineCore) -> Iterator[list[Advance]]:
+def finish(core: EngineCore) -> Iterator[list[TokenEvent]]:
     """What each step brings, to the end."""
     while core.scheduler.has_work:
-        yield [event for event in core.step() if isinstance(event, Advance)]
+        yield [event for event in core.step() if isinstance(event, TokenEvent)]
         assert core.scheduler.integrity() == []
 
 
@@ -256,12 +256,12 @@ def make_runner(folder: Path, quantization: str) -> ModelRunner:
 
 def outcomes(
     runner: Runner, layout: object, requests: list[tuple[list[int], Sampling]], drafter_for: DrafterFor | None
-) -> tuple[dict[int, list[Advance]], Scheduler]:
+) -> tuple[dict[int, list[TokenEvent]], Scheduler]:
     """What every request gets, and the scheduler that gave it."""
     scheduler = Scheduler(Limits(200, layout, 400, 4, 64), drafter_for)  # type: ignore[arg-type]
     for id, (prompt, sampling) in enumerate(requests):
         scheduler.submit(id, prompt, 50, sampling, num_top=2 * (id % 2), min_new_tokens=3 * (id % 3), stop_token_ids=frozenset({17}))
-    advances: dict[int, list[Advance]] = {id: [] for id in range(len(requests))}
+    advances: dict[int, list[TokenEvent]] = {id: [] for id in range(len(requests))}
     for step in finish(EngineCore(scheduler, runner)):
         for advance in step:
             advances[advance.id].append(advance)

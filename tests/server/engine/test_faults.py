@@ -10,7 +10,7 @@ from model import sampling
 from model.sampling import NOT_SAMPLED, draw
 from model.step import Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
-from server.engine.scheduler import Advance, Limits, PromptScored, Scheduler
+from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
 from tests.support.hash_model import HashModel, one_group, oracle
 
 PAGE = 4
@@ -40,7 +40,7 @@ def run_all(core: EngineCore) -> tuple[dict[int, list[int]], dict[int, SampleErr
         for event in core.step():
             if isinstance(event, PromptScored):
                 scored.append(event)
-            elif isinstance(event, Advance) and isinstance(event.drawn, SampledToken):
+            elif isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken):
                 outputs.setdefault(event.id, []).append(event.drawn.token)
             elif isinstance(event.drawn, SampleError):
                 failed[event.id] = event.drawn

@@ -8,7 +8,7 @@ import pytest
 from cache.layout import CacheLayout, pages_for
 from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
-from server.engine.scheduler import Advance, Limits, NeverFits, PromptScored, Scheduler
+from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
 from server.engine.sequence import Sequence
 from tests.support.hash_model import HashModel, Next, next_token, one_group, oracle
 
@@ -169,7 +169,7 @@ class History:
             assert max(scheduler.running) < min(scheduler.waiting), "arrival order is lost"
         self.take(news)
 
-    def take(self, news: list[Advance | PromptScored]) -> None:
+    def take(self, news: list[TokenEvent | PromptScored]) -> None:
         """What a step brought, and that nothing is out of order behind it."""
         scheduler = self.scheduler
         for sequence in scheduler.take_started():
@@ -191,7 +191,7 @@ class History:
                 assert kept <= pages_for(group.window, layout.page_size) + 1, "a layer keeps more than its window and a page"
                 self.seen["window passed"] += -1 in pages
 
-    def hear(self, event: Advance | PromptScored) -> None:
+    def hear(self, event: TokenEvent | PromptScored) -> None:
         assert self.ended[event.id] == 0 and event.id not in self.cancelled
         if isinstance(event, PromptScored):
             known = self.scored[event.id]
@@ -343,7 +343,7 @@ def test_cached_pages_make_way_for_whoever_needs_them() -> None:
     scheduler.submit(2, [1] * 9, 1, Sampling())
     ended = []
     for _ in range(20):
-        ended += [event.id for event in core.step() if isinstance(event, Advance) and event.finish]
+        ended += [event.id for event in core.step() if isinstance(event, TokenEvent) and event.finish]
         assert scheduler.integrity() == []
     assert ended == [0, 1, 2] and scheduler.allocator.num_owned == 0
 
@@ -355,7 +355,7 @@ def test_a_better_priority_is_served_first_and_preempted_last() -> None:
         scheduler.submit(id, [1, 2], 2, Sampling(), priority=priority)
     ended: list[int] = []
     while scheduler.has_work:
-        ended += [event.id for event in core.step() if isinstance(event, Advance) and event.finish]
+        ended += [event.id for event in core.step() if isinstance(event, TokenEvent) and event.finish]
     assert ended == [2, 0, 1, 3]
 
 

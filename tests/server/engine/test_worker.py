@@ -89,7 +89,7 @@ def test_tokens_that_came_true_together_come_in_one_report() -> None:
     worker = Worker(theirs, EngineCore(scheduler, model), Grammars(Path(), []))
     worker._handle(protocol.decode_to_engine(theirs.recv_bytes()))  # type: ignore[arg-type]
     while scheduler.has_work:
-        worker._tell(worker.core.step(), 0.0)
+        worker._send_events(worker.core.step(), 0.0)
     reports: list[Any] = [protocol.decode_from_engine(ours.recv_bytes()) for _ in range(model.progress)]
     tokens = [token for report in reports for token in report.tokens]
     assert [token.token for token in tokens] == oracle([3, 4, 5], 30, 0, frozenset(), seed=1, end_rate=0.0)
@@ -130,12 +130,12 @@ def test_who_starts_is_said_before_the_step(engine: Engine) -> None:
 def test_it_beats_whatever_it_does() -> None:
     ours, theirs = Pipe()
     model = SlowModel(one_group(4))
-    Worker(theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), Grammars(Path(), [])).beat(0.001)
-    assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(0)
+    Worker(theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), Grammars(Path(), [])).start_heartbeat(0.001)
+    assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Heartbeat(0)
     model.progress = 5
-    while protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(0):
+    while protocol.decode_from_engine(ours.recv_bytes()) == protocol.Heartbeat(0):
         pass
-    assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Beat(5)
+    assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Heartbeat(5)
     ours.close()
 
 

@@ -18,7 +18,7 @@ from server.generation.stream import OpenStreams
 from server.http import sse
 from server.http.exchange import exchange_of
 from server.metrics import Metrics
-from server.supervision.journal import Delivery
+from server.supervision.journal import SequenceEvent
 from server.supervision.supervisor import State
 from server.text.codec import TextCodec
 from tests.support.checkpoints import make_tokenizer
@@ -29,12 +29,12 @@ class Hand:
     """A supervisor whose engine is the test."""
 
     def __init__(self) -> None:
-        self.state, self.ready, self.lost = State.READY, READY, False
-        self.open: dict[int, Callable[[Delivery], None]] = {}
+        self.state, self.ready, self.recovery_overdue = State.READY, READY, False
+        self.open: dict[int, Callable[[SequenceEvent], None]] = {}
         self.cancelled: list[int] = []
         self._last = 0
 
-    def submit(self, submit: protocol.Submit, deliver: Callable[[Delivery], None]) -> int:
+    def submit(self, submit: protocol.Submit, deliver: Callable[[SequenceEvent], None]) -> int:
         self._last += 1
         self.open[self._last] = deliver
         return self._last

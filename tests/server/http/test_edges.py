@@ -174,7 +174,7 @@ async def test_not_ready_says_what_the_server_is_doing(tokenizer_folder: Path) -
         return str(response.json()["status"])
 
     assert await status() == "starting"
-    served.supervisor._hear(1, protocol.Loading("loading weights 40 %"))
+    served.supervisor._on_message(1, protocol.Loading("loading weights 40 %"))
     assert await status() == "loading weights 40 %"
     served.generation.admission.draining = True
     assert await status() == "draining"

@@ -8,19 +8,19 @@ import pytest
 from server import protocol
 from server.supervision.crash_policy import (
     BACKOFF_SECONDS,
-    CAREFUL_DEATHS,
-    DEATHS_ALONE,
+    CRASHES_ALONE,
     MAX_BACKOFF_SECONDS,
-    MAX_DEATHS,
     MAX_QUARANTINES,
-    SUSPECT_DEATHS,
+    MAX_UNATTRIBUTED_CRASHES,
+    ONE_AT_A_TIME_CRASHES,
+    SUSPECT_CRASHES,
 )
-from server.supervision.journal import Delivery
-from server.supervision.supervisor import STABLE_SECONDS, Patience, State, Supervisor
+from server.supervision.journal import SequenceEvent
+from server.supervision.supervisor import STABLE_SECONDS, State, Supervisor, Timeouts
 from tests.support.fake_engine import READY
 from tests.support.hash_model import next_token, oracle
 
-PATIENCE = Patience(stall=10.0, start=600.0, recovery=60.0)
+PATIENCE = Timeouts(stall=10.0, start=600.0, recovery=60.0)
 
 
 class ScriptedEngine:
@@ -68,7 +68,7 @@ class Bench:
     def __init__(self) -> None:
         self.engines: list[ScriptedEngine] = []
         self.states: list[State] = []
-        self.delivered: dict[int, list[Delivery]] = {}
+        self.delivered: dict[int, list[SequenceEvent]] = {}
         self.fail_spawns = 0
         self.supervisor = Supervisor(self._spawn, self.states.append, lambda step: None, PATIENCE)
         self.supervisor.start()
@@ -85,7 +85,7 @@ class Bench:
         return self.engines[-1]
 
     def submit(self, seed: int = 0, max_new: int = 10, ends: bool = True) -> int:
-        inbox: list[Delivery] = []
+        inbox: list[SequenceEvent] = []
         stops = [0] if ends else []
         submit = protocol.Submit(0, [1, 2, seed], [], max_new, 0, stops, protocol.SamplingParams(seed=seed))
         id = self.supervisor.submit(submit, inbox.append)
@@ -226,10 +226,10 @@ def test_a_repeated_token_is_dropped_and_one_left_out_costs_the_engine_its_life(
 def test_it_gives_up_after_deaths_without_a_token_and_tells_everyone() -> None:
     bench = Bench()
     id = bench.submit(max_new=100)
-    for _ in range(MAX_DEATHS):
+    for _ in range(MAX_UNATTRIBUTED_CRASHES):
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.kill()
-    assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_DEATHS
+    assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_UNATTRIBUTED_CRASHES
     (failed,) = bench.delivered[id]
     assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable"
 
@@ -249,7 +249,7 @@ def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_f
             bench.engine.step()
     *_, failed = bench.delivered[ids[place]]
     assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined"
-    assert bench.supervisor.deaths.num_quarantined == 1
+    assert bench.supervisor.crash_policy.num_quarantined == 1
     for i, id in enumerate(ids):
         assert bench.tokens(id) == ([] if i == place else oracle([1, 2, i], 10, 0, frozenset(), i, 0.0))
     later = [bench.submit(), bench.submit()]
@@ -260,7 +260,7 @@ def careful_bench() -> Bench:
     """An engine that is ready, behind two that died of nobody."""
     bench = Bench()
     bench.engine.on_message(READY)
-    for _ in range(CAREFUL_DEATHS):
+    for _ in range(ONE_AT_A_TIME_CRASHES):
         bench.engine.kill()
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
@@ -287,7 +287,7 @@ def test_care_outlives_a_client_that_leaves() -> None:
     bench.supervisor.cancel(bench.submit())
     poison, other = bench.submit(), bench.submit()
     assert list(bench.engine.open) == [poison]
-    for _ in range(DEATHS_ALONE):
+    for _ in range(CRASHES_ALONE):
         bench.engine.kill()
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
@@ -297,13 +297,13 @@ def test_care_outlives_a_client_that_leaves() -> None:
 
 def test_an_engine_that_lived_long_owes_nothing_to_those_before_it() -> None:
     bench = Bench()
-    for _ in range(3 * MAX_DEATHS):
+    for _ in range(3 * MAX_UNATTRIBUTED_CRASHES):
         bench.engine.on_message(READY)
         for _ in range(int(STABLE_SECONDS + PATIENCE.stall)):
             bench.supervisor.tick(1.0)
-            bench.engine.on_message(protocol.Beat(0))
+            bench.engine.on_message(protocol.Heartbeat(0))
         bench.engine.kill()
-    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_DEATHS
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_UNATTRIBUTED_CRASHES
 
 
 def test_silence_is_death_and_so_is_work_without_progress() -> None:
@@ -311,7 +311,7 @@ def test_silence_is_death_and_so_is_work_without_progress() -> None:
     bench.engine.on_message(READY)
     for _ in range(100):
         bench.supervisor.tick(PATIENCE.stall / 2)
-        bench.engine.on_message(protocol.Beat(7))
+        bench.engine.on_message(protocol.Heartbeat(7))
     assert len(bench.engines) == 1, "idle, and beating"
     bench.supervisor.tick(PATIENCE.stall)
     assert len(bench.engines) == 2, "idle, and silent"
@@ -319,10 +319,10 @@ def test_silence_is_death_and_so_is_work_without_progress() -> None:
     bench.submit()
     for progress in range(100):
         bench.supervisor.tick(PATIENCE.stall / 2)
-        bench.engine.on_message(protocol.Beat(progress))
+        bench.engine.on_message(protocol.Heartbeat(progress))
     assert len(bench.engines) == 2, "at a long step"
     bench.supervisor.tick(PATIENCE.stall / 2)
-    bench.engine.on_message(protocol.Beat(99))
+    bench.engine.on_message(protocol.Heartbeat(99))
     bench.supervisor.tick(PATIENCE.stall / 2)
     assert len(bench.engines) == 3, "beating, and stuck"
 
@@ -333,16 +333,16 @@ def test_an_engine_that_never_loads_is_replaced_and_the_waiting_are_told_in_time
     id = bench.submit()
     bench.engine.kill()
     bench.supervisor.tick(PATIENCE.recovery - 1)
-    assert bench.delivered[id] == [] and not bench.supervisor.lost
+    assert bench.delivered[id] == [] and not bench.supervisor.recovery_overdue
     bench.supervisor.tick(1)
     (failed,) = bench.delivered[id]
-    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable" and bench.supervisor.lost
+    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable" and bench.supervisor.recovery_overdue
     assert len(bench.engines) == 2
     bench.supervisor.tick(PATIENCE.start)
     bench.supervisor.tick(MAX_BACKOFF_SECONDS)
     assert len(bench.engines) == 3
     bench.engine.on_message(READY)
-    assert not bench.supervisor.lost and bench.supervisor.state is State.READY
+    assert not bench.supervisor.recovery_overdue and bench.supervisor.state is State.READY
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
@@ -364,7 +364,7 @@ def test_the_request_that_kills_engines_is_found_and_the_others_finish(place: in
             bench.engine.on_message(READY)
         else:
             bench.engine.step()
-    assert deaths == SUSPECT_DEATHS + DEATHS_ALONE and bench.supervisor.deaths.num_quarantined == 1
+    assert deaths == SUSPECT_CRASHES + CRASHES_ALONE and bench.supervisor.crash_policy.num_quarantined == 1
     *_, failed = bench.delivered[poison]
     assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined"
     for i, id in enumerate(ids):
@@ -383,13 +383,13 @@ def test_an_engine_that_dies_of_every_request_is_given_up() -> None:
         bench.engine.on_message(READY)
         bench.engine.on_message(started(list(bench.engine.open)))
         bench.engine.kill()
-    assert bench.supervisor.state is State.GAVE_UP and bench.supervisor.deaths.num_quarantined == MAX_QUARANTINES
+    assert bench.supervisor.state is State.GAVE_UP and bench.supervisor.crash_policy.num_quarantined == MAX_QUARANTINES
 
 
 def test_a_suspect_that_its_client_cancels_frees_the_others() -> None:
     bench = Bench()
     first, second = bench.submit(), bench.submit()
-    for _ in range(SUSPECT_DEATHS):
+    for _ in range(SUSPECT_CRASHES):
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
         bench.engine.on_message(started([first, second]))
@@ -422,12 +422,12 @@ def test_an_engine_that_cannot_be_spawned_is_tried_again() -> None:
 def test_progress_resets_the_count_of_deaths() -> None:
     bench = Bench()
     bench.submit(seed=3, max_new=1000)
-    for _ in range(3 * MAX_DEATHS):
+    for _ in range(3 * MAX_UNATTRIBUTED_CRASHES):
         bench.engine.on_message(READY)
         bench.submit(seed=3, max_new=1000)
         bench.engine.step()
         bench.engine.kill()
-    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_DEATHS
+    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_UNATTRIBUTED_CRASHES
 
 
 def test_a_refusal_is_final() -> None:

@@ -19,7 +19,7 @@ from server.supervision.transport import EngineProcess, Frames
 def messages(rng: random.Random) -> list[protocol.FromEngine]:
     gauges = protocol.Gauges(1, 2, 3, 4, 0.5)
     kinds = [
-        lambda: protocol.Beat(rng.randrange(2**40)),
+        lambda: protocol.Heartbeat(rng.randrange(2**40)),
         lambda: protocol.Tokens([protocol.Token(i, 0, i, -0.5) for i in range(rng.randrange(3000))], gauges),
         lambda: protocol.Failed(1, "x" * rng.randrange(5)),
     ]
@@ -43,13 +43,13 @@ def test_messages_come_out_as_they_went_in_however_the_bytes_are_cut(seed: int) 
 
 
 def test_what_is_no_message_is_an_error_and_those_before_it_are_heard() -> None:
-    beat = protocol.encode(protocol.Beat(7))
+    beat = protocol.encode(protocol.Heartbeat(7))
     whole = len(beat).to_bytes(4, "big") + beat
     heard = []
     with pytest.raises(msgspec.MsgspecError):
         for message in Frames().push(whole + (3).to_bytes(4, "big") + b"???"):
             heard.append(message)
-    assert heard == [protocol.Beat(7)]
+    assert heard == [protocol.Heartbeat(7)]
 
 
 @pytest.mark.parametrize("length", [-1, -(2**31), protocol.MAX_FRAME_BYTES + 1])
@@ -81,9 +81,9 @@ def started(
 
 
 async def test_everything_is_heard_before_the_exit(started: Any) -> None:
-    beat = protocol.encode(protocol.Beat(7))
+    beat = protocol.encode(protocol.Heartbeat(7))
     _, ended, heard = started(f"[pipe.send_bytes({beat!r}) for _ in range(5000)]; sys.exit(3)")
-    assert await asyncio.wait_for(ended, 20) == 3 and heard == [protocol.Beat(7)] * 5000
+    assert await asyncio.wait_for(ended, 20) == 3 and heard == [protocol.Heartbeat(7)] * 5000
 
 
 @pytest.mark.parametrize("line", ["pipe.send_bytes(b'???'); time.sleep(60)", "pipe.close(); time.sleep(60)"])
@@ -100,7 +100,7 @@ async def test_a_message_that_cannot_be_written_ends_the_engine_and_is_heard_of(
 
 
 async def test_a_listener_that_fails_loses_one_message(started: Any) -> None:
-    beat = protocol.encode(protocol.Beat(7))
+    beat = protocol.encode(protocol.Heartbeat(7))
     process, ended, _ = started(f"time.sleep(0.3); [pipe.send_bytes({beat!r}) for _ in range(3)]")
     calls = []
 
