@@ -20,6 +20,7 @@ import http.client
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -226,6 +227,12 @@ def record(tree: Path) -> dict[str, Any]:
     return {"commit": git.stdout.strip(), "python": sys.version.split()[0], "answers": answers}
 
 
+def kernels(answers: dict[str, Answer]) -> str:
+    """The kernels that a recording was computed with, as its /info names them."""
+    found = re.search(r'"kernels":"([^"]*)"', answers.get("open: GET /info", {}).get("text", ""))
+    return found[1] if found else "unknown"
+
+
 def written(recording: dict[str, Any]) -> str:
     return json.dumps(recording, ensure_ascii=False, indent=0)
 
@@ -254,7 +261,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "record":
         save(options.output, record(options.tree.resolve()))
         return 0
-    comparison = compare(read(options.before)["answers"], read(options.after)["answers"])
+    before, after = (read(path)["answers"] for path in (options.before, options.after))
+    if kernels(before) != kernels(after):
+        print(f"other kernels, so other last bits: {kernels(before)} before, {kernels(after)} after", file=sys.stderr)
+    comparison = compare(before, after)
     if options.output is None:
         print(comparison.report(), end="")
     else:
