@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 
 from server.errors import ConfigurationError, OneheadError
@@ -81,62 +82,50 @@ def _bench(argv: list[str]) -> int:
 
 
 def _train(argv: list[str]) -> int:
-    from commands.options import TrainOptions
-    from commands.tool_options import load_dataclass
+    from commands.options import TrainOptions, load_options
+
+    options = load_options(TrainOptions, argv, "onehead train")
+    from commands.train.train import train
+    from server.hub.download import resolve
 
     def work() -> None:
-        options = load_dataclass(TrainOptions, argv, "onehead train")
-        from commands.train.train import train
-        from server.hub.download import resolve
-
-        train(options if options.init is None else replace(options, init=resolve(options.init, check=_check)))
+        init = options.init and resolve(options.init, check=_check)
+        train(options.model_copy(update={"init": init}))
 
     return _tool("train", work)
 
 
 def _compare(argv: list[str]) -> int:
-    from commands.options import CompareOptions
-    from commands.tool_options import load_dataclass
+    from commands.options import CompareOptions, load_options
 
-    def work() -> None:
-        options = load_dataclass(CompareOptions, argv, "onehead compare")
-        from commands.compare.compare import compare
+    options = load_options(CompareOptions, argv, "onehead compare")
+    from commands.compare.compare import compare
 
-        compare(options)
-
-    return _tool("compare", work)
+    return _tool("compare", lambda: compare(options))
 
 
 def _convert(argv: list[str]) -> int:
-    from commands.options import ConvertOptions
-    from commands.tool_options import load_dataclass
+    from commands.options import ConvertOptions, load_options
 
-    def work() -> None:
-        options = load_dataclass(ConvertOptions, argv, "onehead convert")
-        from commands.convert.convert import convert, make_plan
-        from server.hub.download import resolve
+    options = load_options(ConvertOptions, argv, "onehead convert")
+    from commands.convert.convert import convert, make_plan
+    from server.hub.download import resolve
 
-        convert(replace(options, model=resolve(options.model, pickles=True, check=make_plan)))
-
-    return _tool("convert", work)
+    return _tool("convert", lambda: convert(options.model_copy(update={"model": resolve(options.model, pickles=True, check=make_plan)})))
 
 
 def _plan(argv: list[str]) -> int:
-    from commands.options import PlanOptions
-    from commands.tool_options import load_dataclass
+    from commands.options import PlanOptions, load_options
 
-    def work() -> None:
-        options = load_dataclass(PlanOptions, argv, "onehead plan")
-        from commands.plan import plan
-        from server.hub.download import resolve
+    options = load_options(PlanOptions, argv, "onehead plan")
+    from commands.plan import plan
+    from server.hub.download import resolve
 
-        plan(replace(options, folder=resolve(options.folder, weights=False)))
-
-    return _tool("plan", work)
+    return _tool("plan", lambda: plan(options.model_copy(update={"model": resolve(options.model, weights=False)})))
 
 
 def _tool(name: str, work: Callable[[], None]) -> int:
-    """Runs one of commands, whose errors are not of our tree; its exit status."""
+    """Runs one of the commands whose errors are not of our tree; its exit status."""
     from model.spec import CheckpointError, OptionError
 
     try:
@@ -177,20 +166,30 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "onehead COMMAND --help lists the options of one.",
+            "onehead COMMAND --help lists the options of one; onehead --version prints the version.",
         ]
     )
+
+
+def _without_command(argv: list[str]) -> int:
+    """Answers what asks for no command, or for one that there is not; the exit status."""
+    first = argv[0] if argv else ""
+    if first in ("", "-h", "--help", "help"):
+        print(usage(), file=sys.stdout if first else sys.stderr)
+    elif first == "--version":
+        print(f"onehead {version('onehead')}")
+    else:
+        close = get_close_matches(first, COMMANDS, 1)
+        print(f"onehead: no command {first!r}; {f'did you mean {close[0]}?' if close else 'onehead --help lists all'}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0 if first else EXIT_USAGE
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in COMMANDS:
-        asked = bool(argv) and argv[0] in ("-h", "--help", "help")
-        if argv and not asked:
-            print(f"onehead: no command {argv[0]!r}\n", file=sys.stderr)
-        print(usage(), file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else EXIT_USAGE
+        return _without_command(argv)
     try:
         return COMMANDS[argv[0]][1](argv[1:])
     except OneheadError as error:

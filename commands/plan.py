@@ -96,7 +96,7 @@ class Plan:
 
 def make_plan(options: PlanOptions) -> Plan:
     """The plan of a folder. Raises CheckpointError, and OptionError for the memory of a GPU that is not here."""
-    spec, heads = read_heads(options.folder)
+    spec, heads = read_heads(options.model)
     device, reason, memory = _device(options)
     dtype = ("float32" if device == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
     form = dtype if options.quantization == "none" else options.quantization
@@ -187,11 +187,11 @@ def weight_bytes(decoder: Decoder, dtype: str = "float32") -> dict[str, int]:
 def plan(options: PlanOptions) -> None:
     """Prints the plan of a folder, and writes its picture where one is asked for. Raises CheckpointError."""
     made = make_plan(options)
-    has_weights = any(options.folder.glob("*.safetensors"))
+    has_weights = any(options.model.glob("*.safetensors"))
     errors = None
     if options.quantization != "none" and has_weights:
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            errors = rounding_errors(options.folder, made.spec, options.quantization, options.data, progress)
+            errors = rounding_errors(options.model, made.spec, options.quantization, options.data, progress)
     if options.format == "json":
         print(json.dumps(made.as_json() | ({f"{made.quantization}_error": errors} if errors else {}), indent=2))
     else:

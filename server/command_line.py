@@ -1,10 +1,12 @@
 """The arguments of a command as a source of settings, and its --help: type words and defaults as they are written on the command line.
 
-It knows the library that parses, and no option.
+Names of options are taken with hyphens as with underscores. It knows the library that parses, and no option.
 """
 
 import inspect
-from argparse import ArgumentParser
+import sys
+from argparse import SUPPRESS
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic_settings import BaseSettings, CliSettingsSource
@@ -14,19 +16,30 @@ NO_NONE = "\0"
 TYPES = {"Path": "PATH", "str": "TEXT", "int": "N", "float": "NUMBER", "bool": "{true,false}", "Size": "SIZE", "tuple[str,...]": "A,B,..."}
 TYPES |= {"list[int]": "N,N,...", "list[float]": "NUMBER,..."}
 DEFAULTS = {NO_NONE: "none", "": "none", "None": "none", "()": "none", "[]": "none", "True": "true", "False": "false"}
+EXIT_USAGE = 2
 
 
-def command_line(cls: type[BaseSettings], argv: list[str], prog: str, implicit_flags: bool = False) -> CliSettingsSource[Any]:
-    """The arguments as a source of settings. With `implicit_flags` a boolean is a flag that takes no value. A usage error exits with 2."""
-    usage = [prog, "[OPTIONS]"]
+def command_line(cls: type[BaseSettings], argv: list[str], prog: str) -> CliSettingsSource[Any]:
+    """The arguments as a source of settings. A usage error exits with 2.
 
-    def add_argument(parser: ArgumentParser, *names: str, **kwargs: Any) -> None:
+    An option whose name is in the class variable `by_position` may be given as the first argument without its name too.
+    """
+    usage, names = [prog, "[OPTIONS]"], dict[str, str]()
+
+    def add_argument(parser: Any, *flags: str, **kwargs: Any) -> None:
         kwargs = _as_written(kwargs)
-        if not names[0].startswith("-"):
+        if flags == (f"--{getattr(cls, 'by_position', '')}",):
+            dest = flags[0][2:]
+            required = kwargs.pop("required")
+            usage.append(dest.upper() if required else f"[{dest.upper()}]")
+            either = parser.add_mutually_exclusive_group(required=required)
+            either.add_argument(dest, metavar=dest.upper(), nargs="?", default=SUPPRESS, help=f"the same as {flags[0]}")
+            parser = either
+        elif not flags[0].startswith("-"):
             usage.append(kwargs["metavar"])
         elif kwargs.get("required"):
-            usage.extend((names[0], kwargs["metavar"]))
-        parser.add_argument(*names, **kwargs)
+            usage.extend((flags[0], kwargs["metavar"]))
+        names.update({flag.lstrip("-").replace("-", "_"): flag for flag in parser.add_argument(*flags, **kwargs).option_strings})
 
     source: CliSettingsSource[Any] = CliSettingsSource(
         cls,
@@ -35,12 +48,32 @@ def command_line(cls: type[BaseSettings], argv: list[str], prog: str, implicit_f
         cli_avoid_json=True,
         cli_enforce_required=True,
         cli_parse_none_str=NO_NONE,
-        cli_implicit_flags=implicit_flags,
         add_argument_method=add_argument,
     )
     source.root_parser.usage = " ".join(usage)
     source.root_parser.description = inspect.getdoc(cls)
-    return source(args=argv)
+    return source(args=_as_declared(argv, names, prog))
+
+
+def _as_declared(argv: list[str], names: dict[str, str], prog: str) -> list[str]:
+    """Arguments whose options have the names that they were declared with. One that has none exits with 2, in a line with the nearest
+    name.
+    """
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [_option(argument, names, prog) if argument.startswith("--") else argument for argument in argv[:end]] + argv[end:]
+
+
+def _option(argument: str, names: dict[str, str], prog: str) -> str:
+    name, equals, value = argument.partition("=")
+    key = name[2:].replace("-", "_")
+    if " " in name:  # A text, such as a prompt.
+        return argument
+    if key in names:
+        return names[key] + equals + value
+    near = {known.rpartition(".")[2]: flag for known, flag in names.items()} | names
+    close = get_close_matches(key, near, 1)
+    print(f"{prog}: no such option {name}; {f'did you mean {near[close[0]]}?' if close else '--help lists all'}", file=sys.stderr)
+    raise SystemExit(EXIT_USAGE)
 
 
 def _as_written(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_settings import (
@@ -194,6 +194,8 @@ class EngineSettings(BaseSettings):
 class ServeSettings(EngineSettings):
     """onehead serve: a checkpoint on HTTP."""
 
+    by_position: ClassVar[str] = "model"
+
     server: ServerSection = Field(ServerSection(), description="the HTTP side")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
@@ -226,6 +228,8 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             # First, so that --help is answered whatever is wrong with the environment or the file.
             arguments = command_line(settings_cls, argv, prog)
+            if not cls.model_config["env_prefix"]:
+                return (arguments,)
             if toml is not None and not toml.is_file():
                 raise ConfigurationError(f"--config {toml}: no such file")
             environment = EnvSettingsSource(settings_cls)
@@ -236,7 +240,7 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
     try:
         return Loaded()
     except ValidationError as error:
-        raise ConfigurationError(describe(error)) from None
+        raise ConfigurationError(describe(error)) from error
     except (SettingsError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{toml}: {error}" if isinstance(error, ValueError) else str(error)) from None
 

@@ -52,6 +52,7 @@ def test_a_forbidden_call_is_found() -> None:
         "commands.cli",
         "server.serve",
         "commands.generate",
+        "commands.options",
         "commands.bench.bench",
         "commands.bench.offline",
         "server.hub.download",

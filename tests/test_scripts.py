@@ -110,6 +110,8 @@ def test_every_option_passes_and_a_misspelt_one_is_told_before_set_up(tree: Path
     for arguments in (
         every,
         [f"{option}=--x" for option in options()],
+        [f"--{option[2:].replace('_', '-')}=x" for option in options()],
+        ["/path/to/checkpoint", "--port", "80"],
         ["--server", "{}"],  # A whole section as JSON, which the library takes.
         ["--help"],
         ["-h"],
@@ -118,7 +120,7 @@ def test_every_option_passes_and_a_misspelt_one_is_told_before_set_up(tree: Path
         ["--"],
     ):
         assert run(serve, *arguments).returncode == 3, arguments
-    for misspelt in ("--engine.max_runing", "--engin.max_running", "--max_running", "--engine.port", "--Model", "--.*"):
+    for misspelt in ("--engine.max_runing", "--engin.max_running", "--max_running", "--engine.port", "--Model", "--.*", "--by_position"):
         for arguments in ([misspelt, "1"], [f"{misspelt}=1"], ["--port", "80", misspelt]):
             done = run(serve, *arguments)
             assert (done.returncode, done.stderr) == (2, f"scripts/serve: {misspelt}: no such option; --help lists them\n")

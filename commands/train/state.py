@@ -97,7 +97,7 @@ def source_digest(folder: Path) -> str:
 
 
 def _identity(options: TrainOptions, source: str | None) -> str:
-    kept = {key: str(value) for key, value in asdict(options).items() if key not in FREE_OPTIONS}
+    kept = {key: str(value) for key, value in options.model_dump().items() if key not in FREE_OPTIONS}
     if source is not None:
         kept["sha256 of the files of init"] = source
     return json.dumps(kept, sort_keys=True)

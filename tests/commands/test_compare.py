@@ -52,7 +52,7 @@ def test_compare_and_plan_give_the_same_bytes(name: str, tmp_path: Path) -> None
     """For every family, latent attention too, and every published config."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     row = compare.memory_of(tmp_path)["models"][-1]
-    planned = make_plan(PlanOptions(tmp_path, memory=1e12, device="cuda")).kv_bytes_per_token["bfloat16"]
+    planned = make_plan(PlanOptions(model=tmp_path, memory=1e12, device="cuda")).kv_bytes_per_token["bfloat16"]
     assert (row["mqa_bytes_per_token"], row["mha_bytes_per_token"]) == (planned["multi_query"], planned["multi_head"])
 
 

@@ -57,7 +57,7 @@ def test_every_published_config_is_planned_here() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_dimensions(name: str, caplog: pytest.LogCaptureFixture) -> None:
     parameters, multi_query, multi_head = PUBLISHED[name]
-    plan = make_plan(PlanOptions(MODELS / name, memory=80 * 2**30, device="cuda"))
+    plan = make_plan(PlanOptions(model=MODELS / name, memory=80 * 2**30, device="cuda"))
     assert plan.parameters == parameters and not caplog.records  # No key of the file is unknown.
     assert plan.kv_bytes_per_token["bfloat16"] == {"multi_query": multi_query, "multi_head": multi_head}
     assert plan.kv_bytes_per_token["float32"] == {"multi_query": 2 * multi_query, "multi_head": 2 * multi_head}
@@ -97,12 +97,12 @@ def test_refusals(tmp_path: Path) -> None:
 def test_what_the_plan_says_is_what_the_runner_takes(tiny_folder: Path) -> None:
     spec = read_spec(tiny_folder)
     runner = ModelRunner.load(tiny_folder, spec, RunnerOptions("cpu", "float32", 1, 64, 10, None, 512, 4, 64))
-    plan = make_plan(PlanOptions(tiny_folder, memory=10**9, dtype="float32"))
+    plan = make_plan(PlanOptions(model=tiny_folder, memory=10**9, dtype="float32"))
     assert plan.weight_bytes["float32"] == runner.weight_bytes
     assert plan.kv_bytes_per_token["float32"]["multi_query"] * 64 * 10 == runner.pool.num_bytes
     for dtype in ("float32", "bfloat16"):
         small = ModelRunner.load(tiny_folder, spec, RunnerOptions("cpu", dtype, 1, 64, 10, None, 512, 4, 64, "int8"))
-        assert make_plan(PlanOptions(tiny_folder, memory=10**9, dtype=dtype)).weight_bytes["int8"] == small.weight_bytes
+        assert make_plan(PlanOptions(model=tiny_folder, memory=10**9, dtype=dtype)).weight_bytes["int8"] == small.weight_bytes
 
 
 def test_the_device_that_is_here_is_planned_and_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,7 @@ def test_the_device_that_is_here_is_planned_and_said(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
         assert cli.main(["plan", str(folder), "--memory", "16GiB", "--device", device]) == 0
         assert line in capsys.readouterr().out
-        made = make_plan(PlanOptions(folder, memory=2**34, device=device))  # type: ignore[arg-type]
+        made = make_plan(PlanOptions(model=folder, memory=2**34, device=device))  # type: ignore[arg-type]
         assert (made.device, made.dtype, made.as_json()["device"]) == (planned, dtype, planned)
 
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_with_several_heads_is_compared_with_what_convert_makes_of_
 ) -> None:
     config, heads, parameters, numbers_of_a_token = SEVERAL_HEADS[name]
     folder = config_folder(tmp_path, config)
-    plan = make_plan(PlanOptions(folder, memory=80 * 2**30, device="cuda"))
+    plan = make_plan(PlanOptions(model=folder, memory=80 * 2**30, device="cuda"))
     assert plan.weight_bytes_as_is["float32"] == 4 * parameters and plan.weight_bytes_as_is["bfloat16"] == 2 * parameters
     assert plan.kv_bytes_per_token["bfloat16"] == {"multi_query": 2 * numbers_of_a_token // heads, "multi_head": 2 * numbers_of_a_token}
     assert plan.fit is not None and all(row["multi_query"] > heads / 1.2 * row["multi_head"] > 0 for row in plan.fit)
@@ -168,7 +168,7 @@ def test_a_checkpoint_with_several_heads_is_compared_with_what_convert_makes_of_
 def test_as_it_is_in_8_bits_to_the_byte(tmp_path: Path) -> None:
     """Against a decoder with as many heads, in the forms that the server would hold."""
     config = BIGCODE | {"multi_query": False, "vocab_size": 300, "n_positions": 64, "n_embd": 64, "n_head": 4, "n_layer": 3}
-    plan = make_plan(PlanOptions(config_folder(tmp_path, config), memory=10**9, dtype="bfloat16"))
+    plan = make_plan(PlanOptions(model=config_folder(tmp_path, config), memory=10**9, dtype="bfloat16"))
     decoder = meta_decoder(plan.spec)
     with torch.device("meta"):
         several = MultiHeadDecoder(plan.spec)
@@ -195,7 +195,9 @@ def test_what_convert_cannot_read_is_refused_as_the_server_refuses_it(tmp_path: 
     ):
         with pytest.raises(CheckpointError, match=words) as refused:
             make_plan(
-                PlanOptions(config_folder(tmp_path, json.loads((MODELS / "falcon-7b" / "config.json").read_text()) | change), memory=10**9)
+                PlanOptions(
+                    model=config_folder(tmp_path, json.loads((MODELS / "falcon-7b" / "config.json").read_text()) | change), memory=10**9
+                )
             )
         with pytest.raises(CheckpointError) as by_the_server:
             read_spec(tmp_path)
@@ -223,7 +225,7 @@ def test_as_many_sequences_as_it_says_do_fit_and_one_more_does_not(
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_the_picture(suffix: str, tmp_path: Path) -> None:
     folder = MODELS / "gemma-3-1b"
-    draw(make_plan(PlanOptions(folder, memory=80 * 2**30, device="cuda")), tmp_path / f"plan{suffix}")
+    draw(make_plan(PlanOptions(model=folder, memory=80 * 2**30, device="cuda")), tmp_path / f"plan{suffix}")
     assert (tmp_path / f"plan{suffix}").stat().st_size > 5000
 
 

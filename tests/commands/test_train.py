@@ -4,7 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +82,7 @@ def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
 ) -> None:
     train.train(options)
     whole = load_file(options.output / "model.safetensors")
-    stopped = replace(options, output=tmp_path / "resumed", work=tmp_path / "work2")
+    stopped = options.model_copy(update=dict(output=tmp_path / "resumed", work=tmp_path / "work2"))
     for steps, words in ((5, "before the first save at step 8: nothing is kept\n"), (20, KEPT), (1, KEPT)):
         with monkeypatch.context() as patch:
             patch.setattr(train, "take_step", interrupted_after(steps))
@@ -93,7 +93,7 @@ def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
     resumed = load_file(stopped.output / "model.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     with pytest.raises(ValueError, match=r"belongs to a run of other options \(seed 0 then, 1 now\)"):
-        train.train(replace(stopped, seed=1))
+        train.train(stopped.model_copy(update=dict(seed=1)))
     state = json.loads(_metadata(options.work / "state.safetensors")["state"])
     assert state["losses"][-1] < 0.8 * state["losses"][0] and [step for step, _ in state["held_out"]] == [8, 16, 24]
     assert (options.output / "loss.svg").read_text().count("<svg") == 1
@@ -102,16 +102,20 @@ def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
 def test_without_matplotlib_everything_but_the_picture_is_written(
     options: TrainOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train.train(replace(options, steps=8))
+    train.train(options.model_copy(update=dict(steps=8)))
     whole = {path.name for path in options.output.iterdir()}
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    other = replace(options, steps=8, output=options.output.parent / "bare", work=options.work.parent / "bare work")
+    other = options.model_copy(update=dict(steps=8, output=options.output.parent / "bare", work=options.work.parent / "bare work"))
     capsys.readouterr()
     train.train(other)
     assert whole - {path.name for path in other.output.iterdir()} == {"loss.svg"}
     assert capsys.readouterr().err == f"onehead train: loss.svg will not be written: {MISSING}\n"
-    sizes = {f.name: f.default for f in fields(TrainOptions) if f.name in OF_A_NEW_MODEL}
-    train.train(replace(options, init=other.output, output=options.output.parent / "further", work=options.work.parent / "w", **sizes))
+    sizes = {name: TrainOptions.model_fields[name].default for name in OF_A_NEW_MODEL}
+    train.train(
+        options.model_copy(
+            update=dict(init=other.output, output=options.output.parent / "further", work=options.work.parent / "w", **sizes)
+        )
+    )
     assert (options.output.parent / "further" / "model.safetensors").exists()
 
 
@@ -125,7 +129,7 @@ def _metadata(path: Path) -> dict[str, str]:
 def test_the_folder_is_an_ordinary_checkpoint(options: TrainOptions) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    train.train(replace(options, steps=8))
+    train.train(options.model_copy(update=dict(steps=8)))
     spec = read_spec(options.output)
     tokenizer = AutoTokenizer.from_pretrained(options.output)
     assert tokenizer.eos_token_id in spec.end_token_ids and tokenizer.eos_token == corpus.END
@@ -139,7 +143,7 @@ def test_the_folder_is_an_ordinary_checkpoint(options: TrainOptions) -> None:
 def test_the_multi_head_twin_is_transformers_and_is_refused_by_name(options: TrainOptions) -> None:
     from transformers import AutoModelForCausalLM
 
-    options = replace(options, steps=8, attention="multi_head", intermediate_size=40)
+    options = options.model_copy(update=dict(steps=8, attention="multi_head", intermediate_size=40))
     training = train.Training(options)
     for _ in training.run():
         pass
@@ -158,9 +162,9 @@ def test_the_multi_head_twin_is_transformers_and_is_refused_by_name(options: Tra
 
 def test_unusable_options_are_refused(options: TrainOptions) -> None:
     with pytest.raises(ValueError, match="not a multiple"):
-        train.train(replace(options, num_query_heads=3))
+        train.train(options.model_copy(update=dict(num_query_heads=3)))
     with pytest.raises(ValueError, match="fewer than one batch"):
-        train.train(replace(options, batch_tokens=10**7))
+        train.train(options.model_copy(update=dict(batch_tokens=10**7)))
 
 
 def test_an_output_that_cannot_be_made_is_known_before_the_first_step(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,15 +172,15 @@ def test_an_output_that_cannot_be_made_is_known_before_the_first_step(options: T
     (options.output.parent / "file").write_text("")
     for output in (Path("/proc/x"), options.output.parent / "file", options.output.parent / "file" / "x"):
         with pytest.raises(OptionError, match=f"{output} cannot be made: "):
-            train.train(replace(options, output=output))
+            train.train(options.model_copy(update=dict(output=output)))
 
 
 def test_the_learning_rate_of_a_trained_model_is_lower(tmp_path: Path) -> None:
-    assert TrainOptions(tmp_path).learning_rate == TrainOptions(tmp_path, learning_rate=2e-3).learning_rate == 2e-3
-    assert TrainOptions(tmp_path, init=tmp_path).learning_rate == 5e-4
-    assert TrainOptions(tmp_path, init=tmp_path, learning_rate=1e-3).learning_rate == 1e-3
-    with pytest.raises(OptionError, match="learning_rate must be above 0"):
-        TrainOptions(tmp_path, learning_rate=-1.0)
+    assert TrainOptions(output=tmp_path).learning_rate == TrainOptions(output=tmp_path, learning_rate=2e-3).learning_rate == 2e-3
+    assert TrainOptions(output=tmp_path, init=tmp_path).learning_rate == 5e-4
+    assert TrainOptions(output=tmp_path, init=tmp_path, learning_rate=1e-3).learning_rate == 1e-3
+    with pytest.raises(ValueError, match="learning_rate"):
+        TrainOptions(output=tmp_path, learning_rate=-1.0)
 
 
 def test_the_split_is_by_name_alone(data: Path) -> None:

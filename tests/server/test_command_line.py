@@ -1,10 +1,14 @@
 """--help and usage errors of every command: no NUL bytes, a type word for each option, one default, and what is missing by name."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from commands import cli
+from commands.generate import GenerateSettings
+from commands.options import ConvertOptions, PlanOptions, TrainOptions, load_options
+from server.config import EMBEDDED_MODEL, ServeSettings, load
 
 COMMANDS = [*([name] for name in cli.COMMANDS), ["bench", "--offline"]]
 TYPE_WORDS = r"PATH|TEXT|N|NUMBER|SIZE|A,B,\.\.\.|N,N,\.\.\.|NUMBER,\.\.\.|\{[a-z0-9_]+(,[a-z0-9_]+)+\}"
@@ -53,7 +57,6 @@ def test_values_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) 
         (["batch"], "onehead batch [OPTIONS] INPUT OUTPUT", "INPUT, OUTPUT"),
         (["batch", "in.jsonl"], "onehead batch [OPTIONS] INPUT OUTPUT", "OUTPUT"),
         (["generate"], "onehead generate [OPTIONS] PROMPT", "PROMPT"),
-        (["plan"], "onehead plan [OPTIONS] FOLDER", "FOLDER"),
         (["train"], "onehead train [OPTIONS] --output PATH", "--output"),
         (["compare"], "onehead compare [OPTIONS] --output PATH", "--output"),
         (["convert", "--output", "x"], "onehead convert [OPTIONS] --model PATH --output PATH", "--model"),
@@ -62,3 +65,73 @@ def test_values_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) 
 def test_what_is_missing_is_named(argv: list[str], usage: str, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(argv, 2, capsys)
     assert text == f"usage: {usage}\nonehead {argv[0]}: error: the following arguments are required: {missing}\n"
+
+
+def test_a_checkpoint_to_plan_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(["plan"], 2, capsys)
+    assert text == "usage: onehead plan [OPTIONS] MODEL\nonehead plan: error: one of the arguments MODEL --model is required\n"
+
+
+def serve_settings(*argv: str) -> ServeSettings:
+    return load(ServeSettings, list(argv), "onehead serve")
+
+
+@pytest.mark.parametrize("argv", [("x",), ("--model", "x"), ("--model=x",), ("--port", "1", "x"), ("x", "--port", "1"), ("--", "x")])
+def test_the_checkpoint_by_position_or_by_name(argv: tuple[str, ...]) -> None:
+    assert serve_settings(*argv).given == "x"
+    assert load_options(PlanOptions, [each for each in argv if each not in ("--port", "1")], "onehead plan").model == Path("x")
+
+
+def test_the_checkpoint_may_come_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve_settings().model == EMBEDDED_MODEL
+    monkeypatch.setenv("ONEHEAD_MODEL", "y")
+    assert serve_settings().given == "y" and serve_settings("x").given == "x"
+
+
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_the_checkpoint_by_position_and_by_name_is_an_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["x", "--model", "y"], ["--model", "y", "x"]):
+        assert "not allowed with argument" in output([command, *argv], 2, capsys)
+
+
+def test_generate_takes_its_prompt_by_position_and_any_model() -> None:
+    settings = load(GenerateSettings, ["--model", "x", "--max-new-tokens", "3", "--no such option, but a text"], "onehead generate")
+    assert (settings.given, settings.prompt, settings.max_new_tokens) == ("x", "--no such option, but a text", 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "name", "value"),
+    [
+        (("--server.log-level", "debug"), "server", "log_level", "debug"),
+        (("--server.log_level=debug",), "server", "log_level", "debug"),
+        (("--engine.max-running=7",), "engine", "max_running", 7),
+        (("--cache.page-size", "16"), "cache", "page_size", 16),
+        (("--server.model-name", "my-model"), "server", "model_name", "my-model"),
+    ],
+)
+def test_hyphens_are_as_good_as_underscores(argv: tuple[str, ...], section: str, name: str, value: object) -> None:
+    assert getattr(getattr(serve_settings(*argv), section), name) == value
+
+
+def test_hyphens_of_flags_without_a_section() -> None:
+    options = load_options(ConvertOptions, ["--model", "x", "--output", "y", "--no_evaluate"], "onehead convert")
+    assert not options.evaluate
+    assert load_options(TrainOptions, ["--output", "x", "--fim-rate", "0.5"], "onehead train").fim_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["serve", "--engine.max_runing", "1"], "no such option --engine.max_runing; did you mean --engine.max_running?"),
+        (["serve", "--engine.max-runing=1"], "no such option --engine.max-runing; did you mean --engine.max_running?"),
+        (["serve", "--max-running", "1"], "no such option --max-running; did you mean --engine.max_running?"),
+        (["serve", "--prot", "1"], "no such option --prot; did you mean --port?"),
+        (["generate", "x", "--server.max_waiting", "1"], "no such option --server.max_waiting; --help lists all"),
+        (["plan", "x", "--page-sise", "1"], "no such option --page-sise; did you mean --page_size?"),
+        (["convert", "--no-evaluat"], "no such option --no-evaluat; did you mean --no-evaluate?"),
+        (["serve", "--qqqqqqqqqqqq"], "no such option --qqqqqqqqqqqq; --help lists all"),
+    ],
+)
+def test_a_misspelt_option_is_one_line_with_the_nearest_name(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(argv, 2, capsys)
+    assert text.startswith(f"onehead {argv[0]}: {line}") and text.count("\n") == 1

@@ -2,15 +2,14 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from commands import cli
 from commands.generate import GenerateSettings
-from commands.options import CompareOptions, TrainOptions
-from commands.tool_options import load_dataclass
-from model.spec import OptionError
+from commands.options import CompareOptions, TrainOptions, load_options
 from server.config import EMBEDDED_MODEL, ServeSettings, load
 from server.errors import ConfigurationError
 
@@ -155,23 +154,58 @@ def test_memory_sizes(text: str, value: float) -> None:
     assert settings("--cache.memory", text).cache.memory == value
 
 
-def test_tool_options_come_from_their_dataclass_and_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEPS", "3")
-    monkeypatch.setenv("SEED", "9")
-    options = load_dataclass(TrainOptions, ["--output", str(tmp_path), "--steps", "7", "--fim_rate", "0.5"], "onehead train")
-    assert options == TrainOptions(output=tmp_path, steps=7, fim_rate=0.5)
+def test_options_of_tools_come_from_the_command_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("steps = 3\n")
+    for name, value in {"STEPS": "3", "SEED": "9", "ONEHEAD_SEED": "9", "ONEHEAD_CONFIG": str(file)}.items():
+        monkeypatch.setenv(name, value)
+    options = load_options(TrainOptions, ["--output", str(tmp_path), "--steps", "7", "--fim_rate", "0.5"], "onehead train")
+    assert options.model_dump() == TrainOptions(output=tmp_path, steps=7, fim_rate=0.5).model_dump()
+    assert (options.steps, options.seed, options.learning_rate) == (7, 0, 2e-3)
     with pytest.raises(SystemExit):
-        load_dataclass(TrainOptions, ["--output", str(tmp_path), "--stepps", "7"], "onehead train")
-    quick = load_dataclass(CompareOptions, ["--output", "x", "--quick"], "onehead compare")
+        load_options(TrainOptions, ["--output", str(tmp_path), "--stepps", "7"], "onehead train")
+    quick = load_options(CompareOptions, ["--output", "x", "--quick"], "onehead compare")
     assert quick.quick and quick.model is None
-    with pytest.raises(OptionError, match="steps must be above 0, got -1"):
-        load_dataclass(TrainOptions, ["--output", "x", "--steps", "-1"], "onehead train")
+
+
+# Exit statuses 2 and 78, as they have always been: a value that is out of bounds or in conflict, and one that is not of its type.
+WRONG = [
+    ("train --output x --steps 0", 2, "steps: "),
+    ("train --output x --weight_decay -1", 2, "weight_decay: "),
+    ("train --output x --long_share 1.5", 2, "long_share: "),
+    ("train --output x --sequence 5000", 2, "sequence 5000 is longer than max_positions 4096"),
+    ("train --output x --init y --vocab_size 300", 2, "vocab_size 300 is of a new model"),
+    ("train --output x --steps many", 78, "steps: "),
+    ("convert --model x --output y --threads 1025", 2, "threads: "),
+    ("convert --model x --output y --no-evaluate --data z", 2, "data z is what losses are measured on"),
+    ("plan x --page_size 0", 2, "page_size: "),
+    ("plan x --step_tokens 65537", 2, "step_tokens: "),
+    ("plan x --memory 0.5", 2, "memory: "),
+    ("plan x --memory lots", 78, "memory: "),
+    ("plan x --data .", 2, "data . is what 8 bits are tried on"),
+    ("plan x --picture x.txt", 2, "picture x.txt must be"),
+    ("plan x --dtype float8", 78, "dtype: "),
+    ("compare --output x --quick=yes", 2, "--quick"),
+]
+
+
+@pytest.mark.parametrize(("line", "status", "message"), WRONG)
+def test_wrong_values_of_tools(line: str, status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert cli.main(line.split()) == status
+    except SystemExit as exit:
+        assert exit.code == status
+    printed = capsys.readouterr().err
+    assert message in printed and len(printed.splitlines()) <= 2, printed
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0 and "serve" in capsys.readouterr().out
     assert cli.main([]) == 2
-    assert cli.main(["srve"]) == 2 and "srve" in capsys.readouterr().err
+    capsys.readouterr()
+    assert cli.main(["srve"]) == 2 and capsys.readouterr().err == "onehead: no command 'srve'; did you mean serve?\n"
+    assert cli.main(["xyz"]) == 2 and capsys.readouterr().err == "onehead: no command 'xyz'; onehead --help lists all\n"
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out == f"onehead {version('onehead')}\n"
     assert cli.main(["serve", "--config", "/nowhere"]) == 78 and "/nowhere" in capsys.readouterr().err
 
 

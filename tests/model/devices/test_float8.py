@@ -133,7 +133,7 @@ def test_the_plan_counts_what_the_runner_takes(family: str, tmp_path: Path) -> N
     folder = (make_checkpoint(SHAPES[0], tmp_path) if family == "gpt_bigcode" else make_family_checkpoint(family, 1, tmp_path)).folder
     for dtype in ("float32", "bfloat16"):
         runner = make_runner(folder, "fp8", dtype=dtype)
-        options = PlanOptions(folder, memory=10**9, device="cpu", dtype=dtype, quantization="fp8", cache_dtype="fp8", page_size=16)  # type: ignore[arg-type]
+        options = PlanOptions(model=folder, memory=10**9, device="cpu", dtype=dtype, quantization="fp8", cache_dtype="fp8", page_size=16)  # type: ignore[arg-type]
         plan, spec = make_plan(options), runner.decoder.spec
         assert plan.weight_bytes["fp8"] == runner.weight_bytes and runner.pool.compute_dtype is getattr(torch, dtype)
         assert plan.kv_bytes_per_token["fp8"]["multi_query"] == spec.kv_bytes_per_token(1)
