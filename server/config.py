@@ -7,6 +7,7 @@ an option is an error that names it, wherever it stands. Each component is hande
 import os
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -273,11 +274,8 @@ def _variables(cls: type[BaseSettings]) -> dict[str, str]:
     """
     known: set[str] = set()
     for name, field in ServeSettings.model_fields.items() | cls.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
-            known.update(f"{PREFIX}{name}__{option}".upper() for option in section.model_fields)
-        else:
-            known.add(f"{PREFIX}{name}".upper())
+        options: Iterable[str] = getattr(field.annotation, "model_fields", ())
+        known.update({f"{PREFIX}{name}__{option}".upper() for option in options} or {f"{PREFIX}{name}".upper()})
     given = {
         key: value
         for key, value in os.environ.items()
