@@ -30,7 +30,7 @@ class GenerateSettings(EngineSettings):
 async def generate(settings: GenerateSettings) -> int:
     """Prints prompt and continuation as it comes; the exit status."""
     async with running(settings, ServerSection(log_level="warning")) as engine:
-        sampling = protocol.SamplingParams(
+        sampling = protocol.Sampling(
             temperature=settings.temperature,
             top_k=settings.top_k,
             top_p=settings.top_p,

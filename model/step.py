@@ -20,7 +20,10 @@ PENDING = -1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The defaults draw from the model's distribution unchanged; temperature 0 takes the likeliest."""
+    """How the next token is drawn. The defaults draw from the model's distribution unchanged; temperature 0 takes the likeliest.
+
+    The one description of a draw: requests are made into it, and the API process sends it to the engine as it is.
+    """
 
     temperature: float = 1.0
     top_k: int = 0

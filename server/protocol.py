@@ -1,11 +1,14 @@
 """The messages between the API process and the engine process: frozen, tagged, versioned by VERSION.
 
-Everything on the pipe is the msgpack bytes of one of these; nothing is pickled. It knows nothing of HTTP, text or tensors.
+Everything on the pipe is the msgpack bytes of one of these; nothing is pickled. It knows nothing of HTTP, text or tensors;
+`Sampling` is the model's own description of a draw, carried as it is.
 """
 
 import msgspec
 
-VERSION = 9
+from model.step import Sampling as Sampling
+
+VERSION = 10
 MAX_FRAME_BYTES = 64 * 2**20
 
 
@@ -48,25 +51,6 @@ class Start(Message, frozen=True):
     log_format: str
 
 
-class SamplingParams(Part, frozen=True):
-    """How tokens are drawn: the fields of model.step.Sampling, by the same names."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: list[int] = []
-    bad_words: list[list[int]] = []
-    logprob_token_ids: list[int] = []
-    seed: int = 0
-    choice: int = 0
-
-
 class Submit(Message, frozen=True):
     """A sequence to generate. `output` holds tokens it has already: a sequence replayed after an engine's death goes on behind them."""
 
@@ -76,7 +60,7 @@ class Submit(Message, frozen=True):
     max_new_tokens: int
     min_new_tokens: int
     stop_token_ids: list[int]
-    sampling: SamplingParams
+    sampling: Sampling
     priority: int = 0
     """Lower is served first."""
     num_top: int = 0

@@ -17,12 +17,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from model.checkpoint.conversion import only_pooled
 from model.checkpoint.families import read_spec
 from model.spec import CheckpointError, ModelSpec, OptionError
-from model.step import SampledToken, Sampling
+from model.step import SampledToken
 from server import logs, protocol
 from server.child_process import die_with_parent
 from server.engine.core import EngineCore
@@ -224,7 +222,7 @@ class Worker:
                     message.id,
                     message.prompt,
                     message.max_new_tokens,
-                    Sampling(**msgspec.structs.asdict(message.sampling)),
+                    message.sampling,
                     message.output,
                     message.min_new_tokens,
                     frozenset(message.stop_token_ids),

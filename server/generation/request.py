@@ -4,8 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from msgspec import structs
-
 from server import protocol
 
 
@@ -18,7 +16,7 @@ class Request:
     """
 
     prompt: list[int]
-    sampling: protocol.SamplingParams
+    sampling: protocol.Sampling
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
@@ -39,7 +37,7 @@ class Request:
 
 def with_choices(request: Request, count: int) -> list[Request]:
     """`count` requests that share their prompt and differ in `sampling.choice`, which their random draws depend on."""
-    return [replace(request, sampling=structs.replace(request.sampling, choice=choice)) for choice in range(count)]
+    return [replace(request, sampling=replace(request.sampling, choice=choice)) for choice in range(count)]
 
 
 @dataclass(slots=True, eq=False)

@@ -156,11 +156,11 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     """Whether generation goes on after the end-of-sequence token, up to the limit of tokens. Default: false."""
 
-    def sampling(self, temperature: float, own: Mapping[str, float] = MappingProxyType({})) -> protocol.SamplingParams:
+    def sampling(self, temperature: float, own: Mapping[str, float] = MappingProxyType({})) -> protocol.Sampling:
         """The engine's parameters; `own` has the defaults that differ from none. A seed is drawn here where none was given, so that it
         can be reported and replayed.
         """
-        return protocol.SamplingParams(
+        return protocol.Sampling(
             temperature=temperature,
             top_k=max(0, int(default(self.top_k, int(own.get("top_k", 0))))),
             top_p=default(self.top_p, own.get("top_p", 1.0)),

@@ -65,7 +65,7 @@ class Choice:
             self.max_new,
             self.min_new,
             sorted(self.stops),
-            protocol.SamplingParams(seed=self.seed),
+            protocol.Sampling(seed=self.seed),
             self.priority,
             score_prompt=self.scores,
             grammar=self.grammar,

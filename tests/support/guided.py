@@ -112,7 +112,7 @@ class Engine:
 
     def _submit(self, id: int, asked: Asked) -> None:
         output, ends, prompt = self._outputs[id], frozenset(self.ends), list(asked.prompt)
-        message = protocol.Submit(id, prompt, output, asked.most, 0, self.ends, protocol.SamplingParams(), grammar=asked.grammar)
+        message = protocol.Submit(id, prompt, output, asked.most, 0, self.ends, protocol.Sampling(), grammar=asked.grammar)
         try:
             constraint = self.grammars.constraint(message)
         except ConstraintFailed as error:

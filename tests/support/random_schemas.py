@@ -283,7 +283,7 @@ class Trial:
         return result
 
     def _draw(self, grammar: str, seed: int) -> str | None:
-        message = protocol.Submit(0, [1], [], MOST_TOKENS, 0, self.ends, protocol.SamplingParams(), grammar=grammar)
+        message = protocol.Submit(0, [1], [], MOST_TOKENS, 0, self.ends, protocol.Sampling(), grammar=grammar)
         constraint, rng, output = self.grammars.constraint(message), np.random.default_rng(seed), []
         assert constraint is not None
         output += constraint.forced

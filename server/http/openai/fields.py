@@ -3,9 +3,9 @@
 Every field changes something, stands under "harmless" below at the values that change nothing, or is refused as unknown.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from msgspec import structs
 from pydantic import BeforeValidator, Field, model_validator
 
 from server.generation.request import Request
@@ -175,7 +175,7 @@ class GenerationBody(SamplingBody, LimitedBody):
     def request(self, codec: TextCodec, prompt: list[int]) -> Request:
         """The internal request. Sampling defaults are the checkpoint's own, as vLLM's clients expect on these routes."""
         own = codec.files.sampling_defaults
-        sampling = structs.replace(
+        sampling = replace(
             self.sampling(default(self.temperature, own.get("temperature", 1.0)), own),
             bad_words=[ids for word in self.bad_words or () for ids in bad_word_ids(codec, word)],
             logprob_token_ids=self.logprob_token_ids or [],

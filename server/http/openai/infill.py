@@ -159,10 +159,10 @@ def _prompt(codec: TextCodec, fim: FillInTheMiddle, body: InfillBody) -> tuple[l
     return filling.prompt + begun, healed, filling.stop_token_ids
 
 
-def _sampling(body: InfillBody) -> protocol.SamplingParams:
+def _sampling(body: InfillBody) -> protocol.Sampling:
     """llama.cpp's defaults; a sampler that `samplers` leaves out is off."""
     samplers = ALL_SAMPLERS if body.samplers is None else body.samplers
-    return protocol.SamplingParams(
+    return protocol.Sampling(
         temperature=default(body.temperature, 0.8) if "temperature" in samplers else 1.0,
         top_k=max(0, default(body.top_k, 40)) if "top_k" in samplers else 0,
         top_p=default(body.top_p, 0.95) if "top_p" in samplers else 1.0,

@@ -64,7 +64,7 @@ def engine() -> Iterator[Engine]:
 
 
 def submit(id: int, prompt: list[int], max_new: int) -> protocol.Submit:
-    return protocol.Submit(id, prompt, [], max_new, 0, [], protocol.SamplingParams(seed=id))
+    return protocol.Submit(id, prompt, [], max_new, 0, [], protocol.Sampling(seed=id))
 
 
 def test_tokens_come_in_order_with_gauges(engine: Engine) -> None:

@@ -58,7 +58,7 @@ def start(codec: TextCodec, count: int = 1, **fields: Any) -> tuple[Hand, OpenSt
     hand = Hand()
     generation = Generation(hand, codec, Metrics(), Bounds(64, 64))  # type: ignore[arg-type]
     return hand, generation.start(
-        [Request([1, 2], protocol.SamplingParams(), 50, **fields) for _ in range(count)], generation.admission.reserve("tests")
+        [Request([1, 2], protocol.Sampling(), 50, **fields) for _ in range(count)], generation.admission.reserve("tests")
     )
 
 

@@ -61,7 +61,7 @@ def test_pieces_joined_are_the_one_shot_decode_cut_at_the_first_stop(
     for character in text:
         whole = codec.encode_plain(character)
         ids += whole if data.draw(st.booleans()) else byte_ids(codec, character.encode())
-    made = pieces(codec, ids, Request([1], protocol.SamplingParams(), stop_strings=tuple(stops), keep_stop=keep))
+    made = pieces(codec, ids, Request([1], protocol.Sampling(), stop_strings=tuple(stops), keep_stop=keep))
     assert "".join(piece.text for piece in made) == cut(codec.decode(ids), stops, keep)
     for piece in made:
         piece.text.encode("utf-8")
@@ -74,7 +74,7 @@ def test_pieces_joined_are_the_one_shot_decode_cut_at_the_first_stop(
 @settings(max_examples=500)
 def test_any_bytes_at_all(codec: TextCodec, data: bytes, stops: list[str]) -> None:
     ids = byte_ids(codec, data)
-    made = pieces(codec, ids, Request([1], protocol.SamplingParams(), stop_strings=tuple(stops), keep_stop=False))
+    made = pieces(codec, ids, Request([1], protocol.Sampling(), stop_strings=tuple(stops), keep_stop=False))
     assert "".join(piece.text for piece in made) == cut(data.decode("utf-8", errors="replace"), stops, keep=False)
 
 
@@ -82,7 +82,7 @@ def test_any_bytes_at_all(codec: TextCodec, data: bytes, stops: list[str]) -> No
 @settings(max_examples=300)
 def test_healed_text_is_left_out_however_it_is_cut_into_tokens(codec: TextCodec, healed: str, text: str, data: st.DataObject) -> None:
     ids = [id for character in healed + text for id in byte_ids(codec, character.encode())]
-    made = pieces(codec, ids, Request([1], protocol.SamplingParams(), healed=healed))
+    made = pieces(codec, ids, Request([1], protocol.Sampling(), healed=healed))
     assert "".join(piece.text for piece in made) == text
 
 

@@ -260,7 +260,7 @@ async def observe(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, A
     seeded = body.get("seed", body.get("parameters", {}).get("seed")) is not None
     submits = []
     for submit in engine.submits:
-        sampling = submit.sampling if seeded else msgspec.structs.replace(submit.sampling, seed=0)
+        sampling = submit.sampling if seeded else replace(submit.sampling, seed=0)
         # The fake engine goes on with a submission's own output.
         submits.append(msgspec.structs.asdict(msgspec.structs.replace(submit, sampling=sampling, output=[])))
     return response.status_code, (text, submits)

@@ -67,7 +67,7 @@ async def test_a_route_that_generates_without_being_declared_to_is_an_error(tmp_
 
     def routes(self: TgiRoutes) -> list[Route]:
         async def more(http: Any) -> Response:
-            self.generation.start([Request([1], protocol.SamplingParams())], exchange_of(http).reserved)
+            self.generation.start([Request([1], protocol.Sampling())], exchange_of(http).reserved)
             return JSONResponse({})
 
         more.__annotations__ = {"http": application.Request, "return": Response}

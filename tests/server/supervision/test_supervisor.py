@@ -87,7 +87,7 @@ class Bench:
     def submit(self, seed: int = 0, max_new: int = 10, ends: bool = True) -> int:
         inbox: list[SequenceEvent] = []
         stops = [0] if ends else []
-        submit = protocol.Submit(0, [1, 2, seed], [], max_new, 0, stops, protocol.SamplingParams(seed=seed))
+        submit = protocol.Submit(0, [1, 2, seed], [], max_new, 0, stops, protocol.Sampling(seed=seed))
         id = self.supervisor.submit(submit, inbox.append)
         self.delivered[id] = inbox
         return id

@@ -182,7 +182,7 @@ async def test_a_grammar_that_fails_after_some_tokens_only_is_refused_before(com
 
 
 def submit(grammar: str = "", healed: str = "", output: list[int] | None = None, end: int = END) -> protocol.Submit:
-    return protocol.Submit(0, [1], output or [], 500, 0, [end], protocol.SamplingParams(), grammar=grammar, healed=healed)
+    return protocol.Submit(0, [1], output or [], 500, 0, [end], protocol.Sampling(), grammar=grammar, healed=healed)
 
 
 @pytest.mark.parametrize("part", range(4))
