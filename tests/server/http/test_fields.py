@@ -5,6 +5,7 @@ What is observed: the submissions that reach the engine, and the answer with its
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
