@@ -75,7 +75,8 @@ class Reader:
         self._folder = self._root / page
         self._folder.mkdir()
         (self._folder / ".venv").symlink_to(sys.prefix)
-        (self._folder / "model").symlink_to(ROOT / "model")
+        for name in ("configs", "model"):
+            (self._folder / name).symlink_to(ROOT / name)
 
     def run(self, block: Block) -> str:
         """What the block prints. Fails where it does, and where a request is not answered with 2xx."""
