@@ -146,9 +146,10 @@ Options of `onehead serve`. Each is given in one of three ways, the first of whi
 2. in the environment: `ONEHEAD_ENGINE__THREADS=4`
 3. in a TOML file named by `--config`: `threads = 4` below `[engine]`
 
-An option that does not exist is an error that names it, wherever it stands. `onehead serve --help` prints
-the same list. Other commands that run a model take `--model`, `--config`, and the sections `engine` and
-`cache`: see [commands](commands.md).
+On the command line an option may be written with hyphens as well (`--engine.max-running`), and the model may
+stand alone: `onehead serve MODEL`. An option that does not exist is an error that names the nearest one.
+`onehead serve --help` prints the same list. Other commands that run a model take `--model`, `--config`, and
+the sections `engine` and `cache`: see [commands](commands.md).
 
 """
     text += _options_table("", {name: field for name, field in schema["properties"].items() if name not in SECTIONS})
