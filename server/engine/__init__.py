@@ -1,1 +1,1 @@
-"""The engine process: scheduler, step loop, entry. Only `worker` and `core` touch torch, through model.runner.runner."""
+"""The engine process: scheduler, step loop and entry point. Only `worker` loads torch, through model.runner."""

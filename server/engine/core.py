@@ -1,8 +1,8 @@
-"""EngineCore: scheduler and runner, and the short loop that they make. Knows no processes, pipes or clocks.
+"""EngineCore: the step loop over a scheduler and a runner. It knows nothing of processes, pipes or clocks.
 
-Where the runner computes beside us, a step is launched before the tokens of the one before it are here: its rows take those on the device.
-A step that does not fit into memory is not the end: it is computed without its drafts, then in halves, down to a single token, and only
-a row that does not fit even so fails.
+With an asynchronous runner a step is launched before the tokens of the previous step are known; its rows take those on the device.
+A step that does not fit into memory is computed without its drafts, then in halves, down to a single token; a sequence fails only if
+a single token of it does not fit.
 """
 
 import logging
@@ -16,52 +16,49 @@ from server.engine.scheduler import PromptScored, Scheduler, TokenEvent
 
 log = logging.getLogger("onehead.engine")
 
-OUT_OF_MEMORY = SampleError("the machine's memory does not hold what this request needs for its next token", code="out_of_memory")
+OUT_OF_MEMORY = SampleError("not enough memory to compute the next token of this request", code="out_of_memory")
 NO_TOKEN = 0
-"""Stands for a token that was never drawn: its sequence has failed, and nobody looks at what comes of this."""
+"""Placeholder for a token that was not sampled because its sequence failed; results computed from it are discarded."""
 
 
 class Runner(Protocol):
-    """What computes a plan: model.runner.runner.ModelRunner, or a test's stand-in."""
+    """Computes a step plan. model.runner.runner.ModelRunner implements it."""
 
     @property
     def progress(self) -> int:
-        """A number that grows while a plan is computed."""
+        """A number that grows while a plan is being computed."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Raises MemoryError where the step needs more than there is; nothing is lost by computing any part of it again."""
+        """Computes a step. Raises MemoryError if it does not fit into memory; any part of it may then be computed again."""
 
 
 class PendingStep(Protocol):
-    """A step that is being computed."""
+    """The future of a launched step."""
 
     def result(self) -> StepResult:
-        """Waits for it; the same again when asked again."""
+        """Waits for the step to finish. May be called more than once."""
 
 
 class OverlappingRunner(Runner, Protocol):
-    """One that computes while we do something else: it has `launch`."""
+    """An asynchronous runner: `launch` returns before the step has finished."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Begins a step, behind all that were begun before. A row whose last token is PENDING goes on with what its sequence draws in the
-        step that was launched last. What the plan refers to may change when this has returned. Raises MemoryError as `run` does.
+        """Queues a step after those launched before. A row whose last token is PENDING takes the token that its sequence samples in the
+        previous step. The lists in the plan may change once this has returned. Raises MemoryError as `run` does.
         """
 
 
-def _nothing() -> None: ...
-
-
 class EngineCore:
-    """One model's engine."""
+    """A scheduler, a runner and the step in flight, if any."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
 
-    def step(self, before: Callable[[], None] = _nothing) -> list[TokenEvent | PromptScored]:
-        """Plans and launches a step, and commits the one that was in flight, or this one where nothing overlaps; what came of that. Nothing
-        where there is nothing to do, and after the first of several. `before` is called when it is decided what will be computed.
+    def step(self, before: Callable[[], object] = lambda: None) -> list[TokenEvent | PromptScored]:
+        """Runs one iteration and returns its events. An asynchronous runner launches the planned step and commits the previous one, so
+        the first call has no events; any other runner computes and commits the planned step. `before` is called once the plan is made.
         """
         plan = self.scheduler.plan()
         if not plan.rows:
@@ -71,48 +68,51 @@ class EngineCore:
         return self.scheduler.commit(plan, self._run(plan)) if launch is None else self._launch(launch, plan)
 
     def _launch(self, launch: Callable[[StepPlan], PendingStep], plan: StepPlan) -> list[TokenEvent | PromptScored]:
-        """Launches a step and commits the one before it; both, where this one does not fit into memory as it is."""
+        """Launches a step and commits the one before it; commits both if this one had to be computed in parts for lack of memory."""
         try:
-            flight = launch(plan)
+            pending = launch(plan)
         except MemoryError as error:
             reason = str(error)
         else:
-            return self._commit_in_flight((plan, flight))
-        # Before anything is committed: what the plan says of outputs holds only as long as they are what they were.
+            return self._commit_in_flight((plan, pending))
+        # Computed before the previous step is committed, as a commit changes the outputs that this plan refers to.
         result = self._run_smaller(self._with_sampled_tokens(plan), reason)
         return self._commit_in_flight(None) + self.scheduler.commit(plan, result)
 
-    def _commit_in_flight(self, behind: tuple[StepPlan, PendingStep] | None) -> list[TokenEvent | PromptScored]:
-        """Commits the step in flight, if there is one; another may fly behind it."""
-        landing, self._in_flight = self._in_flight, behind
-        if landing is None:
+    def _commit_in_flight(self, following: tuple[StepPlan, PendingStep] | None) -> list[TokenEvent | PromptScored]:
+        """Commits the step in flight, if any; `following` takes its place."""
+        in_flight, self._in_flight = self._in_flight, following
+        if in_flight is None:
             return []
-        plan, flight = landing
-        return self.scheduler.commit(plan, flight.result())
+        plan, pending = in_flight
+        return self.scheduler.commit(plan, pending.result())
 
     def _with_sampled_tokens(self, plan: StepPlan) -> StepPlan:
-        """The plan with the tokens that were not known when it was made."""
+        """The plan with each PENDING token replaced by the token that the step in flight samples."""
         if self._in_flight is None:
             return plan
-        before, flight = self._in_flight
-        drawn = {row.sequence: draw for row, draw in zip(before.rows, flight.result().drawn, strict=True)}
-        return StepPlan(tuple(_with_sampled_tokens(row, drawn.get(row.sequence)) for row in plan.rows), plan.clear)
+        before, pending = self._in_flight
+        drawn = {row.sequence: draw for row, draw in zip(before.rows, pending.result().drawn, strict=True)}
+        return StepPlan(tuple(_with_sampled_token(row, drawn.get(row.sequence)) for row in plan.rows), plan.clear)
 
     def _run(self, plan: StepPlan) -> StepResult:
         try:
             return self.runner.run(plan)
         except MemoryError as error:
-            reason = str(error)  # The error itself keeps alive what the step had made.
+            reason = str(error)  # Keeping the error would keep the tensors of the failed step alive.
         return self._run_smaller(plan, reason)
 
     def _run_smaller(self, plan: StepPlan, reason: str) -> StepResult:
-        """A plan that did not fit into memory."""
+        """Computes a plan that did not fit into memory in smaller steps."""
         num_tokens = sum(len(row.tokens) for row in plan.rows)
         log.warning("a step of %d sequences and %d tokens does not fit into memory: %s", len(plan.rows), num_tokens, reason)
         if any(row.drafts for row in plan.rows):
             return self._run(StepPlan(tuple(_without_drafts(row) for row in plan.rows), plan.clear))
         if num_tokens == 1:
-            return self._retry_one_token(plan)
+            try:  # Again: the parts computed before have freed their memory.
+                return self.runner.run(plan)
+            except MemoryError:
+                return StepResult((OUT_OF_MEMORY,))
         if len(plan.rows) == 1:
             return self._run_parts(*_halves(plan.rows[0]), plan.clear)
         half = len(plan.rows) // 2
@@ -120,24 +120,17 @@ class EngineCore:
         right = self._run(StepPlan(plan.rows[half:]))
         return StepResult(left.drawn + right.drawn, {**left.scored, **{half + i: scored for i, scored in right.scored.items()}})
 
-    def _retry_one_token(self, plan: StepPlan) -> StepResult:
-        """A single token, for which memory may be there now that others' steps have given theirs back."""
-        try:
-            return self.runner.run(plan)
-        except MemoryError:
-            return StepResult((OUT_OF_MEMORY,))
-
     def _run_parts(self, first: Row, second: Row, clear: tuple[int, ...]) -> StepResult:
-        """One row's tokens in two steps."""
+        """Computes the two halves of one row in two steps."""
         before = self._run(StepPlan((first,), clear))
         if isinstance(before.drawn[0], SampleError):
             return StepResult((before.drawn[0],))
-        behind = self._run(StepPlan((second,)))
-        scored: list[SampledToken] = [*before.scored.get(0, ()), *behind.scored.get(0, ())]
-        return StepResult(behind.drawn, {0: scored} if scored else {})
+        after = self._run(StepPlan((second,)))
+        scored: list[SampledToken] = [*before.scored.get(0, ()), *after.scored.get(0, ())]
+        return StepResult(after.drawn, {0: scored} if scored else {})
 
 
-def _with_sampled_tokens(row: Row, drawn: SampledToken | SampleError | None) -> Row:
+def _with_sampled_token(row: Row, drawn: SampledToken | SampleError | None) -> Row:
     if row.tokens[-1] != PENDING or row.sample is None:
         return row
     token = drawn.token if isinstance(drawn, SampledToken) else NO_TOKEN
@@ -146,12 +139,12 @@ def _with_sampled_tokens(row: Row, drawn: SampledToken | SampleError | None) -> 
 
 
 def _without_drafts(row: Row) -> Row:
-    """The row without its guesses; who planned them takes them for wrong ones."""
+    """The row without its draft tokens; the scheduler treats them as rejected."""
     return replace(row, tokens=row.tokens[: len(row.tokens) - row.drafts], drafts=0)
 
 
 def _halves(row: Row) -> tuple[Row, Row]:
-    """The row cut in two: its first tokens, which draw nothing, and the others."""
+    """The row in two halves: the first samples nothing, the second samples as the row does."""
     half = len(row.tokens) // 2
     early = late = None
     if row.scoring is not None:

@@ -1,43 +1,44 @@
-"""Drafter: guesses a sequence's next tokens from its own text, to be checked together in one step (prompt lookup, Saxena 2023).
+"""Drafter: n-gram speculative decoding (prompt lookup, Saxena 2023). It drafts a sequence's next tokens from the sequence's own text.
 
-A step that reads all weights for one token computes a few more at nearly the same cost. Where the last tokens stood before, what followed
-them then is guessed to follow again; the model draws at every place as ever, so a guess can be wasted and can never change an outcome.
-How much is guessed follows what became of earlier guesses. It knows no model, page or step.
+A decode step is bound by reading the weights, so verifying a few draft tokens costs little more than computing one token. Where the
+last tokens occurred before, the tokens that followed them there are the draft. The model still samples at every position, so a wrong
+draft wastes time but never changes the output. The draft length adapts to how many tokens were accepted. It knows nothing of models,
+pages or steps.
 """
 
 from collections.abc import Mapping, Sequence
 
 MAX_SPECULATIVE_STEP = 16
-"""Tokens of a step that has drafts: in larger ones arithmetic costs more than reading the weights, and another row is not free."""
+"""Most tokens in a step with drafts: larger steps are bound by arithmetic, where draft tokens are not free."""
 MAX_DRAFT = 12
-"""Tokens of a draft: the longer, the less likely its end, and one sequence alone nearly fills MAX_SPECULATIVE_STEP."""
+"""Most tokens in a draft: the last tokens of a long draft are rarely accepted."""
 INITIAL_DRAFT = 1
-"""Tokens of a sequence's first draft: it costs the least where nothing repeats, and whole lines are copied soon enough by doubling."""
+"""Tokens in a first draft: cheap where the text does not repeat; accepted drafts double it."""
 ORDERS = (3, 2)
-"""Tokens that must have stood together before, the more telling first; two are enough only where guesses have come true of late."""
+"""n of the n-grams looked up, longest first; the last only while recent drafts have been accepted."""
 INITIAL_BACKOFF, MAX_BACKOFF = 3, 8
-"""A draft that fails whole is followed by a rest of 2 ** doubt - 1 tokens, at first 15, at most 255: two rows in a hundred are wasted on
-what repeats nothing. With one more to begin with, greedy code gets a tenth fewer of its tokens from drafts.
+"""After a draft of which no token was accepted, no draft is made for 2 ** backoff - 1 tokens: 15 at first, at most 255. Text without
+repetition then wastes 2 % of its rows; an initial backoff of 4 would cost greedy code a tenth of its accepted tokens.
 """
 BACKOFF_RECOVERY = 2
-"""Doubt that goes when anything of a draft comes true, against 1 that comes when nothing does: one guess in three is worth its rows."""
+"""Decrease of the backoff when any token of a draft is accepted; it grows by 1 when none is."""
 
 
 class Drafter:
-    """One sequence's. `prompt` and every `output` that it is asked with are the same text, which only grows."""
+    """The drafter of one sequence. Each `output` passed to `draft` extends the one before."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens = list(prompt)
         self._num_prompt = len(self._tokens)
         self._continuations: dict[tuple[int, ...], int] = {}
-        """What stood together -> where it went on last."""
+        """n-gram -> the position after its last occurrence."""
         self._num_indexed = 0
         self._length = INITIAL_DRAFT
         self._backoff = INITIAL_BACKOFF
         self._paused_until = 0
 
     def draft(self, output: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow prompt and output; none where nothing recurs, or while it rests."""
+        """Up to `most` draft tokens that may follow prompt and output; none without a repetition, or during a backoff."""
         most = min(most, self._length)
         if most < 1 or len(output) < self._paused_until:
             return []
@@ -50,7 +51,7 @@ class Drafter:
         return []
 
     def _index(self) -> None:
-        """Takes in what has come since; the last tokens' own place is not known yet, as nothing follows them."""
+        """Adds the n-grams of new tokens, except those at the end of the text, which nothing follows yet."""
         tokens = self._tokens
         for end in range(max(self._num_indexed, 1), len(tokens)):
             for order in ORDERS:
@@ -59,7 +60,7 @@ class Drafter:
         self._num_indexed = len(tokens)
 
     def _copy(self, place: int, count: int) -> list[int]:
-        """What follows from a place on; behind the text's end, its own beginning: what has a period goes on with it."""
+        """`count` tokens from position `place` on; past the end of the text the copied tokens repeat."""
         draft = self._tokens[place : place + count]
         period = len(draft)
         while len(draft) < count:
@@ -67,7 +68,7 @@ class Drafter:
         return draft
 
     def record_outcome(self, num_output: int, num_drafted: int, num_accepted: int) -> None:
-        """Learns from a draft, behind an output that is now `num_output` long, how much to guess next and when."""
+        """Adapts draft length and backoff to the outcome of a draft; the output now has `num_output` tokens."""
         if num_accepted == num_drafted:
             self._length = max(self._length, min(MAX_DRAFT, 2 * num_drafted))
         else:
@@ -79,10 +80,10 @@ class Drafter:
             self._paused_until = num_output + 2**self._backoff - 1
 
 
-def divide(room: int, wishes: Mapping[int, int]) -> dict[int, int]:
-    """Who gets how much of `room`: what was wished for, or an equal part where that is less; earlier ones have what does not divide."""
+def divide(budget: int, wishes: Mapping[int, int]) -> dict[int, int]:
+    """Divides a token budget: each id gets its wish, or an equal part if that is less; the smallest wishes get the remainder."""
     shares: dict[int, int] = {}
     for id in sorted(wishes, key=lambda id: wishes[id]):
-        shares[id] = min(wishes[id], -(-room // (len(wishes) - len(shares))))
-        room -= shares[id]
+        shares[id] = min(wishes[id], -(-budget // (len(wishes) - len(shares))))
+        budget -= shares[id]
     return shares

@@ -1,33 +1,22 @@
-"""Grammars: what a grammar, or the seam of a healed prompt, allows next; token by token, as bit masks over the vocabulary.
+"""Grammars: constraints on the next token, as bit masks over the vocabulary.
 
-llguidance does the parsing. Invariant: a mask, and whether a limit is reached, depend on the grammar and the output alone.
-It knows nothing of how a grammar was asked for: server.text.grammar has checked it under the same limits.
+A constraint comes from a grammar (structured output) or from token healing: prompt text that was cut off and must be generated again.
+llguidance does the parsing. Invariant: a mask, and whether a limit is exceeded, depend on the grammar and the output alone. The API
+process has already compiled each grammar under the same limits (server.text.grammar).
 """
 
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer
 
 from model.spec import CheckpointError
-from server import guidance
+from server import guidance, protocol
 from server.engine.sequence import Constraint, ConstraintFailed
 
 
-class Asked(Protocol):
-    """The part of protocol.Submit that this module reads."""
-
-    @property
-    def grammar(self) -> str: ...
-    @property
-    def healed(self) -> str: ...
-    @property
-    def output(self) -> list[int]: ...
-
-
 class Grammars:
-    """The grammars of one model's tokenizer. `ends`: what ends a text that satisfies a grammar."""
+    """Makes the constraints of one tokenizer. `ends`: the end-of-sequence tokens, allowed where the output satisfies the grammar."""
 
     def __init__(self, path: Path, ends: list[int]) -> None:
         self._path = path
@@ -41,14 +30,14 @@ class Grammars:
         except ValueError as error:
             raise CheckpointError(str(error)) from None
 
-    def constraint(self, asked: Asked) -> Constraint | None:
-        """The constraint of a submission, after the output it comes with; None where it has none. Raises ConstraintFailed."""
-        if asked.grammar:
-            return GrammarConstraint(self._matcher(asked.grammar), asked.output)
-        if not asked.healed:
+    def constraint(self, submit: protocol.Submit) -> Constraint | None:
+        """The constraint of a submission, advanced over its output so far; None if it has none. Raises ConstraintFailed."""
+        if submit.grammar:
+            return GrammarConstraint(self._matcher(submit.grammar), submit.output)
+        if not submit.healed:
             return None
-        matcher = self._matcher(LLMatcher.grammar_from_regex(f"(?s:{_literal(asked.healed)}.*)"))
-        return HealingConstraint(self.tokenizer, matcher, asked.healed, asked.output)
+        matcher = self._matcher(LLMatcher.grammar_from_regex(f"(?s:{_literal(submit.healed)}.*)"))
+        return HealingConstraint(self.tokenizer, matcher, submit.healed, submit.output)
 
     def _matcher(self, grammar: str) -> LLMatcher:
         matcher = guidance.new_matcher(self.tokenizer, grammar)
@@ -57,15 +46,15 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """A grammar to be satisfied from the first token of the output to its last."""
+    """The whole output must match a grammar."""
 
     def __init__(self, matcher: LLMatcher, output: list[int]) -> None:
         self._matcher = matcher
         self.mask: bytes | None = None
         self.forced: list[int] = []
         self._consume([])
-        # Masks fill the lexer's tables, which have limits. A replayed sequence computes those that it computed before, or it would have
-        # more left than at the same token without the replay.
+        # Computing a mask uses up the lexer's limits. A replay computes the same masks again, so that a limit is exceeded at the same
+        # token as without the replay.
         position = 0
         while position + len(self.forced) < len(output):
             position += len(self.forced) + 1
@@ -84,7 +73,7 @@ class GrammarConstraint:
 
 
 class HealingConstraint:
-    """The text that was cut off the end of a prompt, to be written again, in whatever tokens; then anything."""
+    """The output must begin with the text that was cut off the prompt, in any tokens; after that it is free."""
 
     def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, text: str, output: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -109,9 +98,9 @@ class HealingConstraint:
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise ConstraintFailed("its grammar became too complex to be followed further")
+        raise ConstraintFailed("the grammar became too complex to continue")
 
 
 def _literal(text: str) -> str:
-    """A regular expression for exactly this text."""
+    """A regular expression that matches exactly this text."""
     return "".join(f"\\x{{{ord(character):x}}}" for character in text)

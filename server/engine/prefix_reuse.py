@@ -1,7 +1,8 @@
-"""PrefixReuse: blocks of tokens that sequences have computed, and those that one of them is about to compute, so that nobody else does.
+"""Prefix reuse: computed blocks, and blocks claimed by a running sequence.
 
-Invariant: a block is claimed by a running sequence that has all its tokens and has not computed it, or by nobody. It allocates nothing
-and decides nothing about who runs.
+A sequence claims the blocks that it is about to compute; a new sequence with the same prefix waits for them instead of computing them
+again. Invariant: a claimed block belongs to one running sequence, which has all its tokens and has not computed it. This module
+allocates no pages and does not decide which sequence runs.
 """
 
 from cache.layout import CacheLayout
@@ -11,23 +12,23 @@ from server.engine.sequence import Sequence
 
 
 class PrefixReuse:
-    """The blocks of a scheduler's sequences."""
+    """The prefix cache of a scheduler, and the claims of its sequences."""
 
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
         self.prefixes = PrefixCache(allocator, layout)
         self._page_size = layout.page_size
         self._claims: dict[bytes, int] = {}
-        """Name of a block -> the running sequence that is about to compute it, for which others that begin with it wait."""
+        """Hash of a block -> id of the running sequence that is about to compute it."""
 
     def find(self, sequence: Sequence) -> list[Block] | None:
-        """The blocks behind which a newcomer can begin; None while somebody computes the next one."""
+        """The cached blocks that a new sequence begins with; None while a running sequence computes the next one."""
         most = sequence.num_skippable // self._page_size
         links = sequence.links(most, self._page_size)
         blocks = self.prefixes.match(links)
         return None if len(blocks) < most and links[len(blocks)].name in self._claims else blocks
 
     def begin(self, sequence: Sequence, blocks: list[Block]) -> None:
-        """Starts a sequence behind blocks that were computed before, and claims those that it will compute of what it has."""
+        """Gives a sequence the pages of cached blocks, and claims the blocks of its tokens that no other sequence has claimed."""
         if blocks:
             sequence.table.share(self.prefixes.prefix(blocks))
             sequence.num_computed = len(blocks) * self._page_size
@@ -38,7 +39,7 @@ class PrefixReuse:
                 sequence.claims.append(link.name)
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Lists the blocks that the computation of tokens `start` .. `end` - 1 has completed."""
+        """Adds to the prefix cache the blocks that are complete now that tokens `start` .. `end` - 1 are computed."""
         first, last = start // self._page_size, end // self._page_size
         for index, link in enumerate(sequence.links(last, self._page_size)[first:], start=first):
             block = self.prefixes.publish(link, sequence.table, index)
@@ -49,17 +50,17 @@ class PrefixReuse:
                 sequence.claims.remove(link.name)
 
     def release_claims(self, sequence: Sequence) -> None:
-        """Gives up what a sequence has claimed: it will not compute it now."""
+        """Releases the claims of a sequence that stops running."""
         for name in sequence.claims:
             del self._claims[name]
         sequence.claims.clear()
 
     def retract(self, sequence: Sequence, found: bool) -> None:
-        """Forgets what a failed sequence has listed, and what it found, if that may have been wrong, too."""
+        """Removes from the prefix cache the blocks that a corrupt sequence added and, with `found`, those that it reused."""
         for block in sequence.published + (sequence.found if found else []):
             self.prefixes.retract(block)
 
     def integrity(self, running: list[Sequence]) -> list[str]:
-        """What is inconsistent, in words; empty when all is well."""
+        """Inconsistencies, in words; empty if there are none."""
         claims = {name: sequence.id for sequence in running for name in sequence.claims}
-        return self.prefixes.integrity() + ([] if claims == self._claims else ["blocks are claimed by nobody who runs"])
+        return self.prefixes.integrity() + ([] if claims == self._claims else ["claims and running sequences differ"])

@@ -1,10 +1,10 @@
-"""Scheduler: what the next step computes. Sans-I/O: no clock, no randomness, no torch, no pipe.
+"""Scheduler: continuous batching. It decides what the next step computes. Sans-I/O: no clock, randomness, torch or pipe.
 
-A step plan gives each running sequence some of its pending tokens. Chunked prompts, generation, preemption by recompute and replay
-are that one rule. A step may be planned while the one before it is in flight: nobody is preempted then, and who ends keeps its pages
-until no step in flight has a row of it. Progress: sequences are ordered by priority, then arrival; only the last in that order is ever
-preempted, its pages are usable in the same step, and the first fits the pool by admission; so the first always finishes, and by
-induction so does everyone before whom no more arrive.
+A step plan gives each running sequence some of its pending tokens. Chunked prefill, decode, preemption by recompute and replay after
+a crash all follow from that rule. A step may be planned while the previous one is in flight: nothing is preempted then, and a sequence
+that ends keeps its pages until no step in flight has a row of it. Progress: sequences are ordered by (priority, arrival); only the last
+one is ever preempted, its pages are usable in the same step, and admission ensures that the first fits the pool. So the first always
+finishes, and by induction every sequence does.
 """
 
 import logging
@@ -31,12 +31,12 @@ _key = attrgetter("key")
 
 
 class NeverFits(Exception):
-    """A sequence that could not run even alone: more tokens than the context or the whole pool holds."""
+    """A sequence may need more tokens than the context or the whole KV cache holds, so it could not run even alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a scheduler is given to share out. `step_tokens` is the token budget of a step and at least `max_running`."""
+    """The resources of a scheduler. `step_tokens`, the token budget of a step, is at least `max_running`."""
 
     num_pages: int
     layout: CacheLayout
@@ -46,12 +46,12 @@ class Limits:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sequence can have at most."""
+        """The most tokens that one sequence can have."""
         return self.layout.most_tokens(self.num_pages, self.step_tokens, self.max_context)
 
 
 class TokenEvent(Struct, frozen=True, gc=False):
-    """A sequence got one more token: which, its place in the output, and why it is the last, if it is. Or it failed, and is gone."""
+    """One more token of a sequence, with its index in the output and the finish reason if it is the last; or the error that ended it."""
 
     id: int
     index: int
@@ -61,7 +61,7 @@ class TokenEvent(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Log-probabilities of prompt tokens `first`, first + 1, ... of a sequence."""
+    """Log-probabilities of the prompt tokens `first`, first + 1, ... of a sequence."""
 
     id: int
     first: int
@@ -69,13 +69,15 @@ class PromptScored:
 
 
 class Scheduler:
-    """Owns every open sequence and every page. `plan`, run the plan, `commit`; `submit` and `cancel` in between. `drafter_for` gives each
-    sequence somebody who guesses its next tokens; None speculates on nothing.
+    """Owns every open sequence and every page of the KV cache. Call `plan`, run the plan, `commit`; `submit` and `cancel` in between.
+    `drafter_for` returns a sequence's n-gram drafter; None disables speculative decoding.
     """
 
     def __init__(self, limits: Limits, drafter_for: Callable[[Sequence], Drafter] | None = None) -> None:
         if limits.step_tokens < limits.max_running:
-            raise ValueError(f"step_tokens {limits.step_tokens} is below max_running {limits.max_running}: each running one needs a token")
+            raise ValueError(
+                f"step_tokens {limits.step_tokens} is below max_running {limits.max_running}: each running sequence needs a token"
+            )
         self.limits = limits
         self._drafter_for = drafter_for
         self._capacity = limits.capacity
@@ -84,26 +86,24 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}
         self._ended_in_flight: set[Sequence] = set()
-        """Who has ended with a row in flight, and holds its pages."""
+        """Sequences that have ended and hold their pages until their last row in flight is committed."""
         self._in_flight: deque[list[Sequence]] = deque()
-        """Of each step that was planned and not committed, whose rows it has: an id may come again before its row is back."""
+        """For each step in flight, the sequences of its rows; their ids may be used again before the step is committed."""
         self._prefix_reuse = PrefixReuse(self.allocator, limits.layout)
         self._pages_to_clear: list[int] = []
-        """Free pages that may hold NaN: a masked slot still counts 0 * NaN, so they are cleared before anyone has them."""
+        """Free pages that may hold NaN. The next step zeroes them, as 0 * NaN would leak through masked slots."""
         self._started: list[Sequence] = []
         self.num_preemptions = 0
         self.num_computed_tokens = 0
         self.num_queried_tokens = 0
-        """Of all sequences, when they were let in first."""
+        """Tokens looked up in the prefix cache, when sequences are first admitted."""
         self.num_hit_tokens = 0
-        """Those among them whose pages were there."""
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
-        """Those among them that came true."""
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is open, or any step in flight."""
+        """Whether any sequence is open or any step in flight."""
         return bool(self.running or self.waiting or self._in_flight)
 
     def submit(
@@ -122,7 +122,7 @@ class Scheduler:
         constraint: Constraint | None = None,
         salt: str = "",
     ) -> None:
-        """Admits a sequence to the queue. Raises NeverFits, and ValueError for an empty prompt, a used id or nothing to generate."""
+        """Adds a sequence to the queue. Raises NeverFits, and ValueError for an empty prompt, a used id or nothing to generate."""
         output = list(output or ())
         if not prompt or max_new_tokens <= len(output) or id in self.running or id in self.waiting:
             raise ValueError(f"sequence {id}: {len(prompt)} prompt tokens, {len(output)} of {max_new_tokens} generated, or a used id")
@@ -142,13 +142,13 @@ class Scheduler:
             salt,
         )
         if sequence.most_tokens > self._capacity:
-            raise NeverFits(f"sequence {id} may grow to {sequence.most_tokens} tokens; at most {self._capacity} fit")
+            raise NeverFits(f"sequence {id} may need {sequence.most_tokens} tokens; at most {self._capacity} fit")
         if self._drafter_for is not None and constraint is None:
             sequence.drafter = self._drafter_for(sequence)
         self.waiting.put(sequence)
 
     def cancel(self, id: int) -> None:
-        """Forgets a sequence and frees its pages; an unknown id, one that has just ended, is fine."""
+        """Ends a sequence and frees its pages. An unknown id, as of a sequence that has just finished, is ignored."""
         self.waiting.pop(id, None)
         sequence = self.running.pop(id, None)
         if sequence is None:
@@ -165,8 +165,8 @@ class Scheduler:
             self._pages_to_clear.extend(freed)
 
     def plan(self) -> StepPlan:
-        """The next step: everyone running gets a token of the budget, the first more if pending, then the queue is let in. It has no rows
-        where there is nothing to compute before a step in flight has been committed.
+        """Plans the next step: every running sequence gets one token of the budget, the first ones more if pending, then sequences are
+        admitted from the queue. The plan is empty if nothing can be computed before the step in flight is committed.
         """
         counts: dict[int, int] = {}
         budget = self.limits.step_tokens
@@ -174,11 +174,11 @@ class Scheduler:
         ready = sorted([sequence for sequence in self.running.values() if not sequence.needs_pending_token], key=_key)
         num_others = len(self.running) - len(ready)
         if num_others and self._would_alternate(ready):
-            # Computed without the others they would take turns for ever, in steps that cost as much as one of all.
+            # Two groups of sequences would alternate for ever, each in steps that cost as much as one with all of them.
             return StepPlan(())
         for sequence in ready:
             if sequence.id not in self.running:
-                break  # Preempted for one before it, and so is everyone after it.
+                break  # Preempted for an earlier one, as are all after it.
             count = sequence.num_pending
             if count > 1:
                 count = min(count, budget - (len(self.running) - num_others - len(counts) - 1))
@@ -188,20 +188,20 @@ class Scheduler:
                 break
             counts[sequence.id] = count
             budget -= count
-        # Pages that were short a moment ago are not for newcomers.
+        # If pages were just too few, no sequence is admitted.
         while budget and self.num_preemptions == preemptions and (newcomer := self._admit(budget)):
             counts[newcomer.id] = min(newcomer.num_pending, budget)
             budget -= counts[newcomer.id]
         return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {}) if counts else StepPlan(())
 
     def _would_alternate(self, ready: list[Sequence]) -> bool:
-        """Whether others wait for what they draw, and so does each of these at every other step."""
+        """Whether all these sequences, and some that wait for a token in flight, can be planned only every other step."""
         if not all(sequence.is_serial and sequence.num_pending == 1 for sequence in ready):
             return False
         return any(sequence.is_serial and sequence.needs_pending_token for sequence in self.running.values())
 
     def _launch(self, counts: dict[int, int], drafts: dict[int, list[int]]) -> StepPlan:
-        """The plan that computes so many tokens of each, taken for one in flight from here on."""
+        """The plan that computes `counts` tokens of each sequence; from now on it counts as in flight."""
         sequences = [self.running[id] for id in counts]
         rows = [sequence.row(counts[sequence.id], drafts.get(sequence.id)) for sequence in sequences]
         for sequence, row in zip(sequences, rows, strict=True):
@@ -211,25 +211,25 @@ class Scheduler:
         return StepPlan(tuple(rows), clear)
 
     def _draft(self, counts: dict[int, int]) -> dict[int, list[int]]:
-        """Guesses to be checked in a step of these rows, with slots for them: only where rows and pages are to spare. What is wrong gives
-        its pages back at once, so that a guess never takes the place of a token.
+        """Draft tokens to verify in a step of these rows, with slots for them, if the step has rows and the pool has pages to spare.
+        Rejected ones free their pages at commit, so drafts never displace other tokens.
         """
-        room = min(MAX_SPECULATIVE_STEP, self.limits.step_tokens) - len(counts)
-        if room < 1 or any(number > 1 for number in counts.values()):
+        budget = min(MAX_SPECULATIVE_STEP, self.limits.step_tokens) - len(counts)
+        if budget < 1 or any(number > 1 for number in counts.values()):
             return {}
-        wishes = {id: guesses for id in counts if (guesses := self.running[id].draft(room))}
+        wishes = {id: drafted for id in counts if (drafted := self.running[id].draft(budget))}
         drafts = {}
-        for id, number in divide(room, {id: len(guesses) for id, guesses in wishes.items()}).items():
-            sequence, guesses = self.running[id], wishes[id][:number]
-            while guesses and sequence.table.missing(*[sequence.num_tokens + len(guesses)] * 2) > self.allocator.num_available:
-                guesses.pop()
-            sequence.table.grow(*[sequence.num_tokens + len(guesses)] * 2)
-            drafts[id] = guesses
+        for id, number in divide(budget, {id: len(drafted) for id, drafted in wishes.items()}).items():
+            sequence, drafted = self.running[id], wishes[id][:number]
+            while drafted and sequence.table.missing(*[sequence.num_tokens + len(drafted)] * 2) > self.allocator.num_available:
+                drafted.pop()
+            sequence.table.grow(*[sequence.num_tokens + len(drafted)] * 2)
+            drafts[id] = drafted
         return drafts
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Gives `sequence` slots to compute `count` more tokens, preempting the last in order as needed; False where that was itself, or
-        would be while a step is in flight, which may give back what is missing.
+        """Gives `sequence` slots to compute `count` more tokens, preempting the last sequences in order as needed. False if it was
+        itself preempted, or if a step in flight, which may free pages, forbids preemption.
         """
         end = sequence.num_computed + count
         while sequence.table.missing(sequence.num_tokens, end) > self.allocator.num_available:
@@ -243,7 +243,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to its place in the queue without pages: its tokens stay, and are computed again."""
+        """Returns a sequence to the queue and frees its pages. It keeps its tokens, which are recomputed later."""
         del self.running[sequence.id]
         self._prefix_reuse.release_claims(sequence)
         sequence.table.release()
@@ -252,7 +252,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, budget: int) -> Sequence | None:
-        """Moves the head of the queue into the running set, if there is a place, with slots to compute `budget` of its tokens."""
+        """Admits the first waiting sequence, with slots for up to `budget` of its tokens, if max_running and the pool allow it."""
         sequence = self.waiting.first()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
@@ -275,24 +275,24 @@ class Scheduler:
             self.num_hit_tokens += sequence.num_computed
 
     def _fits(self, sequence: Sequence, blocks: list[Block], budget: int) -> bool:
-        """Whether pages can be had for a newcomer that begins with these, and to spare for all who run: else it would soon be preempted."""
+        """Whether the pool has pages for a new sequence with these cached blocks, and spare pages for each running one."""
         shared = [page for pages in self._prefix_reuse.prefixes.prefix(blocks) for page in pages]
         end = min(sequence.num_tokens, len(blocks) * self.limits.layout.page_size + budget)
         needed = sequence.table.missing(sequence.num_tokens, end) - len(shared)
-        # Those that nobody owns yet can be had by nobody else then.
+        # Cached pages without an owner stop being available.
         needed += sum(page != DROPPED and not self.allocator.owners(page) for page in shared)
         return needed + len(self.running) * self.limits.layout.pages_per_step <= self.allocator.num_available
 
     def take_started(self) -> list[Sequence]:
-        """Sequences that left the queue for the first time since this was last asked."""
+        """Sequences admitted for the first time since the last call."""
         started, self._started = self._started, []
         return started
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent | PromptScored]:
-        """Takes in what the first step in flight brought. Sequences that finish are gone when this returns, and their pages free unless
-        another step in flight has a row of them.
+        """Applies the result of the oldest step in flight and returns its events. Sequences that finish are removed, and their pages
+        freed unless another step in flight has a row of them.
         """
-        news: list[TokenEvent | PromptScored] = []
+        events: list[TokenEvent | PromptScored] = []
         for index, (sequence, row, drawn) in enumerate(zip(self._in_flight.popleft(), plan.rows, result.drawn, strict=True)):
             sequence.on_committed(row)
             if self.running.get(row.sequence) is not sequence:
@@ -311,24 +311,24 @@ class Scheduler:
                 first = sequence.num_scored
                 prompt_scores, forced = sequence.take_scored(list(result.scored[index]))
                 if not isinstance(drawn, SampleError):
-                    news.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
+                    events.extend([PromptScored(sequence.id, first, prompt_scores)] if prompt_scores else [])
                     outcomes += forced
             if not isinstance(drawn, SampleError):
                 self._on_computed(sequence, row.start, end)
             if drawn is not None:
                 outcomes.append(drawn)
-            self._append_tokens(sequence, outcomes, news)
-        return news
+            self._append_tokens(sequence, outcomes, events)
+        return events
 
     def _on_computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Tokens `start` .. `end` - 1 are computed: others may have their pages, and it may need some others no more."""
+        """Publishes the blocks completed by tokens `start` .. `end` - 1, and drops pages that slid out of attention windows."""
         if start // self._page_size != end // self._page_size:
             self._prefix_reuse.publish(sequence, start, end)
         if self._has_windows:
             sequence.table.drop(end)
 
     def _discard(self, sequence: Sequence, drawn: SampledToken | SampleError | None) -> None:
-        """Takes in what a sequence brought that has ended meanwhile: of no use, but for what it may have done to its pages."""
+        """Discards a row of a sequence that has ended since; its pages may still have become corrupt."""
         if _is_corrupt(drawn):
             self._mark_corrupt(sequence, found=True)
         if not sequence.num_in_flight:
@@ -336,12 +336,12 @@ class Scheduler:
             self._release(sequence)
 
     def _mark_corrupt(self, sequence: Sequence, found: bool) -> None:
-        """Its pages may hold numbers that are not finite, and so perhaps may those that it found."""
+        """Marks the pages of a sequence as possibly non-finite; with `found`, the cached blocks that it reused too."""
         sequence.corrupt = True
         self._prefix_reuse.retract(sequence, found)
 
     def _accept_drafts(self, sequence: Sequence, row: Row, accepted: list[SampledToken | SampleError]) -> int:
-        """Takes a row's tokens for computed, but for guesses that were wrong; the position behind them."""
+        """Accounts for the accepted draft tokens of a row and returns the position after the last computed token."""
         end = row.start + len(row.tokens) - row.drafts + len(accepted)
         sequence.take_accepted(row, [draw.token for draw in accepted if isinstance(draw, SampledToken)])
         self.num_drafted_tokens += row.drafts
@@ -351,14 +351,16 @@ class Scheduler:
         return end
 
     def _recompute_without_drafts(self, sequence: Sequence) -> None:
-        """Numbers that are not finite may be a wrong guess's alone, and reach the tokens before it through masked slots: what is to come
-        of this sequence is seen when it is computed again without guesses, over clean pages. It keeps its place meanwhile.
+        """Non-finite logits may come from a rejected draft, through masked slots: recomputes the sequence without drafts on zeroed
+        pages. It stays in the running set.
         """
         sequence.drafter, sequence.num_computed = None, 0
         self._pages_to_clear.extend(sequence.table.release())
 
-    def _append_tokens(self, sequence: Sequence, outcomes: list[SampledToken | SampleError], news: list[TokenEvent | PromptScored]) -> None:
-        """Appends tokens up to the one that ends the sequence, if one does, and tells of each."""
+    def _append_tokens(
+        self, sequence: Sequence, outcomes: list[SampledToken | SampleError], events: list[TokenEvent | PromptScored]
+    ) -> None:
+        """Appends tokens to a sequence until it ends, with an event for each."""
         for outcome in outcomes:
             index, finish = len(sequence.output), None
             if isinstance(outcome, SampledToken):
@@ -368,10 +370,10 @@ class Scheduler:
                     outcome = SampleError(str(error), refused=True)
                 except (KeyboardInterrupt, SystemExit, MemoryError):
                     raise
-                except BaseException:  # A panic of a library's is no Exception.
-                    log.exception("sequence %d cannot go on", sequence.id)
-                    outcome = SampleError("an internal error in following its grammar", code="grammar_error")
-            news.append(TokenEvent(sequence.id, index, outcome, finish))
+                except BaseException:  # A panic of a Rust library is not an Exception.
+                    log.exception("sequence %d: its constraint failed", sequence.id)
+                    outcome = SampleError("an internal error in applying the grammar", code="grammar_error")
+            events.append(TokenEvent(sequence.id, index, outcome, finish))
             if isinstance(outcome, SampleError):
                 self._mark_corrupt(sequence, found=_is_corrupt(outcome))
             elif finish is None:
@@ -380,7 +382,7 @@ class Scheduler:
             break
 
     def integrity(self) -> list[str]:
-        """What is inconsistent, in words; empty when all is well. For tests and for idle moments."""
+        """Inconsistencies, in words; empty if there are none. For tests."""
         problems = self.allocator.integrity() + self._prefix_reuse.integrity(list(self.running.values()))
         holders = [*self.running.values(), *self._ended_in_flight]
         owners = Counter(page for sequence in holders for page in sequence.table.owned)
@@ -396,5 +398,5 @@ class Scheduler:
 
 
 def _is_corrupt(drawn: SampledToken | SampleError | None) -> bool:
-    """Whether numbers that are not finite may be in what the row wrote, and in what it read."""
+    """Whether the pages that a row wrote or read may hold non-finite values."""
     return isinstance(drawn, SampleError) and drawn.code == "numerical_error"

@@ -1,9 +1,9 @@
-"""Sequence: tokens, and how many of them are computed. That is all the state there is; there are no phases.
+"""Sequence: tokens, and how many of them are computed. There are no phases: this is all the state of a request in the engine.
 
-Its tokens are the prompt, the output, and behind that the forced tokens: what a grammar leaves no choice about, and guesses that came
-true. Those are computed like any others, and become output when the state before them has scored them. A token that a step in flight
-draws counts as one of its tokens before anybody knows which it is, and what a step in flight computes counts as computed. Invariant:
-0 <= num_computed < num_tokens while it is open, and its page table has a slot for every computed token.
+Its tokens are the prompt, the output and the forced tokens: those that a grammar leaves no choice about, and accepted draft tokens.
+Forced tokens are computed like any others and become output once the hidden state before them has scored them. A token that a step in
+flight samples counts as a token before its value is known, and tokens that a step in flight computes count as computed. Invariant:
+0 <= num_computed < num_tokens while the sequence is open, and its page table has a slot for every computed token.
 """
 
 from dataclasses import dataclass, field
@@ -18,24 +18,24 @@ from server.engine.drafts import Drafter
 
 
 class ConstraintFailed(Exception):
-    """A grammar that cannot go on; the message is for the client."""
+    """A constraint cannot continue. The message is shown to the client."""
 
 
 class Constraint(Protocol):
-    """What may come next, after the output and the forced tokens."""
+    """Limits what may be sampled after the output and the forced tokens."""
 
     mask: bytes | None
-    """As model.step.Sample.mask."""
+    """The allowed tokens, as in model.step.Sample.mask."""
     forced: list[int]
-    """Tokens that must come before the next choice; taken in already."""
+    """Tokens that must follow before the next one is sampled; the constraint is already past them."""
 
     def advance(self, token: int) -> None:
-        """Takes a drawn token, and gives `mask` and `forced` anew. Raises ConstraintFailed."""
+        """Updates `mask` and `forced` after a sampled token. Raises ConstraintFailed."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence of one request, from its submission to its end."""
+    """One sequence of a request, from submission until it finishes, fails or is cancelled."""
 
     id: int
     prompt: list[int]
@@ -50,39 +50,39 @@ class Sequence:
     score_prompt: bool = False
     constraint: Constraint | None = None
     salt: str = ""
-    """Pages are shared among sequences of the same one only."""
+    """Only sequences with the same salt share pages."""
     num_computed: int = 0
     num_unseen: int = 0
-    """Tokens that steps in flight draw."""
+    """Tokens that steps in flight sample."""
     num_in_flight: int = 0
-    """Rows of it in steps in flight."""
+    """Number of steps in flight that have a row of this sequence."""
     started: bool = False
-    """Whether it has ever been let in from the queue."""
+    """Whether it has ever been admitted from the queue."""
     num_cached: int = 0
-    """Prompt tokens whose pages were there when it was."""
+    """Prompt tokens found in the prefix cache when it was first admitted."""
     forced: list[int] = field(default_factory=list)
     claims: list[bytes] = field(default_factory=list)
-    """Names of the blocks that it is about to compute and that others may wait for."""
+    """Hashes of the blocks that it is about to compute, for which other sequences wait."""
     published: list[Block] = field(default_factory=list)
-    """What it has put into the prefix cache."""
+    """Blocks that it added to the prefix cache."""
     found: list[Block] = field(default_factory=list)
-    """What it found there when it was let in."""
+    """Blocks that it reused from the prefix cache when it was admitted."""
     corrupt: bool = False
-    """Whether its pages may hold numbers that are not finite, so that they have to be cleared."""
+    """Whether its pages may hold non-finite values and must be zeroed before reuse."""
     drafter: Drafter | None = None
-    """Guesses its next tokens; None where nobody does."""
+    """Drafts its next tokens; None without speculative decoding."""
     chain: Chain = field(init=False)
     num_scored: int = field(init=False)
-    """Prompt tokens that need no score any more; the first never does, as nothing stands before it."""
+    """Prompt tokens that are scored or need no score; the first never needs one."""
     forbidden: tuple[int, ...] = field(init=False)
     key: tuple[int, int] = field(init=False)
-    """Its place in the order of service: least first."""
+    """Order of service: the smallest (priority, id) first."""
     num_tokens: int = field(init=False)
-    """Prompt, output so far and forced tokens, and those that are being drawn: kept, as a step asks for it several times."""
+    """Tokens of the prompt, the output, `forced` and `num_unseen`: cached, as every step reads it several times."""
     most_tokens: int = field(init=False)
-    """Tokens it can ever have."""
+    """The most tokens it can have."""
     _is_guided: bool = field(init=False)
-    """Whether which tokens came before decides what may come, or how likely it is, by more than the model."""
+    """Whether sampling depends on earlier tokens beyond the model: a constraint, penalties or bad words."""
     _sample: Sample | None = field(init=False, default=None)
     """The last one, for as long as nothing in it but the output's length changes."""
 
@@ -97,41 +97,41 @@ class Sequence:
         self._take_forced()
 
     def count_tokens(self) -> int:
-        """What `num_tokens` has to be."""
+        """The value that `num_tokens` must have."""
         return len(self.prompt) + len(self.output) + len(self.forced) + self.num_unseen
 
     @property
     def needs_pending_token(self) -> bool:
-        """Whether its next row cannot be planned before the token that is being drawn is known: it is the last, or what comes next takes
-        more than computing it.
+        """Whether its next row can be planned only once the token being sampled is known: that token is the last, or the sequence is
+        serial.
         """
         return self.num_unseen > 0 and (self.num_tokens >= self.most_tokens or self.is_serial)
 
     @property
     def is_serial(self) -> bool:
-        """Whether what it draws next depends, by more than the model, on the token that it drew last."""
+        """Whether planning its next row needs the value of its last token: for drafts, a constraint or penalties."""
         return self.drafter is not None or self._is_guided
 
     @property
     def num_pending(self) -> int:
-        """Tokens it has that are not computed yet: 1 in steady generation, more when it is new or was preempted."""
+        """Tokens that are not computed yet: 1 during generation, more when the sequence is new or was preempted."""
         return self.num_tokens - self.num_computed
 
     @property
     def num_skippable(self) -> int:
-        """Tokens that it need not compute where others have: all but the last, for the draw behind it, and what is to be scored."""
+        """Tokens that may come from the prefix cache: all but the last, which sampling needs; none while the prompt is to be scored."""
         return 0 if self.num_scored < len(self.prompt) else len(self.prompt) + len(self.output) - 1
 
     def links(self, count: int, page_size: int) -> list[Link]:
-        """The names of its first `count` pages of tokens, all of which it has."""
+        """The block hashes of its first `count` pages, all of whose tokens it has."""
         links = self.chain.links
         for index in range(len(links), count):
             self.chain.extend(self._tokens(index * page_size, (index + 1) * page_size))
         return links[:count]
 
     def draft(self, most: int) -> list[int]:
-        """Up to `most` guesses at its next tokens, each of which could be kept: none while its last token is not the only one to compute,
-        or while what may be drawn changes from one token to the next for other reasons than the text.
+        """Up to `most` draft tokens, all of which could be accepted. None unless its last token is the only one to compute, nor while
+        prompt scores, a constraint or `min_new_tokens` affect sampling.
         """
         if self.drafter is None or self.num_pending != 1 or self.num_scored < len(self.prompt) or self.constraint is not None:
             return []
@@ -140,7 +140,7 @@ class Sequence:
         return self.drafter.draft(self.output, min(most, self.max_new_tokens - len(self.output) - 1))
 
     def row(self, count: int, drafts: list[int] | None = None) -> Row:
-        """The row that computes its next `count` tokens, and draws one more if these are the last; then guesses may follow them."""
+        """The row that computes its next `count` tokens and samples one more if these are the last; draft tokens may follow them."""
         start, end = self.num_computed, self.num_computed + count
         sample = None
         if end == self.num_tokens:
@@ -153,12 +153,12 @@ class Sequence:
             elif sample.num_unseen != self.num_unseen:
                 sample = self._sample = replace(sample, num_unseen=self.num_unseen)
         tokens = self._tokens(start, end)
-        # What most rows have none of is not asked for.
+        # Skips the call for most rows, which have nothing to score.
         scoring = self._scoring(start, end) if self.forced or self.num_scored < len(self.prompt) else None
         return Row(self.id, tokens + drafts if drafts else tokens, start, self.table.pages, sample, scoring, len(drafts or ()))
 
     def on_launched(self, row: Row) -> None:
-        """A step with this row of it is in flight."""
+        """Accounts for a row that has been launched."""
         self.num_computed += len(row.tokens) - row.drafts
         self.num_in_flight += 1
         if row.sample is not None:
@@ -166,14 +166,14 @@ class Sequence:
             self.num_tokens += 1
 
     def on_committed(self, row: Row) -> None:
-        """The step of the first row of it that was in flight is there; what it brought follows."""
+        """Accounts for its oldest row in flight, whose step has finished; its tokens are appended afterwards."""
         self.num_in_flight -= 1
         if row.sample is not None:
             self.num_unseen -= 1
             self.num_tokens -= 1
 
     def take_accepted(self, row: Row, accepted: list[int]) -> None:
-        """Counts as computed those of a row's guesses that came true, which `append` takes one by one as it takes forced tokens."""
+        """Accounts for the accepted draft tokens of a row: they are computed, and `append` takes them one by one as forced tokens."""
         if self.drafter is not None:
             self.drafter.record_outcome(len(self.output) + len(accepted) + 1, row.drafts, len(accepted))
             self._force(accepted)
@@ -192,7 +192,7 @@ class Sequence:
         return self.prompt[start:end] + generated[max(0, start - split) : max(0, end - split)]
 
     def _scoring(self, start: int, end: int) -> Scoring | None:
-        """What the states of positions start .. end - 1 are to score: prompt tokens that still want it, and forced tokens."""
+        """What the hidden states of positions start .. end - 1 score: prompt tokens without a score, and forced tokens."""
         unscored = self.num_scored if self.num_scored < len(self.prompt) else len(self.prompt) + len(self.output)
         first, last = max(unscored, start + 1), min(end, self.num_tokens - 1)
         if first > last:
@@ -200,13 +200,13 @@ class Sequence:
         return Scoring(first - 1 - start, self._tokens(first, last + 1), self.num_top)
 
     def take_scored(self, scored: list[SampledToken]) -> tuple[list[SampledToken], list[SampledToken]]:
-        """Splits what a step scored: prompt tokens, which are accounted for now, and forced tokens, which `append` takes one by one."""
+        """Splits the scores of a step into those of prompt tokens and those of forced tokens, which `append` takes one by one."""
         split = min(len(scored), len(self.prompt) - self.num_scored)
         self.num_scored += split
         return scored[:split], scored[split:]
 
     def append(self, token: int) -> str | None:
-        """Takes a forced or a drawn token; the reason to finish, if it is the last. Raises ConstraintFailed."""
+        """Appends a forced or sampled token and returns the finish reason if it is the last. Raises ConstraintFailed."""
         was_forced = bool(self.forced)
         if was_forced:
             del self.forced[0]

@@ -1,1 +1,1 @@
-"""The engine process as the API process sees it: started, watched, replaced, and fed with what is open."""
+"""Supervision of the engine process from the API process: start, messages, health checks, restart and replay."""

@@ -1,8 +1,8 @@
-"""Deaths of engines: counts them, says of whom they died, and when there is no hope.
+"""CrashPolicy: counts engine crashes, attributes them to requests, and decides when to stop restarting the engine.
 
-A sequence that engines die of while they run it becomes a suspect, and the supervisor runs it alone; where they die of that one alone, it
-is given up. Engines that die before they run anything may die of taking a sequence in: then these are sent one at a time. A new token
-shows that there is progress, and what was counted before it is forgotten. It knows no engine and no clock.
+A sequence that was running in several crashes becomes a suspect, and the supervisor runs it alone; if the engine crashes again,
+the sequence is quarantined. A crash while nothing was running may have been caused by accepting a submission, so after several of
+these, submissions are sent one at a time. Invariant: a newly generated token resets the counts. It does no I/O and reads no clock.
 """
 
 from collections.abc import Iterable
@@ -10,72 +10,72 @@ from collections.abc import Iterable
 from server.supervision.journal import OpenSequence
 
 MAX_UNATTRIBUTED_CRASHES = 3
-"""In a row, without a new token, of engines that had nothing to blame: no request can be at fault."""
+"""Consecutive crashes that no request can have caused, after which the engine is not restarted."""
 ONE_AT_A_TIME_CRASHES = 2
-"""Of these, after which sequences are sent one at a time."""
+"""Consecutive unattributed crashes after which submissions are sent one at a time."""
 MAX_CRASHES = 12
-"""In a row, without a new token: whoever is to blame is not found."""
+"""Consecutive crashes of any kind, without a new token, after which the engine is not restarted."""
 MAX_QUARANTINES = 3
-"""In a row, without a new token: then it is not the requests."""
+"""Consecutive quarantines, without a new token, after which the requests cannot be the cause and the engine is not restarted."""
 SUSPECT_CRASHES = 2
-"""Deaths in which a sequence ran, since its last token, that make it a suspect."""
+"""Crashes while a sequence was running, since its last token, that make it a suspect."""
 CRASHES_ALONE = 2
-"""Deaths in which an engine had only this sequence, since its last token, that end it."""
+"""Crashes while a sequence was the only one in the engine, since its last token, after which it is quarantined."""
 BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 8.0
 
 
 class CrashPolicy:
-    """All since the last new token, but for `num_quarantined`."""
+    """Counts of crashes since the last new token; `num_quarantined` counts from the start of the server."""
 
     def __init__(self) -> None:
-        self._unattributed = self._total = self._quarantines = 0
+        self.reset()
         self.num_quarantined = 0
+
+    def reset(self) -> None:
+        """Called when the engine makes progress."""
+        self._unattributed = self._total = self._quarantines = 0
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether the next engine should be sent one sequence at a time."""
+        """Whether the next engine is to be sent one submission at a time."""
         return self._unattributed >= ONE_AT_A_TIME_CRASHES
 
     @property
     def backoff(self) -> float:
-        """Seconds to wait before the next engine."""
+        """Seconds to wait before the next restart."""
         return min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (self._unattributed - 2)) if self._unattributed >= 2 else 0.0
 
     @property
     def give_up_reason(self) -> str:
-        """Why no further engine is worth it; empty where one is."""
+        """Why the engine is not to be restarted; empty if it is."""
         if self._unattributed >= MAX_UNATTRIBUTED_CRASHES or self._total >= MAX_CRASHES:
-            return f"the engine died {self._total} times in a row without a new token"
+            return f"the engine crashed {self._total} times in a row without generating a token"
         if self._quarantines >= MAX_QUARANTINES:
-            return f"the engine died of each of the last {self._quarantines} requests that it ran"
+            return f"each of the last {self._quarantines} requests that the engine ran crashed it"
         return ""
 
-    def record_crash(self, sequences: Iterable[OpenSequence], one_by_one: bool, any_sent: bool) -> OpenSequence | None:
-        """Notes a death with everyone who was being run, or was sent by itself (`one_by_one`); the sequence to give up, if it is that.
-        `any_sent`: the engine was sent something, which may have been called off since.
+    def record_crash(self, sequences: Iterable[OpenSequence], one_at_a_time: bool, any_sent: bool) -> OpenSequence | None:
+        """Counts a crash, blames the sequences that were running (or that was sent, if `one_at_a_time`), and returns the sequence
+        to quarantine, if any. `any_sent`: the engine was sent a submission, which may have been cancelled since.
         """
         sent = [sequence for sequence in sequences if sequence.sent]
-        blamed = [sequence for sequence in sent if sequence.started or one_by_one]
+        blamed = [sequence for sequence in sent if sequence.started or one_at_a_time]
         self._total += 1
-        self._unattributed += not blamed and not (one_by_one and any_sent)
+        self._unattributed += not blamed and not (one_at_a_time and any_sent)
         for sequence in blamed:
             sequence.crashes += 1
         if not blamed or len(sent) != 1:
             return None
-        (lone,) = sent
-        lone.crashes_alone += 1
-        if lone.crashes_alone < CRASHES_ALONE:
+        (alone,) = sent
+        alone.crashes_alone += 1
+        if alone.crashes_alone < CRASHES_ALONE:
             return None
         self._quarantines += 1
         self.num_quarantined += 1
-        return lone
+        return alone
 
     def record_failed_start(self) -> None:
-        """An engine could not even be spawned."""
+        """Counts an engine process that could not be spawned."""
         self._total += 1
         self._unattributed += 1
-
-    def reset(self) -> None:
-        """There is progress."""
-        self._unattributed = self._total = self._quarantines = 0

@@ -1,6 +1,6 @@
-"""What is kept of every open sequence, so that any engine can go on with it: its submission and every token so far.
+"""The journal of open sequences: each one's submission and every token generated so far, enough to replay it on a new engine.
 
-The supervisor writes it, before anyone sees the token. It knows nothing of engines.
+Invariant: the supervisor records a token before delivering it. The journal knows nothing of engine processes.
 """
 
 from collections.abc import Callable
@@ -15,24 +15,25 @@ SequenceEvent = protocol.Token | protocol.PromptScores | protocol.Failed
 
 @dataclass(slots=True, eq=False)
 class OpenSequence:
-    """A submission that has not ended."""
+    """A submitted sequence that has not finished, failed or been cancelled."""
 
     submit: protocol.Submit
     deliver: Callable[[SequenceEvent], None]
     output: list[int] = field(default_factory=list)
     num_scored: int = 1
-    """Prompt tokens whose scores have been delivered, and the first, which has none."""
+    """Prompt tokens whose scores have been delivered, counting the first, which has no score."""
     sent: bool = False
-    """Whether the engine of the moment has it."""
+    """Whether the current engine has been sent it."""
     started: bool = False
-    """Whether that engine has it in its running set."""
+    """Whether the current engine has it in its running set."""
     stale: bool = False
-    """Whether that engine was told to forget it, and what it says of it may still be of the run before that."""
+    """Whether the current engine was told to cancel it: until it is started again, events may belong to the cancelled run."""
     crashes: int = 0
-    """Engines that died while they ran it, since its last token."""
+    """Engine crashes while it was running, since its last token."""
     crashes_alone: int = 0
-    """Those among them that had nothing else."""
+    """Engine crashes while it was the only sequence in the engine, since its last token."""
 
     def resubmission(self) -> protocol.Submit:
+        """The submission that continues after the tokens and scores delivered so far."""
         scored = self.num_scored >= len(self.submit.prompt)
         return msgspec.structs.replace(self.submit, output=self.output, score_prompt=self.submit.score_prompt and not scored)

@@ -1,4 +1,4 @@
-"""Processors that this process may use, and how the engine's OpenMP threads share them with other processes.
+"""Number of processors this process may use, and the OpenMP environment of the engine process.
 
 Invariant: an OpenMP variable that the user set is left as it is. It knows nothing of models or requests.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SPIN_ITERATIONS = 14_000
-"""Iterations that an OpenMP thread spins at a barrier before it sleeps (about 0.2 ms; libgomp's default is 300,000). Measured in
+"""Iterations that an OpenMP thread spins at a barrier before it sleeps (about 0.2 ms; the default of libgomp is 300,000); see
 docs/decisions/0033-short-spins.md."""
 WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -23,7 +23,7 @@ def available_processors(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> f
 
 
 def engine_threads(configured: int | None, environment: Mapping[str, str] = os.environ) -> int:
-    """Threads of the engine on a CPU: as configured, else OMP_NUM_THREADS, else one for each whole processor that may be used."""
+    """CPU threads of the engine: as configured, else OMP_NUM_THREADS, else the usable processors rounded down."""
     if configured is not None:
         return configured
     omp = environment.get("OMP_NUM_THREADS", "")
@@ -33,10 +33,10 @@ def engine_threads(configured: int | None, environment: Mapping[str, str] = os.e
 
 
 def engine_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of a process that runs the engine.
+    """Environment of the engine process: this one's, with short OpenMP spins unless the user configured them.
 
-    By default libgomp's threads spin for milliseconds at every barrier. Where another process has taken the processor of the thread that
-    they wait for, that is time in which the barrier cannot be passed, and a step of some hundred barriers takes 10 to 40 times as long.
+    By default libgomp threads spin for milliseconds at every barrier. If another process occupies the processor of a thread that has
+    not reached the barrier, the spinning delays it further: a step of a few hundred barriers then takes 10 to 40 times as long.
     """
     if WAIT_VARIABLES & environment.keys():
         return dict(environment)
@@ -44,17 +44,17 @@ def engine_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """The CPU quota, in processors, of every control group that this process is in, of both versions of the interface."""
+    """CPU quotas, in processors, of every control group of this process (cgroup v1 and v2)."""
     try:
         lines = own.read_text(errors="surrogateescape").splitlines()
-    except OSError:  # No control groups: nothing limits this process.
+    except OSError:  # No control groups, hence no quota.
         return
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1):
         if controllers and "cpu" not in controllers.split(","):
             continue
         hierarchy = root / controllers if controllers else root
         group = hierarchy / path.lstrip("/")
-        # The limit of any group above holds too. In a container the path may be the host's, and only the root is to be seen.
+        # Quotas of parent groups apply too. In a container the path may be the host's while only the root is visible.
         for folder in {group, *group.parents, hierarchy} - {*hierarchy.parents}:
             yield from _quota(folder)
 
@@ -65,7 +65,7 @@ def _quota(folder: Path) -> Iterator[float]:
             quota, period = read(folder)
             if quota > 0 and period > 0:
                 yield quota / period
-        except (OSError, ValueError):  # Not an interface of this group, or no limit ("max").
+        except (OSError, ValueError):  # The group has no such file, or no limit ("max").
             continue
 
 

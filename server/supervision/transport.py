@@ -1,5 +1,7 @@
-"""EngineProcess: an engine's process and its pipe. What has come is read on the event loop; a thread writes, as an engine that is stopped
-takes nothing, and in the end waits for the process. It knows nothing of requests.
+"""EngineProcess: starts an engine process, and sends and receives its messages over a pipe.
+
+The event loop reads. A thread writes, because a stopped engine does not empty its pipe, and then waits for the process to exit.
+Invariant: every message is delivered in order, then the exit status, once. It knows nothing of requests.
 """
 
 import asyncio
@@ -25,26 +27,26 @@ log = logging.getLogger("onehead.supervisor")
 EXIT_SECONDS = 1.0
 ENGINE_MODULE = "server.engine.worker"
 READ_BYTES = 2**18
-"""At once, before others get their turn."""
+"""Bytes read before the event loop runs other tasks."""
 _LENGTH = struct.Struct("!i")
-"""What multiprocessing puts before every message of less than 2 GiB."""
+"""The header that multiprocessing writes before a message of less than 2 GiB."""
 
 
 class Frames:
-    """Bytes of a multiprocessing pipe, as they come, to messages."""
+    """Splits the byte stream of a multiprocessing pipe into messages."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def push(self, data: bytes) -> Iterator[protocol.FromEngine]:
-        """The messages that are complete now. Raises MsgspecError for what is none, ValueError for one that is too long."""
+        """Adds bytes and yields the messages they complete. Raises MsgspecError for an invalid message, ValueError for one too long."""
         self._data += data
         begin = 0
         try:
             while len(self._data) >= begin + _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._data, begin)
                 if not 0 <= length <= protocol.MAX_FRAME_BYTES:
-                    raise ValueError(f"a message of {length} bytes; the most is {protocol.MAX_FRAME_BYTES}")
+                    raise ValueError(f"a message of {length} bytes, at most {protocol.MAX_FRAME_BYTES} are allowed")
                 end = begin + _LENGTH.size + length
                 if len(self._data) < end:
                     break
@@ -56,7 +58,7 @@ class Frames:
 
 
 class EngineProcess:
-    """A spawned engine. `on_message` gets every message in order, then `on_exit` the exit status, once; both on the event loop."""
+    """An engine process. `on_message` gets each message, then `on_exit` the exit status; both are called on the event loop."""
 
     def __init__(
         self,
@@ -71,32 +73,32 @@ class EngineProcess:
         self._frames = Frames()
         self._pipe, theirs = Pipe(duplex=True)
         fd = theirs.fileno()
-        # The pipe itself blocks, for the thread that writes.
+        # A second descriptor for reading without blocking; the writing thread's own calls block.
         self._socket = socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
-        # What a terminal says to its group is for us alone (we drain first), so the engine is in a group of its own.
+        # A process group of its own: Ctrl-C in a terminal must reach only this process, which drains first.
         command = [sys.executable, "-P", "-m", ENGINE_MODULE, str(fd)]
         self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0, env=engine_environment())
-        theirs.close()  # The child has the only copy now, so its death is an EOF here.
+        theirs.close()  # The child holds the only copy now, so the pipe ends when the child does.
         try:
             threading.Thread(target=self._write, daemon=True).start()
-        except RuntimeError as error:  # No more threads: as little of an engine as no process.
+        except RuntimeError as error:  # The thread limit is reached; reported like a process that cannot be spawned.
             self.process.kill()
             raise OSError(errno.EAGAIN, "no thread can be started") from error
         self._loop.add_reader(self._socket, self._read)
         self.send(start)
 
     def send(self, message: protocol.ToEngine) -> None:
-        """Queues a message; never blocks. To a dead engine it goes nowhere, and `on_exit` says so."""
+        """Queues a message; never blocks. Messages to an engine that has exited are dropped."""
         self._outbox.put(message)
 
     def kill(self) -> None:
-        """SIGKILL; `on_exit` follows."""
+        """Sends SIGKILL; `on_exit` is called when the process has ended."""
         self.process.kill()
 
-    async def ended(self, patience: float) -> None:
-        """Waits for the process to end; kills it after `patience` seconds."""
+    async def ended(self, timeout: float) -> None:
+        """Waits for the process to end; kills it after `timeout` seconds."""
         try:
-            await asyncio.to_thread(self.process.wait, patience)
+            await asyncio.to_thread(self.process.wait, timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             await asyncio.to_thread(self.process.wait)
@@ -112,10 +114,10 @@ class EngineProcess:
             for message in self._frames.push(data):
                 self._deliver(message)
         except (msgspec.MsgspecError, ValueError) as error:
-            log.error("the engine broke the protocol: %s", error)
+            log.error("the engine sent an invalid message: %s", error)
             data = b""
         if not data:
-            # Gone, or no longer speaking the protocol: either way its state is lost. One that is going leaves its own status.
+            # It has exited or violates the protocol. An engine that is exiting gets EXIT_SECONDS to leave its own exit status.
             self._loop.remove_reader(self._socket)
             self._socket.close()
             self._loop.call_later(EXIT_SECONDS, self.kill)
@@ -124,19 +126,19 @@ class EngineProcess:
     def _deliver(self, message: protocol.FromEngine) -> None:
         try:
             self._on_message(message)
-        except Exception:  # Of one message: those behind it are for others.
-            log.exception("a message of the engine's could not be taken")
+        except Exception:  # The messages after this one belong to other requests and are still delivered.
+            log.exception("a message from the engine could not be handled")
 
     def _write(self) -> None:
         try:
             while (message := self._outbox.get()) is not None:
-                with contextlib.suppress(OSError):  # The reader sees the EOF and reports it.
+                with contextlib.suppress(OSError):  # The engine has exited; the reading side detects that.
                     self._pipe.send_bytes(protocol.encode(message))
         except Exception:
-            log.exception("a message to the engine could not be written")
-            self.process.kill()  # What it has not been told, the next one will be.
+            log.exception("a message to the engine could not be sent")
+            self.process.kill()  # The supervisor sends everything again to the next engine.
         finally:
             self._pipe.close()
             status = self.process.wait()
-            with contextlib.suppress(RuntimeError):  # The loop has closed: nobody is left to tell.
+            with contextlib.suppress(RuntimeError):  # The event loop has been closed.
                 self._loop.call_soon_threadsafe(self._on_exit, status)

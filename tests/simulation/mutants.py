@@ -80,7 +80,9 @@ MUTANTS = (
     Mutant("no end for a failed request", Supervisor, "_on_failed", "sequence.deliver(failed)", "pass"),
     Mutant("two ends for a failed request", Supervisor, "_on_failed", "self.open.pop(failed.id, None)", "self.open.get(failed.id)"),
     Mutant("two engines at once", Supervisor, "_kill", "self._engine.kill()", "self._engine.kill(); self.start()"),
-    Mutant("the waiting are not told in time", Supervisor, "_tick_without_engine", "if self.recovery_overdue and not was_lost", "if False"),
+    Mutant(
+        "the waiting are not told in time", Supervisor, "_tick_without_engine", "if self.recovery_overdue and not was_overdue", "if False"
+    ),
     # --- stalls
     Mutant("beats without progress suffice", Supervisor, "_on_heartbeat", "if beat.progress != self._progress", "if True"),
     Mutant("silence suffices", Supervisor, "tick", "self._silent_seconds += elapsed", "pass"),
@@ -91,7 +93,7 @@ MUTANTS = (
     Mutant("after one that was sent by itself, nobody is", Supervisor, "_on_tokens", "self._continue_one_at_a_time()", "pass"),
     Mutant("nobody is blamed", CrashPolicy, "record_crash", "sequence.crashes += 1", "pass"),
     Mutant("blame is never forgotten", Supervisor, "_on_token", "sequence.crashes = sequence.crashes_alone = 0", "0"),
-    Mutant("one death alone suffices", CrashPolicy, "record_crash", "lone.crashes_alone < CRASHES_ALONE", "False"),
+    Mutant("one death alone suffices", CrashPolicy, "record_crash", "alone.crashes_alone < CRASHES_ALONE", "False"),
     Mutant("a trial never ends", Supervisor, "_end_isolation", "self._dispatch()", "pass"),
     Mutant(
         "a suspect is not called back", Supervisor, "_cancel_in_engine", "self._engine.send(protocol.Cancel(sequence.submit.id))", "pass"

@@ -34,7 +34,7 @@ killed: between two operations; killed: over several; killed: twice; killed: whi
 load: slow; memory: a step in halves; outcome: admission_error; outcome: cancelled; outcome: engine_unavailable; outcome: finished;
 outcome: grammar_error; outcome: numerical_error; outcome: out_of_memory; outcome: refused; outcome: request_quarantined;
 outcome: sampling_error; outcome: server_shutting_down; path: a gap; path: a suspect alone; path: an event from the future;
-path: condemned, it left out a; path: condemned, it showed no progress; path: condemned, it was not loaded; path: expired;
+path: killed, it showed no progress; path: killed, it skipped tokens of; path: killed, it was not loaded; path: expired;
 path: given up; path: layers with windows; path: lost; path: pages shared; path: preempted; path: read again at the end;
 path: recalled, and sent again; path: replayed behind its tokens; path: resumed; path: scores; path: stopped;
 path: stopped by its client; path: stopped for want of a reader; path: superseded; poison: crashes;

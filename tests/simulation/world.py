@@ -189,7 +189,7 @@ class World:
 
     def condemned(self) -> None:
         """The supervisor kills its engine."""
-        self.seen["path: condemned, it " + " ".join(self.supervisor._kill_reason.split()[:3])] += 1
+        self.seen["path: killed, it " + " ".join(self.supervisor._kill_reason.split()[:3])] += 1
 
     def mourn(self, engine: SimulatedEngine) -> None:
         """The supervisor is about to learn that an engine is dead."""

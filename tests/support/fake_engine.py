@@ -18,7 +18,7 @@ from server.http.front import FrontDoor
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.metrics import Metrics
-from server.supervision.supervisor import State, Supervisor
+from server.supervision.supervisor import State, Supervisor, Timeouts
 from server.text.codec import TextCodec
 from tests.support.hash_model import next_token, oracle
 
@@ -217,7 +217,7 @@ def serve(
         if state is State.STARTING:
             metrics.engine_restarts.inc()
 
-    supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.on_engine_event(step))
+    supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.on_engine_event(step), Timeouts(10.0, 600.0, 60.0))
     generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, Bounds(max_open, max_running=max_open))
     app = create_app(generation, section, names, "0", StreamStore(Retention()))
     supervisor.start()
