@@ -59,8 +59,3 @@ class PrefixReuse:
         """Removes from the prefix cache the blocks that a corrupt sequence added and, with `found`, those that it reused."""
         for block in sequence.published + (sequence.found if found else []):
             self.prefixes.retract(block)
-
-    def integrity(self, running: list[Sequence]) -> list[str]:
-        """Inconsistencies, in words; empty if there are none."""
-        claims = {name: sequence.id for sequence in running for name in sequence.claims}
-        return self.prefixes.integrity() + ([] if claims == self._claims else ["claims and running sequences differ"])

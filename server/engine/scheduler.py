@@ -8,7 +8,7 @@ finishes, and by induction every sequence does.
 """
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -380,21 +380,6 @@ class Scheduler:
                 continue
             self.cancel(sequence.id)
             break
-
-    def integrity(self) -> list[str]:
-        """Inconsistencies, in words; empty if there are none. For tests."""
-        problems = self.allocator.integrity() + self._prefix_reuse.integrity(list(self.running.values()))
-        holders = [*self.running.values(), *self._ended_in_flight]
-        owners = Counter(page for sequence in holders for page in sequence.table.owned)
-        if len(owners) != self.allocator.num_owned or any(self.allocator.owners(page) != number for page, number in owners.items()):
-            problems.append(f"tables list {len(owners)} pages, {self.allocator.num_owned} are owned, or not as often")
-        if any(sequence.num_tokens != sequence.count_tokens() for sequence in (*holders, *self.waiting.values())):
-            problems.append("a sequence has lost count of its tokens")
-        if any(sequence.table.owned or sequence.num_in_flight for sequence in self.waiting.values()):
-            problems.append("a waiting sequence holds pages or has a row in flight")
-        if not all(sequence.num_in_flight for sequence in self._ended_in_flight):
-            problems.append("a sequence that has ended holds pages for no step in flight")
-        return problems
 
 
 def _is_corrupt(drawn: SampledToken | SampleError | None) -> bool:

@@ -92,13 +92,9 @@ class Sequence:
         self.forbidden = tuple(sorted(self.stop_token_ids))
         self.num_scored = 1 if self.score_prompt else len(self.prompt)
         self._is_guided = self.constraint is not None or self.sampling.reads_output
-        self.num_tokens = self.count_tokens()
+        self.num_tokens = len(self.prompt) + len(self.output)
         self.most_tokens = len(self.prompt) + self.max_new_tokens
         self._take_forced()
-
-    def count_tokens(self) -> int:
-        """The value that `num_tokens` must have."""
-        return len(self.prompt) + len(self.output) + len(self.forced) + self.num_unseen
 
     @property
     def needs_pending_token(self) -> bool:

@@ -2,7 +2,7 @@
 
 It journals each token before delivering it. When an engine exits, makes no progress or violates the protocol, it starts the next one
 and submits every open sequence again with the tokens generated so far, so streams continue at the next token. A sequence suspected of
-crashing engines is run asequence and quarantined if it crashes another. Invariant: every submitted sequence that is not cancelled gets
+crashing engines is run alone and quarantined if it crashes another. Invariant: every submitted sequence that is not cancelled gets
 exactly one final event, a Token with `finish` or a Failed. Sans-I/O: `spawn` makes engines, `tick` passes time, and all methods are
 called from one thread.
 """
@@ -92,7 +92,7 @@ class Supervisor:
         self._phase = self._crash_reason = ""
         """Loading phase of an engine that is not ready, and how the one before it ended."""
         self._isolated: OpenSequence | None = None
-        """The suspect that is being run asequence."""
+        """The suspect that is being run alone."""
         self._any_sent = False
         """Whether the current engine was ever sent a sequence."""
         self._one_at_a_time = False
@@ -247,7 +247,7 @@ class Supervisor:
             self._kill(f"skipped tokens of sequence {token.id}: expected token {len(sequence.output)}, got token {token.index}")
             return
         self.crash_policy.reset()
-        sequence.crashes = sequence.crashes_asequence = 0
+        sequence.crashes = sequence.crashes_alone = 0
         sequence.started = True
         sequence.output.append(token.token)
         if token.finish is not None:
@@ -316,7 +316,7 @@ class Supervisor:
                 self._end(State.GAVE_UP, f"the engine cannot be restarted: {error.strerror}", "engine_unavailable")
 
     def _dispatch(self) -> None:
-        """Sends the first suspect asequence if there is one, otherwise every open sequence."""
+        """Sends the first suspect alone if there is one, otherwise every open sequence."""
         suspects = [sequence for sequence in self.open.values() if sequence.crashes >= SUSPECT_CRASHES]
         self._isolated = suspects[0] if suspects else None
         self._send_next(suspects[:1] or list(self.open.values()))
@@ -338,7 +338,7 @@ class Supervisor:
             self._send_next(list(self.open.values()))
 
     def _end_isolation(self, sequence: OpenSequence) -> None:
-        """If `sequence` is the suspect that runs asequence: it made progress or ended, so the next suspect is sent, or every sequence."""
+        """If `sequence` is the suspect that runs alone: it made progress or ended, so the next suspect is sent, or every sequence."""
         if sequence is self._isolated and self.state is State.READY:
             self._cancel_in_engine(sequence)
             self._dispatch()

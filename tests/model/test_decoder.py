@@ -24,6 +24,7 @@ from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPla
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
+from tests.support.integrity import integrity
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def finish(core: EngineCore) -> dict[int, list[int]]:
         for advance in core.step():
             assert isinstance(advance.drawn, SampledToken)
             outputs.setdefault(advance.id, []).append(advance.drawn.token)
-        assert core.scheduler.integrity() == []
+        assert integrity(core.scheduler) == []
     return outputs
 
 

@@ -22,6 +22,7 @@ from tests.simulation.front import Choice, Request, Violation
 from tests.simulation.model import PagedHash
 from tests.simulation.plan import END_RATE, PATIENCE, Call, Scenario
 from tests.support import hash_model
+from tests.support.integrity import integrity
 
 SLACK_SECONDS = 4.0
 """For messages on the way, and the clock's ticks."""
@@ -143,7 +144,7 @@ class World:
         self.num_steps += 1
         scheduler = engine.core.scheduler
         allocator = scheduler.allocator
-        problems = scheduler.integrity()
+        problems = integrity(scheduler)
         if problems or allocator.num_available + allocator.num_owned != self.scenario.pages:
             raise Violation(f"pages: {problems}")
         if self.healed:

@@ -22,6 +22,7 @@ from model.runner.runner import ModelRunner
 from model.step import SampledToken, Sampling
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
+from tests.support.integrity import integrity
 
 BATCHES = 2, 7, 32, 64
 BUDGETS = 16, 64, 512
@@ -193,7 +194,7 @@ def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most:
         outcome.preempted |= {id for id, sequence in scheduler.waiting.items() if sequence.started}
         ended(len(gone))
     stolen.release()
-    problems = scheduler.integrity()
+    problems = integrity(scheduler)
     if problems:
         raise SystemExit(f"{name}: {problems[0]}")
     outcome.occurred, outcome.evidence = 2 * num_most >= min(most, len(cases)), f"up to {num_most} at once"

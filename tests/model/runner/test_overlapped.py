@@ -19,6 +19,7 @@ from tests.model.test_decoder import CPU, finish, load, make_core, make_pool
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.delayed import _copy
 from tests.support.families import make_family_checkpoint
+from tests.support.integrity import integrity
 from tests.support.listed_backend import ListedReference
 from tests.support.recording_stream import RecordingStream
 
@@ -111,7 +112,7 @@ def test_cancelled_and_preempted_in_flight_with_captured_steps(tmp_path: Path) -
             for event in core.step():
                 assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken) and event.id not in gone
                 outputs[event.id].append(event.drawn.token)
-            assert core.scheduler.integrity() == []
+            assert integrity(core.scheduler) == []
         for id, (prompt, max_new, sampling) in asked.items():
             alone = make_core(checkpoint, 60, 8, page_size=PAGE)
             alone.scheduler.submit(0, prompt, max_new, sampling)

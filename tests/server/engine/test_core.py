@@ -13,6 +13,7 @@ from server.engine.sequence import Sequence
 from tests.server.engine.test_scheduler import History
 from tests.support.delayed import DelayedRunner
 from tests.support.hash_model import HashModel, one_group, oracle
+from tests.support.integrity import integrity
 
 SEEDS = 2000
 
@@ -104,7 +105,7 @@ def outputs_of(core: EngineCore) -> dict[int, list[int]]:
         for event in core.step():
             assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken)
             outputs.setdefault(event.id, []).append(event.drawn.token)
-        assert core.scheduler.integrity() == []
+        assert integrity(core.scheduler) == []
     return outputs
 
 
@@ -139,7 +140,7 @@ def test_a_cancelled_sequence_keeps_its_pages_until_its_row_is_back() -> None:
     scheduler.submit(0, [1, 2, 3], 50, Sampling())
     core.step()
     scheduler.cancel(0)
-    assert scheduler.allocator.num_owned == 1 and scheduler.integrity() == []
+    assert scheduler.allocator.num_owned == 1 and integrity(scheduler) == []
     assert core.step() == [] and scheduler.allocator.num_owned == 0 and not scheduler.has_work
 
 

@@ -27,6 +27,7 @@ from tests.server.engine.test_scheduler import History
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.guesser import Guesser
 from tests.support.hash_model import HashModel, next_token, one_group
+from tests.support.integrity import integrity
 from tests.support.processes import ServerProcess
 
 SEEDS = 4000
@@ -199,7 +200,7 @@ def finish(core: EngineCore) -> Iterator[list[TokenEvent]]:
     """What each step brings, to the end."""
     while core.scheduler.has_work:
         yield [event for event in core.step() if isinstance(event, TokenEvent)]
-        assert core.scheduler.integrity() == []
+        assert integrity(core.scheduler) == []
 
 
 class Wrong(Drafter):

@@ -12,6 +12,7 @@ from model.step import Sample, SampledToken, SampleError, Sampling, StepPlan, St
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
 from tests.support.hash_model import HashModel, one_group, oracle
+from tests.support.integrity import integrity
 
 PAGE = 4
 
@@ -44,7 +45,7 @@ def run_all(core: EngineCore) -> tuple[dict[int, list[int]], dict[int, SampleErr
                 outputs.setdefault(event.id, []).append(event.drawn.token)
             elif isinstance(event.drawn, SampleError):
                 failed[event.id] = event.drawn
-        assert core.scheduler.integrity() == []
+        assert integrity(core.scheduler) == []
     return outputs, failed, scored
 
 

@@ -12,6 +12,7 @@ from model.step import SampleError, Sampling, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from tests.support.hash_model import HashModel, one_group
+from tests.support.integrity import integrity
 from tests.support.processes import ServerProcess
 
 PAGE = 4
@@ -120,13 +121,13 @@ def test_wrong_numbers_take_what_was_found_off_the_list_too() -> None:
         plan = scheduler.plan()
         assert plan.rows[0].start == found
         scheduler.commit(plan, StepResult((SampleError("why", code=code),)))
-        assert scheduler.integrity() == []
+        assert integrity(scheduler) == []
 
 
 def run(scheduler: Scheduler, core: EngineCore) -> None:
     while scheduler.has_work:
         core.step()
-        assert scheduler.integrity() == []
+        assert integrity(scheduler) == []
 
 
 def test_a_prompt_that_is_being_computed_is_waited_for_not_computed_again() -> None:

@@ -11,6 +11,7 @@ from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
 from server.engine.sequence import Sequence
 from tests.support.hash_model import HashModel, Next, next_token, one_group, oracle
+from tests.support.integrity import integrity
 
 SEEDS = 10_000
 
@@ -177,7 +178,7 @@ class History:
             self.started.add(sequence.id)
         for event in news:
             self.hear(event)
-        assert scheduler.integrity() == []
+        assert integrity(scheduler) == []
         assert scheduler.allocator.num_available + scheduler.allocator.num_owned == self.limits.num_pages
         for sequence in scheduler.running.values():
             self.check_windows(sequence)
@@ -292,7 +293,7 @@ def test_a_row_that_cannot_draw_ends_alone_and_frees_its_pages() -> None:
     scheduler.submit(1, [1, 2], 5, Sampling())
     failed, fine = scheduler.commit(scheduler.plan(), StepResult((SampleError("why"), SampledToken(3, 0.0))))
     assert failed.drawn == SampleError("why") and fine.drawn == SampledToken(3, 0.0)
-    assert list(scheduler.running) == [1] and scheduler.integrity() == []
+    assert list(scheduler.running) == [1] and integrity(scheduler) == []
 
 
 def test_a_page_to_spare_for_each_that_runs_or_the_newcomer_waits() -> None:
@@ -327,7 +328,7 @@ def test_choices_of_one_prompt_compute_its_whole_pages_once() -> None:
             scheduler.submit(id, list(prompt), max_new, Sampling(seed=id))
         while scheduler.has_work:
             core.step()
-            assert scheduler.integrity() == []
+            assert integrity(scheduler) == []
         whole = (len(prompt) - 1) // 16 * 16
         assert scheduler.num_hit_tokens == 19 * whole
         assert scheduler.num_computed_tokens == 20 * (len(prompt) + max_new - 1) - 19 * whole
@@ -344,7 +345,7 @@ def test_cached_pages_make_way_for_whoever_needs_them() -> None:
     ended = []
     for _ in range(20):
         ended += [event.id for event in core.step() if isinstance(event, TokenEvent) and event.finish]
-        assert scheduler.integrity() == []
+        assert integrity(scheduler) == []
     assert ended == [0, 1, 2] and scheduler.allocator.num_owned == 0
 
 
@@ -377,7 +378,7 @@ def test_pages_are_shared_with_a_sequence_that_still_runs() -> None:
     core.step()
     scheduler.submit(1, [1] * 21, 10, Sampling())
     core.step()
-    assert scheduler.num_hit_tokens == 20 and scheduler.integrity() == []
+    assert scheduler.num_hit_tokens == 20 and integrity(scheduler) == []
 
 
 def test_a_failed_sequence_publishes_nothing_and_its_pages_are_cleared_before_anyone_has_them() -> None:
@@ -391,4 +392,4 @@ def test_a_failed_sequence_publishes_nothing_and_its_pages_are_cleared_before_an
     plan = scheduler.plan()
     assert plan.rows[0].start == 0, "the same prompt, and nothing to share"
     assert set(plan.clear) == written and len(written) == 5
-    assert scheduler.integrity() == []
+    assert integrity(scheduler) == []

@@ -1,0 +1,30 @@
+"""Consistency checks of a scheduler between two steps: pages, claims, token counts and queues agree with each other."""
+
+from collections import Counter
+
+from server.engine.scheduler import Scheduler
+from server.engine.sequence import Sequence
+
+
+def integrity(scheduler: Scheduler) -> list[str]:
+    """What is inconsistent; empty if nothing is."""
+    allocator, reuse, waiting = scheduler.allocator, scheduler._prefix_reuse, scheduler.waiting.values()
+    problems = allocator.integrity() + reuse.prefixes.integrity()
+    holders = [*scheduler.running.values(), *scheduler._ended_in_flight]
+    owners = Counter(page for sequence in holders for page in sequence.table.owned)
+    if len(owners) != allocator.num_owned or any(allocator.owners(page) != number for page, number in owners.items()):
+        problems.append(f"page tables list {len(owners)} pages, {allocator.num_owned} are owned, or by other numbers of sequences")
+    if {name: sequence.id for sequence in scheduler.running.values() for name in sequence.claims} != reuse._claims:
+        problems.append("claims and running sequences differ")
+    if any(sequence.num_tokens != num_tokens(sequence) for sequence in (*holders, *waiting)):
+        problems.append("num_tokens of a sequence is wrong")
+    if any(sequence.table.owned or sequence.num_in_flight for sequence in waiting):
+        problems.append("a waiting sequence holds pages or has a row in flight")
+    if not all(sequence.num_in_flight for sequence in scheduler._ended_in_flight):
+        problems.append("a sequence that has ended holds pages without a step in flight")
+    return problems
+
+
+def num_tokens(sequence: Sequence) -> int:
+    """The value that `sequence.num_tokens` must have."""
+    return len(sequence.prompt) + len(sequence.output) + len(sequence.forced) + sequence.num_unseen
