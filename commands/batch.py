@@ -29,7 +29,7 @@ from server.http.openai.routes import OpenAIRoutes
 from server.http.stream_buffer import Retention, StreamStore
 from server.http.streams import Publications
 from server.hub.download import model_id
-from server.serve import running
+from server.service import running
 from server.supervision.supervisor import State
 from server.text.chat_template import ChatTemplate
 

@@ -10,7 +10,7 @@ from server import protocol
 from server.config import EngineSettings, ServerSection
 from server.errors import InvalidRequest, RequestError
 from server.generation.request import Request
-from server.serve import running
+from server.service import running
 
 EXIT_USAGE = 2
 

@@ -182,7 +182,7 @@ def load_engine(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]
     """The engine that `onehead serve` would start. Raises ConfigurationError or ResourceError."""
     from model.spec import CheckpointError, OptionError
     from server.engine.worker import load
-    from server.serve import start_message
+    from server.service import start_message
     from server.text.codec import TextCodec
 
     os.environ.update(engine_environment())  # The OpenMP runtime reads it when torch is imported, which is below.

@@ -30,7 +30,7 @@ from model.checkpoint.weights import load_decoder
 from model.spec import CheckpointError, OptionError
 from server.config import EngineSettings, ServerSection, load
 from server.engine import worker
-from server.serve import start_message
+from server.service import start_message
 from server.text.codec import TextCodec
 from tests.support.checkpoints import make_tokenizer
 from tests.support.families import CONFIGS, make_family_checkpoint

@@ -213,7 +213,7 @@ def try_folder(folder: Path) -> dict[str, Any]:
     from server.config import ServerSection
     from server.engine.worker import load
     from server.errors import OneheadError
-    from server.serve import start_message
+    from server.service import start_message
     from server.text.checkpoint_settings import CheckpointFiles
     from server.text.codec import TextCodec
 

@@ -20,7 +20,7 @@ from server.errors import ConfigurationError, ResourceError
 from server.hub import tokenizer_conversion, tokenizer_file
 from server.hub.tokenizer_conversion import convert
 from server.hub.tokenizer_file import tokenizer_path
-from server.serve import start_message
+from server.service import start_message
 from server.text.codec import TextCodec
 from tests.support.checkpoints import make_tokenizer
 from tests.support.processes import ServerProcess

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.serve import _warn_of_threads
+from server.service import _warn_of_threads
 from server.supervision import processors
 from tests.support.processes import ServerProcess
 
@@ -79,7 +79,7 @@ def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise() -> None:
 def test_more_threads_than_processors_are_told(
     threads: int, quota: float, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("server.serve.available_processors", lambda: quota)
+    monkeypatch.setattr("server.service.available_processors", lambda: quota)
     _warn_of_threads(threads)
     assert (f"{threads} threads for {quota:g} processors" in caplog.text) == warned
 

@@ -1,0 +1,175 @@
+"""Service: a supervised engine and a Generation over it, inside an event loop, without HTTP.
+
+Invariant: the engine process has ended when `close` returns. It knows no routes and no sockets.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import msgspec
+from prometheus_client import ProcessCollector
+
+from server import protocol
+from server.config import EngineSettings, ServerSection
+from server.errors import ResourceError
+from server.generation.admission import Bounds
+from server.generation.generation import Generation
+from server.metrics import Metrics
+from server.supervision.processors import available_processors, engine_threads
+from server.supervision.supervisor import State, Supervisor, Timeouts
+from server.supervision.transport import EngineProcess
+from server.text.codec import TextCodec
+
+ENGINE_EXIT_SECONDS = 5.0
+TICK_SECONDS = 0.25
+log = logging.getLogger("onehead")
+
+
+def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSection) -> protocol.Start:
+    """What an engine of these settings is told first."""
+    cache = settings.cache
+    return protocol.Start(
+        **settings.engine.model_dump() | {"threads": engine_threads(settings.engine.threads)},  # The fields have the options' names.
+        version=protocol.VERSION,
+        model=str(settings.model),
+        tokenizer=str(codec.path),
+        largest_token_id=codec.largest_id,
+        end_token_ids=list(codec.end_token_ids),
+        cache_dtype=cache.dtype,
+        page_size=cache.page_size,
+        pages=cache.pages,
+        memory=cache.memory,
+        heartbeat_seconds=section.stall_after / 4,
+        log_level=section.log_level,
+        log_format=section.log_format,
+    )
+
+
+class Running:
+    """A supervised engine with a Generation over it, inside an event loop."""
+
+    def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "") -> None:
+        codec = TextCodec(settings.model)
+        self._start = start_message(settings, codec, section)
+        self._changed = asyncio.Event()
+        self._process: EngineProcess | None = None
+        self._spawned = 0
+        self._died: float | None = None
+        self._tick = min(TICK_SECONDS, section.stall_after / 10)
+        self._watch: asyncio.Task[None] | None = None
+        self.metrics = Metrics(name)
+        ProcessCollector("onehead_engine", lambda: self._process.process.pid if self._process else 0, registry=self.metrics.registry)
+        patience = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
+        self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, patience)
+        max_open = settings.engine.max_running + section.max_waiting
+        bounds = Bounds(
+            max_open,
+            settings.engine.max_running,
+            section.max_waiting_tokens,
+            section.max_queue_wait,
+            section.grammar_timeout,
+            section.tokenize_timeout,
+            section.open_objects,
+        )
+        self.generation = Generation(self.supervisor, codec, self.metrics, bounds, section.log_prompts)
+
+    def start(self, *every_tick: Callable[[], None]) -> None:
+        """Spawns the engine and begins to watch it; `every_tick` is called at intervals with it.
+
+        Raises ResourceError or ConfigurationError.
+        """
+        try:
+            self.supervisor.start()
+        except OSError as error:
+            raise ResourceError(f"no engine can be started: {error.strerror}") from None
+        _ = self.generation.compiler  # Read while the engine loads: a request that had to wait for it would hold up all others.
+        self._watch = asyncio.create_task(self._pass_time(every_tick))
+
+    async def _pass_time(self, every_tick: tuple[Callable[[], None], ...]) -> None:
+        """Tells the supervisor how time passes. What this process slept through itself is not counted as anybody's silence."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(self._tick)
+            now = time.monotonic()
+            elapsed, last = min(now - last, 2 * self._tick), now
+            calls: list[Callable[[], None]] = [partial(self.supervisor.tick, elapsed), *every_tick]
+            for call in calls:
+                try:
+                    call()
+                except Exception:  # Of one call: without the next ones nothing would be watched any more.
+                    log.exception("what is done at intervals failed")
+
+    def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
+        ready = self.supervisor.ready
+        # A replacement gets the pool that requests were admitted to, however much memory is free now, on the device that began them.
+        start = self._start if ready is None else msgspec.structs.replace(self._start, pages=ready.num_pages, device=ready.device)
+        if self._spawned:
+            self.metrics.engine_restarts.inc()
+        self._spawned += 1
+        self._process = EngineProcess(start, on_message, on_exit)
+        return self._process
+
+    def _on_state(self, state: State) -> None:
+        log.info("engine: %s%s", self.supervisor.status, f" ({self.supervisor.reason})" if self.supervisor.reason else "")
+        if state is State.READY and self.supervisor.ready is not None:
+            self.metrics.loaded(self.supervisor.ready)
+            if self._died is None and self.supervisor.ready.device == "cpu":
+                _warn_of_threads(self._start.threads)
+            if self._died is not None:
+                seconds = time.monotonic() - self._died
+                self.metrics.engine_recovery.observe(seconds)
+                log.info("the engine was replaced in %.2f s", seconds)
+            self._died = None
+        if state is State.STARTING:
+            self._died = time.monotonic()
+            self.metrics.idle()
+        self._changed.set()
+
+    def _on_news(self, news: protocol.Tokens | protocol.Started) -> None:
+        self.generation.on_engine_event(news)
+
+    async def until(self, *states: State) -> State:
+        """Waits for one of these states, or a final one."""
+        final = (State.STOPPED, State.REFUSED, State.GAVE_UP)
+        while self.supervisor.state not in (*states, *final):
+            self._changed.clear()
+            await self._changed.wait()
+        return self.supervisor.state
+
+    async def close(self) -> None:
+        """Ends the engine, politely first."""
+        self.supervisor.stop()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._process is not None:
+            await self._process.ended(ENGINE_EXIT_SECONDS)
+
+
+def _warn_of_threads(threads: int) -> None:
+    """Logs that the engine has more threads than processors: at every barrier all threads wait for one that is not running."""
+    processors = available_processors()
+    if threads > processors:
+        log.warning(
+            "the engine has %d threads for %g processors (affinity and CPU quota of this process): steps take longer than with %d; "
+            "set engine.threads, or leave it and OMP_NUM_THREADS out",
+            threads,
+            processors,
+            engine_threads(None, {}),
+        )
+
+
+@contextlib.asynccontextmanager
+async def running(settings: EngineSettings, section: ServerSection) -> AsyncIterator[Running]:
+    """A loaded engine. Raises ConfigurationError or EngineGaveUp where it cannot be had."""
+    engine = Running(settings, section)
+    engine.start()
+    try:
+        await engine.until(State.READY)
+        engine.generation.raise_if_over()
+        yield engine
+    finally:
+        await engine.close()
