@@ -1,4 +1,4 @@
-"""What a child process of ours does first. Knows nothing of what it is for."""
+"""Set-up that every child process of the server does first."""
 
 import ctypes
 import signal
@@ -6,7 +6,7 @@ import sys
 
 
 def die_with_parent() -> None:
-    """Asks Linux for SIGKILL when the parent ends: a child at work would not notice for long, and nobody would take what it makes."""
+    """Asks Linux to kill this process when its parent ends; a busy child would notice that only later."""
     if sys.platform == "linux":
         parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""HttpServer and Drain: from a signal to a clean end.
+"""HttpServer and Drain: graceful shutdown on a signal.
 
-The first signal lets running streams finish while new work is refused, a second ends them with an error event. Invariant: whatever was
-written to a client gets its time to arrive, and no client can keep the process.
+The first signal refuses new requests and lets open ones finish; a second one ends them with an error event. Invariant: bytes written to
+a client get time to arrive, and no client can keep the process running.
 """
 
 import asyncio
@@ -21,21 +21,19 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
+    """uvicorn without its signal handlers, which would stop without draining."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     cut = False
-    """Whether a connection was closed over an answer that had not left."""
+    """Whether a connection was aborted with unsent bytes."""
 
-    def end(self, patience: float) -> None:
-        """Stops listening, and aborts whatever connection is still there in `patience` seconds: one that never sends the rest of its
-        request, or never reads its answer, must not keep the process.
-        """
+    def end(self, timeout: float) -> None:
+        """Stops listening, and after `timeout` seconds aborts the connections that are still open."""
         self.should_exit = True
-        asyncio.get_running_loop().call_later(patience, self._abort)
+        asyncio.get_running_loop().call_later(timeout, self._abort)
 
     def _abort(self) -> None:
         for connection in list(self.server_state.connections):
@@ -44,7 +42,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Drain:
-    """What signals do. `grace`: seconds for which a server that is told to go still listens, as a balancer needs a while to notice."""
+    """Handles signals. `grace`: seconds to keep listening after SIGTERM, until load balancers have noticed that /ready fails."""
 
     def __init__(self, http: HttpServer, generation: Generation, timeout: float, grace: float) -> None:
         self.http = http
@@ -52,7 +50,7 @@ class Drain:
         self.timeout = timeout
         self.grace = grace
         self.cut = False
-        """Whether streams were ended before their time."""
+        """Whether open requests were ended early."""
         self._task: asyncio.Task[None] | None = None
 
     def on_signal(self, number: int) -> None:
@@ -61,7 +59,7 @@ class Drain:
             log.info(
                 "draining for up to %g s: %d requests are open; a second signal ends them", self.timeout, self.generation.admission.num_open
             )
-            # Whoever interrupts at a terminal waits for nobody's balancer.
+            # Ctrl-C in a terminal skips the grace period.
             self._task = asyncio.create_task(self._drain(0.0 if number == signal.SIGINT else self.grace))
         else:
             self._finish(FLUSH_SECONDS)
@@ -74,8 +72,8 @@ class Drain:
             await asyncio.sleep(0.05)
         self._finish(max(FLUSH_SECONDS, deadline - loop.time()))
 
-    def _finish(self, patience: float) -> None:
-        """Ends what is open, and gives connections `patience` seconds to take what was written to them."""
+    def _finish(self, timeout: float) -> None:
+        """Ends open requests, and gives connections `timeout` seconds to receive what was written."""
         self.cut = self.cut or bool(self.generation.admission.num_open)
         self.generation.supervisor.stop()
-        self.http.end(patience)
+        self.http.end(timeout)

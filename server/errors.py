@@ -1,32 +1,32 @@
-"""One tree of the errors that reach a person.
+"""The tree of errors that users and clients see.
 
     OneheadError
-    |-- ConfigurationError     exit 78   option, file or checkpoint that cannot be served
-    |-- UsageError             exit 2    a file given to a command that is not what it takes
-    |-- ResourceError          exit 71   port or memory that cannot be had
-    |-- EngineGaveUp           exit 70   the engine cannot be kept alive
-    `-- RequestError           an answer other than 200, in the dialect of its route
-        |-- Unauthorized       401   no key, or a wrong one
-        |-- StreamExpired      410   a resumable stream that is not kept any more
-        |-- StreamCancelled    409   a resumable stream that was ended before its time (only ever an event)
-        |-- Conflict           409   a second request under the Idempotency-Key of one that runs
-        |-- MalformedBody      400   not UTF-8, not JSON, not an object, a key twice
-        |-- UnsupportedMedia   415   not application/json, or encoded
+    |-- ConfigurationError     exit 78   invalid option, file or checkpoint
+    |-- UsageError             exit 2    a command was given a wrong file
+    |-- ResourceError          exit 71   port or memory is not available
+    |-- EngineGaveUp           exit 70   the engine keeps crashing
+    `-- RequestError           an HTTP error, in the dialect of its route
+        |-- Unauthorized       401   no API key, or an invalid one
+        |-- StreamExpired      410   a resumable stream that is no longer kept
+        |-- StreamCancelled    409   a resumable stream that was cancelled (sent only as an event)
+        |-- Conflict           409   the Idempotency-Key of a request that is still running
+        |-- MalformedBody      400   not UTF-8, not JSON, not an object, or a duplicate key
+        |-- UnsupportedMedia   415   not application/json, or with a Content-Encoding
         |-- BodyTooLarge       413
-        |-- InvalidRequest     422   a field that is unknown, of the wrong type or out of bounds (400 in OpenAI's dialect)
-        |-- NotFound           404   a model that is not served here, a stream that there is not
+        |-- InvalidRequest     422   an unknown field, a wrong type or a value out of bounds (400 in OpenAI's dialect)
+        |-- NotFound           404   an unknown model or stream
         |-- Overloaded         429   with Retry-After
         |-- GenerationFailed   424   the engine could not finish this request (500 in OpenAI's dialect)
         |-- Unavailable        503   starting, restarting or shutting down
-        `-- QueueTimeout       504   its own time limit was over before its turn came
+        `-- QueueTimeout       504   the request's time limit passed while it was queued
 
-Catch broadly at the root, recover narrowly at the leaves. Messages name the field, the bound and what to do, and never hold text of
-a prompt, a path of the server or a traceback.
+Catch broadly at the root, recover narrowly at the leaves. Invariant: a message names the field, the bound and what to do, and never
+contains prompt text, a path on the server or a traceback.
 """
 
 
 class OneheadError(Exception):
-    """Root. `exit_code` is the process's where the error ends it."""
+    """Root of the tree. `exit_code` is the exit status of a process that the error ends."""
 
     exit_code = 70
 
@@ -48,9 +48,8 @@ class EngineGaveUp(OneheadError):
 
 
 class RequestError(OneheadError):
-    """`status` and `tgi_type` are TGI's dialect, `openai_status` (where it differs) and `openai_type` OpenAI's. `retry_after` is in
-    seconds, where waiting helps; `param` the field at fault; `code` a word for programs to read. With a `tgi_type` of None TGI's clients
-    go by the status.
+    """An error answered over HTTP. TGI's dialect uses `status` and `tgi_type` (None: clients go by the status), OpenAI's `openai_status`
+    if it differs and `openai_type`. `retry_after` is in seconds, `param` the field at fault, `code` machine-readable.
     """
 
     status = 500

@@ -1,4 +1,4 @@
-"""llguidance as both processes use it: what the API process has checked, the engine follows under the same limits."""
+"""Settings of llguidance shared by both processes, so that a grammar the API process accepts runs under the same limits in the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 
 def read_tokenizer(path: Path, ends: list[int]) -> LLTokenizer:
-    """The tokenizer of a checkpoint; of a large one that takes seconds, and holds the interpreter's lock. Raises ValueError."""
+    """Reads a tokenizer.json. A large one takes seconds, during which the GIL is held. Raises ValueError."""
     try:
         return LLTokenizer(path.read_text(encoding="utf-8"), eos_token=ends or None)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # A panic of the library's is no Exception.
-        raise ValueError(f"{path}: not a tokenizer whose tokens can be constrained ({type(error).__name__})") from None
+    except BaseException as error:  # A panic of the Rust library is not an Exception.
+        raise ValueError(f"{path}: this tokenizer cannot be used for structured output ({type(error).__name__})") from None
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher with a lexer of its own: copies of a matcher share one, whose limits add up, and whose failure is every copy's. A mask is
-    computed by walking the vocabulary, so what one step may cost grows with that; it is in llguidance's units.
+    """A matcher with its own lexer: copies of a matcher would share the lexer's limits and failures. Limits are in llguidance's units;
+    a mask is computed by walking the vocabulary, so the limit of a step grows with the vocabulary.
     """
     limits: dict[str, Any] = {
         "initial_lexer_fuel": 200_000,

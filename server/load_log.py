@@ -1,4 +1,4 @@
-"""LoadLog: a line of the log every 10 s while requests are open. It reads no clock."""
+"""LoadLog: a log line on the load every 10 s while requests are open. It reads no clock."""
 
 import logging
 
@@ -10,7 +10,7 @@ PERIOD_SECONDS = 10.0
 
 
 class LoadLog:
-    """Logs the engine's load, the token rates and the prefix cache hit rate since the period before, and the KV cache usage."""
+    """Logs running and waiting sequences, KV cache usage, and the token rates and prefix cache hit rate of the period."""
 
     def __init__(self, generation: Generation, now: float) -> None:
         self._generation = generation
@@ -18,14 +18,14 @@ class LoadLog:
         self._counted = 0, 0, 0
 
     def tick(self, now: float) -> None:
-        """Ends a period where it is time; a period in which there was nothing to do gets no line."""
+        """Ends a period if it is due. An idle period gets no line."""
         seconds = now - self._began
         if seconds < PERIOD_SECONDS:
             return
         metrics = self._generation.metrics
         gauges = metrics.gauges
         counted = metrics.num_generated, gauges.queried_tokens, gauges.hit_tokens
-        # An engine that replaces another counts from 0 again.
+        # The counts of a restarted engine begin at 0.
         generated, queried, hit = (max(0, new - old) for new, old in zip(counted, self._counted, strict=True))
         self._began, self._counted = now, counted
         if self._generation.admission.num_open or generated:

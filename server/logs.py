@@ -1,10 +1,10 @@
-"""Log lines as text or JSON, written by a thread of its own: a slow or full disk, a closed pipe, holds up nobody.
+"""Log lines as text or JSON, written by a thread: a slow disk or a blocked pipe delays no request.
 
-Invariant: logging never blocks and never raises; lines that cannot be written are counted. It knows nothing of who logs what; text of a
-prompt is no matter of a log line unless server.log_prompts asks for it.
+Invariant: logging never blocks and never raises; lines that cannot be written are counted. No line contains prompt text unless
+server.log_prompts is set.
 """
 
-import atexit
+import contextlib
 import json
 import logging
 import queue
@@ -19,11 +19,11 @@ MAX_QUEUED = 10_000
 EXIT_SECONDS = 1.0
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that is being served, in whatever task logs."""
+"""Id of the request that the current task serves."""
 
 
 class Sink(logging.Handler):
-    """Queues formatted lines; a thread writes them."""
+    """Formats lines and queues them for a thread that writes them."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -32,12 +32,11 @@ class Sink(logging.Handler):
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._write, daemon=True, name="log")
         self._thread.start()
-        atexit.register(self._finish)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put_nowait(self.format(record))
-        except Exception:  # Full, or a line that cannot be formatted.
+        except Exception:  # The queue is full, or the line cannot be formatted.
             self.num_dropped += 1
 
     def _write(self) -> None:
@@ -45,25 +44,19 @@ class Sink(logging.Handler):
             try:
                 self._stream.write(line + "\n")
                 self._stream.flush()
-            except Exception:  # A full disk, a closed pipe, no standard error at all.
+            except Exception:  # A full disk, a closed pipe, or no standard error.
                 self.num_dropped += 1
 
-    def _finish(self) -> None:
-        """What is queued gets a moment to be written; a pipe that nobody reads must not keep the process."""
-        try:
-            self._lines.put(None, timeout=EXIT_SECONDS)
-        except queue.Full:
-            return
-        self._thread.join(EXIT_SECONDS)
-
     def close(self) -> None:
-        """The last line is out when this returns, or in vain."""
-        self._finish()
+        """Waits up to EXIT_SECONDS for the queued lines to be written. `logging` calls it at exit."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=EXIT_SECONDS)
+            self._thread.join(EXIT_SECONDS)
         super().close()
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people: what a client wrote in it is escaped, so that it cannot forge another."""
+    """A line of text. Control characters are escaped, so that a client cannot forge lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         name = request_id.get()
@@ -73,7 +66,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A line for programs: one JSON object."""
+    """A line with one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -87,11 +80,11 @@ class JsonFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["traceback"] = _trace(record)
-        return json.dumps(line)  # In ASCII: some programs end lines at other characters than we do.
+        return json.dumps(line)  # ASCII, as some programs split lines at other Unicode characters.
 
 
 def configure(level: str, style: str) -> Sink:
-    """Sends all log lines of this process to standard error; the sink, which counts what it drops."""
+    """Sends all log lines of this process to standard error. Returns the sink, which counts dropped lines."""
     logging.raiseExceptions = False
     sink = Sink(sys.stderr)
     sink.setFormatter(JsonFormatter() if style == "json" else TextFormatter())

@@ -1,6 +1,6 @@
-"""Every metric, declared once. Names and meanings are a contract (vLLM's meanings under our prefix).
+"""Metrics: every metric is declared here once. Names and meanings are a contract: those of vLLM, with the prefix onehead_.
 
-What every token and every step say is only noted, and becomes a metric when somebody looks.
+Tokens and steps are only counted as they happen; the Prometheus metrics are updated from the counts when they are scraped.
 """
 
 import time
@@ -21,11 +21,11 @@ _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 IDLE = Gauges(0, 0, 0, 0, 0.0)
-"""What an engine would report that has nothing to do."""
+"""The gauges of an idle engine."""
 
 
 class Histogram(Collector):
-    """Seconds by the bound that they do not exceed. The library's own costs ten times as much for each."""
+    """A histogram of seconds. `observe` costs a tenth of what the one of prometheus_client costs."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name, self._text = name, text
@@ -34,12 +34,12 @@ class Histogram(Collector):
         registry.register(self)
 
     def observe(self, seconds: float) -> None:
-        """One more."""
+        """Counts a value."""
         self._counts[bisect_left(_LATENCY, seconds)] += 1
         self.sum += seconds
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """As the registry wants it."""
+        """The samples, for the registry."""
         bounds = [*map(str, _LATENCY), "+Inf"]
         family = HistogramMetricFamily(self._name, self._text, list(zip(bounds, accumulate(self._counts), strict=True)), self.sum)
         family.add_sample(f"{self._name}_created", {}, self._created)
@@ -47,24 +47,24 @@ class Histogram(Collector):
 
 
 class Metrics:
-    """One registry and its series. The model's name is a label of onehead_model_info alone (docs/decisions/0030)."""
+    """A registry and its metrics. The model name is a label of onehead_model_info only (docs/decisions/0030)."""
 
     def __init__(self, model_name: str = "") -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         Info("onehead_build", "Version of the onehead server.", registry=self.registry).info({"version": version("onehead")})
         self._model = {"model_name": model_name}
-        self._model_info = Info("onehead_model", "The model that is served, and what it is computed with.", registry=self.registry)
+        self._model_info = Info("onehead_model", "The served model, its dtypes, device and kernels.", registry=self.registry)
         self._model_info.info(self._model)
         self.requests_running = self._gauge("requests_running", "Sequences that the engine is running.")
         self.requests_waiting = self._gauge(
-            "requests_waiting", "Sequences that wait in the engine for KV cache pages or a place in the batch."
+            "requests_waiting", "Sequences waiting in the engine for KV cache pages or a place in the batch."
         )
         self.kv_pages_used = self._gauge("kv_pages_used", "KV cache pages held by open requests.")
-        self.kv_pages_cached = self._gauge("kv_pages_cached", "KV cache pages held by no open request and kept for the prefix cache.")
-        self.kv_pages_total = self._gauge("kv_pages_total", "KV cache pages in all.")
-        self.kv_cache_usage_ratio = self._gauge("kv_cache_usage_ratio", "Share of the KV cache pages held by open requests, from 0 to 1.")
-        self.preemptions = self._counter("preemptions", "Times that a running sequence was preempted for want of KV cache pages.")
+        self.kv_pages_cached = self._gauge("kv_pages_cached", "KV cache pages held by no open request but kept in the prefix cache.")
+        self.kv_pages_total = self._gauge("kv_pages_total", "Total number of KV cache pages.")
+        self.kv_cache_usage_ratio = self._gauge("kv_cache_usage_ratio", "Fraction of KV cache pages held by open requests, from 0 to 1.")
+        self.preemptions = self._counter("preemptions", "Preemptions of running sequences for lack of KV cache pages.")
         self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens served from the prefix cache.")
         self.drafted_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens proposed by speculative decoding.")
@@ -87,14 +87,14 @@ class Metrics:
             self.drafted_tokens: "drafted_tokens",
             self.accepted_tokens: "accepted_tokens",
         }
-        """What an engine counts from its start -> the field of Gauges that says it."""
+        """Counters that each engine counts from its own start -> the field of Gauges."""
         self.gauges = IDLE
-        """What the engine of the moment reported last."""
+        """The latest report of the current engine."""
         self.num_generated = 0
         self.num_pages = 0
 
     def _declare_others(self) -> None:
-        """Latencies, and what happens in no request."""
+        """Latencies, and metrics that belong to no request."""
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Time from a sequence's arrival to its first token (TTFT)."
         )
@@ -103,15 +103,17 @@ class Metrics:
         self.queue_time = self._histogram(
             "queue_time_seconds", "Time from a sequence's arrival to the first step that computes its prompt."
         )
-        self.step_time = self._histogram("step_time_seconds", "Time that one engine step takes.")
+        self.step_time = self._histogram("step_time_seconds", "Duration of an engine step.")
         self.engine_recovery = self._histogram("engine_recovery_seconds", "Time from an engine crash until the next engine is ready.")
-        self.requests_quarantined = self._counter("requests_quarantined", "Sequences given up after repeated engine crashes.")
+        self.requests_quarantined = self._counter(
+            "requests_quarantined", "Sequences that were quarantined because they crashed the engine repeatedly."
+        )
         self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
-        self.streams_detached = self._gauge("streams_detached", "Resumable streams that run without a connected client.")
-        self.resume_bytes = self._gauge("resume_bytes", "Bytes kept for clients that resume their streams.")
+        self.streams_detached = self._gauge("streams_detached", "Resumable streams that are generating without a connected client.")
+        self.resume_bytes = self._gauge("resume_bytes", "Bytes of events kept for resumable streams.")
 
     def loaded(self, ready: Ready) -> None:
-        """A new engine is ready; its own counts begin at 0 again."""
+        """Called when an engine is ready; its counts begin at 0."""
         self.idle()
         self.num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
@@ -119,21 +121,21 @@ class Metrics:
         self._model_info.info(self._model | words)
 
     def idle(self) -> None:
-        """There is no engine, or a new one that has nothing to do yet."""
+        """Called when there is no engine, or a new one that is idle."""
         self._settle()
         self.gauges = IDLE
         for counter in self._engine_totals:
             self._reached.pop(counter, None)
 
     def step(self, gauges: Gauges, num_tokens: int) -> None:
-        """What the engine said after a step."""
+        """Notes the engine's report after a step."""
         self.gauges = gauges
         self.num_generated += num_tokens
         if gauges.step_seconds:
             self.step_time.observe(gauges.step_seconds)
 
     def _settle(self) -> None:
-        """Updates the metrics to what the engine reported last."""
+        """Updates the metrics from the latest report."""
         gauges = self.gauges
         self.requests_running.set(gauges.running)
         self.requests_waiting.set(gauges.waiting)
@@ -145,12 +147,12 @@ class Metrics:
         self.reach(self.generation_tokens, self.num_generated)
 
     def reach(self, counter: Counter, total: int) -> None:
-        """Brings a counter to what somebody else has counted."""
+        """Raises a counter by the growth of `total`, which is counted elsewhere."""
         counter.inc(total - self._reached.get(counter, 0))
         self._reached[counter] = total
 
     def exposition(self) -> bytes:
-        """The text that a scraper reads."""
+        """All metrics in the Prometheus text format."""
         self._settle()
         return generate_latest(self.registry)
 

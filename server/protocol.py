@@ -1,7 +1,7 @@
-"""The messages between the API process and the engine process: frozen, tagged, versioned by VERSION.
+"""Messages between the API process and the engine process.
 
-Everything on the pipe is the msgpack bytes of one of these; nothing is pickled. It knows nothing of HTTP, text or tensors;
-`Sampling` is the model's own description of a draw, carried as it is.
+Invariant: everything on the pipe is the msgpack encoding of one of these structs; nothing is pickled. VERSION changes with the format.
+This module knows nothing of HTTP, text or tensors.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ MAX_FRAME_BYTES = 64 * 2**20
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Base of what messages consist of."""
+    """Base of the parts of messages."""
 
 
 class Message(Part, frozen=True, tag=True):
@@ -21,16 +21,16 @@ class Message(Part, frozen=True, tag=True):
 
 
 class Start(Message, frozen=True):
-    """First message to an engine: what to load and how. `memory` as cache.memory; None leaves the default."""
+    """First message to an engine: what to load, and the engine options. `memory` is cache.memory; None is its default."""
 
     version: int
     model: str
     tokenizer: str
-    """The tokenizer.json that the API process reads: the folder may have none of its own."""
+    """Path of the tokenizer.json that the API process reads; it may be outside the model folder."""
     largest_token_id: int
-    """That it can give."""
+    """The largest token id of the tokenizer."""
     end_token_ids: list[int]
-    """What ends a text by what it says."""
+    """End-of-sequence tokens according to the tokenizer."""
     device: str
     dtype: str
     quantization: str
@@ -46,13 +46,13 @@ class Start(Message, frozen=True):
     memory: float | None
     serve_pooled: bool
     heartbeat_seconds: float
-    """Between two Beats."""
+    """Interval between two Heartbeats."""
     log_level: str
     log_format: str
 
 
 class Submit(Message, frozen=True):
-    """A sequence to generate. `output` holds tokens it has already: a sequence replayed after an engine's death goes on behind them."""
+    """A sequence to generate. `output` holds the tokens it has already: a sequence replayed after a crash continues after them."""
 
     id: int
     prompt: list[int]
@@ -62,36 +62,36 @@ class Submit(Message, frozen=True):
     stop_token_ids: list[int]
     sampling: Sampling
     priority: int = 0
-    """Lower is served first."""
+    """The lowest is served first."""
     num_top: int = 0
-    """Likeliest tokens to report with each token of the output, and of the prompt where that is scored."""
+    """Most likely tokens to report with each output token, and with each prompt token if the prompt is scored."""
     score_prompt: bool = False
     grammar: str = ""
-    """As llguidance reads it; empty for none."""
+    """Grammar in llguidance's format; empty for none."""
     healed: str = ""
-    """Text that was cut off the prompt's end, to be generated again before anything else."""
+    """Token healing: text cut off the end of the prompt, which the output must begin with; empty for none."""
     salt: str = ""
-    """Only sequences of the same one share pages."""
+    """Only sequences with the same salt share pages."""
 
 
 class Cancel(Message, frozen=True):
-    """Forget this sequence and free its pages; nothing more is said of it."""
+    """Ends a sequence and frees its pages; the engine sends no event for it."""
 
     id: int
 
 
 class Shutdown(Message, frozen=True):
-    """Leave, with exit status 0."""
+    """Exit with status 0."""
 
 
 class Loading(Message, frozen=True):
-    """What an engine that is not ready yet is doing, in words: `loading weights 40 %`."""
+    """Loading phase of an engine that is not ready yet, such as `loading weights 40 %`."""
 
     phase: str
 
 
 class Ready(Message, frozen=True):
-    """The engine is loaded. What a client or an operator may want to know of it."""
+    """The engine is loaded. The fields describe it to clients and operators."""
 
     model_type: str
     dtype: str
@@ -103,45 +103,45 @@ class Ready(Message, frozen=True):
     page_size: int
     num_pages: int
     kv_dtype: str
-    """What the cache stores keys and values in."""
+    """dtype of the KV cache."""
     kv_bytes_per_token: int
     capacity: int
-    """Tokens that one sequence can have at most: the context, or what the cache holds where that is less."""
+    """The most tokens of one sequence: max_context, or what the KV cache holds if that is less."""
     quantization: str
     weight_bytes: int
     page_bytes: int
     kernels: str
-    """What computes attention, and what products where that is another: kernels of ours (and their width of vectors), or torch's."""
+    """What computes attention, and matrix products if that differs: our kernels with their vector width, or torch."""
     deterministic: bool
-    """Whether what a request gets depends on that request alone, bit for bit."""
+    """Whether the engine is batch-invariant: a request gets the same bits whatever else is running."""
     multi_head_bytes_per_token: int
-    """What a token's keys and values would take with a head for every query head."""
+    """KV cache bytes of a token if every query head had its own key/value head."""
     sequences: list[tuple[int, int]]
-    """(context, how many sequences of that many tokens the cache holds together)"""
+    """(context length, number of sequences of that length that fit the KV cache at once)"""
 
 
 class Refused(Message, frozen=True):
-    """The engine cannot start. `reason` is for the person who started it; `resource` says that memory is what it lacked."""
+    """The engine cannot start. `reason` is for the operator; `resource`: for lack of memory or a device."""
 
     reason: str
     resource: bool = False
 
 
 class Token(Part, frozen=True):
-    """One new token of sequence `id`: its place in the output, its log-probability, and why it is the last one, if it is."""
+    """A new token of sequence `id`, its index in the output and its log-probability."""
 
     id: int
     index: int
     token: int
     logprob: float
     finish: str | None = None
-    """length, eos_token (an end token or a stop token id), or None while the sequence goes on."""
+    """Why this is the last token: length or eos_token (also for a stop token id); None if the sequence continues."""
     top: list[tuple[int, float]] = []
-    """The likeliest tokens and their log-probabilities."""
+    """The most likely tokens and their log-probabilities."""
 
 
 class PromptScore(Part, frozen=True):
-    """Log-probability and rank (from 1) of one prompt token, and the likeliest in its place."""
+    """Log-probability and rank (from 1) of a prompt token, and the most likely tokens at its position."""
 
     token: int
     logprob: float
@@ -158,7 +158,7 @@ class PromptScores(Message, frozen=True):
 
 
 class Gauges(Part, frozen=True):
-    """The engine's state after a step, and counts since it started."""
+    """State of the engine after a step, and counts since it started."""
 
     running: int
     waiting: int
@@ -167,41 +167,35 @@ class Gauges(Part, frozen=True):
     step_seconds: float
     pages_cached: int = 0
     queried_tokens: int = 0
-    """Of all sequences, when they were let in first."""
+    """Tokens looked up in the prefix cache, when sequences are first admitted."""
     hit_tokens: int = 0
-    """Those among them that were found computed."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Those among them that came true."""
 
 
 class Tokens(Message, frozen=True):
-    """What one step brought."""
+    """Tokens that a step generated."""
 
     tokens: list[Token]
     gauges: Gauges
 
 
 class Started(Message, frozen=True):
-    """Sequences that leave the queue for the first time in the step that is computed next: said before it, so that whoever survives it
-    knows who was in it.
-    """
+    """Sequences admitted for the first time in the next step. Sent before the step, so that a crash in it can be attributed to them."""
 
     ids: list[int]
     cached: list[int]
-    """Of each, prompt tokens that are not computed again."""
+    """For each sequence, the prompt tokens found in the prefix cache."""
 
 
 class Heartbeat(Message, frozen=True):
-    """The engine's process runs. `progress` grows with every layer that it computes."""
+    """Sent at intervals while the engine process runs. `progress` grows with every layer computed."""
 
     progress: int
 
 
 class Failed(Message, frozen=True):
-    """Sequence `id` ended without its answer, through no fault of the others. `refused`: what it asks for cannot be had. `code`: a word
-    for programs to read.
-    """
+    """Sequence `id` failed; others are not affected. `refused`: the request cannot be satisfied as it is. `code` is machine-readable."""
 
     id: int
     reason: str

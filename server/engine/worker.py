@@ -1,7 +1,7 @@
-"""The engine process: reads messages, steps, reports. `python -m server.engine.worker FD` on an inherited pipe.
+"""The engine process: receives messages, runs steps, sends events. `python -m server.engine.worker FD` on an inherited pipe.
 
-Invariant: it lives exactly as long as the other end of the pipe (EOF ends it). An exception in a step ends the process, for whoever
-supervises it to replay; one in a single submission fails that sequence alone. A thread of its own says at intervals how far it is.
+Invariant: it runs until Shutdown or until the other end of the pipe is closed. An exception in a step ends the process, and the
+supervisor replays its sequences; an exception in a submission fails that sequence alone. A thread sends heartbeats.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ log = logging.getLogger("onehead")
 
 
 def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.Ready, Grammars]:
-    """The engine that `start` asks for. Raises CheckpointError, OptionError or MemoryError. The config is checked before torch is there."""
+    """Loads the engine; checks the config before it imports torch. Raises CheckpointError, OptionError or MemoryError."""
     folder = Path(start.model)
     spec = read_spec(folder)
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
     _check_tokenizer(start, spec)
     grammars = Grammars(Path(start.tokenizer), sorted({*spec.end_token_ids, *start.end_token_ids}))
-    _ = grammars.tokenizer  # Read now: of a large one that takes seconds, which no step should.
+    _ = grammars.tokenizer  # Read now, as a large one takes seconds, which would delay a step.
     runner = _load_runner(start, folder, spec, max_context, report)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
     if limits.capacity < max_context:
@@ -77,7 +77,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
 
 
 def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report") -> "ModelRunner":
-    """Here torch is imported, and not before."""
+    """Imports torch and loads the weights."""
     from model.runner.runner import ModelRunner, RunnerOptions
 
     same = {field.name: getattr(start, field.name) for field in dataclasses.fields(RunnerOptions)}
@@ -87,7 +87,7 @@ def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_conte
     if runner.device.type == "cpu":
         return runner
     longest = runner.pool.layout.most_tokens(runner.pool.num_pages, options.step_tokens, max_context)
-    if spec.experts is None:  # The host chooses experts, and waits for every layer: a launch would return when the step is done.
+    if spec.experts is None:  # The host selects experts and so waits for every layer: an asynchronous launch would gain nothing.
         from model.runner.overlapped import OverlappedRunner
 
         runner = OverlappedRunner.on_gpu(runner, options, longest)
@@ -97,37 +97,37 @@ def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_conte
 
 
 def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
-    """How many sequences of each of these lengths fit, and of the longest that is taken."""
+    """For each context length up to `max_context`, the number of sequences that fit the KV cache at once."""
     lengths = [*(context for context in contexts if context < limits.max_context), limits.max_context]
     return [(context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens)) for context in lengths]
 
 
 def _warn_of_float8(start: protocol.Start, device: str) -> None:
-    """It is served on a CPU, to show there what a GPU would answer."""
+    """Warns of FP8 on a CPU, which is supported only to show the answers that a GPU would give."""
     if device == "cpu" and "fp8" in (start.quantization, start.cache_dtype):
-        log.warning("fp8 on a CPU shows what it does to answers, and is slow: torch converts it for every product; int8 is for speed")
+        log.warning("fp8 on a CPU is slow, as torch converts it for every product; it shows the answers of a GPU. For speed use int8")
 
 
 def _check_conversion(start: protocol.Start, folder: Path) -> None:
-    """Nobody is served a model that was only pooled without having asked for it."""
+    """Refuses a pooled checkpoint, one whose key/value heads were merged into one without training, unless engine.serve_pooled is set."""
     fact = only_pooled(folder)
     if fact is None:
         return
     if not start.serve_pooled:
         way_out = f"`onehead train --init {folder} --output NEW` trains it; --engine.serve_pooled true serves it as it is"
         raise CheckpointError(f"{fact}; {way_out}")
-    log.warning("%s; it is served because engine.serve_pooled says so", fact)
+    log.warning("%s; it is served because engine.serve_pooled is true", fact)
 
 
 def _check_tokenizer(start: protocol.Start, spec: ModelSpec) -> None:
-    """Raises CheckpointError where the tokenizer and the model do not go together."""
+    """Raises CheckpointError if the tokenizer does not fit the model."""
     if start.largest_token_id >= spec.vocab_size:
         raise CheckpointError(
             f"{start.tokenizer}: has ids up to {start.largest_token_id}, expected all below vocab_size {spec.vocab_size} of config.json"
         )
     if not spec.end_token_ids and not start.end_token_ids:
         raise CheckpointError(
-            f"{start.model}: no token ends a text; expected eos_token_id in generation_config.json or config.json, "
+            f"{start.model}: no end-of-sequence token; expected eos_token_id in generation_config.json or config.json, "
             "or eos_token in tokenizer_config.json"
         )
 
@@ -139,7 +139,7 @@ def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
 
 
 def load_report(pipe: Connection) -> "Report":
-    """What tells the API process how far the engine is while it loads, and logs how long each phase took."""
+    """A callback that sends the loading phase to the API process and logs how long each phase took."""
     last, began = "starting", time.perf_counter()
 
     def report(phase: str, done: int, total: int) -> None:
@@ -164,10 +164,10 @@ class Worker:
         self._num_handled = 0
 
     def start_heartbeat(self, seconds: float) -> None:
-        """Sends a Beat every `seconds` from a thread of its own, as long as the process and the pipe live."""
+        """Starts a thread that sends a Heartbeat every `seconds` while the pipe is open."""
 
         def beat() -> None:
-            with contextlib.suppress(OSError):  # Nobody is left to hear it; the loop notices too.
+            with contextlib.suppress(OSError):  # The pipe is closed; the message loop ends too.
                 while True:
                     self._send(protocol.Heartbeat(self.core.runner.progress + self._num_handled))
                     time.sleep(seconds)
@@ -175,32 +175,32 @@ class Worker:
         threading.Thread(target=beat, daemon=True, name="heartbeat").start()
 
     def serve(self) -> None:
-        """Returns on Shutdown; raises EOFError when the other end is gone."""
+        """Handles messages and runs steps. Returns on Shutdown; raises EOFError when the other end of the pipe is closed."""
         while True:
             handled = False
             while not self.core.scheduler.has_work or self.pipe.poll(0):
                 if handled and not self.core.scheduler.has_work and not self.pipe.poll(0):
-                    self._report([], 0.0)  # Idle after a cancellation: the gauges must not stay at the last step's.
+                    self._report([], 0.0)  # Idle after a cancellation: updates the gauges, as no step will.
                 message = protocol.decode_to_engine(self.pipe.recv_bytes(protocol.MAX_FRAME_BYTES))
                 if isinstance(message, protocol.Shutdown):
                     return
                 self._handle(message)
-                self._num_handled += 1  # Replaying a constrained output takes time, and is progress.
+                self._num_handled += 1  # Replaying a constrained output takes time and counts as progress.
                 handled = True
             began = time.perf_counter()
-            news = self.core.step(self._send_started)
-            self._send_events(news, time.perf_counter() - began)
+            events = self.core.step(self._send_started)
+            self._send_events(events, time.perf_counter() - began)
 
     def _send_started(self) -> None:
-        """Says who is in a step for the first time, before it is computed."""
+        """Sends Started for sequences that are in a step for the first time, before it is computed."""
         started = self.core.scheduler.take_started()
         if started:
             self._send(protocol.Started([s.id for s in started], [s.num_cached for s in started]))
 
-    def _send_events(self, news: list[TokenEvent | PromptScored], step_seconds: float) -> None:
-        """Sends what a step brought: scores before tokens, and failures behind them, as a sequence may have got some before it failed."""
+    def _send_events(self, events: list[TokenEvent | PromptScored], step_seconds: float) -> None:
+        """Sends the events of a step: scores, then tokens, then failures, as a sequence may get tokens before it fails."""
         tokens, failures = [], []
-        for event in news:
+        for event in events:
             if isinstance(event, PromptScored):
                 scores = [protocol.PromptScore(s.token, s.logprob, s.rank, list(s.top)) for s in event.scores]
                 self._send(protocol.PromptScores(event.id, event.first, scores))
@@ -232,11 +232,11 @@ class Worker:
                     constraint=self.grammars.constraint(message),
                     salt=message.salt,
                 )
-            except (NeverFits, ConstraintFailed) as error:  # In our own words.
+            except (NeverFits, ConstraintFailed) as error:
                 self._send(protocol.Failed(message.id, str(error), refused=isinstance(error, ConstraintFailed)))
             except (KeyboardInterrupt, SystemExit, MemoryError):
                 raise
-            except BaseException:  # A panic of a library's is no Exception.
+            except BaseException:  # A panic of a Rust library is not an Exception.
                 log.exception("sequence %d cannot be admitted", message.id)
                 self._send(protocol.Failed(message.id, "an internal error in admitting this request", code="admission_error"))
 
@@ -262,7 +262,7 @@ class Worker:
 
 
 def _refusal(error: Exception) -> protocol.Refused:
-    """What to tell whoever started us. Of an error that nobody foresaw the traceback goes to the log."""
+    """The Refused message for an error while loading. An unexpected error is logged with its traceback."""
     if isinstance(error, CheckpointError | OptionError):
         return protocol.Refused(str(error))
     if not isinstance(error, MemoryError):
@@ -271,15 +271,15 @@ def _refusal(error: Exception) -> protocol.Refused:
 
 
 def main() -> None:
-    """The child's entry: the first message says what to load, the first answer is Ready or Refused."""
+    """Entry point: receives Start, answers Ready or Refused, then serves."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # A signal to the group is the parent's to handle: it drains first.
+        signal.signal(number, signal.SIG_IGN)  # The parent handles signals sent to the process group: it drains first.
     pipe = Connection(int(sys.argv[1]))
     try:
         start = protocol.decode_to_engine(pipe.recv_bytes())
         if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
-            raise CheckpointError(f"the engine speaks protocol {protocol.VERSION} and was not started in it")
+            raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
         logs.configure(start.log_level, start.log_format)
         try:
             core, ready, grammars = load(start, report := load_report(pipe))
@@ -288,7 +288,7 @@ def main() -> None:
             pipe.send_bytes(protocol.encode(_refusal(error)))
             return
         pipe.send_bytes(protocol.encode(ready))
-        gc.freeze()  # What is loaded stays, and whoever looks for cycles need not look there while everybody waits.
+        gc.freeze()  # Excludes what is loaded from garbage collection, whose pauses would delay steps.
         worker = Worker(pipe, core, grammars)
         worker.start_heartbeat(start.heartbeat_seconds)
         try:
@@ -298,9 +298,9 @@ def main() -> None:
         except Exception:
             log.exception("the engine has failed")
             logging.shutdown()
-            os._exit(1)  # What a broken device holds is not given back in order: that can hang, and nobody is served meanwhile.
+            os._exit(1)  # Skips the orderly release of a broken device, which can hang and would delay the restart.
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # The API process is gone, and everyone who waited for us with it.
+        return  # The API process has ended.
 
 
 if __name__ == "__main__":

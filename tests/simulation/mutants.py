@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant("a lost token", Supervisor, "_on_token", DEADLY, f"token.index == 2 or {DEADLY}"),
     Mutant("a repeated token", Supervisor, "_on_token", "token.index < len(sequence.output)", "False"),
     Mutant("a token left out and not missed", Supervisor, "_on_token", "if token.index > len(sequence.output)", "if False"),
-    Mutant("crossed streams", Worker, "_send_events", "protocol.Token(event.id,", "protocol.Token(news[0].id,"),
+    Mutant("crossed streams", Worker, "_send_events", "protocol.Token(event.id,", "protocol.Token(events[0].id,"),
     Mutant("a replay without its tokens", OpenSequence, "resubmission", "output=self.output", "output=[]"),
     Mutant("scores told again", Supervisor, "_on_scores", "message.scores[sequence.num_scored - message.first :]", "message.scores"),
     Mutant("the halves of a step the wrong way round", EngineCore, "_run_smaller", "left.drawn + right.drawn", "right.drawn + left.drawn"),
