@@ -1,6 +1,6 @@
 """EngineCore: the step loop over a scheduler and a runner. It knows nothing of processes, pipes or clocks.
 
-With an asynchronous runner a step is launched before the tokens of the previous step are known; its rows take those on the device.
+With an asynchronous runner a step is launched before the tokens of the previous step are known; its rows read them on the device.
 A step that does not fit into memory is computed without its drafts, then in halves, down to a single token; a sequence fails only if
 a single token of it does not fit.
 """

@@ -189,9 +189,9 @@ class Scheduler:
             counts[sequence.id] = count
             budget -= count
         # If pages were just too few, no sequence is admitted.
-        while budget and self.num_preemptions == preemptions and (newcomer := self._admit(budget)):
-            counts[newcomer.id] = min(newcomer.num_pending, budget)
-            budget -= counts[newcomer.id]
+        while budget and self.num_preemptions == preemptions and (admitted := self._admit(budget)):
+            counts[admitted.id] = min(admitted.num_pending, budget)
+            budget -= counts[admitted.id]
         return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {}) if counts else StepPlan(())
 
     def _would_alternate(self, ready: list[Sequence]) -> bool:

@@ -84,7 +84,7 @@ class Sequence:
     _is_guided: bool = field(init=False)
     """Whether sampling depends on earlier tokens beyond the model: a constraint, penalties or bad words."""
     _sample: Sample | None = field(init=False, default=None)
-    """The last one, for as long as nothing in it but the output's length changes."""
+    """The last Sample, reused while only the length of the output changes."""
 
     def __post_init__(self) -> None:
         self.key = self.priority, self.id

@@ -1,7 +1,7 @@
 """WaitingQueue: sequences by id, with a heap on (priority, arrival).
 
-Invariant: every sequence in the dictionary has an entry in the heap. An entry whose sequence has left the dictionary is skipped; the
-heap is rebuilt before such entries outnumber the others.
+Invariant: every sequence in the dictionary has an entry in the heap. An entry whose sequence has left the dictionary is skipped;
+the heap is rebuilt when there are many of these.
 """
 
 from heapq import heapify, heappop, heappush

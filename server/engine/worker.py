@@ -293,13 +293,13 @@ def main() -> None:
         worker.start_heartbeat(start.heartbeat_seconds)
         try:
             worker.serve()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             raise
         except Exception:
             log.exception("the engine has failed")
             logging.shutdown()
             os._exit(1)  # Skips the orderly release of a broken device, which can hang and would delay the restart.
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+    except (EOFError, ConnectionError):
         return  # The API process has ended.
 
 

@@ -1,6 +1,6 @@
-"""What must hold of a simulated history: of each request when it has ended, and of everything when nothing is left to do.
+"""Checks of a simulated history: of each request when it has ended, and of the server when there is nothing left to do.
 
-Tokens are the oracle's, to the last one; a request that failed did so for a reason that was planted; pages and bytes are accounted for.
+Every token is the oracle's; every failure has a planted cause; all pages and bytes are accounted for.
 """
 
 from heapq import heappop
@@ -29,7 +29,7 @@ AT_A_DRAW = ("nan", "sampling", "memory")
 
 
 def oracle(choice: Choice, windows: bool) -> list[int]:
-    """The output of a choice that is served alone by nobody."""
+    """The output of a choice when it is served alone."""
     give = hash_model.next_token if windows else next_token
     output: list[int] = []
     while len(output) < choice.max_new:
@@ -43,7 +43,7 @@ def oracle(choice: Choice, windows: bool) -> list[int]:
 
 
 def check_tokens(choice: Choice, windows: bool, drift: bool) -> int:
-    """Every token is right where it stands; how many the whole output would have had, where that can be said."""
+    """Checks that every token is right at its index. Returns the length of the whole output, if it can be known."""
     tokens = choice.tokens
     if drift:
         states = chain(tokens, choice.states[-1])
@@ -69,7 +69,7 @@ def check_tokens(choice: Choice, windows: bool, drift: bool) -> int:
 
 
 def check_outcome(world: "World", request: Request) -> None:
-    """One request that has ended, or has not."""
+    """Checks a request that has ended, or has not."""
     if not request.outcome:
         raise Violation("a request has no end")
     for choice in request.choices:
@@ -89,7 +89,7 @@ def check_outcome(world: "World", request: Request) -> None:
 
 
 def _must_fail(choice: Choice, whole: int) -> bool:
-    """Whether a choice that would have so many tokens comes to the place where it fails."""
+    """Whether a choice whose whole output is that long reaches the token at which it fails."""
     if choice.fault == "admission":
         return True
     if choice.fault in ("grammar", "refuse"):
@@ -98,7 +98,7 @@ def _must_fail(choice: Choice, whole: int) -> bool:
 
 
 def _check_excuse(world: "World", outcome: str, choice: Choice) -> None:
-    """Whether there is a reason for a failure."""
+    """Checks that there is a cause for a failure."""
     state = world.supervisor.state
     if outcome == "request_quarantined":
         deaths = sum(engine.dead for engine in world.engines) if world.harmed else sum(number == 1 for number in choice.deaths)
@@ -120,7 +120,7 @@ def _check_excuse(world: "World", outcome: str, choice: Choice) -> None:
 
 
 def check_idle(world: "World", heap: list[Any]) -> None:
-    """With every request ended, the engine comes to rest, or is gone for good; and then owns no page."""
+    """With every request ended, the engine becomes idle and owns no page, or is gone for good."""
     most = world.now + 2 * (PATIENCE.start + PATIENCE.stall) + MAX_BACKOFF_SECONDS
     while not _at_rest(world):
         world.now, _, callback, argument = heappop(heap)
@@ -144,7 +144,7 @@ def _at_rest(world: "World") -> bool:
 
 
 def check_ends(world: "World") -> None:
-    """Streams at the end: whoever comes back gets what there is, nobody else does, and bytes are counted right."""
+    """Streams at the end: their owner can still read what is kept, other owners cannot, and the byte count is right."""
     store = world.store
     kept = [r.buffer for r in world.requests if r.buffer is not None and r.buffer.id in store._streams]
     if store.num_bytes != sum(buffer.num_bytes for buffer in kept):

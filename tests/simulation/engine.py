@@ -1,8 +1,8 @@
-"""The simulated engine: the real Worker, EngineCore and Scheduler in a process that is none, behind a pipe that is a queue.
+"""The simulated engine: the real Worker, EngineCore and Scheduler without a process, on a queue in place of a pipe.
 
-A Script says what goes wrong in one engine's life: when it dies, hangs or garbles a frame, at which of its operations (each message
-received or sent, each plan before and behind its computation). The pipe keeps its order and loses nothing but what the script says; what
-lies in it when the engine dies is still delivered, before the exit is known, as transport.EngineProcess does it. It knows no clients.
+A Script says what goes wrong in the life of one engine: when it exits, hangs or garbles a frame, at which of its operations (each message
+received or sent, each plan before and after its computation). The pipe keeps its order and loses only what the script says; frames in it
+when the engine dies are delivered before the exit is known, as in transport.EngineProcess. It knows nothing of clients.
 """
 
 import contextlib
@@ -39,46 +39,46 @@ GARBAGE = (b"\xc1", b"", protocol.encode(protocol.Cancel(1)), b"\x93\xa5Beats\x0
 
 
 class Pause(BaseException):
-    """The worker would wait for a message, or has done a step."""
+    """The worker would block on a message, or has finished a step."""
 
 
 class Died(SystemExit):
-    """The process is gone at this very instruction; nobody in it has a say."""
+    """The process ends at this instruction, without running any handler."""
 
 
 class Hung(BaseException):
-    """The process does nothing any more."""
+    """The process hangs from now on."""
 
 
 class Crashed(Exception):
-    """What nobody foresaw, in the forward pass."""
+    """An unexpected exception in the forward pass."""
 
 
 @dataclass(slots=True)
 class Script:
-    """What goes wrong in the life of one engine; the defaults are a healthy one."""
+    """The faults of one engine; the defaults are a healthy engine."""
 
     load_seconds: float = 0.3
     load_end: str = "ready"
     """ready, refused, die, or hang"""
     kill_at: int = NEVER
-    """The operation at which it dies."""
+    """The operation at which it is killed."""
     kill_rows: int = NEVER
-    """Sequences in one step that it dies of."""
+    """A step with all of these sequences kills it."""
     hang_at: int = NEVER
     beats_when_hung: bool = False
     mute_at: int = NEVER
-    """The operation from which on it beats no more, and works on."""
+    """The operation after which it sends no heartbeats, though it works on."""
     garbage_at: int = NEVER
-    """The frame that arrives as garbage."""
+    """The frame that is delivered as garbage."""
     left_out: float = 0.0
     duplicated: float = 0.0
     batched: float = 0.0
     lost_submits: float = 0.0
     late: bool = False
-    """Whether some frames outlive it."""
+    """Whether some frames are delivered after its exit."""
     most_tokens: int = NEVER
-    """Tokens in one plan that fit into memory."""
+    """The most tokens in one plan that fit into memory."""
 
     def __str__(self) -> str:
         healthy = Script()
@@ -87,11 +87,11 @@ class Script:
 
 
 ENTERING = "poison: enters"
-"""The fault of a request whose grammar takes the process with it, before any step."""
+"""The fault of a request whose grammar kills the process before any step."""
 
 
 class SimulatedGrammars(Grammars):
-    """Made-up grammars, by name: they force tokens, or fail in one of four ways."""
+    """Simulated grammars, by name: they force tokens, or fail in one of four ways."""
 
     seen: Counter[str]
 
@@ -108,7 +108,7 @@ class SimulatedGrammars(Grammars):
 
 
 class Failing:
-    """A grammar that gives out at a place of the output."""
+    """A grammar that fails at an index of the output."""
 
     mask = None
     forced: tuple[int, ...] = ()
@@ -124,7 +124,7 @@ class Failing:
 
 
 class FaultyRunner:
-    """A model whose plans fail as the requests in them, and the engine's script, say."""
+    """A model whose plans fail as their requests and the script of the engine say."""
 
     def __init__(self, engine: "SimulatedEngine", model: PagedHash | HashModel, layout: CacheLayout) -> None:
         self.engine = engine
@@ -138,7 +138,7 @@ class FaultyRunner:
         return self.finish(plan)
 
     def begin(self, plan: StepPlan) -> None:
-        """What happens before anything is computed."""
+        """Faults before anything is computed."""
         engine = self.engine
         engine.began.update([row.sequence for row in plan.rows])
         engine.operation("run")
@@ -158,7 +158,7 @@ class FaultyRunner:
         return faults
 
     def finish(self, plan: StepPlan) -> StepResult:
-        """The step itself, which may be one that was launched long ago."""
+        """Computes a step, which may have been launched long ago."""
         engine = self.engine
         self.progress += 1
         faults = self._faults(plan)
@@ -176,7 +176,7 @@ class FaultyRunner:
         return self._with(faults, result) if faults else result
 
     def _poison(self, fault: str) -> None:
-        """What a request does to the whole engine."""
+        """The fault of a request that affects the whole engine."""
         seen = self.engine.world.seen
         if fault.startswith("poison"):
             seen[fault] += 1
@@ -196,7 +196,7 @@ class FaultyRunner:
 
 
 class Pipe:
-    """The engine's end of the pipe: what Worker needs of a Connection."""
+    """The engine's end of the pipe: the part of a Connection that Worker uses."""
 
     def __init__(self, engine: "SimulatedEngine") -> None:
         self.engine = engine
@@ -221,7 +221,7 @@ class Pipe:
 
 
 class SimulatedEngine:
-    """One engine from its spawning to its exit, as the supervisor's `spawn` returns it."""
+    """One engine from spawn to exit, as returned by the supervisor's `spawn`."""
 
     def __init__(self, world: "World", script: Script, on_message: Callable[[Any], None], on_exit: Callable[[int], None]) -> None:
         self.world = world
@@ -229,19 +229,19 @@ class SimulatedEngine:
         self.number = len(world.engines)
         self.dead = self.hung = self.poisoned = False
         self.began: set[int] = set()
-        """Every sequence that it has computed anything of."""
+        """Every sequence of which it has computed anything."""
         self.recalled: set[int] = set()
-        """Those that it was told to forget."""
+        """Sequences that it was told to cancel."""
         self.given: set[int] = set()
-        """Every sequence that it was sent, perhaps when it was dead already."""
+        """Every sequence that it was sent, perhaps after its death."""
         self.announced: set[int] = set()
-        """Those that the supervisor has heard it runs: a word that dies with its engine blames nobody."""
+        """Sequences that the supervisor knows it was running: a message lost with the engine blames no sequence."""
         self.loaded = False
         self.pipe = Pipe(self)
         self._on_message = on_message
         self._on_exit = on_exit
         self._deaf = False
-        """The reader has met garbage and reads no more."""
+        """The supervisor's side has received garbage and reads no more."""
         self._operations = self._frames = 0
         self._last_in = self._last_out = 0.0
         self._in_flight: deque[bytes] = deque()
@@ -261,7 +261,7 @@ class SimulatedEngine:
         world.at(world.now + script.load_seconds, self._load)
 
     def _drafter(self, sequence: Sequence) -> Drafter:
-        """Guesses by the model itself, and wrong ones among them: a history is too short for anything to recur in it."""
+        """Drafts from the model itself, some of them wrong: a history is too short for n-grams to repeat."""
         give = self.world.next_token
         return Guesser(sequence.prompt, lambda tokens: give(tokens, self.world.choices[sequence.id].seed))
 
@@ -291,7 +291,7 @@ class SimulatedEngine:
 
     @property
     def quiet(self) -> bool:
-        """Whether it lives and has nothing to do."""
+        """Whether it is alive and idle."""
         return self.loaded and not (self.dead or self.hung or self.pipe.inbox or self.core.scheduler.has_work)
 
     # --- its process
@@ -328,7 +328,7 @@ class SimulatedEngine:
             self.world.at(time, self._wake, time)
 
     def _wake(self, time: float) -> None:
-        """As far as the worker gets before it waits, or has said something."""
+        """Runs the worker until it waits for a message or has sent one."""
         if self.dead or self.hung or time != self._wake_at:
             return
         self._wake_at = -1.0
@@ -355,7 +355,7 @@ class SimulatedEngine:
             self._wake_soon(inbox[0][0])
 
     def operation(self, kind: str) -> None:
-        """The next instruction at which something can go wrong."""
+        """Counts an operation, at which something can go wrong."""
         self.world.call(kind, self)
         self._operations += 1
         if self._operations == self.script.kill_at:
@@ -367,7 +367,7 @@ class SimulatedEngine:
             raise Hung
 
     def die(self, status: int) -> None:
-        """The process is gone. Its exit is known when what it had sent has been read."""
+        """Ends the process. The exit is reported once everything that it sent has been read."""
         if self.dead:
             return
         self.dead = True
@@ -388,7 +388,7 @@ class SimulatedEngine:
     # --- its words
 
     def transmit(self, frame: bytes) -> None:
-        """On the way to the supervisor: behind what is on it already."""
+        """Puts a frame on its way to the supervisor, after those sent before."""
         world, script = self.world, self.script
         self._frames += 1
         if self._frames == script.garbage_at:
@@ -430,7 +430,7 @@ class SimulatedEngine:
         self._on_message(message)
 
     def _outlive(self, frame: bytes) -> None:
-        """A word of the dead."""
+        """Delivers a frame after the engine's exit."""
         with contextlib.suppress(msgspec.MsgspecError):
             message = protocol.decode_from_engine(frame)
             self.world.seen[f"late: {type(message).__name__}"] += 1

@@ -1,8 +1,8 @@
-"""The simulated front: requests of one or more choices, their streams of numbered events in the real StreamStore, and clients that
-follow them, go away, come back, and cancel.
+"""The simulated front end: requests of one or more choices, their streams of numbered events in the real StreamStore, and clients that
+follow, leave, return and cancel.
 
-Every delivery and every event is checked as it comes: tokens in order, nothing behind the last, each reader each number once. It knows
-no engine.
+Every delivery and every event is checked as it comes: tokens in order, nothing after the last, each number once for each reader. It knows
+nothing of engines.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Violation(AssertionError):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence: what was asked, what has come."""
+    """One sequence: its request and what has been delivered."""
 
     prompt: list[int]
     max_new: int
@@ -36,23 +36,23 @@ class Choice:
     grammar: str = ""
     scores: bool = False
     fault: str = ""
-    """What is wrong with it, and at which index of the output."""
+    """Its planted fault; `fails_at` is the index of the output at which it occurs."""
     fails_at: int = 0
     id: int = 0
     number: int = 0
-    """Among its request's."""
+    """Its index among the choices of its request."""
     request: "Request | None" = None
     tokens: list[int] = field(default_factory=list)
     scored: list[float] = field(default_factory=list)
     finish: str | None = None
     over: bool = False
-    """Whether nothing may come for it any more."""
+    """Whether nothing may be delivered for it any more."""
     recalled: bool = False
-    """Whether it was ever taken from an engine, and given to it again."""
+    """Whether it was ever cancelled in an engine and sent to it again."""
     deaths: list[int] = field(default_factory=list)
-    """Of each engine that died over it since its last token: how many it had."""
+    """For each engine that crashed while running it, since its last token: the number of sequences that engine had."""
     states: list[int] = field(init=False)
-    """Of its prompt."""
+    """The states of its prompt."""
 
     def __post_init__(self) -> None:
         self.states = chain(self.prompt)
@@ -102,19 +102,19 @@ class Choice:
 
 
 class Request:
-    """One request of a client, its choices and its stream."""
+    """One request of a client, with its choices and its stream."""
 
     def __init__(self, world: "World", choices: list[Choice], resumable: bool) -> None:
         self.world = world
         self.choices = choices
         self.resumable = resumable
         self.log: list[bytes] = []
-        """Every event, for good."""
+        """Every event, kept for good."""
         self.outcome = ""
         self.owner = ""
         self.num_bytes = 0
         self.blamed: Choice | None = None
-        """Whose failure ended it."""
+        """The choice whose failure ended it."""
         self.ended_at = 0.0
         self.buffer: StreamBuffer | None = None
         self.follower: Follower | None = None
@@ -125,7 +125,7 @@ class Request:
             choice.request, choice.number = self, number
 
     def submit(self) -> None:
-        """Hands every choice to the supervisor."""
+        """Submits every choice to the supervisor."""
         world = self.world
         self.owner = f"key {len(world.requests)}"
         if self.resumable:
@@ -139,7 +139,7 @@ class Request:
             world.choices[choice.id] = choice
 
     def emit(self, event: bytes) -> None:
-        """The stream's next event; what still comes for a request that has failed is none."""
+        """Adds an event to the stream. Events of a request that has failed are dropped."""
         if self.outcome:
             return
         self.log.append(event)
@@ -154,7 +154,7 @@ class Request:
             self._end("finished", b"end")
 
     def fail(self, choice: Choice, failed: protocol.Failed) -> None:
-        """One choice that fails ends the request; the others are cancelled, at once or when somebody gets round to it."""
+        """Ends the request after one choice failed; the others are cancelled at once or somewhat later."""
         if self.outcome:
             return
         self.blamed = choice
@@ -162,13 +162,13 @@ class Request:
         self.world.at(self.world.now + (0.0 if self.world.random() < 0.5 else 0.05), self._cancel_choices)
 
     def cancel(self, _: object = None) -> None:
-        """Its client wants no more of it."""
+        """The client cancels the request."""
         if not self.outcome:
             self._end("cancelled", b"cancelled")
             self._cancel_choices()
 
     def _stop(self, reason: str) -> None:
-        """The store's word, which is obeyed later, as by a task of an event loop."""
+        """The store asks for the request to stop, which is done later, as by a task of an event loop."""
         if self.outcome or self.stopping:
             raise Violation("a stream is stopped twice, or behind its end")
         self.stopping = True
@@ -200,7 +200,7 @@ class Request:
     # --- what its client may do
 
     def follow(self, seen: int | None = None) -> None:
-        """A GET behind event `seen`, or behind the last that its client has."""
+        """A GET that resumes after event `seen`, or after the last event that its client has."""
         if self.buffer is None:
             return
         if seen is None:
@@ -224,7 +224,7 @@ class Request:
             buffer.stop(DELETED)
 
     def find(self, owner: str) -> StreamBuffer | None:
-        """The stream as the store knows it; None where it has dropped that, which it may only have done for a reason."""
+        """The stream as the store knows it; None if the store has dropped it, for which there must be a cause."""
         assert self.buffer is not None
         world = self.world
         try:
@@ -245,7 +245,7 @@ class Request:
 
 
 class Follower:
-    """A client's reader: what it has seen, each number once."""
+    """A reader of a stream, which must see each number once."""
 
     def __init__(self, request: Request, seen: int) -> None:
         self.request = request
@@ -271,7 +271,7 @@ class Follower:
 
     @property
     def superseded(self) -> bool:
-        """Whether another reader has taken its place, and it should know."""
+        """Whether another reader has taken its place, and it was told."""
         return self._reader is not None and self._reader.superseded and not self._waiting
 
     def _wake(self) -> None:
@@ -281,7 +281,7 @@ class Follower:
             world.at(world.now + world.scenario.reading_seconds, self.take)
 
     def take(self, _: object = None) -> None:
-        """Reads what is new, and checks it against everything that the stream ever said."""
+        """Reads new events, and compares them with all events of the stream."""
         self._waiting = False
         if self.gone or self._reader is None:
             return

@@ -1,9 +1,9 @@
-"""The simulation's model: what it computes can only be right if every page that it reads is.
+"""The model of the simulation: its results are right only if every page that it reads is.
 
-A position's state is a hash of its token and of the state before it, as its page holds that one; the next token is a hash of the last
-state. Every row's pages are compared with what the sequence's tokens say they must hold, and a page that may hold NaN must have been
-cleared before anyone has it. hash_model.HashModel does the same more thoroughly and slower; the simulation uses it on some seeds.
-It knows no engine, message or time.
+The state at a position is a hash of its token and of the previous state as stored in its page; the next token is a hash of the last
+state. The pages of every row are compared with the states that the sequence's tokens require, and a page that may hold NaN must have been
+cleared before another sequence gets it. hash_model.HashModel checks more and is slower; some seeds use it. This module knows nothing of
+engines, messages or time.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from tests.support.hash_model import result
 MASK = 2**64 - 1
 START = 0x243F6A8885A308D3
 DRIFT = 7919
-"""Added to a seed: a second answer, as right as the first, where sums are taken in another order."""
+"""Added to a seed for a second answer, as valid as the first: rounding may differ where sums are taken in another order."""
 
 
 def mix(state: int, token: int) -> int:
-    """The state of a position, from the one before it and its token."""
+    """The state of a position, from the previous state and its token."""
     state = (state + token + 1) * 0x9E3779B97F4A7C15 & MASK
     return state ^ state >> 31
 
@@ -35,7 +35,7 @@ def chain(tokens: Sequence[int], state: int = START) -> list[int]:
 
 
 def draw(state: int, seed: int, end_rate: float, may_end: bool) -> int:
-    """A token in 1 .. 63 behind this state, or the end token 0."""
+    """The token that follows this state: 1 .. 63, or the end token 0."""
     value = mix(state, seed)
     if may_end and value & 255 < 256 * end_rate:
         return 0
@@ -43,13 +43,13 @@ def draw(state: int, seed: int, end_rate: float, may_end: bool) -> int:
 
 
 def next_token(tokens: Sequence[int], seed: int, end_rate: float, may_end: bool) -> int:
-    """As hash_model.next_token, by this model."""
+    """hash_model.next_token for this model."""
     return draw(chain(tokens)[-1], seed, end_rate, may_end)
 
 
 class PagedHash:
-    """A Runner over plans of a layout without windows. `prompt_states` gives the states of a sequence's prompt, from its id: from outside,
-    so that a prompt which changes on its way is noticed too.
+    """A Runner over plans of a layout without windows. `prompt_states` gives the states of a sequence's prompt by its id, from outside
+    the engine, so that a prompt that changes on its way is noticed.
     """
 
     def __init__(self, page_size: int, end_rate: float, prompt_states: Callable[[int], list[int]]) -> None:
@@ -80,7 +80,7 @@ class PagedHash:
             position += 1
 
     def _draw(self, row: Row) -> list[SampledToken]:
-        """The draw at each of the row's places."""
+        """The token sampled at each position of the row."""
         pages, end, sample = self._pages, row.start + len(row.tokens), row.sample
         found: list[int] = []
         for page in row.pages[0][: -(-end // self.page_size)]:
@@ -103,21 +103,21 @@ class PagedHash:
 
 
 def score(row: Row) -> list[SampledToken]:
-    """Log-probability -(position of the token), as hash_model's."""
+    """The log-probability -(position of the token), as in hash_model."""
     assert row.scoring is not None
     first = row.start + row.scoring.first + 1
     return [SampledToken(target, -float(first + offset)) for offset, target in enumerate(row.scoring.targets)]
 
 
 class Poisoned:
-    """Pages in which a failed row may have left NaN: nobody may have one that was not cleared since, but who spoilt it."""
+    """Pages in which a failed row may have left NaN; only the sequence of that row may use one before it is cleared."""
 
     def __init__(self) -> None:
         self.pages: dict[int, int] = {}
-        """Page -> the sequence whose row it was."""
+        """Page -> the sequence of its row."""
 
     def check(self, plan: StepPlan) -> list[int]:
-        """Which rows go on behind their own NaN, as one does that was in flight when the one before it failed."""
+        """The rows that continue after their own NaN, as one that was in flight when the previous one failed."""
         for page in plan.clear:
             self.pages.pop(page, None)
         if not self.pages:
@@ -129,7 +129,7 @@ class Poisoned:
         return [index for index, culprits in enumerate(spoilt) if culprits]
 
     def spoil(self, row: Row, layout: Any) -> None:
-        """What this row wrote is NaN."""
+        """Marks what this row wrote as NaN."""
         for group, pages in zip(layout.groups, row.pages, strict=True):
             first = row.start // layout.page_size * group.num_stacks
             self.pages.update((page, row.sequence) for page in pages[first:] if page >= 0)

@@ -1,9 +1,9 @@
-"""Bugs planted into the real classes, one at a time, to see that the simulation finds them: a check that never failed is worth nothing.
+"""Mutants: bugs planted into the real classes, one at a time, each of which the simulation must find.
 
-A mutant is one edit of one function's source. `caught` says after how many histories it was found, and as what; a history that fails
-without the mutant too does not count.
+A mutant is one edit of the source of one function. `caught` returns after how many histories it was found, and as what; a history that
+also fails without the mutant does not count.
 
-    python -m tests.simulation.mutants [NAME...]   a table of these, or of all
+    python -m tests.simulation.mutants [NAME...]   a table of these mutants, or of all
 """
 
 import inspect
@@ -41,7 +41,7 @@ DEADLY = "sequence.deliver(token)"
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """In the source of `owner.name`, `old` (which it holds once) becomes `new`."""
+    """In the source of `owner.name`, the text `old`, which occurs once, becomes `new`."""
 
     what: str
     owner: Any
@@ -146,7 +146,7 @@ MUTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """After how many histories a mutant was found; as what. `histories` None: it was not."""
+    """The number of histories until a mutant was found, and the failure. `histories` is None if it was not found."""
 
     mutant: Mutant
     histories: int | None

@@ -1,6 +1,6 @@
-"""What a seed stands for: a small server's limits, a few requests, their clients' doings, and up to three kinds of fault.
+"""The scenario of a seed: the limits of a small server, a few requests, the actions of their clients, and up to three kinds of fault.
 
-All randomness of a scenario's making is here; `script` makes the next engine's. It knows no world that runs.
+All randomness in making a scenario is here; `script` makes that of the next engine. This module does not run anything.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ END_RATE = 0.08
 MAX_CONTEXT = 24
 WINDOWS = (None, 3, 3)
 SPREADS = (0.3, 1.0, 5.0, 11.0)
-"""Seconds in which all requests of a scenario come."""
+"""Seconds within which all requests of a scenario arrive."""
 
 ENGINE_FAULTS = """
 kill, kill twice, kill at, kill at, hang at, hang at, mute, slow load, load hangs, load dies, spawn, refused, memory, garbage,
@@ -47,7 +47,7 @@ def layout(page_size: int, windows: bool) -> CacheLayout:
 
 @dataclass(slots=True)
 class Call:
-    """A request to come: when, what, and what its client does, as (seconds after it, what, argument)."""
+    """A request: when it arrives, its parameters, and what its client does, as (seconds after arrival, action, argument)."""
 
     time: float
     choices: list[Choice]
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(slots=True)
 class Scenario:
-    """One seed's plan."""
+    """The scenario of one seed."""
 
     random: Random
     layout: CacheLayout
@@ -68,22 +68,22 @@ class Scenario:
     calls: list[Call]
     retention: Retention
     lag: float
-    """Seconds that a message takes at most."""
+    """The longest delay of a message, in seconds."""
     step_seconds: float
     reading_seconds: float
     drift: bool = False
     speculates: bool = False
     overlaps: bool = False
     heals_at: float = 12.0
-    """From here on nothing new goes wrong."""
+    """The time after which no new fault occurs."""
     max_context: int = MAX_CONTEXT
     heartbeat_seconds: float = 0.9
     tick_seconds: float = 0.7
     faults_at: list[float] = field(default_factory=list)
-    """When the world's faults happen."""
+    """Times of the faults outside engines."""
 
     def script(self, number: int) -> Script:
-        """What goes wrong in the life of the next engine."""
+        """The faults of the next engine."""
         random = self.random
         script = Script(load_seconds=0.1 + random())
         for kind in self.kinds:
@@ -95,12 +95,12 @@ class Scenario:
 
     @property
     def only_requests_fail(self) -> bool:
-        """Whether nothing is wrong but with requests, and not with so many that the engine is given up."""
+        """Whether only requests are faulty, and too few of them to make the supervisor give up."""
         poisons = sum(choice.fault.startswith("poison") for call in self.calls for choice in call.choices)
         return poisons < MAX_QUARANTINES and all(kind.startswith("request") for kind in self.kinds)
 
     def spawn_fails(self, number: int) -> bool:
-        """Whether there is no next engine; without the first there is no server."""
+        """Whether the next engine cannot be spawned; the first always can, as there is no server without it."""
         return "spawn" in self.kinds and self.random() < (0.5 if number else 0.05)
 
 
@@ -183,7 +183,7 @@ SCRIPTS: dict[str, Callable[[Script, Random], None]] = {
 
 
 def plan(random: Random, windows: bool) -> Scenario:
-    """The scenario of a source of random numbers."""
+    """The scenario from a source of random numbers."""
     kinds = tuple(KINDS[int(random() * len(KINDS))] for _ in range(1 + int(random() * 3) if random() < 0.9 else 0))
     page_size = 2 + int(random() * 3)
     the_layout = layout(page_size, windows)
@@ -244,7 +244,7 @@ def _calls(random: Random, kinds: tuple[str, ...]) -> list[Call]:
 
 
 def _choices(random: Random, priorities: bool, common: list[int]) -> list[Choice]:
-    """The choices of a call, whose prompt may begin as another's does."""
+    """The choices of a request, whose prompt may share a prefix with another."""
     prompt = [int(random() * 64) for _ in range(1 + int(random() ** 2 * 12))]
     prompt = (common[: int(random() * 13)] + prompt)[:12]
     max_new = 1 + int(random() ** 2 * 9)
@@ -289,7 +289,7 @@ def _doings(random: Random, resumable: bool) -> list[tuple[float, str, object]]:
 
 
 def standard(random: Random) -> Scenario:
-    """One history without faults but with a little of everything: the one whose every call is made to fail."""
+    """The standard history: no faults, a little of everything. Each of its calls is made to fail in turn."""
     three = [Choice([5, 6, 7, 8, 9], 3, seed, grammar="force" if seed == 2 else "") for seed in range(3)]
     calls = [
         Call(0.2, three, True, [(1.0, "detach", None), (2.0, "resume", False)]),

@@ -1,11 +1,11 @@
-"""A whole server in one thread, under a clock that nobody has to wait for: the real Supervisor, Worker, EngineCore, Scheduler and
-StreamStore, with seeded faults between and inside them, and every invariant checked as it goes.
+"""Deterministic simulation of a whole server in one thread under a simulated clock: the real Supervisor, Worker, EngineCore, Scheduler and
+StreamStore, with seeded faults between and inside them, and every invariant checked throughout.
 
-`run(seed)` is one history, always the same one; what came up in it is counted. A Violation, or any exception that nobody planted, is a
-bug: `failure(seed)` tells it with the history that led there. `sweep` fails the n-th call of one and the same history, for every n.
-Invariants (numbered as in the design): one end for each request (I1), event numbers without gap or repeat for each reader (I2), tokens as
-the oracle has them (I3, I7), nothing behind the end (I5), every page free or owned, and free when idle (I6), an end within a computed
-bound once faults stop (I8), not READY where nothing moves (I10); and nobody fails without a fault that explains it.
+`run(seed)` runs one history, always the same one, and counts what occurred in it. A Violation, or any exception that was not planted, is a
+bug: `failure(seed)` shows it with the history before it. `sweep` makes the n-th call of one standard history fail, for every n.
+Invariants (numbered as in the design): one end for each request (I1), event numbers without gap or repeat for each reader (I2), tokens
+equal to the oracle's (I3, I7), nothing after the end (I5), every page free or owned, and free when idle (I6), an end within a computed
+bound once faults stop (I8), not READY while nothing progresses (I10); and no request fails without a fault that explains it.
 
     python -m tests.simulation.simulation SEED...   the histories of these seeds
 """
@@ -22,11 +22,11 @@ from tests.simulation.plan import plan, standard
 from tests.simulation.world import FailNth, World
 
 REAL_MODEL_EVERY = 10
-"""One seed in so many runs hash_model's model, over layers with windows."""
+"""One seed in this many runs hash_model's model, with sliding windows."""
 SPECULATION_EVERY = 3
-"""One in so many guesses tokens."""
+"""One seed in this many uses speculative decoding."""
 OVERLAP_EVERY = 3
-"""In how many histories once a step is launched before the one before it is there."""
+"""One seed in this many launches a step before the previous one has finished."""
 COMMON = """
 clock: a jump; frame: a submission left out; frame: garbage; frame: held back, and more behind it; frame: later than the exit;
 frame: left out; frame: twice; hung: and beats; hung: and is silent; killed: at receive; killed: at run; killed: at ran; killed: at send;
@@ -41,7 +41,7 @@ path: stopped by its client; path: stopped for want of a reader; path: supersede
 poison: enters; poison: hangs; poison: kills;
 path: two steps in flight; path: a guess came true; path: a guess was wrong; spawn: failed; transport: an engine killed for garbage
 """
-"""What must come up at least once in a hundred histories, or they are worth little."""
+"""What must occur at least once in a hundred histories for them to be a useful test."""
 
 
 def common() -> list[str]:
@@ -58,14 +58,14 @@ def make(seed: int, record: bool = False) -> World:
 
 
 def run(seed: int) -> Counter[str]:
-    """One history; what came up in it. Raises whatever is wrong."""
+    """Runs one history and returns what occurred in it. Raises on a violation."""
     world = make(seed)
     world.run()
     return world.seen
 
 
 def failure(world: World) -> str:
-    """What is wrong with a world's history, and how it came to that; empty where all is well."""
+    """The violation in a world's history and the events before it; empty if there is none."""
     world.record = True
     try:
         world.run()
@@ -76,8 +76,8 @@ def failure(world: World) -> str:
 
 
 def sweep(how: str) -> Iterator[tuple[str, World]]:
-    """The standard history with its first, second, ... call failing, until there is none left to fail: which call it was, and the world
-    before it runs.
+    """The standard history with its first, second, ... call failing, until no call is left: yields the call, and the world before it
+    runs.
     """
     number, struck = 1, "something"
     while struck:
@@ -88,7 +88,7 @@ def sweep(how: str) -> Iterator[tuple[str, World]]:
 
 
 def silence() -> None:
-    """The histories are full of engines' deaths, which the log need not tell of."""
+    """Silences the log, as histories are full of engine crashes."""
     logging.getLogger("onehead").setLevel(logging.CRITICAL + 1)
 
 

@@ -1,4 +1,4 @@
-"""The simulated server: a thousand histories, every call of one history made to fail, and planted bugs, each of which must be found."""
+"""The simulated server: a thousand histories, every call of one history made to fail, and mutants, each of which must be found."""
 
 import logging
 from collections import Counter
@@ -42,7 +42,9 @@ def test_a_seed_is_always_the_same_history() -> None:
 
 @pytest.mark.parametrize("how", ["kill", "crash", "hang", "memory"])
 def test_any_one_call_may_fail_and_nobody_notices(how: str) -> None:
-    """But for the memory that a single token needs, and the first engine's spawning, which ends the server before it has begun."""
+    """Two exceptions: a request fails if a single token does not fit into memory, and the server ends if the first engine cannot be
+    spawned.
+    """
     struck: Counter[str] = Counter()
     for _, world in simulation.sweep(how):
         wrong = simulation.failure(world)

@@ -1,7 +1,7 @@
-"""The world of a simulation: the clock, the calls that can fail, what is spawned and what arrives; and the checks that go with the time.
+"""The world of a simulation: the clock, the calls that can fail, engine processes and arriving messages; and the checks over time.
 
-What it counts as `seen` is what came up in a history. A Violation is raised where an invariant does not hold: READY where nothing moves
-(I10), no end though faults have stopped (I8), pages that are neither free nor owned (I6), two engines at once, an end behind an end.
+`seen` counts what occurred in a history. A Violation is raised where an invariant does not hold: READY while nothing progresses (I10), no
+end although faults have stopped (I8), pages that are neither free nor owned (I6), two engines at once, an end after an end.
 """
 
 from collections import Counter
@@ -25,20 +25,20 @@ from tests.support import hash_model
 from tests.support.integrity import integrity
 
 SLACK_SECONDS = 4.0
-"""For messages on the way, and the clock's ticks."""
+"""Allowance for messages on their way and for the period of the clock."""
 FINAL = (State.STOPPED, State.REFUSED, State.GAVE_UP)
 Callback = Callable[[Any], None]
 
 
 @dataclass(slots=True)
 class FailNth:
-    """The call, of all that the simulation counts, that fails; and how."""
+    """The number of the call that fails, and how it fails."""
 
     number: int = 0
     how: str = "kill"
     """kill, crash, hang or memory"""
     struck: str = ""
-    """What it was."""
+    """The call that failed."""
 
 
 class World:
@@ -56,7 +56,7 @@ class World:
         self.num_calls = 0
         self.num_steps = 0
         self.harmed = False
-        """Whether the pipe or the clock has done what they should not."""
+        """Whether the pipe or the clock has misbehaved."""
         self.healed = False
         self.num_event_bytes = 0
         self.state = State.STARTING
@@ -82,7 +82,7 @@ class World:
     # --- what the engine and the front ask of it
 
     def at(self, time: float, callback: Callback, argument: Any = None) -> None:
-        """Calls back at a time to come; in the order of asking where that is the same."""
+        """Calls back at a time; calls for the same time are made in the order of asking."""
         self._ticket += 1
         heappush(self._heap, (time, self._ticket, callback, argument))
 
@@ -91,7 +91,7 @@ class World:
             self.history.append(f"{self.now:8.3f}  {text}")
 
     def harm(self, what: str) -> None:
-        """Something that no pipe does; what follows has more excuses."""
+        """Notes a fault that no real pipe has; more outcomes are excused afterwards."""
         self.harmed = True
         self.seen[what] += 1
         self.note(what)
@@ -110,7 +110,7 @@ class World:
         return hash_model.HashModel(scenario.layout, END_RATE)
 
     def next_token(self, tokens: list[int], seed: int) -> int:
-        """What the model gives behind these."""
+        """The token that the model generates after these."""
         give = hash_model.next_token if self.windows else simulation_model.next_token
         return give(tokens, seed, END_RATE, True)
 
@@ -118,11 +118,11 @@ class World:
         return self.choices[id].states
 
     def heard(self) -> None:
-        """Something has reached a request."""
+        """Notes that a request was affected by a fault."""
         self._last_news = self.now
 
     def call(self, kind: str, engine: SimulatedEngine | None = None) -> None:
-        """One of the calls that can fail; fails it if it is its turn."""
+        """Counts one of the calls that can fail, and fails it if it is its turn."""
         self.num_calls += 1
         if self.num_calls != self._fail_nth.number:
             return
@@ -140,7 +140,7 @@ class World:
             raise {"kill": Died, "hang": Hung}.get(how, Crashed)("the call that fails")
 
     def stepped(self, engine: SimulatedEngine) -> None:
-        """The engine has done something: its pages are accounted for."""
+        """Checks the pages of an engine after each of its operations."""
         self.num_steps += 1
         scheduler = engine.core.scheduler
         allocator = scheduler.allocator
@@ -153,7 +153,7 @@ class World:
                 raise Violation("the engine works for longer than all there is can take")
 
     def note_end(self, engine: SimulatedEngine) -> None:
-        """What came up in the life of an engine that dies at this moment."""
+        """Counts what occurred in the life of an engine that dies now."""
         scheduler = engine.core.scheduler
         if scheduler.num_preemptions:
             self.seen["path: preempted"] += scheduler.num_preemptions
@@ -171,7 +171,7 @@ class World:
         self.note(f"engine {engine.number} dies; it runs {began}")
 
     def sent(self, message: protocol.ToEngine, engine: SimulatedEngine) -> None:
-        """What the supervisor tells an engine: which of its ways it went."""
+        """Counts what the supervisor sends to an engine."""
         if isinstance(message, protocol.Submit):
             if self.supervisor._isolated is not None:
                 self.seen["path: a suspect alone"] += 1
@@ -189,11 +189,11 @@ class World:
         self.choices[id].recalled = True
 
     def condemned(self) -> None:
-        """The supervisor kills its engine."""
+        """Counts the reason for which the supervisor kills an engine."""
         self.seen["path: killed, it " + " ".join(self.supervisor._kill_reason.split()[:3])] += 1
 
     def mourn(self, engine: SimulatedEngine) -> None:
-        """The supervisor is about to learn that an engine is dead."""
+        """Notes which sequences a dead engine had, before the supervisor learns of its exit."""
         had = [self.choices[id] for id in engine.given - engine.recalled if not self.choices[id].over]
         for choice in had:
             if choice.id in engine.announced or self.supervisor._one_at_a_time or self.supervisor._isolated:
@@ -262,7 +262,7 @@ class World:
         self.at(self.now + self.scenario.tick_seconds, self._tick)
 
     def _check_progress(self, elapsed: float) -> None:
-        """Where there is work and nothing moves, the state says so in time (I10); and when faults are over, something moves (I8)."""
+        """If there is work and nothing progresses, the state says so in time (I10); once faults are over, there is progress (I8)."""
         supervisor = self.supervisor
         if supervisor.state is State.READY and supervisor.open:
             engine = self.engines[-1]
@@ -292,7 +292,7 @@ class World:
             self.at(self.now + delay, getattr(request, what), argument)
 
     def _break(self, _: object) -> None:
-        """A fault from outside, at this moment."""
+        """A fault from outside, at this time."""
         if self.healed:
             return
         kinds = self.scenario.kinds
@@ -311,7 +311,7 @@ class World:
             self.engines[-1].die(KILLED)
 
     def stop(self) -> None:
-        """SIGTERM, at its end: an engine that does not leave is killed."""
+        """The end of SIGTERM's drain: an engine that does not exit is killed."""
         self.stopped = True
         self.seen["path: stopped"] += 1
         self.supervisor.stop()
@@ -319,7 +319,7 @@ class World:
         self.at(self.now + 5.0, lambda _: self.engines[-1].die(KILLED))
 
     def _heal(self, _: object = None) -> None:
-        """No new faults; what is there must end in so many steps."""
+        """Stops new faults; from now on the history must end within a bound of steps."""
         if self.healed:
             return
         self.healed = True
@@ -333,22 +333,22 @@ class World:
 
     @property
     def short_of_memory(self) -> bool:
-        """Whether the events of all streams have ever been too many to keep."""
+        """Whether the events of all streams ever exceeded the store's bound."""
         return self.num_event_bytes > self.scenario.retention.total_bytes
 
     @property
     def sweeping(self) -> bool:
-        """Whether one call is to fail."""
+        """Whether this world makes one call fail."""
         return self._fail_nth.number > 0
 
     @property
     def struck(self) -> str:
-        """Which call was made to fail."""
+        """The call that was made to fail."""
         return self._fail_nth.struck
 
     @property
     def may_lack_memory(self) -> bool:
-        """Whether a single token may not have fitted into memory."""
+        """Whether a single token may have been out of memory."""
         return self._fail_nth.how == "memory"
 
     @property
@@ -367,7 +367,7 @@ class World:
         return lines
 
     def run(self) -> None:
-        """The history to its end."""
+        """Runs the history to its end."""
         scenario, heap = self.scenario, self._heap
         for call in scenario.calls:
             self.at(call.time, self._arrive, call)

@@ -1,8 +1,8 @@
-"""Bad bodies, B01 to B57 but for their sizes, as the bytes that go over a socket and the answers that must come back.
+"""Invalid request bodies, B01 to B57 except their sizes, as the bytes sent over a socket and the answers expected.
 
-Each input stands on every route that it applies to. Where a bound differs between the dialects, the row says which. Inputs that look bad
-and are decided to be good are here too, as 200. It knows nothing of processes and sockets: test_front.py has those, and what is
-wrong with HTTP itself, B32 to B35 and B58 to B67.
+Each input is sent to every route that it applies to. Where a bound differs between the dialects, the row says which. Inputs that look
+invalid but are accepted are here too, with status 200. This module knows nothing of processes and sockets: test_front.py has those, and
+invalid HTTP itself, B32 to B35 and B58 to B67.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 ALL, OPENAI = (GENERATE, COMPLETIONS, CHAT), (COMPLETIONS, CHAT)
 SECRET = "xyzzy-plugh"
-"""Stands in every prompt, and in no error and no line of the log."""
+"""Text in every prompt, which no error and no log line may contain."""
 KEYS = ("key-Of-the-first", "key-Of-the-second")
 KEY_HASHES = ",".join(hashlib.sha256(key.encode()).hexdigest() for key in KEYS)
 MODEL = "tiny"
@@ -24,7 +24,7 @@ LETTER_A = 65
 """The test tokenizer's token of "a"; each of its tokens is one byte."""
 MAX_BODY, MAX_HEADERS = 2 * 2**20, 32_768
 INVALID = 0
-"""A field that is refused: 422 in TGI's dialect, 400 in OpenAI's."""
+"""Stands for the status of a refused field: 422 in TGI's dialect, 400 in OpenAI's."""
 MALFORMED, OK = 400, 200
 STREAM = b"{stream}"
 JSON = "content-type: application/json\r\n"
@@ -295,7 +295,7 @@ MESSAGES: list[tuple[str, str, Any, int]] = [
 
 
 def body_cases() -> Iterator[Case]:
-    """What is wrong with the bytes of a body."""
+    """Invalid bytes of a body."""
     for path in ALL:
         for id, name, make, words in BROKEN:
             yield Case(id, name, path, post(path, make(GOOD[path])), MALFORMED, words)
@@ -312,7 +312,7 @@ def with_members(id: str, path: str, members: str, status: int, words: tuple[str
 
 
 def value_cases() -> Iterator[Case]:
-    """What is wrong with the value of one field."""
+    """An invalid value of one field."""
     for id, routes, field, values, status, words in VALUES:
         for path, value in itertools.product(routes, values):
             named = field.replace("max_tokens", "max_new_tokens") if path == GENERATE else field
@@ -326,7 +326,7 @@ def value_cases() -> Iterator[Case]:
 
 
 def choice_cases() -> Iterator[Case]:
-    """Good requests whose answers show that a doubtful member was honoured."""
+    """Valid requests whose answers show that a field was honoured."""
     for path, field in ((GENERATE, "best_of"), (COMPLETIONS, "n"), (CHAT, "n")):
         request = post(path, document(path, f'"temperature":1.5,"{field}":9'))
         yield Case("B45", f"{field} 9", path, request, OK, sequences=9)
@@ -344,7 +344,7 @@ def choice_cases() -> Iterator[Case]:
 
 
 def stopped(body: Any, kept: str) -> bool:
-    """Whether an answer was ended by a stop string at its very beginning, which is `kept` in TGI's dialect."""
+    """Whether a stop string ended the answer at once; TGI's dialect keeps it in the text (`kept`)."""
     if "generated_text" in body:
         return bool(body["generated_text"] == kept and body["details"]["finish_reason"] == "stop_sequence")
     (choice,) = body["choices"]
@@ -353,7 +353,7 @@ def stopped(body: Any, kept: str) -> bool:
 
 
 def prompt_cases() -> Iterator[Case]:
-    """What is wrong with a prompt, and what only looks so."""
+    """Invalid prompts, and prompts that only look invalid."""
     for path in ALL:
         for text in ODD_TEXTS:
             yield from echoed("B23", text, path)
@@ -388,7 +388,7 @@ def prompt_cases() -> Iterator[Case]:
 
 
 def echoed(id: str, text: str, path: str) -> Iterator[Case]:
-    """An odd text that is no mistake: what comes back begins with it, where the route can repeat it."""
+    """An odd but valid text: the answer begins with it on routes that can echo the prompt."""
     members = {GENERATE: '"return_full_text":true', COMPLETIONS: '"echo":true', CHAT: '"temperature":1'}[path]
 
     def shows(body: Any) -> bool:

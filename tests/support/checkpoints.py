@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, made by `transformers`, so that the oracle wrote the files that we read."""
+"""Tiny random checkpoints written by `transformers`, which is also the oracle for what is read from them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +35,7 @@ N_POSITIONS = 512
 
 @dataclass(frozen=True)
 class TinyCheckpoint:
-    """A folder, and the model that `transformers` makes of it."""
+    """A folder, and the model that `transformers` loads from it."""
 
     folder: Path
     shape: Shape

@@ -1,8 +1,8 @@
-"""The conditions that an answer must not depend on, each as a pass over the same requests on an engine in this process.
+"""The conditions that an answer must not depend on (batch invariance), each as a pass over the same requests in an engine in this process.
 
-A trace is all that the engine said of a request, floats by their bits; the reference is each request alone in a scheduler of its own.
-Companions are the other requests, in a random order and at random steps, so that a pass costs little more than the reference. It knows
-neither HTTP nor how anything is computed.
+A trace is everything that the engine reported for a request, with floats by their bits; the reference is each request alone in its own
+scheduler. The other requests arrive in a random order and at random steps, so that a pass costs little more than the reference. This
+module knows nothing of HTTP or of how anything is computed.
 """
 
 import random
@@ -28,13 +28,13 @@ BATCHES = 2, 7, 32, 64
 BUDGETS = 16, 64, 512
 MOST_PROMPT, MOST_OUTPUT = 2000, 24
 STEP_TOKENS = 512
-"""Of every pass that is not about them; the server's default."""
+"""Token budget of a step in the passes that are not about it: the server's default."""
 FEW = 4
-"""Requests at once where company is not what the pass is about."""
+"""Requests at once in passes that are not about the batch."""
 THIEVING = 0.1
-"""Chance that a step finds the free pages taken, or given back where they were."""
+"""Chance that a step finds the free pages taken, or returned."""
 SCRAMBLED = 1
-"""Tokens of a primer behind what it shares with its request."""
+"""Tokens of a primer after the prefix that it shares with its request."""
 
 Trace = list[tuple[Any, ...]]
 """("scored", token, logprob, rank, top) for each prompt token that is scored, then ("drawn", token, logprob, finish, top) for each of the
@@ -54,14 +54,14 @@ class Case:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a pass brought: traces by the numbers of their cases, and whether what it is about took place."""
+    """The result of a pass: traces by case number, and whether the condition that it is about occurred."""
 
     name: str
     traces: dict[int, Trace] = field(default_factory=dict)
     occurred: bool = True
     evidence: str = ""
     preempted: set[int] = field(default_factory=set)
-    """Cases that had to give up their pages and were computed again."""
+    """Cases that were preempted and recomputed."""
 
 
 # --- requests
@@ -82,8 +82,8 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 
 def make_cases(number_of_cases: int, vocab_size: int, context: int, seed: int) -> list[Case]:
-    """Requests greedy and drawn, some with alternatives, some with their prompts scored; lengths log-uniform from 1 to all that fits. Every
-    other prompt repeats itself, so that there is something to guess from.
+    """Requests, greedy and sampled, some with alternatives, some with their prompts scored; lengths log-uniform from 1 to the most that
+    fits. Every other prompt repeats itself, so that drafts can be made.
     """
     rng = random.Random(seed)
     longest = min(MOST_PROMPT, context - MOST_OUTPUT)
@@ -103,7 +103,7 @@ def make_cases(number_of_cases: int, vocab_size: int, context: int, seed: int) -
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded runner, of which every pass makes an engine of its own: pages keep what earlier passes left in them."""
+    """A loaded runner, over which each pass makes an engine; pages keep what earlier passes left in them."""
 
     runner: ModelRunner
     context: int
@@ -116,7 +116,7 @@ class Engine:
 
 
 def can_speculate() -> bool:
-    """Whether the engine knows how to."""
+    """Whether the engine supports that."""
     return find_spec("server.engine.drafts") is not None
 
 
@@ -130,7 +130,7 @@ def submit(core: EngineCore, id: int, case: Case, salt: str = "") -> None:
 
 
 def step(core: EngineCore, traces: dict[int, Trace]) -> list[int]:
-    """One step of the engine; the requests that it ended."""
+    """Runs one step; returns the requests that it ended."""
     ended = []
     for event in core.step():
         trace = traces.setdefault(event.id, [])
@@ -152,7 +152,7 @@ def _bits(top: Sequence[tuple[int, float]]) -> tuple[tuple[int, str], ...]:
 
 
 def finish(core: EngineCore, id: int, case: Case, salt: str = "") -> Trace:
-    """A case by itself in an engine that has nothing else to do."""
+    """One case alone in an idle engine."""
     traces: dict[int, Trace] = {}
     submit(core, id, case, salt)
     while core.scheduler.has_work:
@@ -164,11 +164,11 @@ def finish(core: EngineCore, id: int, case: Case, salt: str = "") -> Trace:
 
 
 Ended = Callable[[int], None]
-"""Is told how many more requests have ended."""
+"""Is called with the number of requests that have ended since the last call."""
 
 
 def alone(engine: Engine, cases: list[Case], ended: Ended, name: str = "alone") -> list[Outcome]:
-    """The reference: every case in a scheduler that has seen nothing."""
+    """The reference: every case in a new scheduler."""
     outcome = Outcome(name)
     for number, case in enumerate(cases):
         outcome.traces[number] = finish(engine.core(1), number, case)
@@ -177,7 +177,7 @@ def alone(engine: Engine, cases: list[Case], ended: Ended, name: str = "alone") 
 
 
 def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most: int, thief: bool = False) -> Outcome:
-    """All cases in a random order: at random steps new ones come, while fewer than `most` are open. A thief has all free pages at times."""
+    """All cases in a random order, arriving at random steps while fewer than `most` are open. A thief takes all free pages at times."""
     rng, outcome, scheduler = random.Random(name), Outcome(name), core.scheduler
     coming = rng.sample(range(len(cases)), len(cases))
     num_most, stolen = 0, PageTable(core.scheduler.allocator, core.scheduler.limits.layout)
@@ -215,13 +215,15 @@ def batches(engine: Engine, cases: list[Case], ended: Ended, size: int) -> list[
 
 
 def budgets(engine: Engine, cases: list[Case], ended: Ended, step_tokens: int | None) -> list[Outcome]:
-    """Chunks of prompts: a budget of None computes every prompt in one step."""
+    """Chunked prefill: a budget of None computes every prompt in one step."""
     core = engine.core(FEW, step_tokens or FEW * engine.context)
     return [together(core, cases, ended, f"steps of {step_tokens or 'any number of'} tokens", FEW)]
 
 
 def prefixes(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
-    """One scheduler that keeps what it can: each case behind others' salt, behind one that begins as it does, and behind itself."""
+    """One scheduler that keeps its prefix cache: each case after others with another salt, after one with the same prefix, and after
+    itself.
+    """
     rng, core = random.Random("prefixes"), engine.core(1)
     names = "prefix missed", "prefix hit in part", "prefix hit"
     outcomes = [Outcome(name, occurred=False) for name in names]
@@ -241,7 +243,7 @@ def prefixes(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
 
 
 def preemptions(engine: Engine, cases: list[Case], ended: Ended, most: int = 16) -> list[Outcome]:
-    """A pool that just holds the longest case, and at times less: whoever grows then takes the pages of the last in order."""
+    """A pool that just fits the longest case, and at times less, so that sequences are preempted."""
     layout, step_tokens = engine.runner.pool.layout, 2 * most
     longest = max(len(case.prompt) + case.tokens for case in cases)
     pages = next(pages for pages in count(1) if layout.most_tokens(pages, step_tokens, engine.context) >= longest)
@@ -269,7 +271,7 @@ def torch_threads(number: int) -> Iterator[None]:
 
 
 def speculation(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
-    """Guesses from a sequence's own text, checked together."""
+    """Speculative decoding from the sequence's own text."""
     core = engine.core(FEW, speculate=True)
     outcome = together(core, cases, ended, "speculation", FEW)
     scheduler: Any = core.scheduler
@@ -298,7 +300,7 @@ def passes() -> dict[str, Pass]:
 
 
 def difference(expected: Trace, actual: Trace) -> str | None:
-    """Where a trace first differs from the reference's, in words."""
+    """The first difference of a trace from the reference, in words."""
     for place, (right, wrong) in enumerate(zip(expected, actual, strict=False)):
         if right != wrong:
             return f"item {place} of {len(expected)} is {wrong} instead of {right}"
@@ -306,7 +308,7 @@ def difference(expected: Trace, actual: Trace) -> str | None:
 
 
 def compare(reference: dict[int, Trace], outcome: Outcome, cases: list[Case]) -> dict[str, Any]:
-    """Figures of a pass: how much was compared, how much differs, and what differs first."""
+    """Figures of a pass: how much was compared, how much differs, and the first difference."""
     differences = []
     for number, expected in reference.items():
         words = difference(expected, outcome.traces.get(number, []))

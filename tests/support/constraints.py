@@ -144,7 +144,7 @@ EVERYDAY = [
 
 
 def strings(count: int, fewest: int, most: int) -> dict[str, Any]:
-    """An object of long strings: the lexer has states for each character of each."""
+    """An object of long strings, for each character of which the lexer has states."""
     properties = {f"text_{i}": {"type": "string", "minLength": fewest, "maxLength": most + i} for i in range(count)}
     return {"type": "object", "properties": properties, "required": list(properties)}
 

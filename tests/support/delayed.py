@@ -1,7 +1,7 @@
-"""A runner that computes beside its engine, made of one that does not: steps wait in a queue, as on a device, and are computed late.
+"""An asynchronous runner made of a synchronous one: steps wait in a queue, as on a device, and are computed late.
 
-What a plan refers to is copied when it is launched and no later, as a real runner's upload does. A token that its sequence had not seen
-is what that sequence drew in the step launched before, whatever the engine has come to believe since.
+What a plan refers to is copied at launch, as a real runner's upload does. A PENDING token is the one that its sequence sampled in the
+step launched before, whatever the scheduler has recorded since.
 """
 
 from collections import deque
@@ -46,7 +46,7 @@ class DelayedFlight:
 
 
 class DelayedRunner:
-    """A step at once is `run`; launched, it begins with `begin`, which may raise MemoryError, and `finish` computes it late."""
+    """`run` computes a step at once. `launch` calls `begin`, which may raise MemoryError, and `finish` computes the step late."""
 
     def __init__(
         self,

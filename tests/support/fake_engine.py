@@ -1,7 +1,7 @@
-"""An engine without a process, behind the Supervisor's `spawn`; and the production application over it.
+"""An engine without a process, for the Supervisor's `spawn`, and the production application over it.
 
-Its next token is hash_model's, so `answer` knows what every request must get, however often the engine died on the way. It says what
-it has to say in callbacks given to `defer`: the event loop's next round by default, a queue of the test's own where there is no loop.
+Its next token is hash_model's, so `answer` knows the right output of every request through any number of crashes. It sends messages in
+callbacks given to `defer`: by default the event loop's next iteration, or a queue of the test where there is no loop.
 """
 
 import asyncio
@@ -54,10 +54,10 @@ def on_the_loop(callback: Callable[[], None]) -> None:
 
 
 class FakeEngine:
-    """Gives a Supervisor one engine after the other (`spawn`) and remembers what they were sent.
+    """Spawns engines for a Supervisor and remembers what they were sent.
 
-    `deaths` scripts their ends: the n-th engine is killed once it has said that many tokens (0: before its first step with work);
-    engines beyond the list live on. `refuse_loading` makes every engine say Refused instead of Ready.
+    `deaths` scripts their ends: the n-th engine is killed once it has sent that many tokens (0: before its first step with work); engines
+    beyond the list live on. `refuse_loading` makes every engine send Refused instead of Ready.
     """
 
     def __init__(
@@ -78,25 +78,25 @@ class FakeEngine:
         self.cancels: list[int] = []
 
     def spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> "Life":
-        """A new engine, as Supervisor wants it: nothing is said before this has returned."""
+        """Spawns an engine. It sends nothing before this has returned."""
         number = len(self.lives)
         lifetime = self.deaths[number] if number < len(self.deaths) else None
         self.lives.append(Life(self, lifetime, on_message, on_exit))
         return self.lives[-1]
 
     def answer(self, submit: protocol.Submit) -> list[int]:
-        """All tokens that a submission must be answered with, those that it came with among them."""
+        """The whole output of a submission, including the tokens that it came with."""
         stops = frozenset(submit.stop_token_ids)
         return oracle(submit.prompt, submit.max_new_tokens, submit.min_new_tokens, stops, _seed(submit), self.end_rate)
 
     @property
     def open(self) -> int:
-        """Sequences that the engine of the moment is working on."""
+        """Sequences in the current engine."""
         return len(self.lives[-1].open) if self.lives else 0
 
 
 class Life:
-    """One engine from its Ready to its exit: one token for every open sequence in each step."""
+    """One engine from Ready to its exit: each step generates one token for every open sequence."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Life:
         engine.defer(lambda: self._say(engine.ready if refusal is None else protocol.Refused(refusal)))
 
     def send(self, message: protocol.ToEngine) -> None:
-        """What EngineProcess.send does, at once. To a dead engine it goes nowhere."""
+        """EngineProcess.send, applied at once. Messages to a dead engine are dropped."""
         if self.ended:
             return
         message = protocol.decode_to_engine(protocol.encode(message))  # What cannot cross the pipe must fail here too.
@@ -186,7 +186,7 @@ class Life:
 
 
 def _seed(submit: protocol.Submit) -> int:
-    """Greedy answers do not hang on the seed, which the API draws for every request."""
+    """The seed of a sampled request; 0 for a greedy one, whose seed the API picks at random."""
     return submit.sampling.seed if submit.sampling.temperature else 0
 
 
@@ -207,7 +207,7 @@ def serve(
     max_open: int = 64,
     names: ModelNames = NAMES,
 ) -> Served:
-    """Wires what server.serve wires, and starts the engine. It is ready once its deferred callbacks have run."""
+    """Wires up what server.serve does, and starts the engine. It is ready once its deferred callbacks have run."""
     engine, section = engine or FakeEngine(), section or ServerSection()
     metrics = Metrics()
 

@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one repository on 127.0.0.1: the routes that `snapshot_download` asks, and what goes wrong there."""
+"""A Hugging Face hub with one repository on 127.0.0.1: the routes that `snapshot_download` uses, and faults in them."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from pathlib import Path
 REPOSITORY = "org/tiny-one"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 GATED = "org/gated"
-"""Its files are seen and not given, as the hub does it."""
+"""Its files are listed but not served, as the hub does for a gated repository."""
 
 
 class FakeHub:
-    """`requests` is every request so far, `status` what all are answered with instead of what they ask for."""
+    """`requests` holds every request so far; `status` is answered to all instead of the file."""
 
     def __init__(self, folder: Path) -> None:
         self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
@@ -43,7 +43,7 @@ class FakeHub:
         return 404, {"X-Error-Code": "RepoNotFound"}, b""
 
     def _etag(self, name: str) -> str:
-        """A large file's is its sha256, others' the sha1 that git has of it."""
+        """The ETag of a file: the sha256 of a large file, git's sha1 of any other."""
         data = self.files[name]
         large = name.endswith(".safetensors")
         return hashlib.sha256(data).hexdigest() if large else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

@@ -189,7 +189,7 @@ GEMMA_MARKS = ("<start_of_turn>", "<end_of_turn>")
 
 @dataclass(frozen=True)
 class FamilyCheckpoint:
-    """A folder, and the model that `transformers` makes of it (for santacoder: of the same weights in its own layout)."""
+    """A folder, and the model that `transformers` loads from it (for santacoder: the same weights in its own layout)."""
 
     family: str
     number: int
@@ -208,7 +208,7 @@ class FamilyCheckpoint:
 
 
 def make_family_checkpoint(family: str, number: int, folder: Path) -> FamilyCheckpoint:
-    """Writes one of CONFIGS: weights spread enough that greedy choices are no ties, and every vector random."""
+    """Writes one of CONFIGS with random weights, spread enough that greedy choices are not ties."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(number)
@@ -234,7 +234,7 @@ def make_family_checkpoint(family: str, number: int, folder: Path) -> FamilyChec
 
 
 def _in_the_first_layout(source: Path, folder: Path) -> None:
-    """gpt_bigcode weights as bigcode/santacoder was published: q_attn and kv_attn, matrices transposed, mask buffers beside them."""
+    """gpt_bigcode weights in the layout of bigcode/santacoder: q_attn and kv_attn, transposed matrices, mask buffers."""
     config = json.loads((source / "config.json").read_text())
     config |= {
         "model_type": "gpt2",
@@ -272,7 +272,7 @@ def _write_tokenizer(family: str, folder: Path) -> None:
 
 
 def _byte_level(family: str, marks: tuple[str, ...]) -> tuple[Tokenizer, dict[str, str]]:
-    """Bytes by byte-level BPE, as GPT-2's; DeepSeek begins every text with a token of its own."""
+    """A byte-level BPE as GPT-2's; for DeepSeek every text begins with a BOS token."""
     deepseek = family.startswith("deepseek")
     begin, end = DEEPSEEK_MARKS if deepseek else ("<|endoftext|>", "<|endoftext|>")
     tokenizer = Tokenizer(models.BPE())
@@ -289,7 +289,7 @@ def _byte_level(family: str, marks: tuple[str, ...]) -> tuple[Tokenizer, dict[st
 
 
 def _pieces(family: str, marks: tuple[str, ...]) -> tuple[Tokenizer, dict[str, str]]:
-    """Pieces with a visible space and bytes to fall back to, as SentencePiece makes them; every text begins with BOS."""
+    """Pieces with a visible space and byte fallback, as in SentencePiece; every text begins with BOS."""
     gemma = family.startswith("gemma")
     special = ["<pad>", "<eos>", "<bos>", "<unk>"] if gemma else ["<unk>", "</s>", "<s>"]
     letters = "abcdefghijklmnopqrstuvwxyz():\n▁"

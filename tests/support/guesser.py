@@ -1,4 +1,4 @@
-"""A drafter that asks the made-up model itself, and is wrong now and then: what a short history needs for guesses to come true in it."""
+"""A drafter that asks the simulated model itself and is sometimes wrong, so that drafts are accepted even in short histories."""
 
 import random
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from server.engine.drafts import Drafter
 
 RIGHT = 0.7
-"""Of its guesses."""
+"""Fraction of its draft tokens that are wrong."""
 
 
 class Guesser(Drafter):
-    """`give` is what follows tokens. It neither rests nor learns."""
+    """`give` computes the next token. It has no backoff and does not adapt."""
 
     def __init__(self, prompt: list[int], give: Callable[[list[int]], int]) -> None:
         self._prompt = prompt

@@ -25,13 +25,13 @@ RUNNING = 64
 
 
 def choose(mask: bytes, number: int) -> int:
-    """One of the allowed ids, each as likely as another for a number by chance."""
+    """One of the allowed ids, uniformly by a random number."""
     allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
     return int(allowed[number % len(allowed)])
 
 
 class GuidedModel(HashModel):
-    """Draws by a hash of the tokens and the seed among those that the mask allows."""
+    """A model that samples among the allowed tokens by a hash of the tokens and the seed."""
 
     def _draw(self, row: Row) -> list[SampledToken]:
         if row.sample is None:
@@ -55,11 +55,11 @@ class Asked:
 
 
 Outcome = tuple[list[int], str]
-"""What a request got: its tokens, and why it ended."""
+"""The outcome of a request: its tokens, and why it ended."""
 
 
 def compiled(codec: TextCodec) -> tuple[list[str], dict[str, str]]:
-    """The mixed grammars that the check lets through, and the messages of those that it refuses; the bombs unchecked."""
+    """The mixed grammars that the check accepts, and the messages for those that it refuses; the bombs are not checked."""
     from llguidance import LLMatcher
 
     compiler = GrammarCompiler(codec, 60.0)
@@ -79,7 +79,7 @@ def compiled(codec: TextCodec) -> tuple[list[str], dict[str, str]]:
 
 
 def requests(grammars: list[str], count: int, most: int, seed: int) -> list[Asked]:
-    """Requests over these grammars, each of them about as often; some are the same but for their seed."""
+    """Requests over these grammars, each used about equally often; some differ only in their seed."""
     rng = random.Random(seed)
     chosen = [grammars[i % len(grammars)] for i in range(count)]
     rng.shuffle(chosen)
@@ -90,7 +90,7 @@ def requests(grammars: list[str], count: int, most: int, seed: int) -> list[Aske
 
 
 class Engine:
-    """A core with its scheduler, its model and its grammars; `crash` replaces it and replays what is open."""
+    """A core with its scheduler, model and grammars; `crash` replaces it and replays what is open."""
 
     def __init__(self, grammars: Grammars, ends: list[int], pages: int) -> None:
         self.grammars, self.ends, self.pages = grammars, ends, pages
@@ -137,7 +137,7 @@ class Engine:
 
 
 def alone(asked: Asked, grammars: Grammars, ends: list[int]) -> Outcome:
-    """What a request gets from an engine that has served nothing else."""
+    """The outcome of a request in an engine that has served nothing else."""
     engine = Engine(grammars, ends, 4096)
     engine.submit(0, asked)
     while engine.open:
@@ -146,7 +146,7 @@ def alone(asked: Asked, grammars: Grammars, ends: list[int]) -> Outcome:
 
 
 def together(asked: list[Asked], grammars: Grammars, ends: list[int], seed: int, crashes: int = 0) -> list[Outcome]:
-    """What each gets from one engine, under arrivals by chance, a pool too small for all, and an engine that is replaced at times."""
+    """The outcomes in one engine, with random arrivals, a pool too small for all, and crashes."""
     rng, engine, num_submitted, steps = random.Random(seed), Engine(grammars, ends, 400), 0, 0
     crash_at = {rng.randrange(10, 200) for _ in range(crashes)}
     while num_submitted < len(asked) or engine.open:
@@ -162,7 +162,7 @@ def together(asked: list[Asked], grammars: Grammars, ends: list[int], seed: int,
 
 
 def fresh(grammars: Grammars) -> Grammars:
-    """Grammars that have served nothing, over the tokenizer that others have read: of a large one that takes seconds."""
+    """Unused grammars over a tokenizer that was already read, as reading a large one takes seconds."""
     other = Grammars(Path(), [])
     other.tokenizer = grammars.tokenizer
     return other

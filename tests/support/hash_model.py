@@ -1,7 +1,7 @@
-"""A model without weights: the next token is a hash of the sequence so far. It checks its own pages.
+"""A model without weights that checks its own pages: the next token is a hash of the sequence so far.
 
-Every slot remembers which sequence's which position was written to it. A row that attends to positions its pages do not hold, or
-that another sequence has overwritten, fails here, loudly, rather than as odd text.
+Every slot remembers which position of which sequence was written to it. A row that attends to positions that its pages do not hold, or
+that another sequence has overwritten, raises an error.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ Next = Callable[[list[int], int, float, bool], int]
 def oracle(
     prompt: list[int], max_new: int, min_new: int, stops: frozenset[int], seed: int, end_rate: float, give: Next = next_token
 ) -> list[int]:
-    """The output of a request served alone by nobody: what every schedule must give."""
+    """The output of a request served alone, which every schedule must produce."""
     output: list[int] = []
     while len(output) < max_new:
         output.append(give(prompt + output, seed, end_rate, len(output) >= min_new or 0 not in stops))
@@ -41,7 +41,7 @@ def one_group(page_size: int) -> CacheLayout:
 
 
 class HashModel:
-    """A Runner over plans. `end_rate` is the chance of the end token at each draw; `give` is the model."""
+    """A Runner over plans. `end_rate` is the chance of the end token at each sampling; `give` is the model."""
 
     def __init__(self, layout: CacheLayout, end_rate: float = 0.0, give: Next = next_token) -> None:
         self.layout = layout
@@ -52,7 +52,7 @@ class HashModel:
         self.slots: dict[tuple[int, int], tuple[int, int, tuple[int, int]]] = {}
         """(page, offset) -> position, hash of all tokens up to it, and the group and stack it was written for."""
         self.states: dict[int, list[int]] = {}
-        """Sequence -> that hash of each of its positions; 0 of those that this one has neither computed nor seen."""
+        """Sequence -> that hash at each of its positions; 0 for those that it has neither computed nor read."""
 
     def run(self, plan: StepPlan) -> StepResult:
         self.last_rows = {row.sequence: row.tokens for row in plan.rows}
@@ -68,7 +68,7 @@ class HashModel:
         return result(plan, [self._draw(row) for row in plan.rows], scored)
 
     def _states_before(self, row: Row) -> list[int]:
-        """What stands before a row: what this sequence has computed, or what the pages hold that it was given."""
+        """The states before a row: computed for this sequence, or read from its pages."""
         states = self.states.setdefault(row.sequence, [])
         del states[row.start :]
         for position in range(len(states), row.start):
@@ -77,7 +77,7 @@ class HashModel:
         return states
 
     def _score(self, row: Row) -> list[SampledToken]:
-        """Log-probability -(position of the token): which states scored what can be read off."""
+        """The log-probability -(position of the token), so that it shows which hidden state scored what."""
         assert row.scoring is not None
         first = row.start + row.scoring.first
         for offset, target in enumerate(row.scoring.targets):
@@ -98,7 +98,7 @@ class HashModel:
         return page, position % page_size
 
     def _check(self, row: Row, known: list[int]) -> None:
-        """Every slot that any token of the row sees holds what it should."""
+        """Checks every slot that any token of the row attends to."""
         states, state, unseen = self.states[row.sequence], 0, False
         for position, token in enumerate(known):
             state = _after(state, token)
@@ -113,7 +113,7 @@ class HashModel:
                 assert stored == states[position], "a slot holds another sequence's token"
 
     def _draw(self, row: Row) -> list[SampledToken]:
-        """The draw at each of the row's places."""
+        """The token sampled at each position of the row."""
         draws = []
         for number, sample in enumerate(row.samples, start=1):
             tokens = [*sample.prompt, *sample.output]
@@ -124,7 +124,7 @@ class HashModel:
 
 
 def result(plan: StepPlan, draws: list[list[SampledToken]], scored: dict[int, list[SampledToken]]) -> StepResult:
-    """What a step brought whose rows drew this at their places."""
+    """The result of a step whose rows sampled these tokens."""
     settled = [row.settle(places) if places else ([], None) for row, places in zip(plan.rows, draws, strict=True)]
     accepted = {i: come_true for i, (come_true, _) in enumerate(settled) if come_true}
     return StepResult(tuple(drawn for _, drawn in settled), scored, accepted)

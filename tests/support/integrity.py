@@ -7,7 +7,7 @@ from server.engine.sequence import Sequence
 
 
 def integrity(scheduler: Scheduler) -> list[str]:
-    """What is inconsistent; empty if nothing is."""
+    """Inconsistencies, in words; empty if there are none."""
     allocator, reuse, waiting = scheduler.allocator, scheduler._prefix_reuse, scheduler.waiting.values()
     problems = allocator.integrity() + reuse.prefixes.integrity()
     holders = [*scheduler.running.values(), *scheduler._ended_in_flight]

@@ -1,8 +1,8 @@
-"""A tokenizer of 262,144 words, as large as Gemma's, made from a seed: for what costs by the word of the vocabulary.
+"""A tokenizer of 262,144 words, as many as Gemma's, made from a seed, for costs that grow with the vocabulary.
 
-Its words are of the kinds that large published vocabularies hold: pieces of words with and without a leading space, capitals, names
-with underscores, runs of punctuation and of spaces, numbers of up to three digits, and several scripts. Each word is the merge of two
-others, so that every one of them is the tokenizer's own spelling of its text.
+Its words are of the kinds in large published vocabularies: word pieces with and without a leading space, capitals, names with
+underscores, runs of punctuation and of spaces, numbers of up to three digits, and several scripts. Each word is the merge of two others,
+so that the tokenizer encodes its text as that word.
 """
 
 import json
@@ -25,7 +25,7 @@ SHARES = [("latin", 0.62), ("name", 0.06), ("punctuation", 0.03), ("greek", 0.12
 
 
 def write_large_tokenizer(folder: Path) -> Path:
-    """Writes tokenizer.json and what goes with it into a folder; the folder."""
+    """Writes tokenizer.json and its companion files into a folder, and returns the folder."""
     rng = random.Random(262_144)
     vocab = {word: number for number, word in enumerate(SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)])}
     merges: list[list[str]] = []
@@ -72,7 +72,7 @@ def write_large_tokenizer(folder: Path) -> Path:
 
 
 def _pools(merge: Callable[[str, str], str]) -> dict[str, tuple[list[str], list[str]]]:
-    """Kind of word -> what it may begin with, which grows, and what may follow."""
+    """Kind of word -> its possible beginnings, which grow, and its possible continuations."""
     vowels = "aeiou"
     syllables = [merge(a, b) for a in LETTERS for b in vowels] + [merge(a, b) for a in vowels for b in LETTERS if a != b]
     spaced = [merge("▁", first) for first in LETTERS + LETTERS.upper()]

@@ -1,7 +1,7 @@
-"""Attention by torch over the lists that the GPU's kernels read, for steps of single tokens; over the rows themselves for all others.
+"""Attention by torch over the page lists that the GPU kernels read, for steps of single tokens; other steps use the rows themselves.
 
-Every operation of a listed step is one on whole tensors, so that it can be recorded. Padding is written to the pool's last page, which
-nobody else may have.
+Every operation of a listed step is on whole tensors, so that it can be recorded. Padding is written to the last page of the pool, which
+no sequence may use.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""What the live benches share: real `onehead serve` processes, and a client that checks every event.
+"""Real `onehead serve` processes and a client that checks every event, for live tests and benches.
 
-A client here trusts nothing: an event that is out of order, of the wrong shape or behind the end is the answer's failure, in words.
-Invariant: an Answer without a failure came whole, with one end. It knows both dialects on the wire and nothing of how the server works.
+An event that is out of order, of the wrong shape or after the end makes the answer fail, with the reason in words. Invariant: an Answer
+without a failure is complete, with one end. It knows both dialects on the wire and nothing of how the server works.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class Reply:
         return b"".join([piece async for piece in self.pieces()])
 
     async def events(self) -> AsyncIterator[Event]:
-        """Parses strictly: a line that no event of ours has is a ValueError."""
+        """Parses strictly: any line that the server never sends raises ValueError."""
         tail = b""
         async for piece in self.pieces():
             *blocks, tail = (tail + piece).split(b"\n\n")
@@ -80,7 +80,7 @@ class Reply:
             raise ValueError(f"the stream ends within an event: {tail[:80]!r}")
 
     def cut(self) -> None:
-        """Closes the connection at once, whatever is on its way."""
+        """Closes the connection at once, discarding what is in transit."""
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -99,7 +99,7 @@ def _event(block: str) -> Event:
 
 @asynccontextmanager
 async def exchange(port: int, request: bytes, buffer: int | None = None) -> AsyncIterator[Reply]:
-    """Sends a request and reads the head of its reply. Raises OSError, EOFError or ValueError. `buffer` bounds what waits unread."""
+    """Sends a request and reads the head of its reply. Raises OSError, EOFError or ValueError. `buffer` bounds the unread bytes."""
     if buffer is None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     else:
@@ -165,7 +165,7 @@ def asks(count: int, tokens: int, seed: int, prompt_tokens: tuple[int, int] = (4
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """What came of one Ask. Times are of time.perf_counter."""
+    """The outcome of one Ask. Times are those of time.perf_counter."""
 
     ask: Ask
     sent: float = 0.0
@@ -230,7 +230,7 @@ class Answer:
         self.times.append(time.perf_counter())
 
     def problem(self, oracle: "Answer") -> str | None:
-        """How it differs from the undisturbed one."""
+        """The difference from the undisturbed answer, in words."""
         if self.failure is not None:
             return self.failure
         if self.ids != oracle.ids:
@@ -244,7 +244,7 @@ class Answer:
 
 
 async def ask(port: int, question: Ask, on_token: Callable[[Answer], None] | None = None, timeout: float = ANSWER_SECONDS) -> Answer:
-    """Asks, and takes every event. What goes wrong is the answer's failure."""
+    """Sends a request and takes every event. Errors become the answer's failure."""
     answer = Answer(question, sent=time.perf_counter())
     try:
         async with asyncio.timeout(timeout), exchange(port, question.request()) as reply:
@@ -258,7 +258,7 @@ async def ask(port: int, question: Ask, on_token: Callable[[Answer], None] | Non
 
 
 async def receive(reply: Reply, answer: Answer, on_token: Callable[[Answer], None] | None = None) -> None:
-    """Everything to the end. Raises ValueError and what reading raises."""
+    """Reads everything to the end. Raises ValueError, and errors of the connection."""
     answer.status, answer.headers = reply.status, reply.headers
     if reply.status != 200:
         raise ValueError(f"HTTP {reply.status}: {(await reply.body())[:300]!r}")
@@ -306,12 +306,12 @@ class Server:
 
     @property
     def engine_pid(self) -> int | None:
-        """The engine that runs now, if there is one."""
+        """The current engine process, if there is one."""
         running = [pid for pid in children(self.process.pid) if alive(pid)]
         return running[-1] if running else None
 
     async def engine_other_than(self, pid: int | None) -> int:
-        """Waits for the engine that takes over."""
+        """Waits for the next engine process."""
         async with asyncio.timeout(START_SECONDS):
             while (now := self.engine_pid) is None or now == pid:
                 self.must_live()
@@ -327,11 +327,11 @@ class Server:
             return reply.status, (await reply.body()).decode()
 
     async def info(self) -> dict[str, Any]:
-        """What is served."""
+        """The id of the served model."""
         return dict(json.loads((await self.get("/info"))[1]))
 
     async def until_ready(self, wanted: int = 200) -> float:
-        """Waits for that status of /ready; the time at which it came."""
+        """Waits until /ready has that status; returns the time."""
         async with asyncio.timeout(START_SECONDS):
             while (await self.get("/ready"))[0] != wanted:
                 self.must_live()
@@ -348,7 +348,7 @@ class Server:
         return sums
 
     async def until_idle(self, seconds: float = 30.0) -> bool:
-        """Waits until no request is open and no page is owned; whether it came to that."""
+        """Waits until no request is open and no page is owned; returns whether that happened."""
         names = "onehead_requests_running", "onehead_requests_waiting", "onehead_kv_pages_used"
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -12,7 +12,7 @@ VARIABLE = "TEST_PROCESSOR_FLAGS"
 
 
 def mask(flags: str) -> None:
-    """From now on this process finds no other features, or no kernels."""
+    """Hides all other CPU features, or all kernels, from this process."""
     if flags == "none":
         native.find_spec = lambda name: None
     native._processor_flags = lambda: set(flags.split(","))

@@ -18,7 +18,7 @@ DEADLINE = 60.0
 
 
 def wait_until(condition: Any, what: str, timeout: float = DEADLINE) -> Any:
-    """The first true value of `condition()`. Fails by name where there is none."""
+    """The first true value of `condition()`. Fails with `what` if there is none in time."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         value = condition()

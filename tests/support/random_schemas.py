@@ -26,7 +26,7 @@ from server.text.grammar import GrammarCompiler, Source
 
 TEMPERATURE = 0.6
 CLOSING = 5.0
-"""Added to the logits of tokens that close a text, an array or an object."""
+"""Added to the logits of tokens that close a string, an array or an object."""
 MOST_TOKENS = 500
 NAMES = ["a", "b", "name", "n", "x y", "é", "kind", "a/b", "tab\t"]
 FORMATS = [
@@ -220,7 +220,7 @@ class Schemas:
 
 
 def faults(text: str, schema: dict[str, Any]) -> list[str]:
-    """What is wrong with an output as text: numbers are compared as they are written, and a key that occurs twice in either way."""
+    """The problem with an output, by its text: numbers are compared as written, and a duplicate key is checked in either occurrence."""
     found = []
     for keep_first in (False, True):
 
@@ -242,7 +242,7 @@ def has_key_twice(text: str) -> bool:
 
 @dataclass
 class Result:
-    """`refused`: the message of the refusal; `failed`: that of a failure after it was accepted; `text`: the finished output."""
+    """`refused`: message of the refusal; `failed`: message of a failure after the schema was accepted; `text`: the finished output."""
 
     schema: dict[str, Any]
     refused: str = ""
@@ -251,7 +251,7 @@ class Result:
 
 
 class Trial:
-    """Schemas through the check and the engine's constraint, on one tokenizer."""
+    """Runs schemas through the check and the engine's constraint, on one tokenizer."""
 
     def __init__(self, folder: Path, open_objects: bool = False) -> None:
         codec = TextCodec(folder)

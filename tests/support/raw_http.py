@@ -1,6 +1,6 @@
-"""A raw HTTP exchange over a socket, with nothing assumed of either side: any bytes go out, and what comes back is parsed strictly.
+"""A raw HTTP exchange over a socket: sends any bytes, and parses the answer strictly.
 
-It knows the shapes of error bodies, and nothing of what was asked.
+It knows the shapes of error bodies, and nothing of the request.
 """
 
 import json
@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 END_SECONDS = 2.0
-"""How long a connection that is to be closed may stay open."""
+"""Time until a connection that must be closed is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back. `interim`: a 1xx stood before it. `rest`: what followed it until the connection ended, which `closed` says it did."""
+    """An answer. `interim`: a 1xx came first. `rest`: bytes after it until the connection ended, which `closed` reports."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -27,7 +27,7 @@ class Reply:
     num_sent: int = 0
 
     def header(self, name: str) -> str | None:
-        """The header of that name; all of them where there are several."""
+        """The value of a header; all values if there are several."""
         values = [value for key, value in self.headers if key == name]
         return ", ".join(values) if values else None
 
@@ -87,7 +87,7 @@ class Wire:
 
 
 def _send(connection: socket.socket, data: bytes) -> int:
-    """Sends as long as nothing comes back and the other side takes it; how many bytes."""
+    """Sends until an answer comes or the other side takes no more; returns the number of bytes."""
     sent, view = 0, memoryview(data)
     with suppress(ConnectionError):
         while sent < len(data):
@@ -133,7 +133,7 @@ UNSAFE = re.compile(r"Traceback|File \"|\.py\b|/(?:work|home|root|tmp|usr|etc)/|
 
 
 def error_problem(reply: Reply, openai: bool | None = None) -> str | None:
-    """What is wrong with an error's body, which is one dialect's or (where `openai` is None) either's; None where nothing is."""
+    """The problem with an error body, of one dialect or (if `openai` is None) of either; None if there is none."""
     try:
         body = json.loads(reply.body)
     except ValueError:
@@ -157,7 +157,7 @@ def error_problem(reply: Reply, openai: bool | None = None) -> str | None:
 
 
 def answer_problem(reply: Reply) -> str | None:
-    """What is wrong with an answer to anything; None where nothing is."""
+    """The problem with any answer; None if there is none."""
     # A request may limit its own time, and be told that this was too little.
     own_limit = reply.status == 504 and b"the request's time limit" in reply.body
     if not (200 <= reply.status < 500 or own_limit) or reply.status == 429:

@@ -1,7 +1,7 @@
-"""A device's stream without a device: what is enqueued is done late, and a captured step is a recording of torch's operations.
+"""A simulated device stream: operations are executed late, and a captured CUDA graph is a recording of torch operations.
 
-A replay does the recorded operations again on the recorded tensors, as a CUDA graph does; Python that ran at the capture does not run
-again, so whatever a step took from the host then, it has still.
+A replay executes the recorded operations again on the recorded tensors, as a CUDA graph does. Python code that ran during the capture does
+not run again, so values that a step took from the host then are still used.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recording(TorchDispatchMode):
-    """The operations that torch does meanwhile."""
+    """Records the torch operations executed while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Recording(TorchDispatchMode):
 
 
 class RecordedEvent:
-    """A place in the queue."""
+    """An event in the stream."""
 
     def __init__(self, stream: "RecordingStream", number: int) -> None:
         self.stream, self.number = stream, number
@@ -46,7 +46,7 @@ class RecordedEvent:
 
 
 class RecordingStream:
-    """model.runner.device_stream.Stream. `random` says now and then that the device is quick."""
+    """A simulated model.runner.device_stream.Stream. `random` decides when the device is quick."""
 
     def __init__(self, random: Callable[[], float] = lambda: 1.0) -> None:
         self.random = random

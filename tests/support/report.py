@@ -1,6 +1,6 @@
-"""What the live benches report with: figures of a process from /proc, tables, checks, pictures, and one JSON file for each run.
+"""Reports of live tests and benches: figures of a process from /proc, tables, checks, pictures, and one JSON file for each run.
 
-Invariant: the exit status is 0 exactly if every check holds, and the file says the same as the table. It knows no server.
+Invariant: the exit status is 0 exactly if every check holds, and the file agrees with the table. It knows nothing of servers.
 """
 
 import json
@@ -25,7 +25,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process holds: resident bytes, file descriptors, threads."""
+    """Resources of a process: resident bytes, file descriptors, threads."""
 
     rss: int
     fds: int
@@ -33,7 +33,7 @@ class Usage:
 
 
 def usage(pid: int) -> Usage | None:
-    """Of a process that lives; None of one that is gone."""
+    """The resources of a running process; None if it has ended."""
     with suppress(OSError, KeyError):
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return Usage(int(lines["VmRSS"].split()[0]) * 1024, len(os.listdir(f"/proc/{pid}/fd")), int(lines["Threads"]))
@@ -41,7 +41,7 @@ def usage(pid: int) -> Usage | None:
 
 
 class Memory:
-    """The resident memory of a process while something is done to it, sampled by a thread of its own."""
+    """The resident memory of a process over a time, sampled by a thread."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -69,7 +69,7 @@ class Memory:
 
 
 def raise_file_limit() -> int:
-    """As many descriptors as this process may have; the number. Its children inherit it."""
+    """Raises the limit of open files of this process and its children as far as allowed; returns it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
@@ -82,7 +82,7 @@ def progress() -> Progress:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One requirement: whether it holds, and what was found."""
+    """A requirement: whether it holds, and what was found."""
 
     what: str
     holds: bool
@@ -101,7 +101,7 @@ def show(headings: Iterable[str], rows: Iterable[Iterable[object]], caption: str
 
 
 def conclude(name: str, output: Path | None, info: Found, result: Found, checks: list[Check]) -> int:
-    """Prints what holds, writes NAME.json; the exit status."""
+    """Prints the checks, writes NAME.json and returns the exit status."""
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("requirement", "", "found"):
         table.add_column(heading, overflow="fold")

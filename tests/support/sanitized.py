@@ -1,4 +1,4 @@
-"""A pytest plugin of scripts/sanitize: fails before anything runs where the kernels are not the sanitized ones, or are none."""
+"""A pytest plugin for scripts/sanitize: fails before any test if the sanitized kernels are not the ones in use."""
 
 import pytest
 

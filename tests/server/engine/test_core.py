@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the one before them are known: every request must end as it would have without."""
+"""Overlapped steps: with each step launched before the tokens of the previous one are known, every request ends as without overlap."""
 
 import weakref
 from collections import Counter
@@ -19,7 +19,7 @@ SEEDS = 2000
 
 
 class OverlappedHistory(History):
-    """The same random histories, two steps in flight, now and then with a step that does not fit into memory."""
+    """The random histories of the scheduler with two steps in flight and, now and then, a step that does not fit into memory."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -54,7 +54,7 @@ class OverlappedHistory(History):
         assert len(scheduler.running) <= self.limits.max_running
 
     def check_windows(self, sequence: Sequence) -> None:
-        """As without overlap; besides, what the row in flight takes, or one that was not planned after all."""
+        """The checks of the plain history, with allowance for the row in flight and for a row that was not planned after all."""
         layout = self.limits.layout
         for group, pages in zip(layout.groups, sequence.table.pages, strict=True):
             if group.window is not None:
@@ -82,7 +82,7 @@ def test_every_request_ends_as_without_overlap_and_nothing_leaks(part: int) -> N
 
 
 class Watched(DelayedRunner):
-    """Keeps the plans in the order of their launching, as they were planned."""
+    """Records the plans as they were when launched, in order."""
 
     def __init__(self, model: HashModel) -> None:
         super().__init__(model.run)
@@ -180,7 +180,7 @@ def test_a_draw_that_reads_the_output_waits_for_it_and_holds_up_nobody(sampling:
 
 
 class Spoiling(DelayedRunner):
-    """Of one sequence, the row with this number is not finite."""
+    """The row with this number, of one sequence, has non-finite logits."""
 
     def __init__(self, model: HashModel, sequence: int, number: int) -> None:
         super().__init__(self._run)

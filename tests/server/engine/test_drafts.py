@@ -1,4 +1,4 @@
-"""Speculation: the same tokens and log-probabilities as without, at every schedule; guesses that come true, and few that do not."""
+"""Speculative decoding: the same tokens and log-probabilities as without it, at every schedule, and few wasted draft tokens."""
 
 import hashlib
 import random
@@ -35,12 +35,12 @@ DrafterFor = Callable[[Sequence], Drafter]
 
 
 def ngrams(sequence: Sequence) -> Drafter:
-    """What `engine.speculation=ngram` gives."""
+    """The drafters of `engine.speculation=ngram`."""
     return Drafter(sequence.prompt)
 
 
 def repeating(tokens: list[int], seed: int, end_rate: float, may_end: bool) -> int:
-    """A model that soon goes round in circles, until it ends as hash_model's does: its next token follows from the last two."""
+    """A model whose next token depends on the last two, so that it soon repeats itself, until it ends as hash_model's does."""
     if may_end and next_token(tokens, seed, end_rate, True) == 0:
         return 0
     return 1 + hashlib.blake2b(repr((tokens[-2:], seed % 4)).encode(), digest_size=1).digest()[0] % 6
@@ -50,7 +50,7 @@ def repeating(tokens: list[int], seed: int, end_rate: float, may_end: bool) -> i
 
 
 def naive(tokens: list[int], count: int, orders: tuple[int, ...]) -> list[int]:
-    """The specification: what followed the last 3, else the last 2 tokens where they stood last before."""
+    """The specification of a draft: what followed the last occurrence of the last 3 tokens, else of the last 2."""
     for order in orders:
         for end in range(len(tokens) - 1, order - 1, -1):
             if tokens[end - order : end] == tokens[-order:]:
@@ -123,7 +123,7 @@ def test_room_is_shared_fairly(room: int, wishes: list[int]) -> None:
 
 
 class Guessing(History):
-    """The scheduler's random histories with guesses: the model's own, some wrong, or n-grams over a model that repeats itself."""
+    """The random histories of the scheduler with drafts: from the model itself, some wrong, or n-grams over a model that repeats itself."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -139,7 +139,7 @@ class Guessing(History):
         self.progress = 0
 
     def run(self, plan: StepPlan | None = None) -> Counter[str] | StepResult:  # type: ignore[override]
-        """The history, or as its own runner, one plan of it."""
+        """Runs the history; or, as the history's runner, one plan of it."""
         if plan is None:
             seen = super().run()
             seen["drafted"] += self.scheduler.num_drafted_tokens
@@ -170,7 +170,7 @@ class Guessing(History):
 
 
 class Failing:
-    """A runner that has just failed and is asked again: without drafts now, and this time it works."""
+    """The runner is called again after it ran out of memory: without drafts, and this time it succeeds."""
 
     progress = 0
 
@@ -197,14 +197,14 @@ def test_guesses_change_no_outcome_and_leak_nothing(part: int) -> None:
 
 
 def finish(core: EngineCore) -> Iterator[list[TokenEvent]]:
-    """What each step brings, to the end."""
+    """The events of each step until every sequence has ended."""
     while core.scheduler.has_work:
         yield [event for event in core.step() if isinstance(event, TokenEvent)]
         assert integrity(core.scheduler) == []
 
 
 class Wrong(Drafter):
-    """Always."""
+    """Always out of memory."""
 
     def draft(self, output: list[int], most: int) -> list[int]:  # type: ignore[override]
         return [99] * most
@@ -212,7 +212,7 @@ class Wrong(Drafter):
 
 @pytest.mark.parametrize("pages", range(8, 24, 3))
 def test_wrong_guesses_preempt_nobody(pages: int) -> None:
-    """Step by step the same as without, in a pool that is too small."""
+    """In a pool that is too small, each step has the same events as without drafts."""
     news, preemptions = [], []
     for drafter_for in (None, lambda sequence: Wrong(sequence.prompt)):
         layout = one_group(2)
@@ -258,7 +258,7 @@ def make_runner(folder: Path, quantization: str) -> ModelRunner:
 def outcomes(
     runner: Runner, layout: object, requests: list[tuple[list[int], Sampling]], drafter_for: DrafterFor | None
 ) -> tuple[dict[int, list[TokenEvent]], Scheduler]:
-    """What every request gets, and the scheduler that gave it."""
+    """The events of every request, and the scheduler that produced them."""
     scheduler = Scheduler(Limits(200, layout, 400, 4, 64), drafter_for)  # type: ignore[arg-type]
     for id, (prompt, sampling) in enumerate(requests):
         scheduler.submit(id, prompt, 50, sampling, num_top=2 * (id % 2), min_new_tokens=3 * (id % 3), stop_token_ids=frozenset({17}))
@@ -283,7 +283,7 @@ SAMPLINGS = (
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize(("threads", "vocab_size", "count"), [(1, 300, 12), (2, 33_000, 2)])
 def test_the_same_bits_as_without(quantization: str, threads: int, vocab_size: int, count: int, tmp_path: Path) -> None:
-    """With a vocabulary, too, of which torch sums a single row by several threads."""
+    """One case has a vocabulary so large that torch sums a single row with several threads."""
     runner = make_runner(make_checkpoint(replace(SHAPES[0], vocab_size=vocab_size), tmp_path).folder, quantization)
     rng, layout = random.Random(1), runner.pool.layout
     requests = []
@@ -305,7 +305,7 @@ def test_the_same_bits_as_without(quantization: str, threads: int, vocab_size: i
 
 
 def told_by(output: list[int], sequence: Sequence) -> Drafter:
-    """Guesses of one who knows the outcome, and is wrong now and then."""
+    """Drafts from the known outcome, some of them wrong."""
     start = len(sequence.prompt)
     return Guesser(sequence.prompt, lambda tokens: ([*output, 0])[min(len(tokens) - start, len(output))])
 
@@ -321,7 +321,7 @@ def test_few_rows_are_wasted_on_what_repeats_nothing() -> None:
 
 
 def test_a_guess_that_is_not_a_number_harms_nobody(tmp_path: Path) -> None:
-    """On torch's kernels its NaN reaches the tokens before it, and stays in the slots behind them."""
+    """With torch's kernels its NaN reaches earlier tokens of the sequence and stays in later slots."""
     runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "none")
     assert runner.kernels == "torch" or "native" in runner.kernels
     embed = runner.decoder.token_embedding.forward

@@ -1,4 +1,4 @@
-"""A fault of one request stays its own: memory that does not suffice, a row that cannot be drawn, a grammar that breaks."""
+"""A fault of one request affects no other: too little memory, a row that cannot be sampled, a grammar that fails."""
 
 import random
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ PAGE = 4
 
 
 class SmallModel(HashModel):
-    """Has memory for so many tokens of a step, and none at all for some sequences."""
+    """A runner with memory for so many tokens in a step, and for no token of some sequences."""
 
     def __init__(self, most: int, hopeless: int | None = None) -> None:
         super().__init__(one_group(PAGE))

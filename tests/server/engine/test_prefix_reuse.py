@@ -1,4 +1,4 @@
-"""The prefix cache: who shares what with whom, what makes way first, and what is never shared."""
+"""The prefix cache: which sequences share which blocks, which blocks are evicted first, and what is never shared."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def chain_of(tokens: list[int], salt: str = "") -> Chain:
 
 
 class Cache:
-    """An allocator, a prefix cache, and what is put into them."""
+    """An allocator and a prefix cache, with methods to fill it."""
 
     def __init__(self, num_pages: int, layout: CacheLayout | None = None) -> None:
         self.layout = layout or one_group(PAGE)
@@ -34,7 +34,7 @@ class Cache:
         self.prefixes = PrefixCache(self.allocator, self.layout)
 
     def compute(self, tokens: list[int], salt: str = "") -> PageTable:
-        """A table of these tokens, with every block published."""
+        """A page table of these tokens, with every block published."""
         table = PageTable(self.allocator, self.layout)
         table.grow(len(tokens), len(tokens))
         for index, link in enumerate(chain_of(tokens, salt).links):

@@ -1,4 +1,4 @@
-"""The scheduler under random submits, cancels and tiny pools: nothing leaks, nothing starves, everyone ends exactly once."""
+"""The scheduler under random submits, cancels and tiny pools: no page leaks, no sequence starves, each ends exactly once."""
 
 import random
 from collections import Counter
@@ -17,14 +17,14 @@ SEEDS = 10_000
 
 
 def forced_after(output: list[int]) -> list[int]:
-    """What a made-up grammar forces behind an output: now and then a few tokens, by its last token and length."""
+    """The forced tokens of a simulated grammar after an output: now and then a few, decided by the last token and the length."""
     if not output or (output[-1] + len(output)) % 4:
         return []
     return [1 + (output[-1] * k) % 63 for k in range(1, 2 + output[-1] % 3)]
 
 
 class Forcing:
-    """That grammar as a constraint. It masks nothing: the hash model draws as it likes."""
+    """The simulated grammar as a constraint. It masks nothing."""
 
     mask = None
 
@@ -51,7 +51,7 @@ class Forcing:
 def forced_oracle(
     prompt: list[int], max_new: int, min_new: int, stops: frozenset[int], seed: int, end_rate: float, give: Next = next_token
 ) -> list[int]:
-    """The output under that grammar, of a request served alone."""
+    """The output of a request with the simulated grammar when it is served alone."""
     output: list[int] = []
     while len(output) < max_new:
         output.append(give(prompt + output, seed, end_rate, len(output) >= min_new or 0 not in stops))
@@ -64,7 +64,7 @@ def forced_oracle(
 
 
 class History:
-    """One random history of a scheduler on a small pool, checked after every step. `seen` counts what happened in it."""
+    """One random history of a scheduler with a small pool, checked after every step. `seen` counts what happened in it."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -89,7 +89,7 @@ class History:
         self.computed_bound = 0
 
     def windowed(self, page_size: int) -> CacheLayout:
-        """Layers of which some, or all, have a window."""
+        """A layout in which some or all layers have a sliding window."""
         window = self.rng.choice([1, 3, 8, 20])
         windows = [window if self.rng.random() < 0.7 else None for _ in range(self.rng.choice([1, 3, 6]))]
         return CacheLayout.of(len(windows), windows, page_size)
@@ -171,7 +171,7 @@ class History:
         self.take(news)
 
     def take(self, news: list[TokenEvent | PromptScored]) -> None:
-        """What a step brought, and that nothing is out of order behind it."""
+        """Takes the events of a step, and checks their order."""
         scheduler = self.scheduler
         for sequence in scheduler.take_started():
             assert sequence.id not in self.started, "started twice"
@@ -184,7 +184,7 @@ class History:
             self.check_windows(sequence)
 
     def check_windows(self, sequence: Sequence) -> None:
-        """Between two steps, layers with a window keep it and no more than a page besides."""
+        """Between two steps, layers with a sliding window keep at most one page more than the window."""
         layout = self.limits.layout
         for group, pages in zip(layout.groups, sequence.table.pages, strict=True):
             if group.window is not None:
@@ -318,7 +318,7 @@ def test_everyone_running_gets_a_token_before_anyone_gets_more() -> None:
 
 
 def test_choices_of_one_prompt_compute_its_whole_pages_once() -> None:
-    """However short their outputs and however few run at a time."""
+    """For every output length, with fewer running sequences than choices."""
     for max_new in (1, 5):
         scheduler = Scheduler(Limits(num_pages=400, layout=one_group(16), max_context=600, max_running=4, step_tokens=64))
         model = HashModel(one_group(16))

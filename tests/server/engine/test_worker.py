@@ -21,7 +21,7 @@ from tests.support.hash_model import HashModel, next_token, one_group, oracle
 
 
 class SlowModel(HashModel):
-    """Steps long enough for a message to arrive during one."""
+    """A model whose steps take long enough for a message to arrive during one."""
 
     def run(self, plan: StepPlan) -> StepResult:
         time.sleep(0.005)
@@ -40,7 +40,7 @@ class Engine:
         self.pipe.send_bytes(protocol.encode(message))
 
     def receive(self) -> Any:
-        """What it says next, but for who has started."""
+        """The next message, skipping Started."""
         while True:
             assert self.pipe.poll(10), "the worker says nothing"
             message = protocol.decode_from_engine(self.pipe.recv_bytes())

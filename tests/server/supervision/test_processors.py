@@ -1,4 +1,4 @@
-"""Processors and the engine's OpenMP environment: quotas of both versions of control groups, and what the user set."""
+"""Processors and the OpenMP environment of the engine: quotas of cgroup v1 and v2, and the user's own settings."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The supervisor as a state machine: nothing lost, nothing twice, through any deaths of the engine, and an end to hopeless ones."""
+"""The supervisor as a state machine: no token is lost or repeated through engine crashes, and hopeless restarts end."""
 
 import random
 from collections.abc import Callable
@@ -24,7 +24,7 @@ PATIENCE = Timeouts(stall=10.0, start=600.0, recovery=60.0)
 
 
 class ScriptedEngine:
-    """An engine whose every word and death the test decides."""
+    """An engine whose messages and exit the test decides."""
 
     def __init__(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> None:
         self.on_message = on_message
@@ -44,7 +44,7 @@ class ScriptedEngine:
         self.on_exit(-9)
 
     def step(self) -> None:
-        """One token for every open sequence."""
+        """Sends one token for every open sequence."""
         self.on_message(started(list(self.open)))
         tokens = []
         for submit in list(self.open.values()):
@@ -63,7 +63,7 @@ def started(ids: list[int]) -> protocol.Started:
 
 
 class Bench:
-    """A supervisor, its engines so far, and everything it delivered."""
+    """A supervisor, its engines so far, and every event it delivered."""
 
     def __init__(self) -> None:
         self.engines: list[ScriptedEngine] = []
@@ -236,7 +236,7 @@ def test_it_gives_up_after_deaths_without_a_token_and_tells_everyone() -> None:
 
 @pytest.mark.parametrize("place", [0, 3, 6])
 def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_finish(place: int) -> None:
-    """Seven sequences, one of which kills whatever engine is sent it, before anything is computed."""
+    """Seven sequences, one of which crashes every engine that it is sent to, before anything is computed."""
     bench = Bench()
     ids = [bench.submit(seed=i, ends=False) for i in range(7)]
     bench.engine.on_message(READY)
@@ -257,7 +257,7 @@ def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_f
 
 
 def careful_bench() -> Bench:
-    """An engine that is ready, behind two that died of nobody."""
+    """A supervisor with a ready engine, after two crashes that no request can have caused."""
     bench = Bench()
     bench.engine.on_message(READY)
     for _ in range(ONE_AT_A_TIME_CRASHES):
@@ -348,7 +348,7 @@ def test_an_engine_that_never_loads_is_replaced_and_the_waiting_are_told_in_time
 @pytest.mark.parametrize("place", [0, 3, 6])
 @pytest.mark.parametrize("at", [0, 4])
 def test_the_request_that_kills_engines_is_found_and_the_others_finish(place: int, at: int) -> None:
-    """Seven sequences, one of which kills whatever engine computes its token number `at`."""
+    """Seven sequences, one of which crashes every engine that computes its token number `at`."""
     bench = Bench()
     ids = [bench.submit(seed=i, max_new=30, ends=False) for i in range(7)]
     poison = ids[place]
@@ -404,7 +404,7 @@ def test_a_suspect_that_its_client_cancels_frees_the_others() -> None:
 
 
 def third_runs(bench: Bench) -> bool:
-    """Whether a newcomer is sent at once: nobody is on trial."""
+    """Whether a new sequence is sent at once: no suspect runs alone."""
     return bench.submit() in bench.engine.open
 
 

@@ -1,4 +1,4 @@
-"""Bytes of the engine's pipe to messages, however they are cut; and every end of a process is heard of, once, behind all that it said."""
+"""Bytes of the engine's pipe become the same messages however they are split; a process's exit is reported once, after its messages."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ def test_a_message_is_refused_by_its_length_before_it_comes(length: int) -> None
 def started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[str], tuple[EngineProcess, asyncio.Future[int], list[protocol.FromEngine]]]]:
-    """Starts a process that runs a line of Python in an engine's place, `pipe` being its end."""
+    """Starts a process that runs a line of Python in place of an engine; `pipe` is its end of the pipe."""
     processes: list[EngineProcess] = []
 
     def start(line: str) -> tuple[EngineProcess, asyncio.Future[int], list[protocol.FromEngine]]:
