@@ -27,9 +27,9 @@ from server.http.exchange import Dialect
 from server.http.model_names import ModelNames
 from server.http.openai.routes import OpenAIRoutes
 from server.http.stream_buffer import Retention, StreamStore
-from server.http.streams import Publications
+from server.http.streams import StreamPublisher
 from server.hub.download import model_id
-from server.service import running
+from server.service import running_engine
 from server.supervision.supervisor import State
 from server.text.chat_template import ChatTemplate
 
@@ -186,9 +186,9 @@ async def batch(settings: BatchSettings) -> int:
     missing = [line for line in lines if line.digest not in journal.answers]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     section = ServerSection(max_waiting=MAX_OPEN, max_waiting_tokens=sys.maxsize, max_queue_wait=86400, log_level="warning")
-    async with running(settings, section) as engine:
+    async with running_engine(settings, section) as engine:
         template = ChatTemplate(engine.generation.codec)
-        nowhere = Answers(Publications(StreamStore(Retention()), keep_alive=0.0), keep_alive=0.0)
+        nowhere = Answers(StreamPublisher(StreamStore(Retention()), keep_alive=0.0), keep_alive=0.0)
         name = model_id(settings.model)
         routes = OpenAIRoutes(engine.generation, section, ModelNames.of((name,), (settings.given, name)), template, nowhere)
         # Twice as many as run, so that the next are tokenized when a place is free.

@@ -10,7 +10,7 @@ from server import protocol
 from server.config import EngineSettings, ServerSection
 from server.errors import InvalidRequest, RequestError
 from server.generation.request import Request
-from server.service import running
+from server.service import running_engine
 
 EXIT_USAGE = 2
 
@@ -29,7 +29,7 @@ class GenerateSettings(EngineSettings):
 
 async def generate(settings: GenerateSettings) -> int:
     """Prints prompt and continuation as it comes; the exit status."""
-    async with running(settings, ServerSection(log_level="warning")) as engine:
+    async with running_engine(settings, ServerSection(log_level="warning")) as engine:
         sampling = protocol.Sampling(
             temperature=settings.temperature,
             top_k=settings.top_k,

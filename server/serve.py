@@ -30,11 +30,11 @@ from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.hub.download import model_id
 from server.load_log import LoadLog
-from server.service import Running
+from server.service import SupervisedEngine
 from server.supervision.supervisor import State
 
 EXIT_STREAMS_CUT = 75
-OUT_OF_FILES_SECONDS = 10.0
+FILE_LIMIT_LOG_SECONDS = 10.0
 OTHER_FILES = 64
 """Files that the process has open besides its connections."""
 log = logging.getLogger("onehead")
@@ -54,7 +54,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def allow_files(max_connections: int) -> int:
+def raise_file_limit(max_connections: int) -> int:
     """Raises this process's limit of open files to what so many connections need; how many it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + OTHER_FILES
@@ -66,20 +66,20 @@ def allow_files(max_connections: int) -> int:
     return max(1, min(max_connections, soft - OTHER_FILES))
 
 
-class OutOfFiles:
+class FileLimitHandler:
     """The event loop's handler of errors: when files run out it says so once in a while, where the loop would for every connection that
     waits. (It tries to accept them again each second.)
     """
 
     def __init__(self) -> None:
-        self._said = -math.inf
+        self._logged_at = -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
-        elif time.monotonic() - self._said >= OUT_OF_FILES_SECONDS:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._logged_at >= FILE_LIMIT_LOG_SECONDS:
+            self._logged_at = time.monotonic()
             log.error("no connection can be accepted: %s; lower server.max_connections, or allow this process more files", error.strerror)
 
 
@@ -87,7 +87,7 @@ def http_server(door: FrontDoor, section: ServerSection) -> HttpServer:
     """uvicorn over the application."""
     config = uvicorn.Config(
         with_cors(door, section.cors_origins),
-        http=connection_class(section, allow_files(section.max_connections), door),
+        http=connection_class(section, raise_file_limit(section.max_connections), door),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -106,7 +106,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     with bind(settings.host, settings.port) as listener:
         name = model_id(settings.model)
         names = ModelNames.of((section.model_name or name, *section.served_model_names), (settings.given, name))
-        engine = Running(settings, section, names.shown)
+        engine = SupervisedEngine(settings, section, names.shown)
         retention = Retention(
             section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
         )
@@ -119,7 +119,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         load = LoadLog(engine.generation, time.monotonic())
         engine.start(lambda: store.sweep(time.monotonic()), lambda: _observe(engine, store, sink), lambda: load.tick(time.monotonic()))
         drain = Drain(http, engine.generation, section.drain_timeout, section.lb_grace)
-        loop.set_exception_handler(OutOfFiles())
+        loop.set_exception_handler(FileLimitHandler())
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish is respected.
                 loop.add_signal_handler(number, drain.on_signal, number)
@@ -129,7 +129,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
             await _announce(engine, names.shown, door, sink, listener)
-            await engine.until(State.STOPPED)
+            await engine.wait_for(State.STOPPED)
             engine.generation.raise_if_over()
         finally:
             if not http.should_exit:  # A drain gives what was written its time; nothing else does.
@@ -139,7 +139,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     return EXIT_STREAMS_CUT if drain.cut or http.cut else 0
 
 
-def _observe(engine: Running, store: StreamStore, sink: logs.Sink) -> None:
+def _observe(engine: SupervisedEngine, store: StreamStore, sink: logs.Sink) -> None:
     """Sets the metrics that no request changes."""
     metrics = engine.metrics
     metrics.streams_detached.set(store.num_detached)
@@ -148,9 +148,9 @@ def _observe(engine: Running, store: StreamStore, sink: logs.Sink) -> None:
     metrics.reach(metrics.requests_quarantined, engine.supervisor.crash_policy.num_quarantined)
 
 
-async def _announce(engine: Running, name: str, door: FrontDoor, sink: logs.Sink, listener: socket.socket) -> None:
+async def _announce(engine: SupervisedEngine, name: str, door: FrontDoor, sink: logs.Sink, listener: socket.socket) -> None:
     """Waits for the engine, logs what is served, and prints the one line that says where."""
-    if await engine.until(State.READY) is not State.READY:
+    if await engine.wait_for(State.READY) is not State.READY:
         return
     ready = engine.generation.ready
     host, port = listener.getsockname()[:2]

@@ -49,7 +49,7 @@ def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSec
     )
 
 
-class Running:
+class SupervisedEngine:
     """A supervised engine with a Generation over it, inside an event loop."""
 
     def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "") -> None:
@@ -57,14 +57,14 @@ class Running:
         self._start = start_message(settings, codec, section)
         self._changed = asyncio.Event()
         self._process: EngineProcess | None = None
-        self._spawned = 0
-        self._died: float | None = None
+        self._num_spawned = 0
+        self._crashed_at: float | None = None
         self._tick = min(TICK_SECONDS, section.stall_after / 10)
         self._watch: asyncio.Task[None] | None = None
         self.metrics = Metrics(name)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid if self._process else 0, registry=self.metrics.registry)
-        patience = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
-        self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, patience)
+        timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
+        self.supervisor = Supervisor(self._spawn, self._on_state, self._on_engine_event, timeouts)
         max_open = settings.engine.max_running + section.max_waiting
         bounds = Bounds(
             max_open,
@@ -107,9 +107,9 @@ class Running:
         ready = self.supervisor.ready
         # A replacement gets the pool that requests were admitted to, however much memory is free now, on the device that began them.
         start = self._start if ready is None else msgspec.structs.replace(self._start, pages=ready.num_pages, device=ready.device)
-        if self._spawned:
+        if self._num_spawned:
             self.metrics.engine_restarts.inc()
-        self._spawned += 1
+        self._num_spawned += 1
         self._process = EngineProcess(start, on_message, on_exit)
         return self._process
 
@@ -117,22 +117,22 @@ class Running:
         log.info("engine: %s%s", self.supervisor.status, f" ({self.supervisor.reason})" if self.supervisor.reason else "")
         if state is State.READY and self.supervisor.ready is not None:
             self.metrics.loaded(self.supervisor.ready)
-            if self._died is None and self.supervisor.ready.device == "cpu":
+            if self._crashed_at is None and self.supervisor.ready.device == "cpu":
                 _warn_of_threads(self._start.threads)
-            if self._died is not None:
-                seconds = time.monotonic() - self._died
+            if self._crashed_at is not None:
+                seconds = time.monotonic() - self._crashed_at
                 self.metrics.engine_recovery.observe(seconds)
                 log.info("the engine was replaced in %.2f s", seconds)
-            self._died = None
+            self._crashed_at = None
         if state is State.STARTING:
-            self._died = time.monotonic()
+            self._crashed_at = time.monotonic()
             self.metrics.idle()
         self._changed.set()
 
-    def _on_news(self, news: protocol.Tokens | protocol.Started) -> None:
-        self.generation.on_engine_event(news)
+    def _on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
+        self.generation.on_engine_event(event)
 
-    async def until(self, *states: State) -> State:
+    async def wait_for(self, *states: State) -> State:
         """Waits for one of these states, or a final one."""
         final = (State.STOPPED, State.REFUSED, State.GAVE_UP)
         while self.supervisor.state not in (*states, *final):
@@ -163,12 +163,12 @@ def _warn_of_threads(threads: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: EngineSettings, section: ServerSection) -> AsyncIterator[Running]:
+async def running_engine(settings: EngineSettings, section: ServerSection) -> AsyncIterator[SupervisedEngine]:
     """A loaded engine. Raises ConfigurationError or EngineGaveUp where it cannot be had."""
-    engine = Running(settings, section)
+    engine = SupervisedEngine(settings, section)
     engine.start()
     try:
-        await engine.until(State.READY)
+        await engine.wait_for(State.READY)
         engine.generation.raise_if_over()
         yield engine
     finally:

@@ -45,7 +45,7 @@ class Piece(msgspec.Struct, frozen=True):
     stop: str | int | None = None
 
 
-class ChoiceText:
+class ChoiceDetokenizer:
     """Tokens of one sequence to pieces."""
 
     def __init__(self, codec: TextCodec, choice: Choice) -> None:
@@ -68,9 +68,9 @@ class ChoiceText:
         if (special and request.skip_special_tokens) or (ends and not request.keep_stop_token):
             text = ""
         else:
-            text = self._unhealed(self._detokenizer.push(token.token))
+            text = self._strip_healed(self._detokenizer.push(token.token))
         if token.finish is not None:
-            text += self._unhealed(self._detokenizer.flush())
+            text += self._strip_healed(self._detokenizer.flush())
         text, stop = self._stops.push(text, search=token.index + 1 >= request.min_new_tokens)
         finish = "stop_sequence" if stop is not None else token.finish
         if finish is not None and stop is None:
@@ -81,15 +81,15 @@ class ChoiceText:
         name = self._codec.decode([token.token]) if special else ""
         return Piece(index, token.token, text, name, token.logprob, token.top, special, finish, reason)
 
-    def _unhealed(self, text: str) -> str:
+    def _strip_healed(self, text: str) -> str:
         if self._healed:
             common = min(len(self._healed), len(text))
             self._healed, text = self._healed[common:], text[common:]
         return text
 
-    def cut(self) -> Piece:
+    def timeout_piece(self) -> Piece:
         """The last piece of a sequence whose time is up."""
-        text, _ = self._stops.push(self._unhealed(self._detokenizer.flush()))
+        text, _ = self._stops.push(self._strip_healed(self._detokenizer.flush()))
         return Piece(self._choice.index, None, text + self._stops.flush(), finish="timeout")
 
 
@@ -109,17 +109,17 @@ class OpenStreams:
         self.choices = [Choice(index, request) for index, request in enumerate(requests)]
         self._admission = admission
         self._metrics = admission.metrics
-        self._texts = [ChoiceText(codec, choice) for choice in self.choices]
+        self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
         self._inbox: deque[tuple[int, protocol.Token | protocol.Failed, float]] = deque()
         self._arrived = asyncio.Event()
         """Set where there is something in the inbox, or time is up."""
         self._num_open = len(self.choices)
-        self._cut: list[Piece] = []
+        self._timeout_pieces: list[Piece] = []
         self._error: Callable[[], RequestError] | None = None
         """What ends the request, made when it is raised: an error that was raised holds all that this does."""
-        self._late = False
+        self._deadline_passed = False
         timeout = requests[0].timeout_s
-        self._deadline = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._run_late)
+        self._deadline = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._on_deadline)
         for choice, submit in zip(self.choices, submits, strict=True):
             choice.id = admission.supervisor.submit(submit, self._receiver(choice))
             admission.add_waiting(choice)
@@ -127,13 +127,13 @@ class OpenStreams:
     def _receiver(self, choice: Choice) -> Callable[[SequenceEvent], None]:
         metrics = self._metrics
 
-        def deliver(delivery: SequenceEvent) -> None:
+        def deliver(event: SequenceEvent) -> None:
             """Takes the times as tokens come, not as the client reads them."""
             now = time.monotonic()
-            if isinstance(delivery, protocol.PromptScores):
-                choice.prompt_scores.extend(delivery.scores)
+            if isinstance(event, protocol.PromptScores):
+                choice.prompt_scores.extend(event.scores)
                 return
-            if isinstance(delivery, protocol.Token):
+            if isinstance(event, protocol.Token):
                 if choice.num_tokens == 0:
                     choice.first = now
                     metrics.time_to_first_token.observe(now - choice.arrival)
@@ -141,7 +141,7 @@ class OpenStreams:
                     metrics.inter_token_latency.observe(now - choice.last)
                 choice.last = now
                 choice.num_tokens += 1
-            self._inbox.append((choice.index, delivery, now))
+            self._inbox.append((choice.index, event, now))
             self._arrived.set()
 
         return deliver
@@ -156,7 +156,7 @@ class OpenStreams:
                 raise self._error()
             if self._num_open == 0:
                 raise StopAsyncIteration
-            if self._late:
+            if self._deadline_passed:
                 self._time_out()
                 continue
             self._arrived.clear()
@@ -166,15 +166,15 @@ class OpenStreams:
     def take(self) -> Piece | None:
         """The next piece, if it has come."""
         while self._inbox and self._error is None:
-            index, delivery, came = self._inbox.popleft()
+            index, event, came = self._inbox.popleft()
             choice = self.choices[index]
             if choice.outcome is not None:
                 continue
-            if isinstance(delivery, protocol.Failed):
-                self._fail(choice, delivery)
-            elif (piece := self._take(choice, delivery, came)) is not None:
+            if isinstance(event, protocol.Failed):
+                self._fail(choice, event)
+            elif (piece := self._take(choice, event, came)) is not None:
                 return piece
-        return self._cut.pop(0) if self._cut else None
+        return self._timeout_pieces.pop(0) if self._timeout_pieces else None
 
     def _take(self, choice: Choice, token: protocol.Token, came: float) -> Piece | None:
         try:
@@ -196,8 +196,8 @@ class OpenStreams:
             self._admission.record_numerical_error()
         self._error = partial(_error, failed)
 
-    def _run_late(self) -> None:
-        self._late = True
+    def _on_deadline(self) -> None:
+        self._deadline_passed = True
         self._arrived.set()
 
     def _time_out(self) -> None:
@@ -206,14 +206,14 @@ class OpenStreams:
             text = "the request's time limit was over before its turn came"
             self._error = partial(QueueTimeout, text, RETRY_SECONDS, code="queue_timeout")
         else:
-            self._cut = [self._texts[choice.index].cut() for choice in self.choices if choice.outcome is None]
+            self._timeout_pieces = [self._texts[choice.index].timeout_piece() for choice in self.choices if choice.outcome is None]
         for choice in self.choices:
             self._end(choice, "timeout")
 
-    async def begin(self, patience: float) -> Piece | None:
+    async def first_piece(self, timeout: float) -> Piece | None:
         """The first piece, so that a failure before it can still have a status of its own; None where it takes longer than that."""
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 return await anext(self)
         except TimeoutError:
             return None

@@ -17,7 +17,7 @@ from server.http import sse
 from server.http.disconnect import unless_disconnected
 from server.http.errors import error_body
 from server.http.exchange import Dialect, exchange_of
-from server.http.streams import Publications
+from server.http.streams import StreamPublisher
 
 
 class Reply(Protocol):
@@ -65,7 +65,7 @@ class Delivery:
 class Answers:
     """Sends answers; a silent stream gets a comment every `keep_alive` seconds."""
 
-    publications: Publications
+    publications: StreamPublisher
     keep_alive: float
 
     async def answer(self, http: HttpRequest, reply: Reply, delivery: Delivery) -> Response:
@@ -77,8 +77,8 @@ class Answers:
             if not delivery.stream:
                 value = await unless_disconnected(http, whole(reply))
                 return JSONResponse(value, headers=reply.headers(True))
-            first = await unless_disconnected(http, reply.streams.begin(self.keep_alive))
-            events = sse.closing(_events(reply, first), error_event, delivery.last)
+            first = await unless_disconnected(http, reply.streams.first_piece(self.keep_alive))
+            events = sse.with_error_events(_events(reply, first), error_event, delivery.last)
             return sse.EventResponse(events, close, reply.headers(False), self.keep_alive)
         except BaseException:
             close()
@@ -114,7 +114,7 @@ async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[list[bytes
         yield [sse.event(chunk) for chunk in chunks]
     async for piece in reply.streams:
         chunks = reply.chunks(piece)
-        while len(chunks) < sse.BREATH and (more := reply.streams.take()) is not None:
+        while len(chunks) < sse.MAX_EVENTS_PER_WRITE and (more := reply.streams.take()) is not None:
             chunks += reply.chunks(more)
         if chunks:
             yield [sse.event(chunk) for chunk in chunks]

@@ -22,7 +22,7 @@ from server.http.openai.routes import OpenAIRoutes
 from server.http.ops import OpsRoutes
 from server.http.routes import RouteTable
 from server.http.stream_buffer import StreamStore
-from server.http.streams import Publications, StreamRoutes
+from server.http.streams import StreamPublisher, StreamRoutes
 from server.http.tgi.generate import TgiRoutes
 from server.http.tokens import TokenRoutes
 from server.text.chat_template import ChatTemplate
@@ -35,7 +35,7 @@ def create_app(generation: Generation, section: ServerSection, names: ModelNames
     about = "Text generation with Multi-Query Attention."
     app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
     chat_template = ChatTemplate(generation.codec)
-    publications = Publications(store, section.keep_alive)
+    publications = StreamPublisher(store, section.keep_alive)
     answers = Answers(publications, section.keep_alive)
     table = RouteTable(
         [
@@ -51,7 +51,7 @@ def create_app(generation: Generation, section: ServerSection, names: ModelNames
     table.check(app)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(ClientDisconnect, _client_disconnected)
     app.add_exception_handler(Exception, _unexpected)
     door = FrontDoor(app, table, generation, section)
     return door
@@ -83,7 +83,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return refusal(request, refused, dict(error.headers or {}))
 
 
-async def _gone(request: Request, error: Exception) -> Response:
+async def _client_disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # Nobody reads it; the access log does.
 
 

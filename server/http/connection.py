@@ -49,7 +49,7 @@ class Door(Protocol):
     def admits(self, scope: Any, /) -> bool:
         """Whether the application will do something for it, or only refuse it."""
 
-    def postpone(self, scope: Any, /) -> None:
+    def on_incomplete_body(self, scope: Any, /) -> None:
         """One that was admitted has not arrived whole."""
 
 
@@ -72,7 +72,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(503, "too_many_connections", f"{self.max_connections} connections are open and that is the most; try again later")
             return
         self._limit_writing(transport.get_extra_info("socket"))
-        self._await("head", self.limits.header_timeout)
+        self._start_timer("head", self.limits.header_timeout)
 
     def _limit_writing(self, sock: Any) -> None:
         """Has the kernel drop a peer that is gone, or takes nothing: bytes it has not acknowledged are given up after so long."""
@@ -80,7 +80,7 @@ class Connection(HttpToolsProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limits.write_timeout * 1000))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
+        self._stop_timer()
         if self._running is not None and self._busy:
             # Told by uvicorn is only the request that was read last, and that may be waiting behind this one.
             self._running.disconnected = True
@@ -97,9 +97,9 @@ class Connection(HttpToolsProtocol):
                 self._head_bytes += len(rest)
             self._bytes_without_body += len(rest)
             rest = self._feed(rest)
-        self._check_rest()
+        self._check_sizes()
 
-    def _check_rest(self) -> None:
+    def _check_sizes(self) -> None:
         """Bounds what has been read and is no body, whole head or request."""
         if self._refused:
             return
@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(400, "invalid_http", "the body's chunks have more around them than in them")
         elif self._timer is None and self.timeout_keep_alive_task is None and not self._busy:
             # A lone line end is no request, and must not keep the connection either.
-            self._await("head", self.limits.header_timeout)
+            self._start_timer("head", self.limits.header_timeout)
 
     @property
     def _busy(self) -> bool:
@@ -135,7 +135,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("")
         if self._running is not None and self._busy and self._running.more_body:
-            self.door.postpone(self._running.scope)
+            self.door.on_incomplete_body(self._running.scope)
         return None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -158,23 +158,23 @@ class Connection(HttpToolsProtocol):
         self._ignored_bytes = self._bytes_without_body = 0
         if self._timer is None:  # Not the connection's first request, for which the time began with the connection.
             self._head_bytes = 0
-            self._await("head", self.limits.header_timeout)
+            self._start_timer("head", self.limits.header_timeout)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            self._raise(431, "trailers", "headers behind the body are not taken")
+            self._reject(431, "trailers", "headers behind the body are not taken")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._disarm()
+        self._stop_timer()
         self._check_head()
         if self.parser.should_upgrade():
             self.scope["method"] = self.parser.get_method().decode("ascii")
             return  # It comes again, without.
         exchange_of(self.scope).received = time.monotonic()
         super().on_headers_complete()
-        self._await("body", self.limits.body_timeout)
+        self._start_timer("body", self.limits.body_timeout)
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -187,45 +187,45 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._disarm()
+        self._stop_timer()
         super().on_message_complete()
 
     def _check_head(self) -> None:
         """Raises _Refused for what is well-formed and still not for us."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes or len(self.headers) > MAX_HEADERS:
-            self._raise(431, "headers_too_large", self._largest_head())
+            self._reject(431, "headers_too_large", self._largest_head())
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._raise(400, "too_many_requests", f"more than {MAX_PIPELINED} requests wait behind one on this connection")
+            self._reject(400, "too_many_requests", f"more than {MAX_PIPELINED} requests wait behind one on this connection")
         if self.parser.get_method() == b"CONNECT":
-            self._raise(400, "invalid_http", "this is no proxy; CONNECT has no meaning here")
+            self._reject(400, "invalid_http", "this is no proxy; CONNECT has no meaning here")
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1") or (hosts and _HOST.fullmatch(hosts[0]) is None):
-            self._raise(400, "invalid_host", "a request must have one `Host` header, with a name or an address and perhaps a port")
+            self._reject(400, "invalid_host", "a request must have one `Host` header, with a name or an address and perhaps a port")
 
     def _largest_head(self) -> str:
         return f"the head of a request may have {MAX_HEADERS} headers and {self.limits.max_header_bytes} bytes (server.max_header_bytes)"
 
-    def _raise(self, status: int, code: str, message: str) -> None:
+    def _reject(self, status: int, code: str, message: str) -> None:
         self._refusal = status, code, message
         raise _Refused
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(*(self._refusal or (400, "invalid_http", "this is not a valid HTTP/1.1 request")))
 
-    def _await(self, part: str, seconds: float) -> None:
-        self._disarm()
-        self._timer = self.loop.call_later(seconds, self._too_slow, part, seconds)
+    def _start_timer(self, part: str, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._on_timeout, part, seconds)
 
-    def _disarm(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _too_slow(self, part: str, seconds: float) -> None:
+    def _on_timeout(self, part: str, seconds: float) -> None:
         self._timer = None
         if self.flow.read_paused:  # It is we who do not read: behind a request that is being answered.
-            self._await(part, seconds)
+            self._start_timer(part, seconds)
             return
         answered = self.cycle is not None and self.cycle.response_complete
         if (self._head_bytes == 0 and self.cycle is None) or (part == "body" and answered):
@@ -235,7 +235,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answers in place of the application, and closes. Where an answer is under way already, cuts it off."""
-        self._disarm()
+        self._stop_timer()
         if self._refused or self.transport.is_closing():
             return
         self._refused = True

@@ -12,16 +12,16 @@ Answer = TypeVar("Answer")
 async def unless_disconnected(http: Request, work: Awaitable[Answer]) -> Answer:
     """The result of `work`; cancels it and raises ClientDisconnect where the client goes away first."""
     answer = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(http))
+    disconnected = asyncio.ensure_future(_disconnected(http))
     try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             raise ClientDisconnect
         return answer.result()
     finally:
-        for task in (answer, gone):
+        for task in (answer, disconnected):
             task.cancel()
-        await asyncio.gather(answer, gone, return_exceptions=True)
+        await asyncio.gather(answer, disconnected, return_exceptions=True)
 
 
 async def _disconnected(http: Request) -> None:

@@ -22,37 +22,37 @@ Empty = Field(default=None, max_length=0)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
-def _whole(value: Any) -> Any:
+def _integral(value: Any) -> Any:
     """3.0 is the integer 3, as it is in JSON Schema: some languages write every number so."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-WHOLE = BeforeValidator(_whole)
+INTEGRAL = BeforeValidator(_integral)
 """To stand after the bounds of an integer: pydantic has no names in JSON Schema for bounds of what a validator returns."""
-Integer = Annotated[int, WHOLE]
-Count = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
-Positive = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
+Integer = Annotated[int, INTEGRAL]
+Count = Annotated[int, Field(ge=0, lt=2**31), INTEGRAL]
+Positive = Annotated[int, Field(ge=1, lt=2**31), INTEGRAL]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TopK = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
+TopK = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[
-    Annotated[int, Field(ge=-1, lt=2**63, examples=[42]), WHOLE] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
+    Annotated[int, Field(ge=-1, lt=2**63, examples=[42]), INTEGRAL] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
 ]
 """-1 is no seed: clients of vLLM and of llama.cpp mean by it that one is drawn."""
 Seconds = Annotated[float, Field(ge=0.001, le=86_400)]
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
-Top = Annotated[int, Field(ge=0, le=MAX_TOP), WHOLE]
-Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), INTEGRAL]
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP), INTEGRAL]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), INTEGRAL]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=1024)]
 Text = Annotated[str, Field(max_length=2**24)]
 LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 StopTokenIds = Annotated[list[TokenId], Field(max_length=128)]
-TruncatePromptTokens = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]
+TruncatePromptTokens = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
 
 
@@ -88,10 +88,10 @@ def check_logit_bias(bias: dict[str, float] | None, name: str) -> None:
             raise ValueError(f"`{name}` has the key {key[:64]!a}, which is no token id: up to 9 decimal digits, no leading zero")
 
 
-def check_fewest(fewest: int | None, most: int | None, names: tuple[str, str]) -> None:
+def check_minimum(minimum: int | None, maximum: int | None, names: tuple[str, str]) -> None:
     """Raises ValueError where a minimum is above its maximum."""
-    if fewest and most is not None and fewest > most:
-        raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {most}. Given: {fewest}")
+    if minimum and maximum is not None and minimum > maximum:
+        raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {maximum}. Given: {minimum}")
 
 
 class DeliveryBody(Body):
@@ -156,17 +156,17 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     """Whether generation goes on after the end-of-sequence token, up to the limit of tokens. Default: false."""
 
-    def sampling(self, temperature: float, own: Mapping[str, float] = MappingProxyType({})) -> protocol.Sampling:
-        """The engine's parameters; `own` has the defaults that differ from none. A seed is drawn here where none was given, so that it
+    def sampling(self, temperature: float, defaults: Mapping[str, float] = MappingProxyType({})) -> protocol.Sampling:
+        """The engine's parameters; `defaults` has the defaults that differ from none. A seed is drawn here where none was given, so that it
         can be reported and replayed.
         """
         return protocol.Sampling(
             temperature=temperature,
-            top_k=max(0, int(default(self.top_k, int(own.get("top_k", 0))))),
-            top_p=default(self.top_p, own.get("top_p", 1.0)),
-            min_p=default(self.min_p, own.get("min_p", 0.0)),
-            typical_p=default(self.typical_p, own.get("typical_p", 1.0)),
-            repetition_penalty=default(self.repetition_penalty, own.get("repetition_penalty", 1.0)),
+            top_k=max(0, int(default(self.top_k, int(defaults.get("top_k", 0))))),
+            top_p=default(self.top_p, defaults.get("top_p", 1.0)),
+            min_p=default(self.min_p, defaults.get("min_p", 0.0)),
+            typical_p=default(self.typical_p, defaults.get("typical_p", 1.0)),
+            repetition_penalty=default(self.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
             frequency_penalty=default(self.frequency_penalty, 0.0),
             presence_penalty=default(self.presence_penalty, 0.0),
             logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},

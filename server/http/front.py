@@ -91,7 +91,7 @@ class FrontDoor:
             exchange.error = error.with_traceback(None)
         return exchange.error is None
 
-    def postpone(self, scope: Scope) -> None:
+    def on_incomplete_body(self, scope: Scope) -> None:
         """The rest of an admitted request's body is still to come: until then it does not count as open."""
         if (reservation := exchange_of(scope).reservation) is not None:
             reservation.release()

@@ -19,8 +19,8 @@ _encode = msgspec.json.Encoder().encode
 
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
-BREATH = 32
-"""Events after which others get their turn, however fast they can be written; so many at most are written together."""
+MAX_EVENTS_PER_WRITE = 32
+"""Events after which others get their turn, however fast they can be written; at most this many are written together."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -29,7 +29,7 @@ def event(data: Any) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
-async def closing(
+async def with_error_events(
     events: AsyncIterator[list[bytes]], error_event: Callable[[RequestError], bytes], last: bytes = b""
 ) -> AsyncIterator[list[bytes]]:
     """`events` with an end in any case: what goes wrong is an event too, and `last` stands behind everything."""
@@ -67,8 +67,8 @@ class EventResponse(StreamingResponse):
         self._close = close
         self._keep_alive = keep_alive
         self._comment_bytes = comment
-        self._gone = False
-        self._last: float | None = None
+        self._disconnected = False
+        self._last_sent: float | None = None
         """When something was last sent; None before the first and after the last."""
         self._write: Send
 
@@ -77,7 +77,7 @@ class EventResponse(StreamingResponse):
 
         async def watched() -> Message:
             message = await receive()
-            self._gone = self._gone or message["type"] == "http.disconnect"
+            self._disconnected = self._disconnected or message["type"] == "http.disconnect"
             return message
 
         comments = asyncio.create_task(self._comment())
@@ -88,28 +88,28 @@ class EventResponse(StreamingResponse):
             self._close()
 
     async def stream_response(self, send: Send) -> None:
-        self._last = time.monotonic()
+        self._last_sent = time.monotonic()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         num_sent = 0
-        async for together in self._events:
-            num_sent += len(together)
-            if num_sent >= BREATH:
+        async for batch in self._events:
+            num_sent += len(batch)
+            if num_sent >= MAX_EVENTS_PER_WRITE:
                 num_sent = 0
                 await asyncio.sleep(0)  # To one who has left, writing never waits: whoever should say so would not get a word in.
-            await self._send_part(b"".join(together))
-        self._last = None
-        if not self._gone:
+            await self._send_part(b"".join(batch))
+        self._last_sent = None
+        if not self._disconnected:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_part(self, data: bytes) -> None:
-        self._last = time.monotonic()
-        if not self._gone:
+        self._last_sent = time.monotonic()
+        if not self._disconnected:
             await self._write({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _comment(self) -> None:
         """A comment in every silence of `keep_alive` seconds: proxies close what says nothing."""
         while True:
-            silence = 0.0 if self._last is None else time.monotonic() - self._last
+            silence = 0.0 if self._last_sent is None else time.monotonic() - self._last_sent
             await asyncio.sleep(max(0.0, self._keep_alive - silence))
-            if self._last is not None and time.monotonic() - self._last >= self._keep_alive:
+            if self._last_sent is not None and time.monotonic() - self._last_sent >= self._keep_alive:
                 await self._send_part(self._comment_bytes)

@@ -27,15 +27,15 @@ class Retention:
     max_detached: int = 64
 
 
-class Unknown(Exception):
+class UnknownStream(Exception):
     """No such stream, or somebody else's: which of the two is not for the asker to know."""
 
 
-class Expired(Exception):
+class ExpiredStream(Exception):
     """The stream was the asker's and is not kept any more."""
 
 
-class FromTheFuture(Exception):
+class FutureEvent(Exception):
     """An event is named that there has not been."""
 
 
@@ -59,7 +59,7 @@ class Reader:
 
     def take(self) -> tuple[bool, list[tuple[int, bytes]]]:
         """What is new, by number; and whether some of it is gone already."""
-        gap, events = self.buffer.behind(self.last_seen)
+        gap, events = self.buffer.after(self.last_seen)
         if events:
             self.last_seen = events[-1][0]
         return gap, events
@@ -76,10 +76,10 @@ class StreamBuffer:
         self.num_events = 0
         self.num_bytes = 0
         self.ended = False
-        self.since = now
+        self.idle_since = now
         """When it lost its reader, or ended."""
         self.reader: Reader | None = None
-        self.gap = b""
+        self.gap_event = b""
         """What to tell a reader for whom it is too late."""
         self._events: deque[bytes] = deque()
 
@@ -107,10 +107,10 @@ class StreamBuffer:
         self.num_bytes -= size
         return size
 
-    def behind(self, seen: int) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Every event kept of those after number `seen`; and whether some of them are not kept. Raises FromTheFuture."""
+    def after(self, seen: int) -> tuple[bool, list[tuple[int, bytes]]]:
+        """Every event kept of those after number `seen`; and whether some of them are not kept. Raises FutureEvent."""
         if seen > self.num_events:
-            raise FromTheFuture
+            raise FutureEvent
         first = self.num_events - len(self._events) + 1
         start = max(0, seen + 1 - first)
         kept = [self._events[i] for i in range(start, len(self._events))]
@@ -142,13 +142,13 @@ class StreamStore:
         return buffer
 
     def find(self, id: str, owner: str) -> StreamBuffer:
-        """The stream of that id. Raises Unknown or Expired."""
+        """The stream of that id. Raises UnknownStream or ExpiredStream."""
         buffer = self._streams.get(id)
         if buffer is not None and buffer.owner == owner:
             return buffer
         if buffer is None and self._expired.get(id) == owner:
-            raise Expired
-        raise Unknown
+            raise ExpiredStream
+        raise UnknownStream
 
     def append(self, buffer: StreamBuffer, event: bytes) -> None:
         """Adds an event, at the cost of what is oldest: of ended streams first, then of this one."""
@@ -167,14 +167,14 @@ class StreamStore:
     def end(self, buffer: StreamBuffer, now: float) -> None:
         """No more events will come."""
         buffer.ended = True
-        buffer.since = now
+        buffer.idle_since = now
         self._ended[buffer.id] = buffer
         if buffer.reader is not None:
             buffer.reader.wake()
 
     def attach(self, buffer: StreamBuffer, seen: int, wake: Callable[[], None]) -> Reader:
-        """Follows a stream behind event `seen`; whoever did so until now is superseded. Raises FromTheFuture."""
-        buffer.behind(seen)
+        """Follows a stream behind event `seen`; whoever did so until now is superseded. Raises FutureEvent."""
+        buffer.after(seen)
         old, buffer.reader = buffer.reader, Reader(buffer, seen, wake)
         if old is not None:
             old.wake()
@@ -186,25 +186,25 @@ class StreamStore:
         if not reader.superseded:
             buffer.reader = None
             if not buffer.ended:
-                buffer.since = now
+                buffer.idle_since = now
                 self._detach_oldest()
 
     def sweep(self, now: float) -> None:
         """Forgets what ended long ago, and cancels what nobody has read for long."""
         for buffer in list(self._ended.values()):
-            if now - buffer.since < self.retention.seconds:
+            if now - buffer.idle_since < self.retention.seconds:
                 break
             if buffer.reader is None:
                 self._expire(buffer)
         for buffer in self._detached():
-            if now - buffer.since >= self.retention.detach_seconds:
+            if now - buffer.idle_since >= self.retention.detach_seconds:
                 buffer.stop(f"nobody read this stream for {self.retention.detach_seconds:g} s")
 
     def _detached(self) -> list[StreamBuffer]:
         return [buffer for buffer in self._streams.values() if buffer.reader is None and not buffer.ended]
 
     def _detach_oldest(self) -> None:
-        detached = sorted(self._detached(), key=lambda buffer: buffer.since)
+        detached = sorted(self._detached(), key=lambda buffer: buffer.idle_since)
         for buffer in detached[: max(0, len(detached) - self.retention.max_detached)]:
             buffer.stop(f"more than {self.retention.max_detached} streams have nobody who reads them")
 

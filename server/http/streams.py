@@ -16,7 +16,7 @@ from server.errors import GenerationFailed, MalformedBody, NotFound, RequestErro
 from server.http import sse
 from server.http.exchange import Dialect, exchange_of
 from server.http.routes import Route
-from server.http.stream_buffer import Expired, FromTheFuture, Reader, StreamBuffer, StreamStore, Unknown
+from server.http.stream_buffer import ExpiredStream, FutureEvent, Reader, StreamBuffer, StreamStore, UnknownStream
 
 RETRY = b"retry: 1000\n"
 SUPERSEDED = b"event: superseded\ndata: {}\n\n"
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 _GAP = GenerationFailed("some events behind the last one you saw are not kept any more", code="resume_gap")
 
 
-class Publications:
+class StreamPublisher:
     """The tasks that write resumable streams, and the responses that read them."""
 
     def __init__(self, store: StreamStore, keep_alive: float) -> None:
@@ -54,12 +54,12 @@ class Publications:
             task.cancel()
 
         buffer = self.store.open(exchange.caller, stop, time.monotonic())
-        buffer.gap = b"event: error\n" + error_event(_GAP)
+        buffer.gap_event = b"event: error\n" + error_event(_GAP)
 
         async def write() -> None:
             try:
-                async for together in sse.closing(events, error_event, last):
-                    for event in together:
+                async for batch in sse.with_error_events(events, error_event, last):
+                    for event in batch:
                         self._append(buffer, event)
             except asyncio.CancelledError:
                 reason = reasons[0] if reasons else "the server is shutting down"
@@ -81,7 +81,7 @@ class Publications:
         self.store.append(buffer, f"id: {buffer.id}.{number}\n".encode() + (RETRY if number == 1 else b"") + event)
 
     def follow(self, buffer: StreamBuffer, seen: int, headers: dict[str, str]) -> Response:
-        """The events behind number `seen`, as they come. Raises FromTheFuture."""
+        """The events behind number `seen`, as they come. Raises FutureEvent."""
         changed = asyncio.Event()
         reader = self.store.attach(buffer, seen, changed.set)
         return sse.EventResponse(
@@ -99,9 +99,9 @@ async def _events(reader: Reader, changed: asyncio.Event) -> AsyncIterator[list[
         changed.clear()
         gap, events = reader.take()
         if gap:
-            yield [reader.buffer.gap]
-        for begin in range(0, len(events), sse.BREATH):
-            yield [event for _, event in events[begin : begin + sse.BREATH]]
+            yield [reader.buffer.gap_event]
+        for begin in range(0, len(events), sse.MAX_EVENTS_PER_WRITE):
+            yield [event for _, event in events[begin : begin + sse.MAX_EVENTS_PER_WRITE]]
         if reader.superseded:
             yield [SUPERSEDED]
             return
@@ -114,7 +114,7 @@ async def _events(reader: Reader, changed: asyncio.Event) -> AsyncIterator[list[
 class StreamRoutes:
     """The routes over all resumable streams."""
 
-    def __init__(self, publications: Publications) -> None:
+    def __init__(self, publications: StreamPublisher) -> None:
         self.publications = publications
 
     def routes(self) -> list[Route]:
@@ -135,7 +135,7 @@ class StreamRoutes:
             if buffer.ended and seen == buffer.num_events:
                 return Response(status_code=204)
             return self.publications.follow(buffer, seen, {})
-        except FromTheFuture:
+        except FutureEvent:
             raise MalformedBody(f"that event has not been sent yet; the last one is {buffer.num_events}", code="future_event") from None
 
     async def cancel(self, http: HttpRequest, stream_id: str) -> Response:
@@ -149,9 +149,9 @@ class StreamRoutes:
     def _find(self, http: HttpRequest, stream_id: str) -> StreamBuffer:
         try:
             return self.publications.store.find(stream_id, exchange_of(http).caller)
-        except Expired:
+        except ExpiredStream:
             raise StreamExpired("that stream has expired; send the request again", code="stream_expired") from None
-        except Unknown:
+        except UnknownStream:
             raise NotFound("there is no such stream", code="stream_not_found") from None
 
 

@@ -30,7 +30,7 @@ class TokenizeBody(Body):
     """Also return each token as the vocabulary spells it; not with `inputs`. Default: false."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "TokenizeBody":
+    def _check_combinations(self) -> "TokenizeBody":
         if sum(value is not None for value in (self.inputs, self.prompt, self.messages)) != 1:
             raise ValueError("exactly one of `inputs`, `prompt` and `messages` is required")
         if self.inputs is not None and (self.add_special_tokens is not None or self.return_token_strs is not None):

@@ -19,12 +19,12 @@ from server.errors import ConfigurationError, OneheadError, ResourceError
 from server.hub.tokenizer_file import DESCRIPTIONS, VOCABULARIES, tokenizer_path
 
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(.+))?", re.ASCII)
-SMALL = [*DESCRIPTIONS, *VOCABULARIES, "tokenizer.json", "generation_config.json", "conversion.json", "chat_template.*"]
+SMALL_FILES = [*DESCRIPTIONS, *VOCABULARIES, "tokenizer.json", "generation_config.json", "conversion.json", "chat_template.*"]
 WEIGHTS = ["*.safetensors", "model.safetensors.index.json", "SHA256SUMS"]
 PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 # Other frameworks' files in folders, and the same weights once more in their makers' own layout.
 IGNORED = ["*/*", "consolidated*"]
-PATIENCE = 5.0
+TIMEOUT_SECONDS = 5.0
 Settings = TypeVar("Settings", bound=EngineSettings)
 Check = Callable[[Path], object]
 log = logging.getLogger("onehead")
@@ -54,27 +54,27 @@ def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Che
     if match is None or os.path.lexists(model):
         return model
     repository = Repository(match[1], match[2])
-    folder = repository.fetch(SMALL)
+    folder = repository.fetch(SMALL_FILES)
     if not weights:
         return folder
-    if check is not None and not _has(folder, WEIGHTS[:1]):  # What has weights here already is checked by whoever reads them.
+    if check is not None and not _has_files(folder, WEIGHTS[:1]):  # What has weights here already is checked by whoever reads them.
         try:
             check(folder)
         except ConfigurationError as error:
             raise ConfigurationError(f"{model}: {error}") from None
-    folder = repository.fetch(SMALL + WEIGHTS)
-    if _has(folder, WEIGHTS[:1]):
+    folder = repository.fetch(SMALL_FILES + WEIGHTS)
+    if _has_files(folder, WEIGHTS[:1]):
         return folder
     if not pickles:
         way_out = f"if it has a pytorch_model.bin, `onehead convert --model {model} --output NEW` makes safetensors of it"
         raise ConfigurationError(f"{model}: has no weights in safetensors files, and others are not served; {way_out}")
-    folder = repository.fetch(SMALL + WEIGHTS + PICKLES)
-    if not _has(folder, PICKLES[:1]):
+    folder = repository.fetch(SMALL_FILES + WEIGHTS + PICKLES)
+    if not _has_files(folder, PICKLES[:1]):
         raise ConfigurationError(f"{model}: has neither safetensors files nor a pytorch_model.bin")
     return folder
 
 
-def _has(folder: Path, patterns: list[str]) -> bool:
+def _has_files(folder: Path, patterns: list[str]) -> bool:
     return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
 
 
@@ -101,24 +101,24 @@ class Repository:
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         patterns = {"allow_patterns": files, "ignore_patterns": IGNORED}
-        get = partial(snapshot_download, self.name, revision=self.revision, etag_timeout=PATIENCE, **patterns)
+        get = partial(snapshot_download, self.name, revision=self.revision, etag_timeout=TIMEOUT_SECONDS, **patterns)
         first = self._failure is None
         if self._failure is None:
             try:
-                return self._ask(get)
+                return self._download(get)
             except Exception as error:  # The library's own, its HTTP client's, the system's: no root of theirs is less.
                 self._failure = error
         try:
             folder = Path(get(local_files_only=True))
         except Exception:
             name = self.name if self.revision is None else f"{self.name}@{self.revision}"
-            raise _explained(name, self._failure) from None
+            raise _translated(name, self._failure) from None
         if first and not isinstance(self._failure, OfflineModeIsEnabled):
             cause = type(self._failure).__name__
             log.warning("%s: taken from the hub's cache, for the hub could not be asked (%s)", self.name, cause)
         return folder
 
-    def _ask(self, get: Callable[[], str]) -> Path:
+    def _download(self, get: Callable[[], str]) -> Path:
         from huggingface_hub import HfApi
 
         log.info("%s: looking it up on the Hugging Face hub", self.name)
@@ -126,7 +126,7 @@ class Repository:
             logging.getLogger(client).setLevel(logging.WARNING)
         with _interruptible():
             # The download asks the same, but waits for the answer without an end.
-            HfApi().model_info(self.name, revision=self.revision, timeout=PATIENCE)
+            HfApi().model_info(self.name, revision=self.revision, timeout=TIMEOUT_SECONDS)
             return Path(get())
 
 
@@ -140,7 +140,7 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _explained(model: str, error: Exception) -> OneheadError:
+def _translated(model: str, error: Exception) -> OneheadError:
     """An error of the library's as one of ours: what is the matter and what to do."""
     from huggingface_hub import errors
 

@@ -115,27 +115,27 @@ def _check(folder: Path, tokenizer: Any) -> None:
 def main() -> None:
     die_with_parent()
     folder, file = Path(sys.argv[1]), Path(sys.argv[2])
-    made = _made(folder)
+    made = _converted(folder)
     try:
         file.write_text(made, encoding="utf-8")
     except OSError as error:
-        _say(f"{error.strerror}")
+        _print_reason(f"{error.strerror}")
         sys.exit(NOT_WRITTEN)
 
 
-def _made(folder: Path) -> str:
+def _converted(folder: Path) -> str:
     """The text of the file. Exits where there can be none."""
     try:
         text: str = convert(folder).to_str(pretty=True)
         return text
     except ConfigurationError as error:
-        sys.exit(_say(str(error)))
+        sys.exit(_print_reason(str(error)))
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".replace(f"{folder}/", "").split())
-        sys.exit(_say(f"transformers does not read them ({text[:300]}); {ADVICE}"))
+        sys.exit(_print_reason(f"transformers does not read them ({text[:300]}); {ADVICE}"))
 
 
-def _say(reason: str) -> int:
+def _print_reason(reason: str) -> int:
     print(reason)
     return 1
 

@@ -25,15 +25,15 @@ from server.hub.tokenizer_conversion import NOT_WRITTEN, description, is_sentenc
 VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 DESCRIPTIONS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 CONVERSION = "2"
-"""To be raised with every change of what the conversion makes or refuses: what was kept before is then not found."""
-SECONDS = 300.0
+"""To be raised with every change of what the conversion makes or refuses: what was cached before is then not found."""
+CONVERSION_SECONDS = 300.0
 HINT = "what is made in place of a tokenizer.json is kept in XDG_CACHE_HOME, or in ~/.cache"
 log = logging.getLogger("onehead")
 
 
 def tokenizer_path(folder: Path) -> Path:
     """The file to read; the first time for a folder that has none of its own this may take a minute. Raises ConfigurationError where
-    there is nothing to make one of, or none can be made, and ResourceError where it cannot be kept.
+    there is nothing to make one of, or none can be made, and ResourceError where it cannot be cached.
     """
     try:
         own, vocabularies, descriptions = _files(folder)
@@ -43,15 +43,15 @@ def tokenizer_path(folder: Path) -> Path:
         digest = _digest(sources)
     except OSError as error:
         raise ConfigurationError(f"{error.filename or folder}: {error.strerror}") from None
-    kept = cache_folder() / "tokenizers" / digest / "tokenizer.json"
+    cached = cache_folder() / "tokenizers" / digest / "tokenizer.json"
     try:
-        if not kept.is_file():
+        if not cached.is_file():
             _check_packages(vocabularies)
             log.info("%s: making a tokenizer.json of %s", folder, _names(vocabularies))
-            _make(folder, sources, kept)
+            _convert(folder, sources, cached)
     except OSError as error:
-        raise ResourceError(f"{error.filename or kept.parent}: {error.strerror}; {HINT}") from None
-    return kept
+        raise ResourceError(f"{error.filename or cached.parent}: {error.strerror}; {HINT}") from None
+    return cached
 
 
 def _files(folder: Path) -> tuple[Path | None, list[Path], list[Path]]:
@@ -110,20 +110,20 @@ def _version(package: str) -> str:
         return ""
 
 
-def _make(folder: Path, sources: list[Path], kept: Path) -> None:
-    """Puts a tokenizer.json at `kept`, whole or not at all. The child sees the sources and nothing else of the folder."""
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with _terminable(), TemporaryDirectory(dir=kept.parent) as seen:
+def _convert(folder: Path, sources: list[Path], cached: Path) -> None:
+    """Puts a tokenizer.json at `cached`, whole or not at all. The child sees the sources and nothing else of the folder."""
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with _terminable(), TemporaryDirectory(dir=cached.parent) as seen:
         for path in sources:
-            _show(path, Path(seen))
+            _copy_visible(path, Path(seen))
         made = Path(seen) / "made.json"
         reason = _run(seen, str(made))
         if reason:
             raise ConfigurationError(f"{folder}: there is no tokenizer.json, and none can be made of {_names(sources)}: {reason}")
-        os.replace(made, kept)
+        os.replace(made, cached)
 
 
-def _show(path: Path, seen: Path) -> None:
+def _copy_visible(path: Path, seen: Path) -> None:
     values = description(path)
     if values is None:
         (seen / path.name).symlink_to(path.resolve())
@@ -148,9 +148,11 @@ def _run(seen: str, made: str) -> str:
     """Runs the child; why it failed for the folder's sake, or nothing. Raises ResourceError where it could not write."""
     command = [sys.executable, "-P", "-m", "server.hub.tokenizer_conversion", seen, made]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=CONVERSION_SECONDS
+        )
     except subprocess.TimeoutExpired:
-        return f"it was not done in {SECONDS:g} s"
+        return f"it was not done in {CONVERSION_SECONDS:g} s"
     if done.returncode == -signal.SIGINT:
         raise KeyboardInterrupt  # It went to the child, and may have been taken from us: by an event loop, or by a shell.
     said = done.stdout.strip()

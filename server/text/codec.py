@@ -14,7 +14,7 @@ from server.text.checkpoint_settings import CheckpointFiles
 
 REPLACEMENT = "\ufffd"
 # The decoder of an incomplete character gives one replacement character, or one for each of its up to three bytes.
-MOST_HELD = 3
+MAX_HELD_CHARS = 3
 WINDOW, CONTEXT = 16, 4
 
 
@@ -48,7 +48,7 @@ class TextCodec:
         self.files = CheckpointFiles(folder)
         end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
-        self._written: dict[int, bytes] = {}
+        self._raw_bytes: dict[int, bytes] = {}
 
     @property
     def largest_id(self) -> int:
@@ -114,15 +114,15 @@ class TextCodec:
         """Whether decoding is to put tokens' bytes end to end, and to read them as UTF-8."""
         return isinstance(self.tokenizer.decoder, decoders.ByteLevel)
 
-    def written(self, id: int) -> bytes:
+    def raw_bytes(self, id: int) -> bytes:
         """Those bytes, as the decoder reads tokens: of one with a letter that stands for no byte, its text. (`token_bytes` is what a token
         stands for to a client, whatever the decoder.)
         """
-        found = self._written.get(id)
+        found = self._raw_bytes.get(id)
         if found is None:
             text = self.tokenizer.id_to_token(id) or ""
             whole = all(letter in BYTE_OF for letter in text)
-            found = self._written[id] = bytes(BYTE_OF[letter] for letter in text) if whole else text.encode()
+            found = self._raw_bytes[id] = bytes(BYTE_OF[letter] for letter in text) if whole else text.encode()
         return found
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
@@ -132,30 +132,30 @@ class TextCodec:
 
 
 class Detokenizer:
-    """Token by token to text. The concatenation of everything given out is `decode` of all tokens; only a last, unfinished
+    """Token by token to text. The concatenation of everything emitted is `decode` of all tokens; only a last, unfinished
     character is held back, and `flush` gives it up. Where tokens are bytes, none is decoded twice.
     """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._window: list[int] = []
-        self._given = 0
-        """Characters of the window's text that have been given out."""
+        self._emitted = 0
+        """Characters of the window's text that have been emitted."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if codec.is_bytes else None
 
     def push(self, token: int) -> str:
         """The text that has become certain with this token."""
         if self._utf8 is not None:
-            return self._utf8.decode(self._codec.written(token))
+            return self._utf8.decode(self._codec.raw_bytes(token))
         self._window.append(token)
         text = self._codec.decode(self._window)
-        certain = len(text) - min(MOST_HELD, len(text) - len(text.rstrip(REPLACEMENT)))
-        new, held = text[self._given : certain], len(text) - certain
-        self._given = max(self._given, certain)
+        certain = len(text) - min(MAX_HELD_CHARS, len(text) - len(text.rstrip(REPLACEMENT)))
+        new, held = text[self._emitted : certain], len(text) - certain
+        self._emitted = max(self._emitted, certain)
         if len(self._window) > WINDOW:
             # A character has at most four bytes, so four tokens hold all of an unfinished one.
             self._window = self._window[-CONTEXT:]
-            self._given = len(self._codec.decode(self._window)) - held
+            self._emitted = len(self._codec.decode(self._window)) - held
         return new
 
     def flush(self) -> str:
@@ -163,7 +163,7 @@ class Detokenizer:
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         text = self._codec.decode(self._window)
-        new, self._given = text[self._given :], len(text)
+        new, self._emitted = text[self._emitted :], len(text)
         return new
 
 
@@ -182,7 +182,7 @@ class StopStrings:
         self._seen = ""
         """The end of the text so far: as much as can belong to a stop string that is not complete."""
         self._held = 0
-        """Characters at the end of it that have not been given out."""
+        """Characters at the end of it that have not been emitted."""
 
     def push(self, text: str, search: bool = True) -> tuple[str, str | None]:
         """(what is certain to be text, up to the first completed stop string; that one, if there is any). Unsearched text still
@@ -192,16 +192,16 @@ class StopStrings:
             return text, None
         before = len(self._seen)
         both = self._seen + text
-        given = before - self._held
+        emitted = before - self._held
         if search:
-            found = [(end, -len(stop), stop) for stop in self._stops if (end := _first_end(both, stop, before)) is not None]
+            found = [(end, -len(stop), stop) for stop in self._stops if (end := _first_match_end(both, stop, before)) is not None]
             if found:
                 end, _, stop = min(found)
                 self._seen, self._held = "", 0
-                return both[given : end if self._keep else max(given, end - len(stop))], stop
+                return both[emitted : end if self._keep else max(emitted, end - len(stop))], stop
         self._held = 0 if self._keep else self._possible_beginning(both)
         self._seen = both[max(0, len(both) - max(self._longest, self._held)) :]
-        return both[given : len(both) - self._held], None
+        return both[emitted : len(both) - self._held], None
 
     def _possible_beginning(self, text: str) -> int:
         """Length of the longest end of `text` that some stop string begins with."""
@@ -216,7 +216,7 @@ class StopStrings:
         return text
 
 
-def _first_end(text: str, stop: str, after: int) -> int | None:
+def _first_match_end(text: str, stop: str, after: int) -> int | None:
     """End of the first occurrence of `stop` that ends behind `after`."""
     start = text.find(stop, max(0, after - len(stop) + 1))
     return None if start < 0 else start + len(stop)

@@ -54,7 +54,7 @@ class FillInTheMiddle:
         prefix_ids = self._codec.encode_plain(prefix)
         healed = ""
         if heal:
-            prefix_ids, healed = cut_last_token(self._codec, prefix_ids, prefix, fewest=0)
+            prefix_ids, healed = cut_last_token(self._codec, prefix_ids, prefix, min_kept=0)
         context = [id for name, text in extra for id in self._file(name, text)]
         prompt = [*self._codec.opening, *context, begin, *prefix_ids, then, *self._codec.encode_plain(suffix), fill]
         stops = (*self._marks, *(() if self._separator is None else (self._separator,)))
@@ -66,16 +66,16 @@ class FillInTheMiddle:
         return [self._separator, *self._codec.encode_plain(f"{name}\n{text}\n")]
 
 
-def cut_last_token(codec: TextCodec, ids: list[int], text: str, fewest: int = 1) -> tuple[list[int], str]:
+def cut_last_token(codec: TextCodec, ids: list[int], text: str, min_kept: int = 1) -> tuple[list[int], str]:
     """Ids without the last token (or the last few, where that one is a part of a character), and the text that they stood for. At least
-    `fewest` ids stay.
+    `min_kept` ids stay.
 
     A prompt that ends within what would be one token makes its usual continuation unlikely; generating the last token again, as whatever
     begins with its text, mends that.
     """
     window = ids[-WINDOW:]
     whole = codec.decode(window)
-    for count in range(1, min(len(ids) - fewest, 4) + 1):
+    for count in range(1, min(len(ids) - min_kept, 4) + 1):
         if ids[-count] in codec.special_ids:
             break
         kept = codec.decode(window[:-count])

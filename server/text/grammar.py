@@ -81,7 +81,7 @@ class GrammarCompiler:
         for path in range(TRIED_PATHS):
             matcher = guidance.new_matcher(self._tokenizer, grammar)
             if matcher.is_error():
-                return _in_our_words(matcher.get_error())
+                return _client_message(matcher.get_error())
             rng = random.Random(path)
             for _ in range(TRIED_TOKENS):
                 matcher.consume_tokens(matcher.compute_ff_tokens())
@@ -122,7 +122,7 @@ def _grammar(source: Source, open_objects: bool) -> str:
     return LLMatcher.grammar_from_lark(text)
 
 
-def _in_our_words(error: str) -> str:
+def _client_message(error: str) -> str:
     """llguidance's message holds parts of the grammar and of its own state; of those only the names of keywords leave this process."""
     unsupported = _UNSUPPORTED.search(error)
     if unsupported:

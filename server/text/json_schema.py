@@ -60,7 +60,7 @@ def prepare(schema: Any, open_objects: bool) -> Node:
     if "x-guidance" in schema:
         raise SchemaError("has the key x-guidance, which is not supported")
     try:
-        return _Preparation(schema, not open_objects).run()
+        return _SchemaRewriter(schema, not open_objects).run()
     except (AttributeError, LookupError, TypeError):  # A list where an object belongs, and the like: checking each takes more than this.
         raise SchemaError("has a keyword with a value of the wrong type, or a reference to nothing") from None
 
@@ -71,13 +71,13 @@ def _refuse(at: str, value: Any, why: str) -> SchemaError:
     return SchemaError(f"has {pointer.rpartition('/')[2]} {json.dumps(value)[:40]} at {pointer[-60:]}: {why}")
 
 
-class _Preparation:
+class _SchemaRewriter:
     def __init__(self, root: Node, closing: bool) -> None:
         self._root = root
         self._closing = closing
-        self._open: set[str] = set()
+        self._open_references: set[str] = set()
         """References to what is combined with other schemas, which may name further properties."""
-        self._places: set[str] = set()
+        self._known_pointers: set[str] = set()
         """Where there are schemas, as references name them."""
         self._references: dict[str, str] = {}
         """References to where they stand."""
@@ -85,12 +85,12 @@ class _Preparation:
 
     def run(self) -> Node:
         for _ in range(4):  # What is open refers to what is then open, too.
-            num_open = len(self._open)
+            num_open = len(self._open_references)
             prepared: Node = self._schema(self._root, "#", self._closing)
-            if len(self._open) == num_open:
+            if len(self._open_references) == num_open:
                 break
         for reference, at in self._references.items():
-            if unquote(reference) not in self._places:
+            if unquote(reference) not in self._known_pointers:
                 raise SchemaError(
                     f"has a $ref at {json.dumps(at)[1:-1][-60:]} to no schema of its own; nothing is fetched, so give it whole"
                 )
@@ -101,11 +101,11 @@ class _Preparation:
         if not isinstance(node, dict):
             return node
         _check(node, at)
-        self._places.add(at)
+        self._known_pointers.add(at)
         combined = len(node.get("allOf", ())) + sum(key in node for key in ("anyOf", "oneOf", "$ref", "properties")) > 1
-        closing = closing and not combined and at not in self._open
+        closing = closing and not combined and at not in self._open_references
         if "$ref" in node and not closing:
-            self._open.add(node["$ref"])
+            self._open_references.add(node["$ref"])
         prepared = {key: self._value(key, value, f"{at}/{key}", closing) for key, value in node.items()}
         if not isinstance(node.get("items"), list):
             prepared.pop("additionalItems", None)  # It says nothing then, and llguidance would forget prefixItems for it.
@@ -164,8 +164,8 @@ class _Preparation:
         objects = [self._resolved(node).get("properties", {}) for node, form in zip(nodes, forms, strict=True) if form == {"{"}]
         key = ""
         if len(objects) > 1:
-            key = next((name for name in objects[0] if not _clash([self._forms(properties.get(name)) for properties in objects])), "")
-        if _clash([form for form in forms if form != {"{"} or not key] + [{"{"}] * bool(key)):
+            key = next((name for name in objects[0] if not _overlap([self._forms(properties.get(name)) for properties in objects])), "")
+        if _overlap([form for form in forms if form != {"{"} or not key] + [{"{"}] * bool(key)):
             raise _refuse(at, nodes, "two branches may hold for one value; use anyOf, or tell them apart by a const")
         return key
 
@@ -190,7 +190,7 @@ def _written_forms(node: Node) -> set[str]:
     return {*"".join(_BEGINNINGS[kind] for kind in ([types] if isinstance(types, str) else types))}
 
 
-def _clash(values: list[set[str]]) -> bool:
+def _overlap(values: list[set[str]]) -> bool:
     """Whether two of the schemas of these forms may have a value in common."""
     seen: set[str] = set()
     for forms in values:

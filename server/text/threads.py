@@ -47,7 +47,7 @@ class LongTexts:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._places = asyncio.Semaphore(MAX_TOKENIZING)
+        self._slots = asyncio.Semaphore(MAX_TOKENIZING)
         self._num_abandoned = 0
 
     async def tokenized(self, work: Callable[[], Value]) -> Value:
@@ -56,7 +56,7 @@ class LongTexts:
             if self._num_abandoned >= MAX_ABANDONED:
                 raise TimeoutError
             async with asyncio.timeout(self._seconds * MAX_TOKENIZING):
-                await self._places.acquire()
+                await self._slots.acquire()
         except TimeoutError:
             raise Overloaded("too many long texts are being tokenized; try again later", max(1, round(self._seconds))) from None
         return await self._in_time(work)
@@ -71,7 +71,7 @@ class LongTexts:
             nonlocal state
             self._num_abandoned -= state == "abandoned"
             if state == "working":
-                self._places.release()
+                self._slots.release()
             state = "ended"
 
         try:
@@ -81,6 +81,6 @@ class LongTexts:
             if state == "working":
                 state = "abandoned"
                 self._num_abandoned += 1
-                self._places.release()
+                self._slots.release()
             text = f"this text is not tokenized after {self._seconds:g} s (server.tokenize_timeout); send less of it"
             raise InvalidRequest(text, code="tokenization_timeout") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from server import protocol
-from server.http.stream_buffer import EVENT_OVERHEAD, Expired, FromTheFuture, Reader, StreamBuffer, Unknown
+from server.http.stream_buffer import EVENT_OVERHEAD, ExpiredStream, FutureEvent, Reader, StreamBuffer, UnknownStream
 from server.supervision.supervisor import SequenceEvent
 from tests.simulation.model import chain
 
@@ -188,7 +188,7 @@ class Request:
         self.emit(event)
         self.outcome, self.ended_at = outcome, world.now
         if self.buffer is not None:
-            unread = world.now - self.buffer.since if self.buffer.reader is None else 0.0
+            unread = world.now - self.buffer.idle_since if self.buffer.reader is None else 0.0
             if not self.stopping and unread > world.store.retention.detach_seconds + 2 * world.scenario.tick_seconds:
                 raise Violation(f"nobody read a stream for {unread:.1f} s, and it went on")
             world.store.end(self.buffer, world.now)
@@ -229,13 +229,13 @@ class Request:
         world = self.world
         try:
             buffer = world.store.find(self.buffer.id, owner)
-        except Expired:
+        except ExpiredStream:
             old = world.now - self.ended_at >= world.store.retention.seconds
             if not self.outcome or owner != self.owner or not (old or world.short_of_memory):
                 raise Violation("a stream has expired before its time") from None
             world.seen["path: expired"] += 1
             return None
-        except Unknown:
+        except UnknownStream:
             if owner == self.owner:
                 raise Violation("a stream is unknown to its owner") from None
             return None
@@ -259,7 +259,7 @@ class Follower:
             return
         try:
             self._reader = world.store.attach(buffer, seen, self._wake)
-        except FromTheFuture:
+        except FutureEvent:
             if seen <= len(request.log):
                 raise Violation(f"event {seen} of {len(request.log)} is called one of the future") from None
             world.seen["path: an event from the future"] += 1

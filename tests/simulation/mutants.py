@@ -132,9 +132,9 @@ MUTANTS = (
     Mutant("a failure goes before its tokens", Worker, "_send_events", "failures.append(", "self._send("),
     Mutant("guesses are lost with memory", core, "_without_drafts", "drafts=0", "drafts=row.drafts"),
     # --- streams
-    Mutant("resumed one event too early", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen - first)"),
-    Mutant("resumed one event too late", StreamBuffer, "behind", "max(0, seen + 1 - first)", "max(0, seen + 2 - first)"),
-    Mutant("a gap that nobody is told of", StreamBuffer, "behind", "return seen + 1 < first", "return False"),
+    Mutant("resumed one event too early", StreamBuffer, "after", "max(0, seen + 1 - first)", "max(0, seen - first)"),
+    Mutant("resumed one event too late", StreamBuffer, "after", "max(0, seen + 1 - first)", "max(0, seen + 2 - first)"),
+    Mutant("a gap that nobody is told of", StreamBuffer, "after", "return seen + 1 < first", "return False"),
     Mutant("bytes that are never freed", StreamStore, "_expire", "self.num_bytes -= buffer.num_bytes", "pass"),
     Mutant("a superseded reader waits on", StreamStore, "attach", "old.wake()", "pass"),
     Mutant("a stream goes on that nobody reads", StreamStore, "sweep", "buffer.stop(", "str("),

@@ -53,7 +53,7 @@ class ChatBody(GenerationBody):
     """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
     """Return the log-probability of each output token. Default: false."""
-    top_logprobs: fields.Top | None = None
+    top_logprobs: fields.NumTop | None = None
     """Return this many most likely tokens in each output token's place; only with `logprobs`. Default: 0."""
     add_generation_prompt: bool | None = None
     """Whether the chat template begins the assistant's answer after the last message. Default: true."""
@@ -76,7 +76,7 @@ class ChatBody(GenerationBody):
     """Not supported: only an empty object is accepted."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "ChatBody":
+    def _check_combinations(self) -> "ChatBody":
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("`max_tokens` and `max_completion_tokens` differ; give one of them")
         if self.top_logprobs and not self.logprobs:
@@ -86,7 +86,7 @@ class ChatBody(GenerationBody):
         return self
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_output_tokens(self) -> int | None:
         return default(self.max_completion_tokens, self.max_tokens)
 
     @property

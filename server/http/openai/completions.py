@@ -25,7 +25,7 @@ class CompletionReply(OpenAIReply):
         self.prompts = prompts
         """The text of each prompt, where it is to be repeated."""
         self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
-        self.places = [*map(self._output_place, self.outputs)]
+        self.next_offsets = [*map(self._first_offset, self.outputs)]
         """Where the next token's text begins, in each output with log-probabilities."""
         self.detokenizers = [Detokenizer(self.codec) for _ in self.outputs]
 
@@ -87,7 +87,7 @@ class CompletionReply(OpenAIReply):
     def _echo(self, output: Output) -> str:
         return self.prompts[output.choice.index // self.per_prompt] if self.prompts else ""
 
-    def _output_place(self, output: Output) -> int:
+    def _first_offset(self, output: Output) -> int:
         """Where the output's tokens begin in `text`: they repeat the end of the prompt that token healing has cut off."""
         return len(self._echo(output)) - len(output.choice.request.healed)
 
@@ -97,13 +97,15 @@ class CompletionReply(OpenAIReply):
         if count is None:
             return None
         skipped = frozenset() if self.body.skip_special_tokens is False else self.codec.special_ids
-        *offsets, self.places[choice.index] = places(self.detokenizers[choice.index], tokens, self.places[choice.index], skipped)
+        *offsets, self.next_offsets[choice.index] = text_offsets(
+            self.detokenizers[choice.index], tokens, self.next_offsets[choice.index], skipped
+        )
         if with_prompt and self.body.echo:
             scored = [Token(score.token, score.logprob, score.top[:count]) for score in choice.prompt_scores]
             prompt = [Token(choice.request.prompt[0], None), *scored]
-            *within, end = places(Detokenizer(self.codec), prompt)
+            *within, end = text_offsets(Detokenizer(self.codec), prompt)
             # What the tokenizer puts before the text, such as a beginning of sequence, is no part of it.
-            offsets = [place + self._output_place(output) - end for place in within] + offsets
+            offsets = [place + self._first_offset(output) - end for place in within] + offsets
             tokens = prompt + tokens
         return {
             "text_offset": [max(0, offset) for offset in offsets],
@@ -121,7 +123,7 @@ class CompletionReply(OpenAIReply):
         return top
 
 
-def places(detokenizer: Detokenizer, tokens: list[Token], begin: int = 0, skipped: Set[int] = frozenset()) -> list[int]:
+def text_offsets(detokenizer: Detokenizer, tokens: list[Token], begin: int = 0, skipped: Set[int] = frozenset()) -> list[int]:
     """Where the text of each token begins, and where that of the next would. Skipped ones have none."""
     return list(accumulate((0 if token.id in skipped else len(detokenizer.push(token.id)) for token in tokens), initial=begin))
 

@@ -81,7 +81,7 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Whether the stop string or stop token that ended the output is part of its text. Default: false."""
     skip_special_tokens: bool | None = None
     """Whether special tokens are left out of the text. Default: true."""
-    prompt_logprobs: fields.Top | None = None
+    prompt_logprobs: fields.NumTop | None = None
     """Also return the log-probability of each prompt token, and this many most likely tokens in its place. Not with `stream`. Default:
     none.
     """
@@ -126,9 +126,9 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Accepted for vLLM's clients at its default, true, which changes nothing."""
 
     @model_validator(mode="after")
-    def _common_fits_together(self) -> "GenerationBody":
+    def _check_common_combinations(self) -> "GenerationBody":
         fields.check_logit_bias(self.logit_bias, "logit_bias")
-        fields.check_fewest(self.min_tokens, self.most_tokens, ("min_tokens", "max_tokens"))
+        fields.check_minimum(self.min_tokens, self.max_output_tokens, ("min_tokens", "max_tokens"))
         if self.stream_options is not None and not self.stream:
             raise ValueError("`stream_options` is allowed only with `stream`")
         options = self.stream_options
@@ -147,7 +147,7 @@ class GenerationBody(SamplingBody, LimitedBody):
         return self
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_output_tokens(self) -> int | None:
         """`max_tokens`, however this body spells it."""
         return None
 
@@ -169,21 +169,21 @@ class GenerationBody(SamplingBody, LimitedBody):
         """The end of a prompt that `truncate_prompt_tokens` keeps; `capacity` is the most tokens of prompt and output."""
         kept = self.truncate_prompt_tokens
         if kept == -1:
-            kept = max(1, capacity - (self.most_tokens or 1))
+            kept = max(1, capacity - (self.max_output_tokens or 1))
         return prompt if kept is None else prompt[-kept:]
 
     def request(self, codec: TextCodec, prompt: list[int]) -> Request:
-        """The internal request. Sampling defaults are the checkpoint's own, as vLLM's clients expect on these routes."""
-        own = codec.files.sampling_defaults
+        """The internal request. Sampling defaults are the checkpoint's, as vLLM's clients expect on these routes."""
+        defaults = codec.files.sampling_defaults
         sampling = replace(
-            self.sampling(default(self.temperature, own.get("temperature", 1.0)), own),
+            self.sampling(default(self.temperature, defaults.get("temperature", 1.0)), defaults),
             bad_words=[ids for word in self.bad_words or () for ids in bad_word_ids(codec, word)],
             logprob_token_ids=self.logprob_token_ids or [],
         )
         return Request(
             prompt=prompt,
             sampling=sampling,
-            max_new_tokens=self.most_tokens,
+            max_new_tokens=self.max_output_tokens,
             min_new_tokens=self.min_tokens or 0,
             stop_strings=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -248,7 +248,7 @@ class CompletionBody(GenerationBody):
     """Most tokens to generate for each output. 0 only with `echo`. Default: 16."""
     echo: bool | None = None
     """Whether the text of each choice begins with its prompt. Default: false."""
-    logprobs: fields.Top | None = None
+    logprobs: fields.NumTop | None = None
     """Return the log-probability of each output token, and this many most likely tokens in its place. Default: none."""
     best_of: fields.Choices | None = None
     """Number of outputs generated for each prompt, of which the `n` with the highest mean log-probability are returned; at least `n`. Not
@@ -262,7 +262,7 @@ class CompletionBody(GenerationBody):
     """
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "CompletionBody":
+    def _check_combinations(self) -> "CompletionBody":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("`max_tokens` must be >= 1, or 0 with `echo`. Given: 0")
         if self.best_of is not None and self.best_of < (self.n or 1):
@@ -283,7 +283,7 @@ class CompletionBody(GenerationBody):
         return self
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_output_tokens(self) -> int | None:
         return default(self.max_tokens, 16)
 
     @property

@@ -155,7 +155,7 @@ def _prompt(codec: TextCodec, fim: FillInTheMiddle, body: InfillBody) -> tuple[l
     # What is typed already stands behind the marks, so its end is the seam.
     begun, healed = codec.encode_plain(body.prompt), ""
     if heal:
-        begun, healed = cut_last_token(codec, begun, body.prompt, fewest=0)
+        begun, healed = cut_last_token(codec, begun, body.prompt, min_kept=0)
     return filling.prompt + begun, healed, filling.stop_token_ids
 
 

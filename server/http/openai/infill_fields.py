@@ -30,7 +30,7 @@ class InfillBody(DeliveryBody):
     """Other files, placed before the prefix as context. Up to 256. Default: none."""
     prompt: fields.Text | None = None
     """The beginning of the text in the gap, which the answer continues. Default: empty."""
-    n_predict: Annotated[int, Field(ge=-1, lt=2**31), fields.WHOLE] | None = None
+    n_predict: Annotated[int, Field(ge=-1, lt=2**31), fields.INTEGRAL] | None = None
     """Most tokens to generate. -1, the default: what the context still holds."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """Divides the logits before sampling. 0: always the most likely token (greedy). Default: 0.8."""

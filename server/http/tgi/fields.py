@@ -33,7 +33,7 @@ class Parameters(SamplingBody):
     """Whether the answer has `details`: the tokens with their log-probabilities, the finish reason and the seed. Default: false."""
     decoder_input_details: bool | None = None
     """Also return the log-probability of each prompt token, in `details.prefill`. Not when streaming. Default: false."""
-    top_n_tokens: Annotated[int, Field(ge=0, le=MAX_TOP_N_TOKENS), fields.WHOLE] | None = None
+    top_n_tokens: Annotated[int, Field(ge=0, le=MAX_TOP_N_TOKENS), fields.INTEGRAL] | None = None
     """Return this many most likely tokens in each output token's place. Default: 0."""
     best_of: fields.Choices | None = None
     """Generate this many outputs and return the one with the highest mean log-probability. Above 1 only with sampling, without `seed` and
@@ -50,8 +50,8 @@ class Parameters(SamplingBody):
     """Watermarks are not supported: only false is accepted."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Parameters":
-        fields.check_fewest(self.min_tokens, self.max_new_tokens, ("parameters.min_tokens", "max_new_tokens"))
+    def _check_combinations(self) -> "Parameters":
+        fields.check_minimum(self.min_tokens, self.max_new_tokens, ("parameters.min_tokens", "max_new_tokens"))
         fields.check_logit_bias(self.logit_bias, "parameters.logit_bias")
         if (self.best_of or 1) > 1:
             if not self.samples:

@@ -60,7 +60,7 @@ class TgiRoutes:
         """
         body = await self._read(http)
         if body.stream is False:
-            with in_tgi_words():
+            with tgi_error_prefix():
                 raise InvalidRequest("`stream` cannot be false on /generate_stream; use /generate")
         return await self._answer(http, body, stream=True, echo=False)
 
@@ -104,7 +104,7 @@ class TgiRoutes:
         return JSONResponse(value)
 
     async def _read(self, http: HttpRequest) -> GenerateBody:
-        with in_tgi_words():
+        with tgi_error_prefix():
             body = await read_model(http, GenerateBody, self.section.max_body_bytes)
             check_stops("parameters.stop", body.parameters.stop if body.parameters else None, self.section.max_stop_strings)
         return body
@@ -113,7 +113,7 @@ class TgiRoutes:
         arrival = time.monotonic()
         # TGI's quirk: without `parameters` a request samples, with empty ones it is greedy.
         parameters = body.parameters or Parameters(do_sample=True)
-        with in_tgi_words():
+        with tgi_error_prefix():
             if stream and (parameters.best_of or 1) > 1:
                 raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
             if stream and parameters.decoder_input_details:
@@ -144,7 +144,7 @@ class TgiRoutes:
 
 
 @contextmanager
-def in_tgi_words() -> Iterator[None]:
+def tgi_error_prefix() -> Iterator[None]:
     """TGI's clients tell a bad parameter by how the message begins."""
     try:
         yield

@@ -132,7 +132,7 @@ async def test_a_backlog_is_written_in_bounded_parts_and_others_get_their_turn()
 
     async def events() -> Any:
         for _ in range(20):
-            yield [event] * sse.BREATH
+            yield [event] * sse.MAX_EVENTS_PER_WRITE
 
     async def send(message: Any) -> None:
         sent.append(len(message.get("body", b"")))
@@ -150,7 +150,7 @@ async def test_a_backlog_is_written_in_bounded_parts_and_others_get_their_turn()
     scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "POST", "path": "/", "headers": []}
     await sse.EventResponse(events(), lambda: None, {}, 15.0)(scope, never, send)
     task.cancel()
-    assert sum(sent) == 20 * sse.BREATH * len(event) and max(sent) <= sse.BREATH * len(event) and turns >= 20
+    assert sum(sent) == 20 * sse.MAX_EVENTS_PER_WRITE * len(event) and max(sent) <= sse.MAX_EVENTS_PER_WRITE * len(event) and turns >= 20
 
 
 @pytest.mark.parametrize("path", ["/live", "/generate"])

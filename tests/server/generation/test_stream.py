@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from server import protocol
 from server.generation.request import Request
-from server.generation.stream import Choice, ChoiceText, Piece
+from server.generation.stream import Choice, ChoiceDetokenizer, Piece
 from server.text.codec import TextCodec
 from tests.server.text.test_codec import byte_ids
 from tests.support.checkpoints import make_tokenizer
@@ -33,7 +33,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 def pieces(codec: TextCodec, ids: list[int], request: Request) -> list[Piece]:
     """The pieces of an output that ends by its length."""
-    text = ChoiceText(codec, Choice(0, request))
+    text = ChoiceDetokenizer(codec, Choice(0, request))
     made = []
     for index, id in enumerate(ids):
         made.append(text.piece(protocol.Token(1, index, id, -1.0, "length" if index == len(ids) - 1 else None)))

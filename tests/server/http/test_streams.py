@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from server.config import ServerSection
-from server.http.stream_buffer import Expired, FromTheFuture, Retention, StreamStore, Unknown
+from server.http.stream_buffer import ExpiredStream, FutureEvent, Retention, StreamStore, UnknownStream
 from tests.support.fake_engine import FakeEngine, Served, serve
 
 KEYS = ["key of the first", "key of the second"]
@@ -76,9 +76,9 @@ def test_what_is_not_kept_is_a_gap_and_what_is_not_there_an_error() -> None:
     for number in range(10):
         store.append(buffer, bytes(36))
         assert buffer.num_bytes <= 400 and number < 10
-    assert buffer.behind(3)[0] and [number for number, _ in buffer.behind(3)[1]] == [7, 8, 9, 10]
-    assert buffer.behind(6) == (False, buffer.behind(3)[1]) and buffer.behind(10) == (False, [])
-    with pytest.raises(FromTheFuture):
+    assert buffer.after(3)[0] and [number for number, _ in buffer.after(3)[1]] == [7, 8, 9, 10]
+    assert buffer.after(6) == (False, buffer.after(3)[1]) and buffer.after(10) == (False, [])
+    with pytest.raises(FutureEvent):
         store.attach(buffer, 11, lambda: None)
 
 
@@ -88,13 +88,13 @@ def test_memory_is_taken_from_those_that_ended_first() -> None:
     for stream in streams:
         for _ in range(3):
             store.append(stream, bytes(36))
-    assert store.num_bytes == 1000 and [len(stream.behind(0)[1]) for stream in streams] == [3, 3, 3, 1]
+    assert store.num_bytes == 1000 and [len(stream.after(0)[1]) for stream in streams] == [3, 3, 3, 1]
     store.end(streams[1], 1.0)
     store.append(streams[0], bytes(36))
-    assert store.num_bytes == 800 and len(streams[0].behind(0)[1]) == 4
-    with pytest.raises(Expired):
+    assert store.num_bytes == 800 and len(streams[0].after(0)[1]) == 4
+    with pytest.raises(ExpiredStream):
         store.find(streams[1].id, "me")
-    with pytest.raises(Unknown):
+    with pytest.raises(UnknownStream):
         store.find(streams[1].id, "you")
 
 
@@ -113,7 +113,7 @@ def test_ended_streams_expire_and_unread_ones_are_stopped() -> None:
     store.sweep(64.0)
     assert store.find(first.id, "me") is first
     store.sweep(65.0)
-    with pytest.raises(Expired):
+    with pytest.raises(ExpiredStream):
         store.find(first.id, "me")
     assert store.num_bytes == 0
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from commands import cli
 from server.hub import download as hub
 from server.errors import OneheadError
-hub.PATIENCE = 0.5
+hub.TIMEOUT_SECONDS = 0.5
 checks = {"weights": cli._check}
 for name in sys.argv[2:]:
     try:

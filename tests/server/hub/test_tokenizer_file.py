@@ -250,10 +250,10 @@ def test_what_the_library_says_is_handed_on_with_advice(
 
 def test_a_conversion_that_hangs_or_dies_is_an_error_of_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = byte_level(tmp_path / "a", "falcon", GPT2)
-    monkeypatch.setattr(tokenizer_file, "SECONDS", 0.01)
+    monkeypatch.setattr(tokenizer_file, "CONVERSION_SECONDS", 0.01)
     with pytest.raises(ConfigurationError, match=r"it was not done in 0\.01 s"):
         tokenizer_path(folder)
-    monkeypatch.setattr(tokenizer_file, "SECONDS", 60)
+    monkeypatch.setattr(tokenizer_file, "CONVERSION_SECONDS", 60)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigurationError, match="ended with status 1"):
         tokenizer_path(folder)
