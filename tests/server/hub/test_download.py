@@ -220,7 +220,7 @@ def test_the_tokenizer_is_made_before_there_is_an_event_loop(tmp_path: Path, mon
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="no weights in safetensors files"):
         hub.resolved(load(EngineSettings, ["--model", "org/name"], "x"), asked.append)
-    assert asked == [hub.SMALL, tmp_path, tmp_path, hub.SMALL + hub.WEIGHTS]
+    assert asked == [hub.SMALL_FILES, tmp_path, tmp_path, hub.SMALL_FILES + hub.WEIGHTS]
 
 
 def test_a_full_disk_is_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
