@@ -48,7 +48,7 @@ def make(shape: str, folder: Path) -> None:
     from commands import corpus
     from commands.train.train import initialise
     from model.checkpoint.families import gpt_bigcode, read_spec
-    from model.checkpoint.weights import save_decoder
+    from model.checkpoint.saving import save_decoder
     from model.decoder import Decoder
 
     published = read_spec(MODELS / SHAPES[shape])

@@ -35,6 +35,7 @@ from model.attention import Attend
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
+from model.devices.products import Products
 
 LOGIT_ROWS = 512
 """Rows of logits made at a time: they are the largest tensor of all."""
@@ -88,7 +89,7 @@ def score_model(
 ) -> dict[str, Any]:
     """The checkpoint's bits over all documents, and what it is."""
     dtype, quantization = FORMS[form.removesuffix(KV8)]
-    decoder = load_decoder(folder, read_spec(folder), dtype, torch.device("cpu"), quantization)
+    decoder = load_decoder(folder, read_spec(folder), dtype, torch.device("cpu"), Products(quantization))
     context = context or decoder.spec.max_positions
     if not 1 < context <= decoder.spec.max_positions:
         raise ValueError(f"--context {context} is not within the model's {decoder.spec.max_positions} positions")

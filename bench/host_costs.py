@@ -16,7 +16,7 @@ import torch
 from cache.layout import CacheLayout
 from cache.pool import KVPool
 from model.batch import build_batch
-from model.devices import backend_for, create_backend
+from model.devices import create_backend, find_device
 from model.devices.backend import Backend
 from model.step import SampledToken, Sampling, StepPlan, StepResult
 from server.engine.scheduler import Limits, Scheduler
@@ -75,12 +75,12 @@ def measure(state: State, steps: int) -> Timings:
         began = time.perf_counter()
         _submit(scheduler, id, HUGE * PAGE_SIZE if state.for_pages and id == state.running else CONTEXT, steps, rng)
         timings.submissions.append(time.perf_counter() - began)
-    layout, device = scheduler.limits.layout, torch.device("cpu")
+    layout, device = scheduler.limits.layout, find_device("cpu")
     for number in range(_warmup(steps) + steps):
         times = [time.perf_counter()]
         plan = scheduler.plan()
         times.append(time.perf_counter())
-        batch = build_batch(plan, layout, device)
+        batch = build_batch(plan, layout, device.upload)
         times.append(time.perf_counter())
         backend.plan(batch)
         times.append(time.perf_counter())
@@ -123,4 +123,4 @@ def _invented(plan: StepPlan) -> StepResult:
 def _backend() -> Backend:
     """What serves on this machine; planning looks at no page."""
     pool = KVPool.allocate(CacheLayout.of(1, (), PAGE_SIZE), 1, 64, 64, torch.float32, torch.device("cpu"))
-    return create_backend(backend_for(pool, 16), pool, 1.0, 16)
+    return create_backend(find_device("cpu").backend_for(pool, 16), pool, 1.0, 16)

@@ -22,9 +22,9 @@ from cache.layout import CacheLayout
 from cache.pool import KVPool
 from commands.bench.bench import circumstances
 from model.checkpoint.families import read_spec
-from model.devices import create_backend
-from model.runner.overlapped import OverlappedRunner
+from model.devices import create_backend, find_device
 from model.runner.pending_step import PendingStep
+from model.runner.runner import ModelRunner
 from model.spec import ModelSpec
 from model.step import Sampling
 from server.config import EMBEDDED_MODEL
@@ -39,7 +39,7 @@ PAGE_SIZE = 64
 STEP_TOKENS = 4096
 VOCAB_SIZE = 16
 PARTS = "plan", "launch", "_read", "commit", "_send_events"
-"""Of a step: Scheduler.plan, OverlappedRunner.launch, PendingStep._read, Scheduler.commit, Worker._send_events."""
+"""Of a step: Scheduler.plan, ModelRunner.launch, PendingStep._read, Scheduler.commit, Worker._send_events."""
 
 
 class Nothing:
@@ -83,7 +83,7 @@ def make_worker(num_sequences: int, num_tokens: int) -> Worker:
     # Nothing is ever written to it, so that it takes no memory.
     pool = KVPool.allocate(layout, num_pages, spec.key_dim, spec.value_dim, torch.float32, CPU, value_in_key=spec.value_in_key)
     backend = create_backend("triton", pool, spec.attention_scale, spec.num_query_heads)
-    runner = OverlappedRunner(cast(Any, Nothing(spec)), pool, backend, CPU, Done(), num_sequences, STEP_TOKENS)
+    runner = ModelRunner(cast(Any, Nothing(spec)), pool, backend, find_device("cpu"), Done(), num_sequences, STEP_TOKENS)
     runner.capture(num_tokens)
     scheduler = Scheduler(Limits(num_pages, layout, num_tokens, num_sequences, STEP_TOKENS))
     return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(Grammars, None))

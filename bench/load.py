@@ -25,9 +25,10 @@ from pathlib import Path
 import torch
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
+from model.devices.products import Products
 folder = Path(sys.argv[1])
 begin = time.perf_counter()
-decoder = load_decoder(folder, read_spec(folder), getattr(torch, sys.argv[2]), torch.device("cpu"), sys.argv[3])
+decoder = load_decoder(folder, read_spec(folder), getattr(torch, sys.argv[2]), torch.device("cpu"), Products(sys.argv[3]))
 touched = sum(float(p.sum()) for p in decoder.parameters())
 print(json.dumps({"seconds": time.perf_counter() - begin}))
 """

@@ -23,9 +23,8 @@ from commands.options import PlanOptions
 from commands.pictures import MISSING, load_pyplot
 from model.checkpoint.families import read_spec
 from model.decoder import Decoder, meta_decoder
+from model.devices import device_class, find_device
 from model.devices.quantized_modules import STORED_AS, quantize_modules
-from model.runner.device_memory import free_bytes
-from model.runner.runner import CPU_SHARE, GPU_SHARE
 from model.spec import CheckpointError, ModelSpec, OptionError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -98,13 +97,13 @@ def make_plan(options: PlanOptions) -> Plan:
     """The plan of a folder. Raises CheckpointError, and OptionError for the memory of a GPU that is not here."""
     spec, heads = read_heads(options.model)
     device, reason, memory = _device(options)
-    dtype = ("float32" if device == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
+    share, default = device_class(device).default_cache_share, str(device_class(device).default_dtype).removeprefix("torch.")
+    dtype = default if options.dtype == "auto" else options.dtype
     form = dtype if options.quantization == "none" else options.quantization
     kv_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
     decoder = meta_decoder(spec)
     weights = weight_bytes(decoder, dtype)
     as_is = {name: count + _bytes_of_more_heads(spec, heads, name, dtype) for name, count in weights.items()}
-    share = CPU_SHARE if device == "cpu" else GPU_SHARE
     left, left_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
     kv_bytes = {
         name: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": _multi_head(spec, heads, size)}
@@ -151,7 +150,7 @@ def _device(options: PlanOptions) -> tuple[str, str, int]:
         raise OptionError("device is cuda, and torch finds no GPU here whose memory it could take; give its --memory, like 80GiB")
     found = "torch finds a GPU here; --device cpu plans a CPU" if here == "cuda" else "torch finds no GPU here; --device cuda plans one"
     reason = found if options.device == "auto" else "--device says so"
-    return device, reason, free_bytes(torch.device(device)) if options.memory is None else int(options.memory)
+    return device, reason, find_device(device).memory()[0] if options.memory is None else int(options.memory)
 
 
 def _fit(spec: ModelSpec, heads: int, left: tuple[int, int], itemsize: int, options: PlanOptions) -> list[dict[str, int]]:

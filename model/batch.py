@@ -3,6 +3,7 @@
 Shape letters: T tokens of the step, n stacks of pages of a group of layers, S draws.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,10 @@ from torch import Tensor
 
 from cache.layout import CacheLayout, LayerGroup, pages_for
 from model.step import Row, StepPlan
-from model.transfer import upload
+
+Numbers = Tensor | Sequence[float] | Sequence[Sequence[float]]
+Upload = Callable[..., Tensor]
+"""(values, dtype) -> a copy on the device of the step (model.devices.device.Device.upload)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,13 @@ class Batch:
     token_ids_T: Tensor
     position_ids_T: Tensor
     sampled_S: Tensor
-    """Index on T of each token behind which one is drawn: of every row that samples the last, and those before its drafts."""
+    """Index on T of each token after which one is drawn: the last of every row that samples, and those before its drafts."""
     firsts: tuple[int, ...]
     """Index on T of each row's first token."""
+    upload: Upload
 
     def groups(self) -> tuple[GroupBatch, ...]:
-        """The same, spelt out slot by slot and page by page, for backends that are made of a tensor's operations."""
+        """The rows slot by slot and page by page, for backends that are made of torch's operations."""
         return tuple(self._group(number, group) for number, group in enumerate(self.layout.groups))
 
     def _group(self, number: int, group: LayerGroup) -> GroupBatch:
@@ -62,11 +67,11 @@ class Batch:
             for stack in range(stacks):
                 slots[stack] += [pages[p // page_size * stacks + stack] * page_size + p % page_size for p in positions]
         spans = tuple(_span(row, first, number, group, page_size) for row, first in zip(self.rows, self.firsts, strict=True))
-        return GroupBatch(upload(torch.tensor(slots, dtype=torch.long), self.token_ids_T.device), spans, stacks)
+        return GroupBatch(self.upload(slots, torch.long), spans, stacks)
 
 
-def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Batch:
-    """The tensors of `plan`, on `device`."""
+def build_batch(plan: StepPlan, layout: CacheLayout, upload: Upload) -> Batch:
+    """The tensors of `plan`, on the device to which `upload` copies."""
     token_ids: list[int] = []
     positions: list[int] = []
     sampled: list[int] = []
@@ -81,8 +86,8 @@ def build_batch(plan: StepPlan, layout: CacheLayout, device: torch.device) -> Ba
             positions.extend(range(row.start, row.start + len(tokens)))
         if row.sample is not None:
             sampled.extend(range(len(token_ids) - 1 - row.drafts, len(token_ids)))
-    ids_T, positions_T, sampled_S = (upload(x, device, torch.long) for x in (token_ids, positions, sampled))
-    return Batch(plan.rows, layout, ids_T, positions_T, sampled_S, tuple(firsts))
+    ids_T, positions_T, sampled_S = (upload(x, torch.long) for x in (token_ids, positions, sampled))
+    return Batch(plan.rows, layout, ids_T, positions_T, sampled_S, tuple(firsts), upload)
 
 
 def _span(row: Row, first: int, number: int, group: LayerGroup, page_size: int) -> RowSpan:

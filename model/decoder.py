@@ -57,7 +57,9 @@ class Decoder(nn.Module):
         self.head = None if spec.tied_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self._rotary = None if spec.rotary is None else RotaryTable(spec.rotary)
         self._window_rotary = self._rotary if spec.window_rotary is None else RotaryTable(spec.window_rotary)
-        # Counted before anything stands for a layer of it: quantized ones have scales besides.
+        self.products, self.batch_invariant = "torch", False
+        """Name of the kernels that compute its matrix products, and whether a row of a product depends on that row alone, bit for bit."""
+        # Counted before any module is replaced: quantized ones have scales besides.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.num_parts_run = 0
 

@@ -45,7 +45,7 @@ class MLP(nn.Module):
         size = intermediate_size or spec.intermediate_size
         self.up = Linear(spec.hidden_size, 2 * size if spec.gated_mlp else size, bias=spec.mlp_bias)
         self.down = Linear(size, spec.hidden_size, bias=spec.mlp_bias)
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
         self.gated = spec.gated_mlp
         self.between: Callable[[Tensor], Tensor] | None = self._activated
         """None where `up` does that itself."""
@@ -58,8 +58,8 @@ class MLP(nn.Module):
     def _activated(self, x: Tensor) -> Tensor:
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
-            return self.activation(gate) * up
-        return self.activation(x)
+            return ACTIVATIONS[self.activation](gate) * up
+        return ACTIVATIONS[self.activation](x)
 
 
 class MixtureOfExperts(nn.Module):
@@ -113,8 +113,20 @@ def _sigmoid(x: Tensor) -> Tensor:
     return 1.0 / (1.0 + (-x).exp())
 
 
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm, described as an RMSNorm is."""
+
+    centred, offset = True, 0.0
+
+    @property
+    def epsilon(self) -> float:
+        return self.eps
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * (weight + offset), in float32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    centred, bias = False, None
 
     def __init__(self, size: int, epsilon: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -131,7 +143,7 @@ def norm(spec: ModelSpec, size: int | None = None) -> nn.Module:
     size = size or spec.hidden_size
     if spec.norm == "rms_norm":
         return RMSNorm(size, spec.norm_epsilon, spec.norm_offset)
-    return nn.LayerNorm(size, eps=spec.norm_epsilon)
+    return LayerNorm(size, eps=spec.norm_epsilon)
 
 
 class Embedding(nn.Embedding):

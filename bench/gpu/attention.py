@@ -22,7 +22,7 @@ from bench.gpu.common import CASES, HEADS, Part, captured, median_seconds
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
 from model.batch import build_batch
-from model.devices import backend_for, create_backend
+from model.devices import create_backend, find_device
 from model.step import Row, StepPlan
 
 PAGE_SIZE = 64
@@ -37,7 +37,7 @@ COLD_BYTES, MOST_LAYERS = 2 * 10**9, 24
 def backend_name(pool: KVPool, heads: int) -> str:
     """Ours on a GPU is what serves there; on a CPU Triton's interpreter where it is installed."""
     if pool.keys_LPSd.device.type != "cpu":
-        return backend_for(pool, heads)
+        return find_device("cuda").backend_for(pool, heads)
     return "triton" if find_spec("triton") is not None else "reference"
 
 
@@ -53,6 +53,7 @@ class Problem:
         self.heads, self.head_dim, self.contexts = heads, head_dim, contexts
         self.num_bytes = 2 * sum(contexts) * head_dim * dtype.itemsize
         self.layers = layers_of(self.num_bytes) if device == "cuda" else 1
+        self.upload = find_device(device).upload
         self.layout = CacheLayout.of(self.layers, (), PAGE_SIZE)
         counts = [pages_for(context, PAGE_SIZE) for context in contexts]
         self.pool = KVPool.allocate(self.layout, sum(counts), head_dim, head_dim, dtype, torch.device(device))
@@ -93,7 +94,7 @@ class Problem:
     def _planned(self, chosen: list[int]) -> tuple[Any, Any]:
         """A backend, and its plan of these rows."""
         backend = create_backend(backend_name(self.pool, self.heads), self.pool, self.scale, self.heads)
-        return backend, backend.plan(build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.q_BHd.device))
+        return backend, backend.plan(build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.upload))
 
 
 def sdpa(problem: Problem) -> Callable[[int], Tensor]:

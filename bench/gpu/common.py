@@ -195,7 +195,7 @@ def make_checkpoint(part: Part) -> None:
     from tokenizers import Tokenizer
 
     from model.checkpoint.families import read_spec
-    from model.checkpoint.weights import save_decoder
+    from model.checkpoint.saving import save_decoder
     from model.decoder import meta_decoder
 
     shutil.copytree(EMBEDDED_MODEL, part.checkpoint, ignore=shutil.ignore_patterns("*.safetensors", "SHA256SUMS"))

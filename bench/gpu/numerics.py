@@ -20,7 +20,7 @@ from commands.bench.offline import ClosedLoop
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
-from model.devices import create_backend
+from model.devices import create_backend, find_device
 from model.step import Row, StepPlan
 from server.config import EMBEDDED_MODEL, EngineSection
 from tests.support.conditions import Engine, alone, batches, compare, make_cases
@@ -35,7 +35,7 @@ class Model:
     """The embedded model over one backend."""
 
     def __init__(self, dtype: torch.dtype, device: str, backend: str | None) -> None:
-        spec = read_spec(EMBEDDED_MODEL)
+        spec, self.upload = read_spec(EMBEDDED_MODEL), find_device(device).upload
         self.decoder, heads = load_decoder(EMBEDDED_MODEL, spec, dtype, torch.device(device)), spec.num_query_heads
         layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
         self.pool = KVPool.allocate(layout, POSITIONS // PAGE_SIZE, spec.key_dim, spec.value_dim, dtype, torch.device(device))
@@ -45,7 +45,7 @@ class Model:
     def logits(self, ids: list[int], last: int | None = None) -> Tensor:
         """Of every token, or of the last so many."""
         row = Row(0, ids, 0, [array("q", range(pages_for(len(ids), PAGE_SIZE)))], None)
-        batch = build_batch(StepPlan((row,)), self.pool.layout, self.pool.keys_LPSd.device)
+        batch = build_batch(StepPlan((row,)), self.pool.layout, self.upload)
         x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, partial(self.backend.run, self.backend.plan(batch)))
         logits_TV: Tensor = self.decoder.logits(x_TD if last is None else x_TD[-last:]).float().cpu()
         return logits_TV

@@ -127,7 +127,7 @@ def step(worker: "Worker") -> None:
 @contextmanager
 def waiting(seconds: list[float]) -> Iterator[None]:
     """Within, every wait for the device appends what it took."""
-    from model.runner.device_stream import CudaEvent
+    from model.devices.gpu.device import CudaEvent
 
     wait = CudaEvent.wait
     watch(CudaEvent, "wait", seconds)
@@ -157,7 +157,7 @@ def steady(part: Part, worker: "Worker") -> Found:
     waiting; else scheduler, the kernels' lists and telling.
     """
     core, runner, seconds, pending = worker.core, cast(Any, worker.core.runner), list[float](), list[bool]()
-    launches, host, whole = hasattr(runner, "launch"), [], []
+    launches, host, whole = runner._stream is not None, [], []
     if launches:
         runner.launch = overlapping(runner.launch, pending)
     else:

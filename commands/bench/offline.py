@@ -8,13 +8,12 @@ step; whoever waits in the engine's queue is charged for it from when its client
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import model_validator
 
@@ -28,7 +27,9 @@ from server.supervision.processors import engine_environment
 if TYPE_CHECKING:
     from model.step import StepPlan, StepResult
     from server import protocol
-    from server.engine.core import EngineCore, OverlappingRunner, PendingStep, Runner
+    from server.engine.core import EngineCore, PendingStep, Runner
+
+Result = TypeVar("Result")
 
 
 class OfflineSettings(Cases, EngineSettings):
@@ -42,7 +43,7 @@ class OfflineSettings(Cases, EngineSettings):
 
 
 class Stopwatch:
-    """A runner that counts the seconds spent in the one it stands for."""
+    """A runner that counts the seconds in which another computes, or is waited for where it computes asynchronously."""
 
     def __init__(self, runner: "Runner") -> None:
         self._runner = runner
@@ -53,43 +54,31 @@ class Stopwatch:
         return self._runner.progress
 
     def run(self, plan: "StepPlan") -> "StepResult":
-        with self._counted():
-            return self._runner.run(plan)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - began
-
-
-class LaunchingStopwatch(Stopwatch):
-    """One for a runner that computes beside us: what it counts is waiting."""
-
-    def __init__(self, runner: "OverlappingRunner") -> None:
-        super().__init__(runner)
-        self._launch = runner.launch
+        return self._counted(partial(self._runner.run, plan))
 
     def launch(self, plan: "StepPlan") -> "PendingStep":
-        return _Timed(self._launch(plan), self)
+        counted = self.seconds
+        pending = self._counted(partial(self._runner.launch, plan))
+        if not pending.done:
+            self.seconds = counted
+        return _Timed(pending, self)
+
+    def _counted(self, work: Callable[[], Result]) -> Result:
+        began = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.seconds += time.perf_counter() - began
 
 
 class _Timed:
     """A PendingStep whose waiting is counted."""
 
-    def __init__(self, flight: "PendingStep", stopwatch: Stopwatch) -> None:
-        self._flight, self._stopwatch = flight, stopwatch
+    def __init__(self, pending: "PendingStep", stopwatch: Stopwatch) -> None:
+        self.done, self._pending, self._stopwatch = pending.done, pending, stopwatch
 
     def result(self) -> "StepResult":
-        with self._stopwatch._counted():
-            return self._flight.result()
-
-
-def stopwatch_for(runner: "Runner") -> Stopwatch:
-    """One that launches where its runner does."""
-    return LaunchingStopwatch(cast("OverlappingRunner", runner)) if hasattr(runner, "launch") else Stopwatch(runner)
+        return self._stopwatch._counted(self._pending.result)
 
 
 @dataclass(slots=True)
@@ -110,7 +99,7 @@ class ClosedLoop:
 
     def __init__(self, core: "EngineCore", output_tokens: int, on_end: Callable[[], None]) -> None:
         self._core = core
-        self._stopwatch = stopwatch_for(core.runner)
+        self._stopwatch = Stopwatch(core.runner)
         self._output_tokens, self._temperature = output_tokens, 0.0
         self._on_end = on_end
         self._outcomes: list[Outcome] = []

@@ -15,6 +15,7 @@ from commands import corpus
 from commands.held_out import comparison_rows, decoder_logits, losses
 from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
+from model.devices.products import Products
 from model.devices.quantized_modules import QuantizedMatrix
 from model.spec import ModelSpec
 
@@ -23,7 +24,7 @@ NUM_SEQUENCES = 8
 
 def rounding_errors(folder: Path, spec: ModelSpec, kind: str, data: Path | None, progress: Progress) -> dict[str, Any]:
     """Relative error of the quantized matrices (of their norms, mean and worst), and where the folder has a tokenizer, perplexities."""
-    whole, small = (load_decoder(folder, spec, torch.float32, torch.device("cpu"), form) for form in ("none", kind))
+    whole, small = (load_decoder(folder, spec, torch.float32, torch.device("cpu"), Products(form)) for form in ("none", kind))
     errors = matrix_errors(whole, small)
     worst = max(errors, key=lambda name: errors[name])
     found: dict[str, Any] = {"mean": sum(errors.values()) / len(errors), "worst_matrix": {"name": worst, "error": errors[worst]}}

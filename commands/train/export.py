@@ -12,7 +12,7 @@ from commands.options import TrainOptions
 from commands.pictures import load_pyplot
 from commands.train.state import TrainState
 from model.checkpoint.families import gpt_bigcode
-from model.checkpoint.weights import save_decoder
+from model.checkpoint.saving import save_decoder
 from model.decoder import Decoder
 
 

@@ -19,7 +19,8 @@ from model.checkpoint.config import NAME, read_json
 from model.checkpoint.conversion import KEY, RECORD, only_pooled
 from model.checkpoint.families import family_of, read_spec
 from model.checkpoint.safetensors_file import DTYPES
-from model.checkpoint.weights import Checkpoint, load_decoder, save_decoder
+from model.checkpoint.saving import save_decoder
+from model.checkpoint.weights import Checkpoint, load_decoder
 from model.decoder import Decoder
 from model.spec import ModelSpec, OptionError
 

@@ -10,8 +10,9 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -30,6 +31,17 @@ ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2,
     "I64": 8,
     "U64": 8,
 }
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
+class Described(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor's entry in the header."""
+
+    dtype: str
+    shape: Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[Count, Count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,25 +122,17 @@ def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:
 
 
 def _entry(name: str, value: Any) -> Entry:
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"tensor {name}: its entry must have dtype, shape and data_offsets, and nothing else")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CheckpointError(f"tensor {name}: dtype {dtype!r} is not known")
-    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
-        raise CheckpointError(f"tensor {name}: shape must be a list of up to {MAX_DIMENSIONS} sizes, found {str(shape)[:80]}")
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise CheckpointError(f"tensor {name}: data_offsets must be a begin and an end, found {str(offsets)[:80]}")
-    num_bytes = offsets[1] - offsets[0]
-    if prod(shape) * ITEM_BYTES[dtype] != num_bytes:
-        raise CheckpointError(
-            f"tensor {name}: {dtype} of shape {shape} takes {prod(shape) * ITEM_BYTES[dtype]} bytes, its offsets {num_bytes}"
-        )
-    return Entry(dtype, tuple(shape), offsets[0], num_bytes)
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**62 for v in values)
+    try:
+        found = msgspec.convert(value, Described)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"tensor {name}: {error}") from None
+    if found.dtype not in ITEM_BYTES:
+        raise CheckpointError(f"tensor {name}: dtype {found.dtype!r} is not known")
+    begin, end = found.data_offsets
+    wanted = prod(found.shape) * ITEM_BYTES[found.dtype]
+    if wanted != end - begin:
+        raise CheckpointError(f"tensor {name}: {found.dtype} of shape {found.shape} takes {wanted} bytes, its offsets {end - begin}")
+    return Entry(found.dtype, tuple(found.shape), begin, wanted)
 
 
 def _placed(entries: dict[str, Entry], data: int, size: int) -> dict[str, Entry]:

@@ -5,15 +5,12 @@ done and one block more.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.checkpoint.config import read_json
@@ -21,9 +18,8 @@ from model.checkpoint.families import family_of
 from model.checkpoint.names import Part
 from model.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile
 from model.decoder import Decoder, meta_decoder
-from model.devices.cpu.native import library
-from model.devices.cpu.products import PackedHeads, PackedMatrix, pack_modules
-from model.devices.quantized_modules import QuantizedMatrix, quantize_modules
+from model.devices.products import Products
+from model.devices.replacement import RowMatrix
 from model.spec import CheckpointError, ModelSpec
 
 # Buffers that older checkpoints carry beside their parameters: causal masks and rotary frequencies, which a decoder computes.
@@ -119,14 +115,13 @@ def load_decoder(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    quantization: str = "none",
-    *,
-    packed: bool = False,
+    products: Products | None = None,
     report: Report = lambda *_: None,
 ) -> Decoder:
-    """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or, where quantized, in 8 bits; `packed`: as the CPU's
-    kernels read them, where there are any (for fp8 there are none). Raises CheckpointError.
+    """The decoder of a checkpoint folder with its weights on `device`, in `dtype` or as `products` (torch's, not quantized, by default)
+    stores them. Raises CheckpointError.
     """
+    products = products or Products()
     checkpoint = Checkpoint(folder)
     decoder = meta_decoder(spec)
     names = family_of(spec.model_type).weight_names(spec)
@@ -135,16 +130,11 @@ def load_decoder(
     report("loading weights", 0, total := sum(sizes))  # The manifest's digests are part of it: they take as long as reading.
     checkpoint.verify()
     check_tied(checkpoint, spec, names["token_embedding.weight"][0])
-    if packed and device.type == "cpu" and dtype is torch.float32 and quantization != "fp8" and library() is not None:
-        pack_modules(decoder, quantized=quantization == "int8")
-    elif quantization != "none":
-        quantize_modules(decoder, quantization, dtype)
+    products.replace(decoder, dtype)
     for (ours, parts), done in zip(names.items(), accumulate(sizes), strict=True):
         _put(decoder, ours, checkpoint, parts, dtype, device)
         report("loading weights", done, total)
-    for module in decoder.modules():
-        if isinstance(module, PackedHeads):
-            module.pack()
+    products.finish(decoder)
     return decoder.requires_grad_(False).eval()
 
 
@@ -152,13 +142,13 @@ def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part,
     """Gives one parameter its values, quantized where its module is. Memory holds them and one block more."""
     module_name, _, leaf = name.rpartition(".")
     module = decoder.get_submodule(module_name)
-    if isinstance(module, QuantizedMatrix | PackedMatrix) and leaf == "weight":
+    if isinstance(module, RowMatrix) and leaf == "weight":
         module.allocate(device)
         take = module.set_rows
     else:
         value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-        if len(parts) == 1 and DTYPES[checkpoint.entry(parts[0].name).dtype] is dtype and device.type == "cpu" and not parts[0].transposed:
+        if len(parts) == 1 and DTYPES[checkpoint.entry(parts[0].name).dtype] is dtype and value.is_cpu and not parts[0].transposed:
             checkpoint.fill(parts[0].name, value, 0)
             return
 
@@ -218,27 +208,6 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None
             f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which config.json ties it; "
             "expected the same values, or tie_word_embeddings false"
         )
-
-
-def save_decoder(folder: Path, decoder: Decoder, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Writes `config` as config.json, and model.safetensors in the layout of the decoder's family with its manifest."""
-    parameters = dict(decoder.named_parameters())
-    tensors = {}
-    for ours, parts in family_of(decoder.spec.model_type).weight_names(decoder.spec).items():
-        value = parameters[ours].detach().to("cpu", dtype)
-        for part, piece in zip(parts, value.split([part.rows or len(value) for part in parts]), strict=True):
-            tensors[part.name] = (piece.T if part.transposed else piece).contiguous()
-    write_checkpoint(folder, tensors, config | {"dtype": str(dtype).removeprefix("torch.")})
-
-
-def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Writes config.json, model.safetensors and its manifest."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "model.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # The library leaves it to its owner alone; a server may run as someone else.
-    (folder / MANIFEST).write_text(f"{digest(path)}  {path.name}\n", encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:

@@ -1,40 +1,47 @@
-"""Attention over the paged one-head cache, one implementation per module; each is tested against `reference` on ragged batches.
+"""Where a model runs: one folder for each device, behind the protocol in device.py, and the attention backends by name.
 
-Backends never import each other. Only the one asked for is imported.
+Devices never import each other; only the one that is chosen is imported. Each backend is tested against `reference` on ragged batches.
 """
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import cast
 
 import torch
 
 from cache.pool import KVPool
 from model.devices.backend import Backend
+from model.devices.device import Device
+from model.spec import OptionError
 
 BACKENDS = {
     "reference": "model.devices.reference",
-    "cpu": "model.devices.cpu.torch_attention",
+    "torch": "model.devices.cpu.torch_attention",
     "native": "model.devices.cpu.attention",
     "triton": "model.devices.gpu.attention",
 }
-"""Module of each attention backend, by the name that options, /info and logs show."""
+"""Module of each attention backend."""
 
 
-def backend_for(pool: KVPool, num_heads: int, device: torch.device | None = None) -> str:
-    """The fastest backend there is for the device, dtype and sizes of a pool and so many query heads; `device`: of one yet to be."""
-    if (device or pool.keys_LPSd.device).type != "cpu":
-        # What torch for CUDA brings along on Linux, and is missing elsewhere.
-        if find_spec("triton") is None:
-            return "reference"
-        from model.devices.gpu import attention as triton
+def device_class(name: str) -> type[Device]:
+    """The class of the device `cpu` or `cuda`."""
+    if name == "cpu":
+        from model.devices.cpu.device import CpuDevice
 
-        return "triton" if triton.supports(pool, num_heads) else "reference"
-    from model.devices.cpu.attention import supports
+        return CpuDevice
+    from model.devices.gpu.device import GpuDevice
 
-    return "native" if supports(pool) else "cpu"
+    return GpuDevice
+
+
+def find_device(name: str) -> Device:
+    """The device `cpu` or `cuda`; `auto` is cuda where there is one. Raises OptionError for a device that this machine lacks."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise OptionError("engine.device is cuda, but torch finds no GPU it can use")
+    return device_class(name)()
 
 
 def create_backend(name: str, pool: KVPool, scale: float, num_heads: int) -> Backend:
-    """The backend `name` over `pool`; logits are multiplied by `scale`. Raises KeyError for an unknown name."""
+    """The attention backend `name` over `pool`; logits are multiplied by `scale`. Raises KeyError for an unknown name."""
     return cast(Backend, import_module(BACKENDS[name]).create(pool, scale, num_heads))

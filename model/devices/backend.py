@@ -16,15 +16,20 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """What an answer's last bits depend on."""
+        """The kernels, and their vector width where there are several: the last bits of answers depend on it."""
+        ...
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's output depends on its own sequence alone, bit for bit."""
         ...
 
     def plan(self, batch: Batch) -> Any:
-        """What all layers of the step share (masks, page lists), handed back to `run`."""
+        """What all layers of the step share (masks, page lists), to be passed to `run`."""
         ...
 
     def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Stores K and V of the step's tokens in their slots, then attends: a token at position p sees 0 .. p of its own row. Where there
-        is a rotation, Q and K are turned by it first. -> o_THd.
+        """Stores K and V of the step's tokens in their slots, then attends: a token at position p sees 0 .. p of its own row. With a
+        rotation, Q and K are rotated first. -> o_THd.
         """
         ...

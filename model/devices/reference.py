@@ -4,6 +4,7 @@ Shape letters: T tokens of the step, n tokens of a row, H query heads, d columns
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,9 +21,8 @@ class ReferenceBackend:
     pool: KVPool
     scale: float
 
-    @property
-    def name(self) -> str:
-        return "reference"
+    name: ClassVar = "reference"
+    batch_invariant: ClassVar = False
 
     def plan(self, batch: Batch) -> tuple[GroupBatch, ...]:
         return batch.groups()

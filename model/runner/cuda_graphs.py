@@ -1,9 +1,9 @@
-"""CudaGraphs: captured steps of single tokens, by number of rows and length of context.
+"""CudaGraphs: CUDA graphs of decode-only steps, by bucket of batch size and of context length.
 
-A step in which every row computes one token and draws behind it is most of what a server does, and a hundred small launches. Such a step is
-captured once for each size, over tensors that stay where they are, before anybody is served; a step takes the smallest captured one
-that it fits in, and what is left over there is padding. Invariant: nothing is captured while anybody is served; what a replay reads was
-copied to its place by the same step, behind the one before it. It knows nothing of requests and of how tokens are drawn.
+Most steps of a server compute one token for each row and draw after it, in about a hundred small launches. Such a step is captured once
+for each bucket over static tensors; a step replays the smallest graph that it fits in, and fills it up with padding. Invariant: nothing is
+captured while requests are served; what a replay reads was copied into place by the same step, after the replay before it. It knows
+nothing of requests and of how tokens are drawn.
 
 Shape letters: B rows of a captured step, S rows of a step, D hidden size, V vocabulary.
 """
@@ -20,67 +20,64 @@ from torch import Tensor
 
 from model.decoder import Decoder
 from model.devices.backend import Backend
-from model.runner.device_memory import lack_of_memory
-from model.runner.device_stream import Stream
+from model.devices.device import Device, Stream, lack_of_memory
 from model.step import PENDING, Row
-from model.transfer import upload
 
 log = logging.getLogger("onehead.engine")
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 ALIGNMENT = 4
-"""Lists begin at multiples of it, as a backend's own."""
+"""Lists begin at multiples of it, as a backend's own do."""
 FIELDS = 3
-"""Before a backend's lists: token ids, positions, and for ids that are not known yet their places among the tokens drawn last."""
+"""Lists before a backend's: token ids, positions, and for pending ids their places among the tokens drawn by the step before."""
 
 Numbers = NDArray[np.int32]
 
 
 @runtime_checkable
 class ListedBackend(Backend, Protocol):
-    """A Backend whose plan is made of numbers on the device, so that a captured step can find others there."""
+    """A Backend whose plan is made of numbers on the device, so that a graph can be replayed with others."""
 
     def contexts(self, longest: int) -> Sequence[int]:
-        """Contexts up to the longest, of each of which there is a captured step for whatever lies between it and the one before."""
+        """Upper ends of the buckets of context lengths, up to the bucket of the longest context."""
 
     def pack(self, rows: Sequence[Row], num_rows: int) -> tuple[Numbers, Hashable] | None:
-        """The numbers of a step of single tokens, filled up to `num_rows` rows, and what besides them its launches depend on. None where
-        it is too long for one wave, or mostly padding.
+        """The numbers of a step of single tokens, padded to `num_rows` rows, and what besides them its launches depend on. None where it
+        is too long for one wave, or mostly padding.
         """
 
     def unpack(self, words: Tensor, shape: Any) -> Any:
-        """The plan whose numbers are these on the device."""
+        """The plan that `pack` has packed into these numbers, which are on the device."""
 
 
 class CudaGraphs:
-    """The captured steps of one decoder. `drawn_S` holds the tokens drawn last, where every step leaves them."""
+    """The graphs of one decoder. `drawn_S` holds the tokens drawn by the step before."""
 
-    def __init__(self, decoder: Decoder, backend: ListedBackend, stream: Stream, drawn_S: Tensor, most_rows: int) -> None:
-        self._decoder, self._backend, self._stream, self._drawn_S = decoder, backend, stream, drawn_S
+    def __init__(self, decoder: Decoder, backend: ListedBackend, device: Device, stream: Stream, drawn_S: Tensor, most_rows: int) -> None:
+        self._decoder, self._backend, self._device, self._stream, self._drawn_S = decoder, backend, device, stream, drawn_S
         self.sizes = [*(size for size in SIZES if size < most_rows), most_rows]
         self._words = torch.zeros(0, dtype=torch.int32, device=drawn_S.device)
         self._logits_BV = torch.zeros(0, 0)
-        """Made by the first step that is captured: it knows their dtype."""
+        """Allocated by the first capture, which knows the dtype."""
         self._finite_B = torch.zeros(most_rows, dtype=torch.bool, device=drawn_S.device)
         self._replays: dict[Hashable, Callable[[], None]] = {}
 
     def capture(self, steps: Iterable[Sequence[Row]]) -> None:
-        """Captures the steps that these rows are examples of, each in every size that it fits in. The largest come first: others find
-        memory there that they need."""
+        """Captures the steps of which these rows are examples, each in every batch size that it fits in. The largest come first: the
+        others reuse their memory.
+        """
         packed = [found for rows in steps for size in self.sizes if size >= len(rows) if (found := self._pack(rows, size))]
         packed.sort(key=lambda found: -len(found[0]))
         if packed:
             self._words = torch.zeros(len(packed[0][0]), dtype=torch.int32, device=self._drawn_S.device)
         for words, size, shape in packed:
             if (size, shape) not in self._replays:
-                self._words[: len(words)].copy_(upload(torch.from_numpy(words), self._words.device))
+                self._words[: len(words)].copy_(self._device.upload(torch.from_numpy(words)))
                 try:
                     self._replays[size, shape] = self._stream.capture(partial(self._work, size, len(words), shape))
                 except RuntimeError as error:
                     lack_of_memory(error)
-                    log.warning(
-                        "memory is short: %d sizes of steps are captured, the others are launched piece by piece", self.num_captured
-                    )
+                    log.warning("memory is short: %d CUDA graphs, other steps are launched kernel by kernel", self.num_captured)
                     return
 
     @property
@@ -99,7 +96,7 @@ class CudaGraphs:
         return np.concatenate([fields.ravel(), lists]), size, shape
 
     def _work(self, size: int, num_words: int, shape: Any) -> None:
-        """The step itself, over tensors that stay where they are."""
+        """The step itself, over static tensors."""
         words = self._words[:num_words]
         width = -(-size // ALIGNMENT) * ALIGNMENT
         ids_B, positions_B, sources_B = words[: FIELDS * width].view(FIELDS, width)[:, :size]
@@ -113,8 +110,8 @@ class CudaGraphs:
         self._finite_B[:size].copy_(x_BD.isfinite().all(dim=-1))
 
     def find(self, rows: Sequence[Row], sources: Sequence[int]) -> "Callable[[], tuple[Tensor, Tensor]] | None":
-        """What replays this step and gives its logits_SV and finite_S, which the next replay overwrites; None where no captured one fits.
-        `sources` says for each row whose token is PENDING where it is among the tokens drawn last, and -1 for others.
+        """A function that replays this step and returns its logits_SV and finite_S, which the next replay overwrites; None where no graph
+        fits. `sources`: for each row whose token is PENDING its index in drawn_S, and -1 for the others.
         """
         others = [row for row in rows if len(row.tokens) != 1 or row.sample is None or row.scoring is not None]
         if others or len(rows) > self.sizes[-1]:
@@ -123,7 +120,7 @@ class CudaGraphs:
         packed = self._pack(rows, size, sources)
         if packed is None or packed[1:] not in self._replays:
             return None
-        words = upload(torch.from_numpy(packed[0]), self._words.device)
+        words = self._device.upload(torch.from_numpy(packed[0]))
         return partial(self._replay, words, self._replays[packed[1:]], len(rows))
 
     def _replay(self, words: Tensor, replay: Callable[[], None], num_rows: int) -> tuple[Tensor, Tensor]:

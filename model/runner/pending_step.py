@@ -1,43 +1,41 @@
-"""PendingStep: a step that has been begun, and what comes of it when the device has got there.
+"""PendingStep: a launched step, whose result can be read when the device has computed it.
 
 Invariant: `result` reads only what was copied to the host for this step. It decides nothing, and knows no device.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
+from model.devices.device import Event
 from model.sampling import Draws, Scores
 from model.step import Row, SampledToken, SampleError, StepResult
 
 NOT_FINITE_STATES = SampleError("a numerical error: the model's states for this request are not finite", code="numerical_error")
 
 
-class Event(Protocol):
-    """A place in what a device does."""
-
-    def wait(self) -> None:
-        """Returns when the device has passed it."""
-
-
 class PendingStep:
-    """One step. Whoever begins it fills in `draws`, `scores` and `finite_T`; `event` is behind them, if the device may still be at it."""
+    """One step. The runner that launches it sets `draws`, `scores` and `finite_T`, and `event` where the device may still be computing."""
 
     def __init__(self, rows: Sequence[Row], firsts: Sequence[int]) -> None:
         self.rows, self.firsts = rows, firsts
-        # Of nearly all rows one, and then to ask each row would take as long as to launch them all.
+        # Nearly all rows draw once; calling `samples` for each would take as long as launching them all.
         self.samples = [row.samples if row.drafts or row.sample is None else [row.sample] for row in rows]
         self.draws: Draws | None = None
-        """One for each place of each row, in their order."""
+        """A draw for each sample of each row, in their order."""
         self.scores: list[tuple[list[int], Scores]] = []
-        """The rows that some scores are for, one after the other."""
+        """Scores, with the index of the row of each."""
         self.finite_T: Tensor
         self.event: Event | None = None
         self._result: StepResult | None = None
 
+    @property
+    def done(self) -> bool:
+        """Whether the step was computed before `launch` returned, so that `result` does not wait."""
+        return self.event is None
+
     def result(self) -> StepResult:
-        """Waits for the step; the same again when asked again."""
+        """Waits for the step. Further calls return the same."""
         if self._result is None:
             if self.event is not None:
                 self.event.wait()
@@ -59,7 +57,7 @@ class PendingStep:
         return StepResult(tuple(drawn), scored, accepted)
 
     def _drawn(self) -> tuple[list[SampledToken | SampleError | None], dict[int, list[SampledToken]]]:
-        """What every row draws, and the drafts among it that came true."""
+        """What every row draws, and its accepted drafts."""
         draws = iter(() if self.draws is None else self.draws.read())
         drawn: list[SampledToken | SampleError | None] = [None] * len(self.rows)
         accepted: dict[int, list[SampledToken]] = {}

@@ -1,15 +1,18 @@
-"""ModelRunner: weights, pool and backend behind `run(StepPlan) -> StepResult`.
+"""ModelRunner: weights, KV pool and attention backend, which compute a StepPlan.
 
-It computes and decides nothing: which rows, which pages and when is the scheduler's. Invariant: between two calls it holds no
-state of any sequence but what lies in the pool's pages.
+It computes and decides nothing: which rows and which pages is the scheduler's choice. A step is launched; on a device with a stream the
+next one can be planned and launched while it computes. A token that the step before draws is then taken on the device, from where every
+step leaves what it drew. Invariant: between two calls it holds of any sequence that token, and what lies in the pool's pages.
 
 Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
 
 from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +23,20 @@ from cache.pool import FLOAT8, KVPool, bytes_per_page
 from model.batch import Batch, build_batch
 from model.checkpoint.weights import Report, load_decoder
 from model.decoder import Decoder
-from model.devices import backend_for, create_backend
+from model.devices import create_backend, find_device
 from model.devices.backend import Backend
-from model.devices.cpu.products import PackedMatrix
-from model.runner.device_memory import free_bytes, lack_of_memory, memory_error, total_bytes
+from model.devices.device import Device, Stream, lack_of_memory
+from model.devices.products import Products
+from model.devices.replacement import RowMatrix
+from model.runner.cuda_graphs import CudaGraphs, ListedBackend
 from model.runner.pending_step import PendingStep
 from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
-from model.step import Row, Sample, Sampling, StepPlan, StepResult
-from model.transfer import download, upload
+from model.step import PENDING, Row, Sample, Sampling, StepPlan, StepResult
 
 SCORED_AT_ONCE = 128
-INVARIANT = "native", "triton"
-"""How the names of kernels begin by which a row's bits come from that row alone."""
 GREEDY, SORTING = Sampling(temperature=0.0), Sampling(top_p=0.9, typical_p=0.9)
-"""What draws take the least memory by, and the most."""
-FLOAT8_CAPABILITY = 8, 9
-"""Of the first GPUs that convert it."""
-CPU_SHARE, GPU_SHARE = 0.4, 0.9
-"""Default share of free memory that the cache may take: a CPU's memory is also everybody else's."""
+"""The ways of drawing that take the least memory and the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +52,10 @@ class RunnerOptions:
     max_context: int
     max_running: int
     step_tokens: int
-    """What the scheduler will ask for at most: a larger pool would never be used."""
+    """The most tokens of a step: a larger pool would never be used."""
     quantization: str = "none"
     deterministic: bool = False
-    """What must not depend on the company: on a GPU by products of ours, on a CPU as it is, or not at all."""
+    """Requires batch-invariant kernels: on a GPU products of ours instead of cuBLAS's."""
     cache_dtype: str = "auto"
 
     def stored_as(self, dtype: torch.dtype) -> torch.dtype:
@@ -66,172 +64,245 @@ class RunnerOptions:
 
 
 class ModelRunner:
-    """Runs steps of one model on one device."""
+    """Runs steps of one model on one device.
 
-    def __init__(self, decoder: Decoder, pool: KVPool, backend: Backend, device: torch.device) -> None:
+    With a stream, steps have at most `most_tokens` tokens, and those of up to `most_rows` rows can be captured as CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        backend: Backend,
+        device: Device,
+        stream: Stream | None = None,
+        most_rows: int = 0,
+        most_tokens: int = 0,
+    ) -> None:
+        assert stream is None or decoder.spec.experts is None, "the host chooses experts, and its choice would be captured"
         self.decoder = decoder
         self.pool = pool
         self.backend = backend
         self.device = device
+        self._stream = stream
+        self._drawn_S = torch.zeros(most_tokens, dtype=torch.long, device=device.torch_device)
+        self._place_of: dict[int, int] = {}
+        """Sequence -> index of its token in drawn_S, once the step launched last is done."""
+        self._graphs: CudaGraphs | None = None
+        if stream is not None and isinstance(backend, ListedBackend):
+            self._graphs = CudaGraphs(decoder, backend, device, stream, self._drawn_S, most_rows)
 
     @classmethod
     def load(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, report: Report = lambda *_: None) -> "ModelRunner":
         """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and MemoryError where not one page fits."""
-        device = choose_device(options.device)
-        check_float8(options, device)
-        dtype = choose_dtype(options.dtype, device)
-        if device.type == "cpu" and options.threads:
-            torch.set_num_threads(options.threads)
-        if options.deterministic:
-            _check_deterministic(spec, options, dtype, device)
-        decoder = load_decoder(folder, spec, dtype, device, options.quantization, packed=True, report=report)
+        device = find_device(options.device)
+        device.use_threads(options.threads)
+        dtype: torch.dtype = device.default_dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+        _check_options(spec, options, dtype, device)
+        decoder = load_decoder(folder, spec, dtype, device.torch_device, _products(options, dtype, device), report)
         report("measuring memory", 0, 0)
-        if options.deterministic and device.type == "cuda":
-            from model.devices.gpu.modules import replace_modules
-
-            replace_modules(decoder)
-        return cls.over(decoder, dtype, device, options)
+        runner = cls.over(decoder, dtype, device, options)
+        if device.warms_up:
+            report("compiling kernels", 0, 0)
+            longest = runner.pool.layout.most_tokens(runner.pool.num_pages, options.step_tokens, options.max_context)
+            runner.capture(longest)
+            runner.warm_up(longest)
+        return runner
 
     @classmethod
-    def over(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions) -> "ModelRunner":
-        """A runner of a decoder that is loaded already, its cache in `dtype` or float8. Raises MemoryError where not one page fits."""
+    def over(cls, decoder: Decoder, dtype: torch.dtype, device: Device, options: RunnerOptions) -> "ModelRunner":
+        """A runner of a loaded decoder, with a cache in `dtype` or float8. Raises MemoryError where not one page fits."""
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
         stored_as = options.stored_as(dtype)
         page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, stored_as.itemsize)
-        # Steps are measured before memory is: their first ones load libraries, which keep what they take.
-        steps = cls._step_bytes(decoder, dtype, device, options, layout) if device.type == "cuda" and not options.pages else 0
-        free = free_bytes(device) - steps
+        # Steps are measured before free memory is: the first ones load libraries, whose memory stays taken.
+        steps = 0 if options.pages else _step_bytes(decoder, dtype, device, options, layout)
+        free = device.memory()[0] - steps
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
             allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
             needed = layout.pages_per_step
             raise MemoryError(f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}, {needed * page_bytes} bytes")
-        dims, wanted = (spec.key_dim, spec.value_dim), num_pages * page_bytes
-        if device.type == "cpu" and wanted > free:
-            # Its memory is taken when it is used: what is not there would be missed only under load.
+        wanted = num_pages * page_bytes
+        if device.overcommits and wanted > free:
             raise MemoryError(f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower cache.pages or cache.memory")
         try:
-            pool = KVPool.allocate(layout, num_pages, *dims, dtype, device, value_in_key=spec.value_in_key, stored_as=stored_as)
-            backend = create_backend(backend_for(pool, spec.num_query_heads), pool, spec.attention_scale, spec.num_query_heads)
+            pool = _pool(spec, layout, num_pages, dtype, device.torch_device, options)
+            backend = _backend(spec, pool, device)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError):
                 lack_of_memory(error)
             raise MemoryError(
                 f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
             ) from error
-        return cls(decoder, pool, backend, device)
-
-    @classmethod
-    def _step_bytes(cls, decoder: Decoder, dtype: torch.dtype, device: torch.device, options: RunnerOptions, layout: CacheLayout) -> int:
-        """What steps take on a GPU besides weights and cache, measured over a cache of next to nothing: the largest there can be, and the
-        largest that is captured, as captured ones have memory of their own.
-        """
-        spec, held = decoder.spec, torch.cuda.memory_allocated(device)
-        sizes, stored_as = (spec.key_dim, spec.value_dim, dtype, device), options.stored_as(dtype)
-        pool = KVPool.allocate(layout, layout.pages_per_step, *sizes, value_in_key=spec.value_in_key, stored_as=stored_as)
-        heads = spec.num_query_heads
-        runner = cls(decoder, pool, create_backend(backend_for(pool, heads), pool, spec.attention_scale, heads), device)
-        limits = options.max_running, options.max_context
-        plans = largest_step(layout, options.step_tokens, *limits), largest_step(layout, options.max_running, *limits, GREEDY)
-        total = torch.cuda.memory_allocated(device) - held  # The backend's own.
-        for plan in plans:
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            with suppress(MemoryError):  # It will be computed in parts, which need what it got.
-                runner.run(plan)
-            total += torch.cuda.max_memory_allocated(device) - before
-        del runner, pool
-        torch.cuda.empty_cache()
-        return total
+        # With experts, which the host chooses, every layer waits for the device: there is nothing to overlap or capture.
+        stream = device.stream() if spec.experts is None else None
+        return cls(decoder, pool, backend, device, stream, options.max_running, options.step_tokens)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
-        filling = sum(module.num_filling_bytes for module in self.decoder.modules() if isinstance(module, PackedMatrix))
+        filling = sum(module.num_filling_bytes for module in self.decoder.modules() if isinstance(module, RowMatrix))
         return sum(parameter.nbytes for parameter in self.decoder.parameters()) - filling
 
     @property
     def kernels(self) -> str:
-        """What computes attention, and what products where that is another: kernels of ours (and their width of vectors), or torch's."""
-        attention, products = self.backend.name, self._products
+        """What computes attention, and products where that is another: kernels of ours (with their vector width) or torch's."""
+        attention, products = self.backend.name, self.decoder.products
         return attention if attention == products else f"{attention}+{products}"
 
     @property
     def deterministic(self) -> bool:
-        """Whether what a sequence gets depends on that sequence alone, bit for bit."""
-        return self.backend.name.startswith(INVARIANT) and self._products.startswith(INVARIANT)
-
-    @property
-    def _products(self) -> str:
-        for module in self.decoder.modules():
-            if isinstance(module, PackedMatrix):
-                return module.isa
-        # A norm tells: every decoder has one, quantized or not.
-        return str(getattr(self.decoder.final_norm, "computed_by", "torch" if self.device.type == "cpu" else "cublas"))
+        """Whether the outputs of a sequence depend on that sequence alone, bit for bit (batch invariance)."""
+        return self.backend.batch_invariant and self.decoder.batch_invariant
 
     @property
     def progress(self) -> int:
-        """A number that grows with every layer and every batch of logits computed: so a long step is told from one that hangs."""
+        """A number that grows with every layer and every batch of logits computed, which tells a long step from one that hangs."""
         return self.decoder.num_parts_run
 
+    def capture(self, longest: int) -> int:
+        """Captures steps of every batch size, for contexts up to the longest; returns how many. Takes seconds."""
+        if self._graphs is None or not isinstance(self.backend, ListedBackend):
+            return 0
+        # At the end of a context of each length, in page 0, which holds nothing yet.
+        draw, layout = Sample(GREEDY, (), ()), self.pool.layout
+        examples = [[Row(0, [0], keys - 1, all_in_page_0(layout, keys), draw)] for keys in self.backend.contexts(longest)]
+        with torch.inference_mode():
+            self._graphs.capture(examples)
+        return self._graphs.num_captured
+
     def warm_up(self, longest: int) -> None:
-        """Computes a step at the end of the longest context for every way of drawing that has kernels of its own, so that what compiles
-        kernels does it before anybody waits for them.
+        """Computes a step at the end of the longest context for every way of drawing that has kernels of its own, so that kernels are
+        compiled before requests are served.
         """
         pages = all_in_page_0(self.pool.layout, longest)
         for sampling in (GREEDY, Sampling(), SORTING):
             self.run(StepPlan((Row(0, [0], longest - 1, pages, Sample(sampling, (), ())),)))
-        self.pool.clear(upload([0], self.device))
+        self.pool.clear(self.device.upload([0]))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes every row of `plan` and draws a token for each that samples. Raises MemoryError; a part of the plan may still fit."""
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begins a step after all that were begun before. A row whose last token is PENDING continues with the token that its sequence
+        draws in the step launched last. What the plan refers to may change when this has returned. Raises MemoryError.
+        """
         try:
-            return self._run(plan)
+            return self._launch(plan)
         except RuntimeError as error:
             reason = lack_of_memory(error)
-        raise memory_error(reason, self.device)
+        # Not within `except`: the error keeps alive what the step had made.
+        self.device.release_cached_memory()
+        raise MemoryError(reason)
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> StepResult:
-        batch = build_batch(plan, self.pool.layout, self.device)
-        flight = PendingStep(plan.rows, batch.firsts)
-        self._compute(plan, flight, batch, self.backend.plan(batch))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return flight.result()
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        rows, stream = plan.rows, self._stream
+        sources = None if stream is None else [self._place_of[row.sequence] if row.tokens[-1] == PENDING else -1 for row in rows]
+        replay = None if self._graphs is None or sources is None else self._graphs.find(rows, sources)
+        if replay is not None:
+            pending = PendingStep(rows, range(len(rows)))
+            work = partial(self._replay, plan, pending, replay)
+        else:
+            batch = build_batch(plan, self.pool.layout, self.device.upload)
+            pending = PendingStep(rows, batch.firsts)
+            work = partial(self._compute, plan, pending, batch, self.backend.plan(batch), self._pending_tokens(batch, sources))
+        if stream is None:
+            work()
+            self.device.synchronize()
+            return pending
+        stream.enqueue(work)
+        places = accumulate(map(len, pending.samples), initial=0)
+        self._place_of = {row.sequence: place for row, place in zip(rows, places, strict=False) if row.sample is not None}
+        pending.event = stream.mark()
+        return pending
 
-    def _compute(self, plan: StepPlan, flight: PendingStep, batch: Batch, attended: Any) -> None:
-        """All that the device does for a step. `attended` is the backend's plan."""
-        if plan.clear:
-            self.pool.clear(upload(plan.clear, self.device, torch.long))
+    def _pending_tokens(self, batch: Batch, sources: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Indices of the step's pending tokens, and in drawn_S. None where no token is ever pending."""
+        if sources is None:
+            return None
+        rows = [i for i, source in enumerate(sources) if source >= 0]
+        places = [batch.firsts[i] + len(batch.rows[i].tokens) - 1 for i in rows]
+        return self.device.upload(places, torch.long), self.device.upload([sources[i] for i in rows], torch.long)
+
+    def _compute(
+        self, plan: StepPlan, pending: PendingStep, batch: Batch, attended: Any, taken: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> None:
+        """All that the device does for a step that is launched kernel by kernel. `attended` is the backend's plan."""
+        if taken is not None:
+            places, sources = taken
+            batch.token_ids_T[places] = self._drawn_S[sources]
+        self._clear(plan)
         x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, partial(self.backend.run, attended))
         if len(batch.sampled_S):
-            self._draw(flight, self.decoder.logits(x_TD[batch.sampled_S]))
-        self._score(flight, x_TD)
-        flight.finite_T = download(x_TD.isfinite().all(dim=-1))
+            self._draw(pending, self.decoder.logits(x_TD[batch.sampled_S]))
+        self._score(pending, x_TD)
+        pending.finite_T = self.device.download(x_TD.isfinite().all(dim=-1))
 
-    def _draw(self, flight: PendingStep, logits_SV: torch.Tensor) -> None:
-        flight.draws = begin_draw(logits_SV, [sample for places in flight.samples for sample in places])
+    def _replay(self, plan: StepPlan, pending: PendingStep, replay: Any) -> None:
+        """All that the device does for a captured step."""
+        self._clear(plan)
+        logits_SV, finite_S = replay()
+        self._draw(pending, logits_SV)
+        pending.finite_T = self.device.download(finite_S)
+        self.decoder.num_parts_run += 1
 
-    def _score(self, flight: PendingStep, x_TD: torch.Tensor) -> None:
-        """Scores of every row that asks for any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts."""
+    def _clear(self, plan: StepPlan) -> None:
+        if plan.clear:
+            self.pool.clear(self.device.upload(plan.clear, torch.long))
+
+    def _draw(self, pending: PendingStep, logits_SV: torch.Tensor) -> None:
+        pending.draws = begin_draw(self.device, logits_SV, [sample for places in pending.samples for sample in places])
+        if self._stream is not None:
+            self._drawn_S[: len(logits_SV)].copy_(pending.draws.tokens_S())
+
+    def _score(self, pending: PendingStep, x_TD: torch.Tensor) -> None:
+        """Scores of every row that wants any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts are."""
         wanted = [
-            (index, flight.firsts[index] + row.scoring.first + offset, target, row.scoring.num_top)
-            for index, row in enumerate(flight.rows)
+            (index, pending.firsts[index] + row.scoring.first + offset, target, row.scoring.num_top)
+            for index, row in enumerate(pending.rows)
             if row.scoring is not None
             for offset, target in enumerate(row.scoring.targets)
         ]
         for begin in range(0, len(wanted), SCORED_AT_ONCE):
             rows, states, targets, num_tops = (list(part) for part in zip(*wanted[begin : begin + SCORED_AT_ONCE], strict=True))
-            logits_SV = self.decoder.logits(x_TD[upload(states, self.device)])
-            flight.scores.append((rows, Scores(logits_SV, targets, num_tops)))
+            logits_SV = self.decoder.logits(x_TD[self.device.upload(states)])
+            pending.scores.append((rows, Scores(self.device, logits_SV, targets, num_tops)))
+
+
+def _pool(spec: ModelSpec, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device, options: RunnerOptions) -> KVPool:
+    sizes = num_pages, spec.key_dim, spec.value_dim
+    return KVPool.allocate(layout, *sizes, dtype, device, value_in_key=spec.value_in_key, stored_as=options.stored_as(dtype))
+
+
+def _backend(spec: ModelSpec, pool: KVPool, device: Device) -> Backend:
+    heads = spec.num_query_heads
+    return create_backend(device.backend_for(pool, heads), pool, spec.attention_scale, heads)
+
+
+def _step_bytes(decoder: Decoder, dtype: torch.dtype, device: Device, options: RunnerOptions, layout: CacheLayout) -> int:
+    """Bytes that steps take besides weights and cache, measured over the smallest cache: the largest step, and the largest captured one."""
+
+    def prepare() -> Any:
+        pool = _pool(decoder.spec, layout, layout.pages_per_step, dtype, device.torch_device, options)
+        return partial(_try, ModelRunner(decoder, pool, _backend(decoder.spec, pool, device), device))
+
+    limits = options.max_running, options.max_context
+    plans = largest_step(layout, options.step_tokens, *limits), largest_step(layout, options.max_running, *limits, GREEDY)
+    return device.step_bytes(prepare, plans)
+
+
+def _try(runner: ModelRunner, plan: StepPlan) -> None:
+    """Runs a plan that may not fit: it would be computed in parts, which take the memory there is."""
+    with suppress(MemoryError):
+        runner.run(plan)
 
 
 def largest_step(layout: CacheLayout, step_tokens: int, max_running: int, max_context: int, sampling: Sampling = SORTING) -> StepPlan:
-    """A step that takes as much memory as any: all the tokens that there can be, and as many draws. What it computes means nothing: all
-    its keys lie in page 0.
-    """
+    """A step that takes as much memory as any: as many tokens and as many draws as there can be. All keys lie in page 0."""
     sample = Sample(sampling, (), ())
     counts, left = [1] * max_running, step_tokens - max_running
     while left > 0:
@@ -244,69 +315,46 @@ def largest_step(layout: CacheLayout, step_tokens: int, max_running: int, max_co
 
 
 def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
-    """Pages of a row that is nobody's, of so many tokens."""
+    """Pages of a row of so many tokens that belongs to no request."""
     return [array("q", bytes(8 * pages_for(num_tokens, layout.page_size) * group.num_stacks)) for group in layout.groups]
 
 
-def _check_deterministic(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises OptionError, before weights are read, where answers would depend on what is computed with them."""
-    if options.quantization == "fp8" and device.type == "cpu":
-        raise OptionError(
-            "engine.deterministic is true, but products of fp8 weights are torch's on a CPU and depend on the company; "
-            "expected engine.quantization none or int8"
-        )
-    layout, stored_as = CacheLayout.of(spec.num_layers, spec.windows, options.page_size), options.stored_as(dtype)
-    sizes = spec.key_dim, spec.value_dim, dtype, torch.device("meta")
-    pool = KVPool.allocate(layout, layout.pages_per_step, *sizes, value_in_key=spec.value_in_key, stored_as=stored_as)
-    found = backend_for(pool, spec.num_query_heads, device)
-    if not found.startswith(INVARIANT):
-        expected = {
-            "cpu": "engine.dtype float32, cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, and "
-            "kernels that were compiled when onehead was installed",
-            "cuda": "triton (`.venv/bin/pip install -c constraints.txt -e '.[gpu]'` in onehead's checkout), cache.page_size a power of two "
-            "from 16, and keys of at most 576 columns",
-        }[device.type]
-        raise OptionError(
-            f"engine.deterministic is true, but attention by {found!r} on {device.type}, in {str(dtype).removeprefix('torch.')} with "
-            f"pages of {options.page_size} and keys of {spec.key_dim} columns in {str(stored_as).removeprefix('torch.')}, depends on "
-            f"the company; expected {expected}"
-        )
-
-
-def choose_device(name: str) -> torch.device:
-    """`cpu`, `cuda`, or for `auto` cuda where there is one. Raises OptionError for a device that this machine lacks."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise OptionError("engine.device is cuda, but torch finds no GPU it can use")
-    return torch.device(name)
-
-
-def check_float8(options: RunnerOptions, device: torch.device) -> None:
-    """Raises OptionError where float8 is asked of a GPU that has no instructions for it."""
-    asked = (("engine.quantization", options.quantization), ("cache.dtype", options.cache_dtype))
-    names = " and ".join(name for name, value in asked if value == "fp8")
-    if not names or device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY:
+def _check_options(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, device: Device) -> None:
+    """Raises OptionError where the hardware lacks float8, or attention would not be batch-invariant although engine.deterministic is
+    true.
+    """
+    of_float8 = (("engine.quantization", options.quantization), ("cache.dtype", options.cache_dtype))
+    if names := " and ".join(name for name, value in of_float8 if value == "fp8"):
+        device.check_float8(names)
+    if not options.deterministic:
         return
-    has, needed = (f"{major}.{minor}" for major, minor in (torch.cuda.get_device_capability(device), FLOAT8_CAPABILITY))
-    raise OptionError(
-        f"{names} fp8: this GPU has compute capability {has}, expected {needed} or more; leave it out, or take int8 for weights"
-    )
+    layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
+    pool = _pool(spec, layout, layout.pages_per_step, dtype, torch.device("meta"), options)
+    found = device.backend_for(pool, spec.num_query_heads)
+    if found != device.invariant_backend:
+        raise OptionError(
+            f"engine.deterministic is true, but attention by {found!r} on {device.name}, in {str(dtype).removeprefix('torch.')} with "
+            f"pages of {options.page_size} and keys of {spec.key_dim} columns in "
+            f"{str(pool.keys_LPSd.dtype).removeprefix('torch.')}, is not batch-invariant; expected {device.invariant_backend_needs}"
+        )
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights and cache; `auto` is float32 on a CPU and bfloat16 elsewhere."""
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return dtypes[name]
+def _products(options: RunnerOptions, dtype: torch.dtype, device: Device) -> Products:
+    """What computes products. Raises OptionError where these would not be batch-invariant although engine.deterministic is true."""
+    products = device.products(dtype, options.quantization, options.deterministic)
+    if options.deterministic and not products.batch_invariant:
+        raise OptionError(
+            f"engine.deterministic is true, but products of {options.quantization} weights are torch's on {device.name}, and not "
+            "batch-invariant; expected engine.quantization none or int8"
+        )
+    return products
 
 
-def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions, device: torch.device, free: int) -> int:
-    """Pages of the memory that options allow, and no more than requests can use. Raises MemoryError for more than the device has."""
-    memory = options.memory or (CPU_SHARE if device.type == "cpu" else GPU_SHARE)
-    if memory > (total := total_bytes(device)):
-        raise MemoryError(f"cache.memory is {memory / 2**30:.2f} GiB, and {device.type} has {total / 2**30:.2f} GiB in all; lower it")
+def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions, device: Device, free: int) -> int:
+    """Pages that the options allow, and no more than requests can use. Raises MemoryError for more memory than the device has."""
+    memory = options.memory or device.default_cache_share
+    if memory > (total := device.memory()[1]):
+        raise MemoryError(f"cache.memory is {memory / 2**30:.2f} GiB, and {device.name} has {total / 2**30:.2f} GiB in all; lower it")
     budget = memory * free if memory <= 1.0 else memory
     useful = options.max_running * layout.most_pages(options.max_context + options.page_size, options.step_tokens)
     return min(int(budget // page_bytes), useful)

@@ -21,6 +21,17 @@ NO_TOKEN = 0
 """Placeholder for a token that was not sampled because its sequence failed; results computed from it are discarded."""
 
 
+class PendingStep(Protocol):
+    """A launched step."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it was computed before `launch` returned."""
+
+    def result(self) -> StepResult:
+        """Waits for it. Further calls return the same."""
+
+
 class Runner(Protocol):
     """Computes a step plan. model.runner.runner.ModelRunner implements it."""
 
@@ -30,17 +41,6 @@ class Runner(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult:
         """Computes a step. Raises MemoryError if it does not fit into memory; any part of it may then be computed again."""
-
-
-class PendingStep(Protocol):
-    """The future of a launched step."""
-
-    def result(self) -> StepResult:
-        """Waits for the step to finish. May be called more than once."""
-
-
-class OverlappingRunner(Runner, Protocol):
-    """An asynchronous runner: `launch` returns before the step has finished."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queues a step after those launched before. A row whose last token is PENDING takes the token that its sequence samples in the
@@ -64,17 +64,12 @@ class EngineCore:
         if not plan.rows:
             return self._commit_in_flight(None)
         before()
-        launch: Callable[[StepPlan], PendingStep] | None = getattr(self.runner, "launch", None)
-        return self.scheduler.commit(plan, self._run(plan)) if launch is None else self._launch(launch, plan)
-
-    def _launch(self, launch: Callable[[StepPlan], PendingStep], plan: StepPlan) -> list[TokenEvent | PromptScored]:
-        """Launches a step and commits the one before it; commits both if this one had to be computed in parts for lack of memory."""
         try:
-            pending = launch(plan)
+            pending = self.runner.launch(plan)
         except MemoryError as error:
             reason = str(error)
         else:
-            return self._commit_in_flight((plan, pending))
+            return self.scheduler.commit(plan, pending.result()) if pending.done else self._commit_in_flight((plan, pending))
         # Computed before the previous step is committed, as a commit changes the outputs that this plan refers to.
         result = self._run_smaller(self._with_sampled_tokens(plan), reason)
         return self._commit_in_flight(None) + self.scheduler.commit(plan, result)

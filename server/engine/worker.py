@@ -54,7 +54,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     ready = protocol.Ready(
         model_type=spec.model_type,
         dtype=str(dtype).removeprefix("torch."),
-        device=str(runner.device),
+        device=runner.device.name,
         vocab_size=spec.vocab_size,
         max_context=max_context,
         end_token_ids=list(spec.end_token_ids),
@@ -83,16 +83,7 @@ def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_conte
     same = {field.name: getattr(start, field.name) for field in dataclasses.fields(RunnerOptions)}
     options = RunnerOptions(**same | {"max_context": max_context})
     runner = ModelRunner.load(folder, spec, options, report)
-    _warn_of_float8(start, str(runner.device))
-    if runner.device.type == "cpu":
-        return runner
-    longest = runner.pool.layout.most_tokens(runner.pool.num_pages, options.step_tokens, max_context)
-    if spec.experts is None:  # The host selects experts and so waits for every layer: an asynchronous launch would gain nothing.
-        from model.runner.overlapped import OverlappedRunner
-
-        runner = OverlappedRunner.on_gpu(runner, options, longest)
-    report("compiling kernels", 0, 0)
-    runner.warm_up(longest)
+    _warn_of_float8(start, runner.device.name)
     return runner
 
 

@@ -28,10 +28,10 @@ from bench.gpu.serve import fill, steady
 from bench.gpu.step import GREEDY, kinds, plan_of, waiting
 from model.checkpoint.families import read_spec
 from model.decoder import meta_decoder
-from model.runner import device_stream as streams
-from model.sampling import draw
+from model.devices.gpu import device as streams
 from model.step import SampledToken, SampleError
 from server.config import EMBEDDED_MODEL
+from tests.support.drawing import draw
 from tests.support.listed_backend import ListedReference
 from tests.support.paths import ROOT
 

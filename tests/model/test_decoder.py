@@ -16,9 +16,8 @@ from model.batch import build_batch
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
-from model.devices import backend_for, create_backend
+from model.devices import create_backend, find_device
 from model.devices.cpu.products import PackedEmbedding
-from model.runner.device_memory import free_bytes, total_bytes
 from model.runner.runner import ModelRunner, RunnerOptions
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from server.engine.core import EngineCore
@@ -52,14 +51,14 @@ def logits_by_chunks(decoder: Decoder, backend_name: str, ids: list[int], chunks
     pool = make_pool(decoder, num_pages, page_size)
     # Our own kernels take pages and heads of whole vectors only; the server falls back in the same way.
     heads = decoder.spec.num_query_heads
-    name = backend_for(pool, heads) if backend_name == "native" else backend_name
+    name = find_device("cpu").backend_for(pool, heads) if backend_name == "native" else backend_name
     backend = create_backend(name, pool, decoder.spec.attention_scale, heads)
     scrambled = random.Random(1).sample(range(pool.num_pages), pool.num_pages)
     ends = list(accumulate((num_pages * group.num_stacks for group in pool.layout.groups), initial=0))
     pages = [array("q", scrambled[a:b]) for a, b in pairwise(ends)]
     logits, start = [], 0
     for count in chunks:
-        batch = build_batch(StepPlan((Row(0, ids[start : start + count], start, pages, None),)), pool.layout, CPU)
+        batch = build_batch(StepPlan((Row(0, ids[start : start + count], start, pages, None),)), pool.layout, find_device("cpu").upload)
         plan = backend.plan(batch)
         x_TD = decoder(batch.token_ids_T, batch.position_ids_T, lambda *qkv, plan=plan: backend.run(plan, *qkv))
         logits.append(decoder.logits(x_TD))
@@ -68,7 +67,7 @@ def logits_by_chunks(decoder: Decoder, backend_name: str, ids: list[int], chunks
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "native"])
+@pytest.mark.parametrize("backend", ["reference", "torch", "native"])
 @torch.inference_mode()
 def test_logits_equal_transformers_for_every_chunking(any_checkpoint: TinyCheckpoint, backend: str) -> None:
     decoder = load(any_checkpoint.folder)
@@ -91,7 +90,7 @@ def test_logits_equal_transformers_for_each_of_the_128_chunkings_of_8_tokens(any
     for number in range(128):
         cuts = [0, *(i for i in range(1, 8) if number >> (i - 1) & 1), 8]
         chunks = [b - a for a, b in pairwise(cuts)]
-        assert (logits_by_chunks(decoder, "cpu", ids, chunks, page_size=3) - expected).abs().max() < TOLERANCE, chunks
+        assert (logits_by_chunks(decoder, "torch", ids, chunks, page_size=3) - expected).abs().max() < TOLERANCE, chunks
 
 
 def make_runner(checkpoint: TinyCheckpoint, num_pages: int = 200, page_size: int = 16, dtype: str = "float32") -> ModelRunner:
@@ -177,7 +176,7 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
             table = PageTable(allocator, layout)
             table.grow(start + count, start + count)
             rows.append(Row(id, [0] * count, start, table.pages, None))
-        batch = build_batch(StepPlan(tuple(rows)), layout, CPU)
+        batch = build_batch(StepPlan(tuple(rows)), layout, find_device("cpu").upload)
         num_tokens = len(batch.token_ids_T)
         filled = torch.randn(2, layout.layers_per_page, allocator.num_pages, page_size, head_dim)
         q_THd, k_Td, v_Td = (
@@ -186,7 +185,7 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
             torch.randn(num_tokens, head_dim),
         )
         outputs, pools = [], []
-        for name in ("reference", "cpu"):
+        for name in ("reference", "torch"):
             pool = KVPool(layout, filled[0].clone(), filled[1].clone(), torch.float32)
             backend = create_backend(name, pool, head_dim**-0.5, num_heads)
             outputs.append(backend.run(backend.plan(batch), 1, q_THd, k_Td, v_Td))
@@ -223,15 +222,14 @@ def test_cache_sizes(tiny_checkpoint: TinyCheckpoint) -> None:
 
 
 def test_the_limit_of_a_control_group_is_all_that_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    machine = total_bytes(cpu)
-    monkeypatch.setattr("model.runner.device_memory.GROUP", tmp_path)
+    cpu = find_device("cpu")
+    machine = cpu.memory()[1]
+    monkeypatch.setattr("model.devices.cpu.memory.GROUP", tmp_path)
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert total_bytes(cpu) >= machine
+    assert cpu.memory()[1] >= machine
     (tmp_path / "memory.max").write_text(f"{2**20}\n")
-    assert total_bytes(cpu) == 2**20
-    assert free_bytes(cpu) == 2**20 - 1000
+    assert cpu.memory() == (2**20 - 1000, 2**20)
 
 
 @torch.inference_mode()

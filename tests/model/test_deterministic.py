@@ -13,13 +13,13 @@ import torch
 
 from model.checkpoint.families import read_spec
 from model.devices.cpu import native
-from model.runner.runner import ModelRunner, RunnerOptions, _check_deterministic
+from model.devices.gpu.device import GpuDevice
+from model.runner.runner import ModelRunner, RunnerOptions, _check_options
 from model.spec import OptionError
 from server.config import ServeSettings, load
 from tests.support.processes import ServerProcess
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled: nothing is invariant on this CPU")
-CUDA = torch.device("cuda")
 
 
 def made_options(dtype: str, quantization: str, page_size: int, deterministic: bool, cache_dtype: str = "auto") -> RunnerOptions:
@@ -77,16 +77,17 @@ def test_a_gpu_refuses_it_without_triton_and_where_attention_is_the_references(t
     def found(name: str) -> Callable[[str], ModuleSpec | None]:
         return lambda asked: ModuleSpec(name, None) if asked == name else None
 
-    monkeypatch.setattr("model.devices.find_spec", found("triton"))
+    monkeypatch.setattr("model.devices.gpu.device.find_spec", found("triton"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     whole = made_options("auto", "none", 64, True)
     for options in (whole, made_options("auto", "fp8", 64, True, "fp8")):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            _check_deterministic(spec, options, dtype, CUDA)
+            _check_options(spec, options, dtype, GpuDevice())
     with pytest.raises(OptionError, match=r"pages of 48.*a power of two from 16"):
-        _check_deterministic(spec, made_options("auto", "none", 48, True), torch.bfloat16, CUDA)
-    monkeypatch.setattr("model.devices.find_spec", found("no triton"))
+        _check_options(spec, made_options("auto", "none", 48, True), torch.bfloat16, GpuDevice())
+    monkeypatch.setattr("model.devices.gpu.device.find_spec", found("no triton"))
     with pytest.raises(OptionError, match="expected triton"):
-        _check_deterministic(spec, whole, torch.bfloat16, CUDA)
+        _check_options(spec, whole, torch.bfloat16, GpuDevice())
 
 
 def test_the_option_is_off_unless_it_is_asked_for() -> None:

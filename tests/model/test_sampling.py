@@ -9,10 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.devices import find_device
 from model.devices.cpu.native import library
-from model.sampling import Scores, draw, philox_exponentials
+from model.devices.device import philox_exponentials
+from model.sampling import Scores
 from model.step import Sample, SampledToken, SampleError, Sampling
+from tests.support.drawing import draw
 
+CPU = find_device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
 PROBS = LOGITS.softmax(0).tolist()
 
@@ -35,7 +39,7 @@ def test_a_row_alone_has_the_bits_of_one_in_company(sampling: Sampling) -> None:
         together = draw(logits, samples)
         assert [draw(logits[i : i + 1], [sample])[0] for i, sample in enumerate(samples)] == together
         targets = [3] * 12
-        assert [Scores(logits[i : i + 1], [3], [2]).read()[0] for i in range(12)] == Scores(logits, targets, [2] * 12).read()
+        assert [Scores(CPU, logits[i : i + 1], [3], [2]).read()[0] for i in range(12)] == Scores(CPU, logits, targets, [2] * 12).read()
     finally:
         torch.set_num_threads(threads)
 

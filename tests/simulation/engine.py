@@ -28,6 +28,7 @@ from tests.support.delayed import DelayedRunner
 from tests.support.fake_engine import READY
 from tests.support.guesser import Guesser
 from tests.support.hash_model import HashModel
+from tests.support.immediate import Immediate
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -123,7 +124,7 @@ class Failing:
             raise ConstraintFailed("too complex") if self.kind == "refuse" else Crashed("in following one")
 
 
-class FaultyRunner:
+class FaultyRunner(Immediate):
     """A model whose plans fail as their requests and the script of the engine say."""
 
     def __init__(self, engine: "SimulatedEngine", model: PagedHash | HashModel, layout: CacheLayout) -> None:

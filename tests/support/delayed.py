@@ -17,6 +17,8 @@ NO_TOKEN = 0
 class DelayedFlight:
     """One step in the queue."""
 
+    done = False
+
     def __init__(self, runner: "DelayedRunner", plan: StepPlan, before: "DelayedFlight | None") -> None:
         self.runner, self.plan, self.before = runner, plan, before
         self.found: StepResult | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from cache.layout import CacheLayout
 from model.step import Row, SampledToken, StepPlan, StepResult
+from tests.support.immediate import Immediate
 
 
 def next_token(tokens: list[int], seed: int, end_rate: float, may_end: bool) -> int:
@@ -40,7 +41,7 @@ def one_group(page_size: int) -> CacheLayout:
     return CacheLayout.of(1, (), page_size)
 
 
-class HashModel:
+class HashModel(Immediate):
     """A Runner over plans. `end_rate` is the chance of the end token at each sampling; `give` is the model."""
 
     def __init__(self, layout: CacheLayout, end_rate: float = 0.0, give: Next = next_token) -> None:

@@ -24,7 +24,7 @@ CONFIGURATION = Configuration(16, 16, 32, 1, 1, short_split=16, num_short=50)
 class ListedReference:
     """A ListedBackend."""
 
-    name = "listed"
+    name, batch_invariant = "listed", False
 
     def __init__(self, pool: KVPool, scale: float, num_heads: int) -> None:
         self.pool, self.scale, self.num_heads = pool, scale, num_heads

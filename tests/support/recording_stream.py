@@ -46,7 +46,7 @@ class RecordedEvent:
 
 
 class RecordingStream:
-    """A simulated model.runner.device_stream.Stream. `random` decides when the device is quick."""
+    """A simulated model.devices.device.Stream. `random` decides when the device is quick."""
 
     def __init__(self, random: Callable[[], float] = lambda: 1.0) -> None:
         self.random = random
@@ -61,7 +61,8 @@ class RecordingStream:
             self.do_one()
 
     def do_one(self) -> None:
-        self.queue.popleft()()
+        with torch.inference_mode():
+            self.queue.popleft()()
         self.num_done += 1
 
     def mark(self) -> RecordedEvent:

@@ -22,6 +22,7 @@ from model.spec import ModelSpec
 from model.step import SampledToken, Sampling, StepPlan, StepResult
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.sequence import Sequence
+from tests.support.immediate import Immediate
 from tests.support.paths import MODELS
 
 PAGE_SIZE = 64
@@ -40,7 +41,7 @@ def allocated_bytes_per_token(spec: ModelSpec) -> float:
     return pool.num_bytes / (3 * PAGE_SIZE)
 
 
-class InventedModel:
+class InventedModel(Immediate):
     """A token for every row that asks for one."""
 
     def run(self, plan: StepPlan) -> StepResult:

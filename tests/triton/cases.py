@@ -12,6 +12,7 @@ from cache.table import PageTable
 from model.batch import build_batch
 from model.devices import create_backend
 from model.devices.gpu.attention.configurations import Configuration
+from model.devices.gpu.device import GpuDevice
 from model.layers import RotaryTable, Rotation
 from model.spec import Rotary
 from model.step import Row, StepPlan
@@ -94,7 +95,7 @@ class Case:
     def run(self, chosen: list[int], layer: int = 0, name: str = "triton", pool: KVPool | None = None) -> list[torch.Tensor]:
         """The outputs of these rows, computed together; keys and values are written to `pool`."""
         backend = self.backend(name, pool or self.pool())
-        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, CPU)
+        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, GpuDevice("cpu").upload)
         q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]) for part in range(3))
         o_THv = backend.run(backend.plan(batch), layer, q_THd, k_Td, v_Tv, self.rotation(batch.position_ids_T))
         return list(o_THv.split([len(self.rows[i].tokens) for i in chosen]))

@@ -18,7 +18,7 @@ from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_
 from model.devices.gpu.attention.configurations import TABLE
 
 INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
-INSTRUCTIONS += ("cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16")
+INSTRUCTIONS += ("cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16")
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
 POINTERS = {"spans_ptr": "*i32", "tiles_ptr": "*i32", "tables_ptr": "*i32", "slots_ptr": "*i32"}

@@ -12,9 +12,12 @@ from cache.layout import CacheLayout
 from cache.pool import KVPool
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
-from model.devices import backend_for
 from model.devices.cpu import native
+from model.devices.cpu.device import CpuDevice
+from model.devices.gpu.device import GpuDevice
 from model.devices.gpu.tiles import Tile
+from model.devices.products import Products
+from model.devices.quantization import HOST
 from model.layers import RMSNorm
 from model.runner.runner import ModelRunner, RunnerOptions
 from model.step import Row, SampledToken, Sampling, Scoring, StepPlan
@@ -43,7 +46,7 @@ def check(family: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatc
         assert (logits_by_chunks(decoder, "triton", ids, [40, 1, 1, 5, 23], 16) - expected).abs().max() < TOLERANCE
     outputs = []
     for name in ("reference", "triton"):
-        monkeypatch.setattr("model.runner.runner.backend_for", lambda pool, num_heads, name=name: name)
+        monkeypatch.setattr(CpuDevice, "backend_for", lambda *_, name=name: name)
         core = make_core(checkpoint, num_pages=40, page_size=32)  # type: ignore[arg-type]
         core.scheduler.submit(0, ids[:21], 21, GREEDY)
         core.scheduler.submit(1, ids[30:33], 5, GREEDY)
@@ -97,7 +100,7 @@ def check_bits(runner: ModelRunner) -> None:
 @pytest.mark.parametrize(("family", "number"), [("gemma3_text", 1), ("deepseek_v3", 4)])
 def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make(family, number, tmp_path)
-    monkeypatch.setattr("model.runner.runner.backend_for", lambda pool, num_heads: "triton")
+    monkeypatch.setattr(CpuDevice, "backend_for", lambda *_: "triton")
     check_bits(make_runner(checkpoint, num_pages=40, page_size=32))  # type: ignore[arg-type]
 
 
@@ -123,24 +126,23 @@ def check_deterministic(
 ) -> None:
     """All by kernels of ours, as on a GPU: log-probabilities are about torch's, and bits the same in any company."""
     from model.devices.gpu import launches
-    from model.devices.gpu.modules import replace_modules
 
     checkpoint = make(family, number, folder)
     spec = read_spec(checkpoint.folder)
-    decoder, usual = (load_decoder(checkpoint.folder, spec, dtype, CPU, quantization) for _ in range(2))
-    replace_modules(decoder)
+    monkeypatch.setattr("model.devices.gpu.device.integer_product", HOST.integer_product)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
+    device = GpuDevice("cpu")
+    products = device.products(dtype, quantization, True), Products(quantization)
+    decoder, usual = (load_decoder(checkpoint.folder, spec, dtype, CPU, each) for each in products)
     assert sum(p.nbytes for p in decoder.parameters()) == sum(p.nbytes for p in usual.parameters())
     left = [name for name, module in decoder.named_modules() if isinstance(module, nn.Linear | nn.LayerNorm | RMSNorm)]
     assert left == []
-    monkeypatch.setattr("model.runner.runner.backend_for", lambda pool, num_heads: "triton")
-    monkeypatch.setattr("model.sampling.summary", launches.summary)
-    monkeypatch.setattr("model.devices.quantized_modules._multiplied_by_kernels", lambda device_type: True)
     # The interpreter's time is in the number of blocks.
     monkeypatch.setattr(launches, "choose", lambda columns, itemsize: Tile(32, 128, 128, 4, 1))
     options = RunnerOptions("cpu", "", 1, 32, 60, None, 512, 8, 64, quantization)
-    runner = ModelRunner.over(decoder, dtype, CPU, options)
+    runner = ModelRunner.over(decoder, dtype, device, options)
     assert runner.kernels == "triton" and runner.deterministic
-    unlike = ModelRunner.over(usual, dtype, CPU, options)
+    unlike = ModelRunner.over(usual, dtype, device, options)
     assert unlike.kernels == "triton+torch" and not unlike.deterministic
     scored = [score_prompt(each) for each in (runner, unlike)]
     assert max(abs(a - b) for a, b in zip(*scored, strict=True)) < (1e-4 if dtype is torch.float32 and quantization == "none" else 0.3)
@@ -178,6 +180,7 @@ def test_a_gpu_gets_these_kernels_where_they_fit() -> None:
     def pool(page_size: int, dtype: torch.dtype = torch.bfloat16) -> KVPool:
         return KVPool.allocate(CacheLayout.of(2, (), page_size), 4, 128, 128, dtype, torch.device("meta"))
 
+    backend_for = GpuDevice().backend_for
     expected = "reference" if find_spec("triton") is None else "triton"
     assert backend_for(pool(64), 16) == backend_for(pool(256), 71) == backend_for(pool(16, torch.float32), 16) == expected
     assert backend_for(pool(1), 16) == backend_for(pool(48), 16) == "reference"

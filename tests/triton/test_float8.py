@@ -5,6 +5,8 @@ import torch
 
 from cache.pool import in_float8
 from model.devices.gpu.attention.configurations import Configuration
+from model.devices.gpu.device import GpuDevice
+from model.devices.quantization import HOST
 from model.devices.quantized_modules import QuantizedLinear
 from model.layers import Linear
 from tests.triton.cases import Case
@@ -100,24 +102,24 @@ def made_linear(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize(("num_rows", "inputs", "outputs"), [(1, 64, 32), (5, 80, 33), (70, 300, 7), (17, 16, 130)])
 @torch.inference_mode()
-def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer is told that its device has kernels."""
+def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    """The layer is given the GPU's products."""
     x_TI, linear = made_linear(num_rows, inputs, outputs, dtype)
     bias_O = linear.bias
     for given in (bias_O, None):
         linear.bias = given
+        linear.arithmetic = HOST
         expected_TO = linear(x_TI)
-        with monkeypatch.context() as patched:
-            patched.setattr("model.devices.quantized_modules._multiplied_by_kernels", lambda device_type: True)
-            y_TO = linear(x_TI)
+        linear.arithmetic = GpuDevice("cpu").products(dtype, "fp8", False).arithmetic
+        y_TO = linear(x_TI)
         assert y_TO.dtype is dtype and y_TO.shape == (num_rows, outputs)
         assert ((y_TO.float() - expected_TO.float()).abs() <= NEAR[dtype] * (expected_TO.float().abs() + 0.1)).all()
 
 
 @torch.inference_mode()
-def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.devices.quantized_modules._multiplied_by_kernels", lambda device_type: True)
+def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company() -> None:
     x_TI, linear = made_linear(90, 200, 40, torch.float32)
+    linear.arithmetic = GpuDevice("cpu").products(torch.float32, "fp8", False).arithmetic
     together = linear(x_TI)
     for rows in (slice(0, 1), slice(63, 65), slice(70, 90), slice(89, 90)):
         assert torch.equal(linear(x_TI[rows]), together[rows])

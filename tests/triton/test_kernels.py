@@ -151,9 +151,10 @@ def test_padding_computes_and_writes_nothing(rotated: bool) -> None:
     pool = case.pool()
     backend = case.backend("triton", pool)
     from model.batch import build_batch
+    from model.devices.gpu.device import GpuDevice
     from model.step import StepPlan
 
-    batch = build_batch(StepPlan(tuple(case.rows)), case.layout, torch.device("cpu"))
+    batch = build_batch(StepPlan(tuple(case.rows)), case.layout, GpuDevice("cpu").upload)
     plan = backend.plan(batch)
     plan[0].tiles[:, 3] = 0
     plan[0].slots[:] = -1
@@ -193,12 +194,13 @@ def test_short_splits_are_several() -> None:
 def test_single_tokens_over_larger_lists_have_the_same_bits(seed: int, window: int | None, num_rows: int, rotated: bool) -> None:
     """As a captured step has them: filled up with rows that are nobody's, and with room for longer contexts."""
     from model.batch import build_batch
+    from model.devices.gpu.device import GpuDevice
     from model.step import StepPlan
 
     case = Case(seed, (3, 16, 20)[seed % 3], 32, window=window, most=200)
     case.rows = [structs.replace(row, tokens=row.tokens[:1]) for row in case.rows]
     case.inputs = [tuple(x[:1] for x in inputs) for inputs in case.inputs]
-    batch = build_batch(StepPlan(tuple(case.rows)), case.layout, torch.device("cpu"))
+    batch = build_batch(StepPlan(tuple(case.rows)), case.layout, GpuDevice("cpu").upload)
     nobody = num_rows - len(case.rows)
     rotation = None
     if rotated:

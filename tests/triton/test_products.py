@@ -9,13 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.checkpoint.families import read_spec
-from model.checkpoint.weights import Report, load_decoder
-from model.decoder import Decoder
+from model.devices.gpu.device import GpuDevice, order
 from model.devices.gpu.tiles import TABLE, choose
 from model.layers import ACTIVATIONS
 from model.runner.runner import ModelRunner, RunnerOptions
-from model.sampling import _order
-from model.spec import ModelSpec
 
 # An exponential that is too large, and NaN's arithmetic: numpy warns of what a GPU does in silence.
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -184,7 +181,7 @@ def test_rows_that_begin_anywhere_are_computed_where_all_others_are() -> None:
 def test_equal_logits_are_ordered_by_their_ids() -> None:
     logits = torch.tensor([[1.0, -2.5, 1.0, 0.0, -torch.inf, torch.inf, -2.5, 3e38, -3e38, 1e-40]])
     expected = logits[0].sort(descending=True, stable=True).indices.tolist()
-    assert _order(logits).topk(10, dim=-1).indices[0].tolist() == expected
+    assert order(logits).topk(10, dim=-1).indices[0].tolist() == expected
 
 
 def test_every_line_of_the_table_is_reached() -> None:
@@ -193,19 +190,13 @@ def test_every_line_of_the_table_is_reached() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_gpu_gets_them_when_it_is_asked_to(deterministic: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder on the CPU stands for the GPU's."""
+    """A GPU's device over the CPU."""
     from model.devices.gpu.modules import GpuNorm
 
-    def load_on_cpu(
-        folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, quantization: str, *, packed: bool, report: Report
-    ) -> Decoder:
-        assert packed and device.type == "cuda"
-        return load_decoder(folder, spec, dtype, torch.device("cpu"), quantization)
-
-    loaded: list[Decoder] = []
-    monkeypatch.setattr("model.runner.runner.choose_device", torch.device)
-    monkeypatch.setattr("model.runner.runner.load_decoder", load_on_cpu)
-    monkeypatch.setattr(ModelRunner, "over", lambda decoder, *_: loaded.append(decoder))
+    monkeypatch.setattr("model.runner.runner.find_device", lambda *_: GpuDevice("cpu"))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
+    monkeypatch.setattr(ModelRunner, "warm_up", lambda *_: None)
     options = RunnerOptions("cuda", "auto", 1, 64, 20, None, 256, 4, 64, "none", deterministic)
-    ModelRunner.load(tiny_folder, read_spec(tiny_folder), options)
-    assert isinstance(loaded[0].final_norm, GpuNorm) is deterministic
+    runner = ModelRunner.load(tiny_folder, read_spec(tiny_folder), options)
+    assert isinstance(runner.decoder.final_norm, GpuNorm) is deterministic is runner.deterministic
+    assert runner.kernels == ("triton" if deterministic else "triton+cublas") and runner.pool.compute_dtype is torch.bfloat16

@@ -51,6 +51,8 @@ def supports(pool: KVPool) -> bool:
 class NativeBackend:
     """Writes the step's keys and values and attends, in one call for each layer."""
 
+    batch_invariant = True
+
     def __init__(self, pool: KVPool, scale: float) -> None:
         found = library()
         assert found is not None and supports(pool)

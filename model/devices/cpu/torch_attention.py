@@ -10,6 +10,7 @@ Shape letters: T tokens of the step, G rows of a bundle, n tokens of a row, H qu
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +47,8 @@ class CpuBackend:
     pool: KVPool
     scale: float
 
-    @property
-    def name(self) -> str:
-        return "torch"
+    name: ClassVar = "torch"
+    batch_invariant: ClassVar = False
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         return tuple(self._group(group) for group in batch.groups())

@@ -1,8 +1,18 @@
-"""The GPU's kernels besides attention, in Triton: products, norms and a summary of logits, each row's bits from that row alone.
+"""The GPU: attention, products, norms and draws by our Triton kernels, each row's bits from that row alone; streams, graphs and memory.
 
-Torch's own (cuBLAS) choose how to sum by how many rows there are; these are what `engine.deterministic` puts in their place. Triton is
-imported by `products`, `rows` and whatever launches them, never from here.
+Triton is imported by the modules that launch kernels, never from here.
 """
 
+import torch
+from torch import Tensor
+
+from model.batch import Numbers
+
 EXACT = {"enable_fp_fusion": False}
-"""Products and sums become one instruction where the kernels say so, and not where a compiler likes: bits would hang on its taste."""
+"""Option of every launch: products and sums become one instruction where a kernel says so, not where the compiler chooses to."""
+
+
+def upload(values: Numbers, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A non-blocking copy on the device. torch keeps the pinned memory until it has been read."""
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.transfer import upload
+from model.devices.gpu import upload
 
 BLOCK = 1024
 SHORTEST = tl.constexpr(1e-300)

@@ -51,6 +51,11 @@ def multiply(
     return y_TGO
 
 
+def multiply_float8(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """As devices/quantization.float8_product, converting as it reads."""
+    return multiply(x_TI[:, None], weight_OI[None], bias_O, scale_O=scale_O)[:, 0]
+
+
 def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, offset: float, *, centred: bool) -> Tensor:
     """LayerNorm (centred) or RMSNorm of the last axis, whose weights are those given and `offset`."""
     x = _in_place(x)

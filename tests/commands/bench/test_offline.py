@@ -18,11 +18,12 @@ from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
 from server.errors import ConfigurationError, UsageError
 from tests.support.checkpoints import SHAPES, make_checkpoint
+from tests.support.immediate import Immediate
 
 MAX_RUNNING = 4
 
 
-class InventedModel:
+class InventedModel(Immediate):
     """A token for every row that asks for one, or a failure for one sequence. Remembers how many rows its steps had."""
 
     progress = 0

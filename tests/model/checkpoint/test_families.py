@@ -10,6 +10,7 @@ import torch
 from commands.held_out import decoder_logits
 from model.checkpoint.families import read_spec, spec_of
 from model.checkpoint.weights import load_decoder
+from model.devices.products import Products
 from model.runner.runner import ModelRunner, RunnerOptions
 from model.spec import CheckpointError
 from server.text.codec import TextCodec
@@ -50,7 +51,7 @@ def test_logits_whole_chunked_and_decoded(checkpoint: FamilyCheckpoint) -> None:
     decoder = load(checkpoint.folder)
     ids = random_ids(checkpoint, 110)
     expected = checkpoint.oracle(torch.tensor([ids])).logits[0]
-    for backend in ("reference", "cpu", "native"):
+    for backend in ("reference", "torch", "native"):
         for chunks, page_size in (([110], 16), ([1] * 110, 16), ([60, *[1] * 20, 30], 7), ([13, 40, 1, 56], 64)):
             actual = logits_by_chunks(decoder, backend, ids, chunks, page_size)
             assert (actual - expected).abs().max() < TOLERANCE, (backend, chunks, page_size)
@@ -112,7 +113,7 @@ def test_tokenizers_give_text_back(family: str, tmp_path: Path) -> None:
 def test_rounded_weights_say_much_the_same(family: str, dtype: torch.dtype, quantization: str, tmp_path: Path) -> None:
     checkpoint = make_family_checkpoint(family, 1, tmp_path)
     exact = load(checkpoint.folder)
-    rounded = load_decoder(checkpoint.folder, exact.spec, dtype, CPU, quantization)
+    rounded = load_decoder(checkpoint.folder, exact.spec, dtype, CPU, Products(quantization))
     ids = torch.tensor(random_ids(checkpoint, 60))
     logits = [decoder_logits(decoder)(ids).float() for decoder in (exact, rounded)]
     assert (logits[0] - logits[1]).norm() < 0.15 * logits[0].norm()

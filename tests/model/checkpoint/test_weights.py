@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint.families import gpt_bigcode, read_spec
-from model.checkpoint.weights import digest, load_decoder, save_decoder
+from model.checkpoint.saving import save_decoder
+from model.checkpoint.weights import digest, load_decoder
 from model.spec import CheckpointError
 
 CPU = torch.device("cpu")

@@ -22,10 +22,12 @@ from commands.plan import make_plan
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
-from model.devices import backend_for, create_backend
+from model.devices import create_backend, find_device
+from model.devices.cpu.device import CpuDevice
+from model.devices.gpu.device import GpuDevice
 from model.devices.quantization import quantize_weights
 from model.devices.quantized_modules import QuantizedEmbedding, QuantizedLinear
-from model.runner.runner import ModelRunner, RunnerOptions, check_float8
+from model.runner.runner import ModelRunner, RunnerOptions, _check_options
 from model.spec import OptionError
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from tests.support.checkpoints import SHAPES, make_checkpoint
@@ -61,8 +63,8 @@ def test_rows_of_the_smallest_and_largest_numbers(value: float) -> None:
 
 
 @torch.inference_mode()
-def test_stand_ins_compute_what_their_weights_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.devices.quantized_modules.CONVERTED_AT_ONCE", 3000)
+def test_replacements_compute_what_their_weights_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.devices.quantization.CONVERTED_AT_ONCE", 3000)
     for dtype in (torch.float32, torch.bfloat16):
         linear, table = nn.Linear(130, 65, dtype=dtype), nn.Embedding(65, 130, dtype=dtype)
         replacement, rows = QuantizedLinear(linear, "fp8", dtype), QuantizedEmbedding(table, "fp8", dtype)
@@ -94,12 +96,12 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(value_in_key: bo
             table = PageTable(allocator, layout)
             table.grow(start + count, start + count)
             rows.append(Row(id, [0] * count, start, table.pages, None))
-        batch = build_batch(StepPlan(tuple(rows)), layout, CPU)
+        batch = build_batch(StepPlan(tuple(rows)), layout, find_device("cpu").upload)
         num_tokens = len(batch.token_ids_T)
         q_THd, k_Td, v_Tv = torch.randn(num_tokens, 4, 40), 600 * torch.randn(num_tokens, 40), torch.randn(num_tokens, 24)
         v_Tv = k_Td[:, :24] if value_in_key else v_Tv
         outputs, pools = [], []
-        for name in ("reference", backend_for(_pool(layout, allocator, dtype, value_in_key), 4)):
+        for name in ("reference", find_device("cpu").backend_for(_pool(layout, allocator, dtype, value_in_key), 4)):
             pool = _pool(layout, allocator, dtype, value_in_key)
             backend = create_backend(name, pool, 0.001, 4)
             outputs.append(backend.run(backend.plan(batch), 1, *(x.to(dtype) for x in (q_THd, k_Td, v_Tv))).float())
@@ -178,7 +180,7 @@ def test_perplexity_with_fp8_weights_is_within_two_percent(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_float_copy_stays(dtype: torch.dtype) -> None:
-    decoder = load_decoder(EMBEDDED, read_spec(EMBEDDED), dtype, CPU, "fp8", packed=True)
+    decoder = load_decoder(EMBEDDED, read_spec(EMBEDDED), dtype, CPU, CpuDevice().products(dtype, "fp8", False))
     assert {p.dtype for p in decoder.parameters() if p.ndim == 2} == {FLOAT8}
 
 
@@ -188,12 +190,13 @@ def test_a_gpu_without_float8_is_refused_by_its_capability(
     capability: tuple[int, int], refused: bool, quantization: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    spec = read_spec(EMBEDDED)
     options = RunnerOptions("cuda", "auto", 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
     if not refused or "fp8" not in (quantization, cache_dtype):
-        check_float8(options, torch.device("cuda"))
+        _check_options(spec, options, torch.bfloat16, GpuDevice())
         return
     with pytest.raises(OptionError, match=rf"compute capability {capability[0]}\.{capability[1]}, expected 8\.9 or more") as error:
-        check_float8(options, torch.device("cuda"))
+        _check_options(spec, options, torch.bfloat16, GpuDevice())
     assert ("engine.quantization" in str(error.value)) == (quantization == "fp8")
     assert ("cache.dtype" in str(error.value)) == (cache_dtype == "fp8")
 

@@ -16,6 +16,7 @@ from torch import nn
 from commands.convert.rounding_error import rounding_errors
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
+from model.devices.products import Products
 from model.devices.quantization import integer_product, product_in_floats, quantize_tokens, quantize_weights
 from model.devices.quantized_modules import QuantizedLinear
 from model.runner.runner import ModelRunner, RunnerOptions
@@ -116,6 +117,6 @@ def test_perplexity_in_int8_is_within_half_a_percent() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_float_copy_stays(dtype: torch.dtype) -> None:
-    decoder = load_decoder(EMBEDDED, read_spec(EMBEDDED), dtype, CPU, "int8")
+    decoder = load_decoder(EMBEDDED, read_spec(EMBEDDED), dtype, CPU, Products("int8"))
     matrices = {name: p.dtype for name, p in decoder.named_parameters() if p.ndim == 2}
     assert set(matrices.values()) == {torch.int8}

@@ -9,9 +9,10 @@ import torch
 
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
-from model.runner.overlapped import OverlappedRunner
+from model.devices import find_device
+from model.devices.products import Products
 from model.runner.pending_step import PendingStep
-from model.runner.runner import largest_step
+from model.runner.runner import ModelRunner, largest_step
 from model.step import SampledToken, Sampling, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler, TokenEvent
@@ -27,7 +28,7 @@ PAGE = 16
 MAX_CONTEXT = 200
 
 
-class Launched(OverlappedRunner):
+class Launched(ModelRunner):
     """What a plan refers to is read when it is launched: on a device the work is told by then, here it is done later."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -38,7 +39,7 @@ def overlapped(folder: Path, stream: RecordingStream, *, captured: bool, num_pag
     decoder = load(folder)
     pool = make_pool(decoder, num_pages + 1, PAGE)
     backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
-    runner = Launched(decoder, pool, backend, CPU, stream, 64, 64)
+    runner = Launched(decoder, pool, backend, find_device("cpu"), stream, 64, 64)
     if captured:
         assert runner.capture(MAX_CONTEXT) > 0
         runner.warm_up(MAX_CONTEXT)
@@ -128,7 +129,7 @@ def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(tmp_path: Pa
     stream = RecordingStream()
     core = overlapped(tmp_path, stream, captured=False)
     runner = core.runner
-    assert isinstance(runner, OverlappedRunner) and runner.capture(PAGE) == 9  # 1 to 64 rows; contexts of a page.
+    assert isinstance(runner, ModelRunner) and runner.capture(PAGE) == 9  # 1 to 64 rows; contexts of a page.
     core.scheduler.submit(0, [5, 6, 7], 40, Sampling(temperature=0.0))
     finish(core)
     assert stream.num_replays == PAGE - 3 and stream.num_enqueued == 40
@@ -138,7 +139,7 @@ def test_nothing_is_captured_for_a_backend_without_lists(tmp_path: Path) -> None
     make_checkpoint(SHAPES[1], tmp_path)
     core = make_core(make_checkpoint(SHAPES[1], tmp_path))
     runner: Any = core.runner
-    launched = Launched(runner.decoder, runner.pool, runner.backend, CPU, RecordingStream(), 32, 64)
+    launched = Launched(runner.decoder, runner.pool, runner.backend, find_device("cpu"), RecordingStream(), 32, 64)
     assert launched.capture(MAX_CONTEXT) == 0
 
 
@@ -177,12 +178,12 @@ def test_the_largest_step_has_every_token_and_every_draw_there_can_be(tmp_path: 
 def test_a_captured_step_of_int8_weights(tmp_path: Path) -> None:
     """Whose table's dtype says nothing of the logits'."""
     make_checkpoint(SHAPES[1], tmp_path)
-    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU, "int8")
+    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU, Products("int8"))
     outputs = []
     for captured in (False, True):
         pool = make_pool(decoder, 10, PAGE)
         backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
-        runner = Launched(decoder, pool, backend, CPU, stream := RecordingStream(), 4, 64)
+        runner = Launched(decoder, pool, backend, find_device("cpu"), stream := RecordingStream(), 4, 64)
         assert not captured or runner.capture(MAX_CONTEXT)
         core = EngineCore(Scheduler(Limits(9, pool.layout, 100, 4, 64)), runner)
         core.scheduler.submit(0, [5, 6, 7], 20, Sampling(temperature=0.0))

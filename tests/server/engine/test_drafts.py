@@ -27,6 +27,7 @@ from tests.server.engine.test_scheduler import History
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.guesser import Guesser
 from tests.support.hash_model import HashModel, next_token, one_group
+from tests.support.immediate import Immediate
 from tests.support.integrity import integrity
 from tests.support.processes import ServerProcess
 
@@ -122,7 +123,7 @@ def test_room_is_shared_fairly(room: int, wishes: list[int]) -> None:
 # --- the scheduler
 
 
-class Guessing(History):
+class Guessing(Immediate, History):
     """The random histories of the scheduler with drafts: from the model itself, some wrong, or n-grams over a model that repeats itself."""
 
     def __init__(self, seed: int) -> None:
@@ -169,7 +170,7 @@ class Guessing(History):
         assert len(row.tokens) == row.drafts + 1 and min_new <= len(row.sample.output) < max_new - row.drafts
 
 
-class Failing:
+class Failing(Immediate):
     """The runner is called again after it ran out of memory: without drafts, and this time it succeeds."""
 
     progress = 0

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from model import sampling
-from model.sampling import NOT_SAMPLED, draw
+from model.devices import device
+from model.sampling import NOT_SAMPLED
 from model.step import Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
+from tests.support.drawing import draw
 from tests.support.hash_model import HashModel, one_group, oracle
 from tests.support.integrity import integrity
 
@@ -84,14 +86,14 @@ def test_one_row_that_cannot_be_drawn_leaves_the_others_what_they_draw(monkeypat
     logits = torch.randn(5, 50)
     samples = [Sample(Sampling(temperature=0.8, seed=i), [1], [2]) for i in range(5)]
     expected = draw(logits, samples)
-    whole = sampling.philox_exponentials
+    whole = device.philox_exponentials
 
     def philox_exponentials(seed: int, *others: int) -> Any:
         if seed == 3:
             raise ZeroDivisionError
         return whole(seed, *others)
 
-    monkeypatch.setattr(sampling, "philox_exponentials", philox_exponentials)
+    monkeypatch.setattr(device, "philox_exponentials", philox_exponentials)
     assert draw(logits, samples) == [*expected[:3], NOT_SAMPLED, expected[4]]
 
 

@@ -7,7 +7,6 @@ Shape letters: T tokens of the step, H query heads, d columns of a key, v of a v
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from cache.pool import KVPool
 from model.batch import Batch
-from model.devices.gpu import EXACT
+from model.devices.gpu import EXACT, upload
 from model.devices.gpu.attention.configurations import Configuration
 from model.devices.gpu.attention.kernels import attend, join
 from model.devices.gpu.attention.plan import (
@@ -26,7 +25,6 @@ from model.devices.gpu.attention.plan import (
     GroupLists,
     Numbers,
     Shape,
-    Wave,
     classes,
     filled_up,
     joined,
@@ -38,7 +36,6 @@ from model.devices.gpu.attention.plan import (
 from model.devices.gpu.attention.write import scatter
 from model.layers import Rotation
 from model.step import Row
-from model.transfer import upload
 
 SCRATCH_BYTES = 64 * 2**20
 """For the parts of split sequences' outputs; more only where one sequence could need it. A step that needs more goes in waves."""
@@ -51,15 +48,8 @@ LEAST_BLOCK = 16
 JOIN_SIZES = ("HEADS", "NUM_V", "BLOCK_V", "BLOCK_M", "SPANS", "TILES")
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """What the layers of one group share, on the device."""
-
-    spans: Tensor
-    tiles: Tensor
-    tables: Tensor
-    slots: Tensor
-    waves: tuple[Wave, ...]
+GroupPlan = GroupLists[Tensor]
+"""What the layers of one group share, on the device."""
 
 
 class TritonBackend:
@@ -68,6 +58,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    batch_invariant = True
 
     def __init__(self, pool: KVPool, scale: float, num_heads: int, configuration: Configuration) -> None:
         self.pool, self.num_heads, self.configuration = pool, num_heads, configuration
@@ -94,7 +85,7 @@ class TritonBackend:
         lists = self._lists(batch.rows, batch.firsts)
         return _laid_out(lists, upload(torch.from_numpy(joined(lists)), self.pool.keys_LPSd.device))
 
-    def _lists(self, rows: Sequence[Row], firsts: ArrayLike) -> list[GroupLists]:
+    def _lists(self, rows: Sequence[Row], firsts: ArrayLike) -> list[GroupLists[Numbers]]:
         return plan_groups(rows, firsts, self.pool.layout, self.num_heads, self.configuration, self.capacity)
 
     def contexts(self, longest: int) -> list[int]:
@@ -115,7 +106,7 @@ class TritonBackend:
         """The plan whose lists are these on the device."""
         return _laid_out(self._padding(shape), words)
 
-    def _padding(self, shape: Shape) -> list[GroupLists]:
+    def _padding(self, shape: Shape) -> list[GroupLists[Numbers]]:
         layout = self.pool.layout
         return [padding_of(shape, group, layout.page_size, self.num_heads, self.configuration) for group in layout.groups]
 
@@ -196,7 +187,7 @@ def _block(num: int) -> int:
     return max(LEAST_BLOCK, 1 << (num - 1).bit_length()) if num else 0
 
 
-def _laid_out(lists: list[GroupLists], words: Tensor) -> tuple[GroupPlan, ...]:
+def _laid_out(lists: list[GroupLists[Numbers]], words: Tensor) -> tuple[GroupPlan, ...]:
     """Plans of lists of these sizes, whose numbers are on the device."""
     parts = [part for group in lists for part in group.parts]
     tensors = (x.view(part.shape) for x, part in zip(words.split([part.size for part in parts]), parts, strict=True))

@@ -10,6 +10,7 @@ padding that the kernels skip, so that steps of about a size have lists of one s
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +20,7 @@ from model.devices.gpu.attention.configurations import Configuration
 from model.step import Row
 
 Numbers = NDArray[np.int32]
+Lists = TypeVar("Lists")
 SPAN_FIELDS = 4
 """Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
 TILE_FIELDS = 7
@@ -44,26 +46,26 @@ class Wave:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLists:
-    """What the layers of a group share. A line of `spans` has SPAN_FIELDS, one of `tiles` TILE_FIELDS."""
+class GroupLists(Generic[Lists]):
+    """What the layers of a group share, on the host or on the device. A line of `spans` has SPAN_FIELDS, one of `tiles` TILE_FIELDS."""
 
-    spans: Numbers
-    tiles: Numbers
-    tables: Numbers
+    spans: Lists
+    tiles: Lists
+    tables: Lists
     """Pages by row of the step: page i of stack j, counted from the first page that is listed, at i * num_stacks + j."""
-    slots: Numbers
+    slots: Lists
     """By stack and token; -1 is padding."""
     waves: tuple[Wave, ...]
 
     @property
-    def parts(self) -> tuple[Numbers, ...]:
+    def parts(self) -> tuple[Lists, ...]:
         """The lists, in the order in which they follow each other on the device."""
         return self.spans, self.tiles, self.tables, self.slots
 
 
 def plan_groups(
     rows: Sequence[Row], firsts: ArrayLike, layout: CacheLayout, num_heads: int, configuration: Configuration, capacity: int
-) -> list[GroupLists]:
+) -> list[GroupLists[Numbers]]:
     """The lists of every group; `capacity` is how many splits of a tile the scratch holds."""
     first_r = np.asarray(firsts, np.int64)
     start_r = np.asarray([row.start for row in rows], np.int64)
@@ -178,7 +180,7 @@ class Shape:
 
 
 @cache
-def padding_of(shape: Shape, group: LayerGroup, page_size: int, num_heads: int, configuration: Configuration) -> GroupLists:
+def padding_of(shape: Shape, group: LayerGroup, page_size: int, num_heads: int, configuration: Configuration) -> GroupLists[Numbers]:
     """Lists of padding, with the wave that takes them. Everybody gets the same ones, and writes to none."""
     pages, splits = pages_for(shape.num_keys, page_size), most_splits(shape.num_keys, group.window, configuration)
     if group.window is not None:
@@ -211,12 +213,12 @@ def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape | None
     return Shape(num_rows, num_keys) if num_rows * num_keys // page_size <= MOST_PAGES else None
 
 
-def joined(lists: Sequence[GroupLists]) -> Numbers:
+def joined(lists: Sequence[GroupLists[Numbers]]) -> Numbers:
     """All their numbers, one list behind the other."""
     return np.concatenate([part.ravel() for group in lists for part in group.parts])
 
 
-def filled_up(lists: Sequence[GroupLists], padding: Sequence[GroupLists]) -> Numbers:
+def filled_up(lists: Sequence[GroupLists[Numbers]], padding: Sequence[GroupLists[Numbers]]) -> Numbers:
     """The same, as far as there is room in lists of padding: what these hold beyond the padding's sizes is padding itself."""
     numbers, begin = joined(padding), 0
     for group, larger_group in zip(lists, padding, strict=True):

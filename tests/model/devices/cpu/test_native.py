@@ -18,7 +18,7 @@ from cache.pages import PageAllocator
 from cache.pool import KVPool
 from cache.table import PageTable
 from model.batch import build_batch
-from model.devices import create_backend
+from model.devices import create_backend, find_device
 from model.devices.cpu import native
 from model.step import Row, StepPlan
 from tests.support.paths import ROOT
@@ -72,7 +72,7 @@ class Case:
     def run(self, chosen: list[int], pool: KVPool | None = None) -> list[torch.Tensor]:
         """The outputs of these rows, computed together."""
         pool = pool or self.pool()
-        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, CPU)
+        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, find_device("cpu").upload)
         q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]) for part in range(3))
         backend = create_backend("native", pool, self.dims[0] ** -0.5, self.num_heads)
         o_THv = backend.run(backend.plan(batch), 0, q_THd, k_Td, v_Tv)

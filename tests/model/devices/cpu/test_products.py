@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from model.devices.cpu import native
+from model.devices.cpu.device import CpuDevice
 from model.devices.cpu.products import PackedEmbedding, PackedLinear
 from model.devices.quantization import product_in_floats, quantize_tokens, quantize_weights
 from model.devices.quantized_modules import QuantizedLinear
 from model.layers import ACTIVATIONS, Embedding
-from model.sampling import summary
 from tests.model.devices.cpu.test_native import WIDTHS
 
 
@@ -21,7 +21,7 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """The kernels of one width, in place of this processor's widest."""
     chosen = native.library(request.param)
     monkeypatch.setattr("model.devices.cpu.products.library", lambda: chosen)
-    monkeypatch.setattr("model.sampling.library", lambda: chosen)
+    monkeypatch.setattr("model.devices.cpu.device.library", lambda: chosen)
     yield request.param
 
 
@@ -129,10 +129,10 @@ def test_the_summary_of_logits(width: str) -> None:
         logits[1] = logits[1, 0]  # The first of equal ones is the greatest.
         logits[2, 1:] = -torch.inf
         logits[3] += 1e4
-        normaliser, largest, tokens = summary(logits)
+        normaliser, largest, tokens = CpuDevice().summary(logits)
         assert torch.equal(largest, logits.max(dim=-1).values) and torch.equal(tokens, logits.argmax(dim=-1))
         assert (normaliser - logits.double().logsumexp(dim=-1)).abs().max() < 1e-3 and int(tokens[1]) == 0
-        assert all(torch.equal(summary(logits[i : i + 1])[0], normaliser[i : i + 1]) for i in range(9))
+        assert all(torch.equal(CpuDevice().summary(logits[i : i + 1])[0], normaliser[i : i + 1]) for i in range(9))
 
 
 @torch.inference_mode()
@@ -142,6 +142,6 @@ def test_the_summary_of_what_is_not_finite_is_not(width: str) -> None:
             for place in {0, vocab_size // 2, vocab_size - 1}:
                 logits = torch.randn(3, vocab_size)
                 logits[1, place] = wrong
-                normaliser, _, tokens = summary(logits)
+                normaliser, _, tokens = CpuDevice().summary(logits)
                 assert normaliser.isfinite().tolist() == [True, False, True] and 0 <= int(tokens[1]) < vocab_size
-        assert not summary(torch.full((1, vocab_size), -torch.inf))[0].isfinite().any()
+        assert not CpuDevice().summary(torch.full((1, vocab_size), -torch.inf))[0].isfinite().any()

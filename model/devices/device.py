@@ -1,0 +1,149 @@
+"""Device: the hardware that a model runs on, as the rest of the model sees it. devices/cpu and devices/gpu implement it.
+
+Everything that differs between devices is asked of this one object, which `model.devices.find_device` chooses by name. Invariant: copies
+and steps take effect on a device in the order in which they are issued. It knows nothing of requests and schedules.
+
+Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted, K how many of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cache.pool import KVPool
+from model.batch import Numbers
+from model.devices.products import Products
+from model.step import StepPlan
+
+MEMORY_ERRORS = "out of memory", "ALLOC_FAILED", "can't allocate memory"
+
+Key = tuple[int, int, int]
+"""Seed, choice and output index: all that the randomness of a draw depends on."""
+GumbelMax = Callable[[Tensor, Tensor, Sequence[int], Sequence[Key], Sequence[tuple[float, float]]], Tensor]
+"""(logits_SV, largest_S, rows to draw for, their keys, their (temperature, min_p)) -> their tokens"""
+
+
+class Event(Protocol):
+    """A point in a device's stream of work."""
+
+    def wait(self) -> None:
+        """Returns when the device has reached it."""
+
+
+class Stream(Protocol):
+    """A device's queue of work. What is enqueued runs after everything enqueued before it, possibly after `enqueue` has returned."""
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Runs `work`, which touches the device and nothing else. Raises what launching work can raise, MemoryError excepted."""
+
+    def mark(self) -> Event:
+        """The point after everything enqueued so far."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Records `work` and returns a function that repeats it on the same tensors. Numbers that `work` takes from the host keep their
+        values of now; it must not wait for the device.
+        """
+
+
+class Device:
+    """One kind of hardware. What a subclass does not override is done by torch, and done when the call returns."""
+
+    name: str
+    """The value of engine.device that selects it."""
+    torch_device: torch.device
+    """Where tensors lie."""
+    default_dtype: torch.dtype
+    default_cache_share: float
+    """The share of free memory that the KV cache takes by default."""
+    overcommits = False
+    """Whether an allocation succeeds without the memory being there, because it is taken only when it is first written to."""
+    warms_up = False
+    """Whether kernels are compiled or captured when they first run, which should happen before requests are served."""
+    invariant_backend: str
+    """Name of the attention backend that is batch-invariant."""
+    invariant_backend_needs: str
+    """What has to hold for that backend to be chosen, for error messages."""
+
+    def backend_for(self, pool: KVPool, num_heads: int) -> str:
+        """Name of the fastest attention backend for a pool of this dtype and these sizes. The pool may be on torch's meta device."""
+        raise NotImplementedError
+
+    def products(self, dtype: torch.dtype, quantization: str, deterministic: bool) -> Products:
+        """What computes a decoder's matrix products."""
+        raise NotImplementedError
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that can be taken now, and all there are."""
+        raise NotImplementedError
+
+    def use_threads(self, count: int) -> None:
+        """Sets the number of threads where torch's own threads compute; 0 leaves it as it is."""
+
+    def check_float8(self, options: str) -> None:
+        """Raises OptionError, naming these options, where the hardware cannot compute with float8."""
+
+    def step_bytes(self, prepare: Callable[[], Callable[[StepPlan], object]], plans: Sequence[StepPlan]) -> int:
+        """Memory that steps take besides weights and cache. `prepare` allocates what stays between steps and returns what runs a plan. 0
+        where nothing needs to be reserved for steps; then nothing is run.
+        """
+        return 0
+
+    def release_cached_memory(self) -> None:
+        """Returns memory that torch's allocator keeps for reuse."""
+
+    def synchronize(self) -> None:
+        """Returns when everything launched so far is done."""
+
+    def stream(self) -> Stream | None:
+        """What runs steps asynchronously; None where a step is done when it has been launched."""
+        return None
+
+    def upload(self, values: Numbers, dtype: torch.dtype | None = None) -> Tensor:
+        """A non-blocking copy on the device. The host's values may change as soon as this has returned."""
+        return values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+
+    def download(self, x: Tensor) -> Tensor:
+        """A non-blocking copy on the host. It may be read when an event after it has been reached."""
+        return x.clone()
+
+    def summary(self, logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(normaliser_S, largest_S, tokens_S) of float32 logits: the logarithm of the sum of each row's exponentials, its largest logit
+        and the index of that. torch's normaliser is not batch-invariant.
+        """
+        return logits_SV.logsumexp(dim=-1), *logits_SV.max(dim=-1)
+
+    def exponential_noise(self, keys: Sequence[Key], count: int) -> Tensor:
+        """`count` exponentially distributed numbers (mean 1) for each key, as float64; a pure function of the key."""
+        return self.upload(torch.from_numpy(np.stack([philox_exponentials(*key, count) for key in keys])))
+
+    @property
+    def gumbel_max(self) -> GumbelMax | None:
+        """A single kernel that draws tokens; None where there is none."""
+        return None
+
+    def largest(self, logits_FV: Tensor, count: int) -> Tensor:
+        """Indices of each row's largest logits, in an order that does not depend on other rows. -> ids_FK"""
+        return logits_FV.topk(count, dim=-1).indices
+
+    def raise_if_broken(self) -> None:
+        """Raises the device's own error where it can no longer compute: kernel launchers may report that as any error."""
+
+
+def philox_exponentials(seed: int, choice: int, index: int, count: int) -> NDArray[np.float64]:
+    """`count` exponentially distributed numbers (mean 1), a pure function of the arguments: Philox (Salmon et al. 2011) with the seed as
+    its key and a counter that starts at (choice, index).
+    """
+    philox = np.random.Philox(key=seed & (2**64 - 1), counter=[0, index, choice, 0])
+    return np.random.Generator(philox).standard_exponential(count)
+
+
+def lack_of_memory(error: RuntimeError) -> str:
+    """The message of an error that says the device is out of memory. Raises every other error."""
+    # torch's allocator has an exception of its own; CUDA graphs, libraries, Triton and the CPU's allocator have texts.
+    if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in MEMORY_ERRORS):
+        raise error
+    return str(error).splitlines()[0]
