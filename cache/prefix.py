@@ -126,11 +126,7 @@ class PrefixCache:
             self.retract(block)
 
     def _group_at(self, place: int) -> LayerGroup:
-        for group in self._layout.groups:
-            if place < group.num_stacks:
-                return group
-            place -= group.num_stacks
-        raise IndexError(place)
+        return [group for group in self._layout.groups for _ in range(group.num_stacks)][place]
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well."""

@@ -170,9 +170,9 @@ class Sequence:
 
     def take_accepted(self, row: Row, accepted: list[int]) -> None:
         """Accounts for the accepted draft tokens of a row: they are computed, and `append` takes them one by one as forced tokens."""
-        if self.drafter is not None:
-            self.drafter.record_outcome(len(self.output) + len(accepted) + 1, row.drafts, len(accepted))
-            self._force(accepted)
+        assert self.drafter is not None, "only a drafter makes draft tokens"
+        self.drafter.record_outcome(len(self.output) + len(accepted) + 1, row.drafts, len(accepted))
+        self._force(accepted)
         self.num_computed += len(accepted)
 
     def _tokens(self, start: int, end: int) -> list[int]:

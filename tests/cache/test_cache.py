@@ -140,3 +140,33 @@ def test_where_every_layer_has_a_window_a_few_pages_hold_any_length() -> None:
     layout = CacheLayout.of(3, [40] * 3, 16)
     assert layout.most_pages(10**6, 64) == 8
     assert layout.most_tokens(8, 64, 10**6) == 10**6 and layout.most_tokens(7, 64, 10**6) < 200
+
+
+def test_a_page_without_an_owner_is_not_kept() -> None:
+    with pytest.raises(ValueError, match="page 1 has no owner"):
+        PageAllocator(3).keep(1)
+
+
+def test_a_table_with_pages_cannot_begin_with_others() -> None:
+    layout = CacheLayout.of(1, (None,), 16)
+    allocator = PageAllocator(3)
+    table = PageTable(allocator, layout)
+    table.grow(1, 0)
+    with pytest.raises(ValueError, match="cannot begin with others"):
+        table.share(([2],))
+
+
+def test_sequences_that_fit_together() -> None:
+    layout = CacheLayout.of(1, (None,), 16)
+    assert layout.sequences(10, 32, 16) == 5
+    assert layout.sequences(1, 32, 16) == 0
+
+
+def test_integrity_names_what_is_inconsistent() -> None:
+    allocator = PageAllocator(3)
+    (page,) = allocator.allocate(1)
+    allocator.keep(page)
+    allocator.release([page])
+    assert allocator.integrity() == []
+    allocator.kept.clear()
+    assert allocator.integrity() == ["a page is cached and not worth keeping, or the other way round"]

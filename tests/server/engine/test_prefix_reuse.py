@@ -200,3 +200,10 @@ def test_usage_says_what_was_cached_and_salts_keep_apart(embedded_server: Server
     body = {"inputs": prompt, "parameters": {"max_new_tokens": 4}, "cache_salt": "b"}
     assert embedded_server.post("/generate", body)[0] == 200
     assert embedded_server.metric("onehead_prefix_cache_hits_total") - hits == 2 * again
+
+
+def test_integrity_names_a_prefix_that_is_not_kept() -> None:
+    cache = Cache(20)
+    cache.compute([*range(8)])
+    cache.allocator.forget(next(iter(cache.allocator.kept)))
+    assert cache.prefixes.integrity() == ["pages are listed as prefixes and not kept, or the other way round"]

@@ -30,6 +30,18 @@ def store_of(**bounds: Any) -> StreamStore:
 def ignore(reason: str) -> None: ...
 
 
+def test_only_so_many_streams_are_remembered_as_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.http.stream_buffer.MAX_EXPIRED", 1)
+    store = store_of(seconds=1.0)
+    for _ in range(2):
+        store.end(store.open("me", ignore, 0.0), 0.0)
+    store.sweep(10.0)
+    with pytest.raises(Unknown):
+        store.find("stream0", "me")
+    with pytest.raises(Expired):
+        store.find("stream1", "me")
+
+
 def test_a_reader_gets_every_event_once_however_often_it_is_cut_off() -> None:
     for seed in range(300):
         rng = random.Random(seed)

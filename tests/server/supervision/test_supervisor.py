@@ -456,3 +456,13 @@ def test_an_engine_may_fail_one_sequence() -> None:
     bench.engine.on_message(protocol.Failed(first, "no"))
     bench.engine.step()
     assert len(bench.delivered[first]) == 1 and len(bench.tokens(second)) == 1
+
+
+def test_stopping_while_no_engine_could_be_spawned_ends_open_sequences() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    bench.fail_spawns = 1
+    bench.engine.on_exit(1)
+    id = bench.submit()
+    bench.supervisor.stop()
+    assert bench.supervisor.state is State.STOPPED and len(bench.delivered[id]) == 1
