@@ -36,9 +36,9 @@ def test_only_so_many_streams_are_remembered_as_expired(monkeypatch: pytest.Monk
     for _ in range(2):
         store.end(store.open("me", ignore, 0.0), 0.0)
     store.sweep(10.0)
-    with pytest.raises(Unknown):
+    with pytest.raises(UnknownStream):
         store.find("stream0", "me")
-    with pytest.raises(Expired):
+    with pytest.raises(ExpiredStream):
         store.find("stream1", "me")
 
 
