@@ -216,7 +216,7 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_70(tiny_folder: Path) -
     server = ServerProcess(tiny_folder)
     kill_engines(server)
     assert server.process.wait(30) == 70
-    assert "died 3 times in a row" in server.process.communicate()[1]
+    assert "crashed 3 times in a row" in server.process.communicate()[1]
 
 
 def test_sigterm_lets_streams_finish_and_refuses_newcomers(tiny_folder: Path) -> None:
