@@ -6,9 +6,10 @@ This module knows nothing of HTTP, text or tensors.
 
 import msgspec
 
+from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
 
-VERSION = 10
+VERSION = 11
 MAX_FRAME_BYTES = 64 * 2**20
 
 
@@ -21,7 +22,7 @@ class Message(Part, frozen=True, tag=True):
 
 
 class Start(Message, frozen=True):
-    """First message to an engine: what to load, and the engine options. `memory` is cache.memory; None is its default."""
+    """First message to an engine: what to load, and how."""
 
     version: int
     model: str
@@ -31,20 +32,7 @@ class Start(Message, frozen=True):
     """The largest token id of the tokenizer."""
     end_token_ids: list[int]
     """End-of-sequence tokens according to the tokenizer."""
-    device: str
-    dtype: str
-    quantization: str
-    deterministic: bool
-    threads: int
-    max_context: int | None
-    max_running: int
-    step_tokens: int
-    speculation: str
-    cache_dtype: str
-    page_size: int
-    pages: int | None
-    memory: float | None
-    serve_pooled: bool
+    options: EngineOptions
     heartbeat_seconds: float
     """Interval between two Heartbeats."""
     log_level: str

@@ -5,6 +5,7 @@ Invariant: the engine process has ended when `close` returns. It knows no routes
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ from server.errors import ResourceError
 from server.generation.admission import Bounds
 from server.generation.generation import Generation
 from server.metrics import Metrics
+from server.protocol import EngineOptions
 from server.supervision.processors import available_processors, engine_threads
 from server.supervision.supervisor import State, Supervisor, Timeouts
 from server.supervision.transport import EngineProcess
@@ -29,20 +31,22 @@ TICK_SECONDS = 0.25
 log = logging.getLogger("onehead")
 
 
+def engine_options(settings: EngineSettings) -> EngineOptions:
+    """The options that an engine gets: `engine.*` and `cache.*` by their names, with the threads and the context that they leave open."""
+    engine, cache = settings.engine.model_dump(), settings.cache.model_dump()
+    found = {"threads": engine_threads(settings.engine.threads), "max_context": settings.engine.max_context or 0}
+    return EngineOptions(**engine | cache | found | {"dtype": settings.engine.dtype, "cache_dtype": settings.cache.dtype})
+
+
 def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSection) -> protocol.Start:
-    """What an engine of these settings is told first."""
-    cache = settings.cache
+    """The first message to an engine with these settings."""
     return protocol.Start(
-        **settings.engine.model_dump() | {"threads": engine_threads(settings.engine.threads)},  # The fields have the options' names.
         version=protocol.VERSION,
         model=str(settings.model),
         tokenizer=str(codec.path),
         largest_token_id=codec.largest_id,
         end_token_ids=list(codec.end_token_ids),
-        cache_dtype=cache.dtype,
-        page_size=cache.page_size,
-        pages=cache.pages,
-        memory=cache.memory,
+        options=engine_options(settings),
         heartbeat_seconds=section.stall_after / 4,
         log_level=section.log_level,
         log_format=section.log_format,
@@ -106,7 +110,10 @@ class SupervisedEngine:
     def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
         ready = self.supervisor.ready
         # A replacement gets the pool that requests were admitted to, however much memory is free now, on the device that began them.
-        start = self._start if ready is None else msgspec.structs.replace(self._start, pages=ready.num_pages, device=ready.device)
+        start = self._start
+        if ready is not None:
+            options = dataclasses.replace(start.options, pages=ready.num_pages, device=ready.device)
+            start = msgspec.structs.replace(start, options=options)
         if self._num_spawned:
             self.metrics.engine_restarts.inc()
         self._num_spawned += 1
@@ -118,7 +125,7 @@ class SupervisedEngine:
         if state is State.READY and self.supervisor.ready is not None:
             self.metrics.loaded(self.supervisor.ready)
             if self._crashed_at is None and self.supervisor.ready.device == "cpu":
-                _warn_of_threads(self._start.threads)
+                _warn_of_threads(self._start.options.threads)
             if self._crashed_at is not None:
                 seconds = time.monotonic() - self._crashed_at
                 self.metrics.engine_recovery.observe(seconds)

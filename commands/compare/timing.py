@@ -22,7 +22,8 @@ from commands.reference.heads import HeadListAttention
 from commands.train.train import initialise
 from model.decoder import Decoder
 from model.devices import find_device
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 from model.spec import ModelSpec
 from model.step import Row, Sample, SampledToken, Sampling, StepPlan
 
@@ -79,7 +80,7 @@ class Generator:
         decoder = Decoder(spec)
         initialise(decoder, seed=0)
         pages = pages_for(len(PROMPT) + num_tokens, 64)
-        options = RunnerOptions("cpu", "float32", 0, 64, pages, None, spec.max_positions, 1, spec.max_positions)
+        options = EngineOptions("cpu", "float32", 0, 64, pages, None, spec.max_positions, 1, spec.max_positions)
         self.runner = ModelRunner.over(decoder.requires_grad_(False).eval(), torch.float32, find_device("cpu"), options)
         self.pages = [array("q", range(pages))]
 

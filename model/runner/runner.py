@@ -10,7 +10,6 @@ Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -28,6 +27,7 @@ from model.devices.backend import Backend
 from model.devices.device import Device, Stream, lack_of_memory
 from model.devices.products import Products
 from model.devices.replacement import RowMatrix
+from model.options import EngineOptions
 from model.runner.cuda_graphs import CudaGraphs, ListedBackend
 from model.runner.pending_step import PendingStep
 from model.sampling import Scores, begin_draw
@@ -37,30 +37,6 @@ from model.step import PENDING, Row, Sample, Sampling, StepPlan, StepResult
 SCORED_AT_ONCE = 128
 GREEDY, SORTING = Sampling(temperature=0.0), Sampling(top_p=0.9, typical_p=0.9)
 """The ways of drawing that take the least memory and the most."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerOptions:
-    """How to load and size a runner. The cache gets `pages` where given, else `memory`: bytes, or a share up to 1.0 of what is free."""
-
-    device: str
-    dtype: str
-    threads: int
-    page_size: int
-    pages: int | None
-    memory: float | None
-    max_context: int
-    max_running: int
-    step_tokens: int
-    """The most tokens of a step: a larger pool would never be used."""
-    quantization: str = "none"
-    deterministic: bool = False
-    """Requires batch-invariant kernels: on a GPU products of ours instead of cuBLAS's."""
-    cache_dtype: str = "auto"
-
-    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of keys and values in the cache of a model that computes in `dtype`."""
-        return FLOAT8 if self.cache_dtype == "fp8" else dtype
 
 
 class ModelRunner:
@@ -93,7 +69,7 @@ class ModelRunner:
             self._graphs = CudaGraphs(decoder, backend, device, stream, self._drawn_S, most_rows)
 
     @classmethod
-    def load(cls, folder: Path, spec: ModelSpec, options: RunnerOptions, report: Report = lambda *_: None) -> "ModelRunner":
+    def load(cls, folder: Path, spec: ModelSpec, options: EngineOptions, report: Report = lambda *_: None) -> "ModelRunner":
         """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and MemoryError where not one page fits."""
         device = find_device(options.device)
         device.use_threads(options.threads)
@@ -110,11 +86,11 @@ class ModelRunner:
         return runner
 
     @classmethod
-    def over(cls, decoder: Decoder, dtype: torch.dtype, device: Device, options: RunnerOptions) -> "ModelRunner":
+    def over(cls, decoder: Decoder, dtype: torch.dtype, device: Device, options: EngineOptions) -> "ModelRunner":
         """A runner of a loaded decoder, with a cache in `dtype` or float8. Raises MemoryError where not one page fits."""
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-        stored_as = options.stored_as(dtype)
+        stored_as = _stored_as(options, dtype)
         page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, stored_as.itemsize)
         # Steps are measured before free memory is: the first ones load libraries, whose memory stays taken.
         steps = 0 if options.pages else _step_bytes(decoder, dtype, device, options, layout)
@@ -273,9 +249,14 @@ class ModelRunner:
             pending.scores.append((rows, Scores(self.device, logits_SV, targets, num_tops)))
 
 
-def _pool(spec: ModelSpec, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device, options: RunnerOptions) -> KVPool:
+def _stored_as(options: EngineOptions, dtype: torch.dtype) -> torch.dtype:
+    """The type of keys and values in the cache of a model that computes in `dtype`."""
+    return FLOAT8 if options.cache_dtype == "fp8" else dtype
+
+
+def _pool(spec: ModelSpec, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device, options: EngineOptions) -> KVPool:
     sizes = num_pages, spec.key_dim, spec.value_dim
-    return KVPool.allocate(layout, *sizes, dtype, device, value_in_key=spec.value_in_key, stored_as=options.stored_as(dtype))
+    return KVPool.allocate(layout, *sizes, dtype, device, value_in_key=spec.value_in_key, stored_as=_stored_as(options, dtype))
 
 
 def _backend(spec: ModelSpec, pool: KVPool, device: Device) -> Backend:
@@ -283,7 +264,7 @@ def _backend(spec: ModelSpec, pool: KVPool, device: Device) -> Backend:
     return create_backend(device.backend_for(pool, heads), pool, spec.attention_scale, heads)
 
 
-def _step_bytes(decoder: Decoder, dtype: torch.dtype, device: Device, options: RunnerOptions, layout: CacheLayout) -> int:
+def _step_bytes(decoder: Decoder, dtype: torch.dtype, device: Device, options: EngineOptions, layout: CacheLayout) -> int:
     """Bytes that steps take besides weights and cache, measured over the smallest cache: the largest step, and the largest captured one."""
 
     def prepare() -> Any:
@@ -319,7 +300,7 @@ def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
     return [array("q", bytes(8 * pages_for(num_tokens, layout.page_size) * group.num_stacks)) for group in layout.groups]
 
 
-def _check_options(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, device: Device) -> None:
+def _check_options(spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, device: Device) -> None:
     """Raises OptionError where the hardware lacks float8, or attention would not be batch-invariant although engine.deterministic is
     true.
     """
@@ -339,7 +320,7 @@ def _check_options(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype, 
         )
 
 
-def _products(options: RunnerOptions, dtype: torch.dtype, device: Device) -> Products:
+def _products(options: EngineOptions, dtype: torch.dtype, device: Device) -> Products:
     """What computes products. Raises OptionError where these would not be batch-invariant although engine.deterministic is true."""
     products = device.products(dtype, options.quantization, options.deterministic)
     if options.deterministic and not products.batch_invariant:
@@ -350,7 +331,7 @@ def _products(options: RunnerOptions, dtype: torch.dtype, device: Device) -> Pro
     return products
 
 
-def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: RunnerOptions, device: Device, free: int) -> int:
+def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: EngineOptions, device: Device, free: int) -> int:
     """Pages that the options allow, and no more than requests can use. Raises MemoryError for more memory than the device has."""
     memory = options.memory or device.default_cache_share
     if memory > (total := device.memory()[1]):

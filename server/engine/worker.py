@@ -46,7 +46,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     grammars = Grammars(Path(start.tokenizer), sorted({*spec.end_token_ids, *start.end_token_ids}))
     _ = grammars.tokenizer  # Read now, as a large one takes seconds, which would delay a step.
     runner = _load_runner(start, folder, spec, max_context, report)
-    limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.max_running, start.step_tokens)
+    limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.options.max_running, start.options.step_tokens)
     if limits.capacity < max_context:
         short = "the KV cache holds %d tokens of one sequence, fewer than the context of %d: longer requests are refused; see cache.memory"
         log.warning(short, limits.capacity, max_context)
@@ -59,12 +59,12 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         max_context=max_context,
         end_token_ids=list(spec.end_token_ids),
         num_parameters=runner.decoder.num_parameters,
-        page_size=start.page_size,
+        page_size=start.options.page_size,
         num_pages=runner.pool.num_pages,
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         kv_bytes_per_token=spec.kv_bytes_per_token(kv_dtype.itemsize),
         capacity=limits.capacity,
-        quantization=start.quantization,
+        quantization=start.options.quantization,
         weight_bytes=runner.weight_bytes,
         page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
         kernels=runner.kernels,
@@ -72,16 +72,15 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
         sequences=_sequences(limits, spec.contexts()),
     )
-    drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.speculation == "ngram" else None
+    drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.options.speculation == "ngram" else None
     return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
 
 
 def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report") -> "ModelRunner":
     """Imports torch and loads the weights."""
-    from model.runner.runner import ModelRunner, RunnerOptions
+    from model.runner.runner import ModelRunner
 
-    same = {field.name: getattr(start, field.name) for field in dataclasses.fields(RunnerOptions)}
-    options = RunnerOptions(**same | {"max_context": max_context})
+    options = dataclasses.replace(start.options, max_context=max_context)
     runner = ModelRunner.load(folder, spec, options, report)
     _warn_of_float8(start, runner.device.name)
     return runner
@@ -95,7 +94,7 @@ def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
 
 def _warn_of_float8(start: protocol.Start, device: str) -> None:
     """Warns of FP8 on a CPU, which is supported only to show the answers that a GPU would give."""
-    if device == "cpu" and "fp8" in (start.quantization, start.cache_dtype):
+    if device == "cpu" and "fp8" in (start.options.quantization, start.options.cache_dtype):
         log.warning("fp8 on a CPU is slow, as torch converts it for every product; it shows the answers of a GPU. For speed use int8")
 
 
@@ -104,7 +103,7 @@ def _check_conversion(start: protocol.Start, folder: Path) -> None:
     fact = only_pooled(folder)
     if fact is None:
         return
-    if not start.serve_pooled:
+    if not start.options.serve_pooled:
         way_out = f"`onehead train --init {folder} --output NEW` trains it; --engine.serve_pooled true serves it as it is"
         raise CheckpointError(f"{fact}; {way_out}")
     log.warning("%s; it is served because engine.serve_pooled is true", fact)
@@ -124,9 +123,10 @@ def _check_tokenizer(start: protocol.Start, spec: ModelSpec) -> None:
 
 
 def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
-    if start.max_context is not None and start.max_context > spec.max_positions:
-        raise CheckpointError(f"engine.max_context {start.max_context} is above the {spec.max_positions} positions of the checkpoint")
-    return start.max_context or spec.max_positions
+    asked, positions = start.options.max_context, spec.max_positions
+    if asked > positions:
+        raise CheckpointError(f"engine.max_context {asked} is above the {positions} positions of the checkpoint")
+    return asked or positions
 
 
 def load_report(pipe: Connection) -> "Report":

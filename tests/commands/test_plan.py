@@ -23,7 +23,8 @@ from commands.reference.twin import MultiHeadDecoder
 from model.checkpoint.families import read_spec
 from model.decoder import Decoder, meta_decoder
 from model.devices.quantized_modules import quantize_modules
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 from model.spec import CheckpointError
 from tests.support.paths import MODELS
 
@@ -96,12 +97,12 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_what_the_plan_says_is_what_the_runner_takes(tiny_folder: Path) -> None:
     spec = read_spec(tiny_folder)
-    runner = ModelRunner.load(tiny_folder, spec, RunnerOptions("cpu", "float32", 1, 64, 10, None, 512, 4, 64))
+    runner = ModelRunner.load(tiny_folder, spec, EngineOptions("cpu", "float32", 1, 64, 10, None, 512, 4, 64))
     plan = make_plan(PlanOptions(model=tiny_folder, memory=10**9, dtype="float32"))
     assert plan.weight_bytes["float32"] == runner.weight_bytes
     assert plan.kv_bytes_per_token["float32"]["multi_query"] * 64 * 10 == runner.pool.num_bytes
     for dtype in ("float32", "bfloat16"):
-        small = ModelRunner.load(tiny_folder, spec, RunnerOptions("cpu", dtype, 1, 64, 10, None, 512, 4, 64, "int8"))
+        small = ModelRunner.load(tiny_folder, spec, EngineOptions("cpu", dtype, 1, 64, 10, None, 512, 4, 64, "int8"))
         assert make_plan(PlanOptions(model=tiny_folder, memory=10**9, dtype=dtype)).weight_bytes["int8"] == small.weight_bytes
 
 

@@ -18,7 +18,8 @@ from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
 from model.devices import create_backend, find_device
 from model.devices.cpu.products import PackedEmbedding
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
@@ -94,7 +95,7 @@ def test_logits_equal_transformers_for_each_of_the_128_chunkings_of_8_tokens(any
 
 
 def make_runner(checkpoint: TinyCheckpoint, num_pages: int = 200, page_size: int = 16, dtype: str = "float32") -> ModelRunner:
-    options = RunnerOptions("cpu", dtype, 1, page_size, num_pages, None, 512, 32, 64)
+    options = EngineOptions("cpu", dtype, 1, page_size, num_pages, None, 512, 32, 64)
     return ModelRunner.load(checkpoint.folder, read_spec(checkpoint.folder), options)
 
 
@@ -210,15 +211,15 @@ def test_cache_sizes(tiny_checkpoint: TinyCheckpoint) -> None:
     spec = read_spec(tiny_checkpoint.folder)
     assert spec.kv_bytes_per_token(4) == 2 * 3 * 16 * 4
     page_bytes = spec.kv_bytes_per_token(4) * 16
-    in_bytes = RunnerOptions("cpu", "float32", 1, 16, None, 10.5 * page_bytes, 512, 64, 64)
+    in_bytes = EngineOptions("cpu", "float32", 1, 16, None, 10.5 * page_bytes, 512, 64, 64)
     assert ModelRunner.load(tiny_checkpoint.folder, spec, in_bytes).pool.num_pages == 10
-    capped = RunnerOptions("cpu", "float32", 1, 16, None, None, 84, 1, 64)
+    capped = EngineOptions("cpu", "float32", 1, 16, None, None, 84, 1, 64)
     assert ModelRunner.load(tiny_checkpoint.folder, spec, capped).pool.num_pages == 7
     with pytest.raises(MemoryError, match=r"cache\.memory"):
-        ModelRunner.load(tiny_checkpoint.folder, spec, RunnerOptions("cpu", "float32", 1, 16, None, 5.0, 512, 64, 64))
+        ModelRunner.load(tiny_checkpoint.folder, spec, EngineOptions("cpu", "float32", 1, 16, None, 5.0, 512, 64, 64))
     # What requests could use is far less and would fit: more than there is cannot be meant.
     with pytest.raises(MemoryError, match=r"^cache\.memory is 921600\.00 GiB, and cpu has [0-9.]+ GiB in all; lower it$"):
-        ModelRunner.load(tiny_checkpoint.folder, spec, RunnerOptions("cpu", "float32", 1, 16, None, 900.0 * 2**40, 512, 64, 64))
+        ModelRunner.load(tiny_checkpoint.folder, spec, EngineOptions("cpu", "float32", 1, 16, None, 900.0 * 2**40, 512, 64, 64))
 
 
 def test_the_limit_of_a_control_group_is_all_that_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import torch
 from model.checkpoint.families import read_spec
 from model.devices.cpu import native
 from model.devices.gpu.device import GpuDevice
-from model.runner.runner import ModelRunner, RunnerOptions, _check_options
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner, _check_options
 from model.spec import OptionError
 from server.config import ServeSettings, load
 from tests.support.processes import ServerProcess
@@ -22,8 +23,8 @@ from tests.support.processes import ServerProcess
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled: nothing is invariant on this CPU")
 
 
-def made_options(dtype: str, quantization: str, page_size: int, deterministic: bool, cache_dtype: str = "auto") -> RunnerOptions:
-    return RunnerOptions("cpu", dtype, 1, page_size, 20, None, 256, 4, 64, quantization, deterministic, cache_dtype)
+def made_options(dtype: str, quantization: str, page_size: int, deterministic: bool, cache_dtype: str = "auto") -> EngineOptions:
+    return EngineOptions("cpu", dtype, 1, page_size, 20, None, 256, 4, 64, quantization, deterministic, cache_dtype)
 
 
 def load_runner(folder: Path, dtype: str, quantization: str, page_size: int, deterministic: bool, cache_dtype: str = "auto") -> ModelRunner:

@@ -7,7 +7,8 @@ import torch
 
 from cache.layout import CacheLayout
 from model.checkpoint.families import read_spec
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 from model.step import SampledToken, Sampling
 from server.config import EMBEDDED_MODEL
 from server.engine.core import EngineCore
@@ -38,7 +39,7 @@ def test_the_same_greedy_tokens_as_transformers(prompt: str) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = TextCodec(EMBEDDED_MODEL).encode(prompt)
-    options = RunnerOptions("cpu", "float32", 1, 64, 20, None, 1280, 1, 64)
+    options = EngineOptions("cpu", "float32", 1, 64, 20, None, 1280, 1, 64)
     core = EngineCore(
         Scheduler(Limits(20, CacheLayout.of(8, (), 64), 1000, 1, 64)), ModelRunner.load(EMBEDDED_MODEL, read_spec(EMBEDDED_MODEL), options)
     )

@@ -9,7 +9,8 @@ import pytest
 
 from model.checkpoint.families import read_spec
 from model.devices.cpu import native
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 from model.step import Sampling
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.conditions import Case, Engine, Outcome, alone, compare, finish, make_cases, passes, preemptions, torch_threads
@@ -27,7 +28,7 @@ needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels 
 def engine_of(folder: Path, quantization: str = "none") -> tuple[Engine, int]:
     """An engine over the checkpoint, and its vocabulary's size."""
     spec = read_spec(folder)
-    options = RunnerOptions("cpu", "float32", 1, PAGE, 600, None, CONTEXT, 64, 512, quantization)
+    options = EngineOptions("cpu", "float32", 1, PAGE, 600, None, CONTEXT, 64, 512, quantization)
     return Engine(ModelRunner.load(folder, spec, options), CONTEXT), spec.vocab_size
 
 

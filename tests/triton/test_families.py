@@ -19,7 +19,8 @@ from model.devices.gpu.tiles import Tile
 from model.devices.products import Products
 from model.devices.quantization import HOST
 from model.layers import RMSNorm
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 from model.step import Row, SampledToken, Sampling, Scoring, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler
@@ -139,7 +140,7 @@ def check_deterministic(
     assert left == []
     # The interpreter's time is in the number of blocks.
     monkeypatch.setattr(launches, "choose", lambda columns, itemsize: Tile(32, 128, 128, 4, 1))
-    options = RunnerOptions("cpu", "", 1, 32, 60, None, 512, 8, 64, quantization)
+    options = EngineOptions("cpu", "", 1, 32, 60, None, 512, 8, 64, quantization)
     runner = ModelRunner.over(decoder, dtype, device, options)
     assert runner.kernels == "triton" and runner.deterministic
     unlike = ModelRunner.over(usual, dtype, device, options)

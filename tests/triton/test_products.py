@@ -12,7 +12,8 @@ from model.checkpoint.families import read_spec
 from model.devices.gpu.device import GpuDevice, order
 from model.devices.gpu.tiles import TABLE, choose
 from model.layers import ACTIVATIONS
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 
 # An exponential that is too large, and NaN's arithmetic: numpy warns of what a GPU does in silence.
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -196,7 +197,7 @@ def test_a_gpu_gets_them_when_it_is_asked_to(deterministic: bool, tiny_folder: P
     monkeypatch.setattr("model.runner.runner.find_device", lambda *_: GpuDevice("cpu"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
     monkeypatch.setattr(ModelRunner, "warm_up", lambda *_: None)
-    options = RunnerOptions("cuda", "auto", 1, 64, 20, None, 256, 4, 64, "none", deterministic)
+    options = EngineOptions("cuda", "auto", 1, 64, 20, None, 256, 4, 64, "none", deterministic)
     runner = ModelRunner.load(tiny_folder, read_spec(tiny_folder), options)
     assert isinstance(runner.decoder.final_norm, GpuNorm) is deterministic is runner.deterministic
     assert runner.kernels == ("triton" if deterministic else "triton+cublas") and runner.pool.compute_dtype is torch.bfloat16

@@ -11,7 +11,8 @@ from commands.held_out import decoder_logits
 from model.checkpoint.families import read_spec, spec_of
 from model.checkpoint.weights import load_decoder
 from model.devices.products import Products
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 from model.spec import CheckpointError
 from server.text.codec import TextCodec
 from tests.model.test_decoder import CPU, GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core
@@ -134,4 +135,4 @@ def test_layers_behind_the_last_are_read_over_only_where_the_config_counts_them(
 def test_too_few_pages_for_anyone_are_refused(tmp_path: Path) -> None:
     folder = make_family_checkpoint("gemma3_text", 0, tmp_path).folder
     with pytest.raises(MemoryError, match=r"cache\.pages is 3 pages; 64 tokens of one sequence need 6"):
-        ModelRunner.load(folder, read_spec(folder), RunnerOptions("cpu", "float32", 1, 64, 3, None, 512, 4, 64))
+        ModelRunner.load(folder, read_spec(folder), EngineOptions("cpu", "float32", 1, 64, 3, None, 512, 4, 64))

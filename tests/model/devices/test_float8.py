@@ -27,7 +27,8 @@ from model.devices.cpu.device import CpuDevice
 from model.devices.gpu.device import GpuDevice
 from model.devices.quantization import quantize_weights
 from model.devices.quantized_modules import QuantizedEmbedding, QuantizedLinear
-from model.runner.runner import ModelRunner, RunnerOptions, _check_options
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner, _check_options
 from model.spec import OptionError
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from tests.support.checkpoints import SHAPES, make_checkpoint
@@ -122,7 +123,7 @@ def _pool(layout: CacheLayout, allocator: PageAllocator, dtype: torch.dtype, val
 
 
 def make_runner(folder: Path, quantization: str = "none", cache_dtype: str = "fp8", dtype: str = "float32") -> ModelRunner:
-    options = RunnerOptions("cpu", dtype, 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
+    options = EngineOptions("cpu", dtype, 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
     return ModelRunner.load(folder, read_spec(folder), options)
 
 
@@ -191,7 +192,7 @@ def test_a_gpu_without_float8_is_refused_by_its_capability(
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     spec = read_spec(EMBEDDED)
-    options = RunnerOptions("cuda", "auto", 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
+    options = EngineOptions("cuda", "auto", 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
     if not refused or "fp8" not in (quantization, cache_dtype):
         _check_options(spec, options, torch.bfloat16, GpuDevice())
         return

@@ -19,7 +19,8 @@ from model.checkpoint.weights import load_decoder
 from model.devices.products import Products
 from model.devices.quantization import integer_product, product_in_floats, quantize_tokens, quantize_weights
 from model.devices.quantized_modules import QuantizedLinear
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from tests.support.checkpoints import SHAPES, make_checkpoint
 from tests.support.paths import EMBEDDED
@@ -85,7 +86,7 @@ def test_a_token_alone_gives_the_bytes_it_gives_in_company() -> None:
 
 
 def make_runner(folder: Path, quantization: str) -> ModelRunner:
-    options = RunnerOptions("cpu", "float32", 1, 16, 20, None, 320, 4, 64, quantization)
+    options = EngineOptions("cpu", "float32", 1, 16, 20, None, 320, 4, 64, quantization)
     return ModelRunner.load(folder, read_spec(folder), options)
 
 

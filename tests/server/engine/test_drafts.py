@@ -16,7 +16,8 @@ from msgspec import structs
 
 from model.checkpoint.families import read_spec
 from model.devices.cpu.native import library
-from model.runner.runner import ModelRunner, RunnerOptions
+from model.options import EngineOptions
+from model.runner.runner import ModelRunner
 from model.step import Row, Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.config import EMBEDDED_MODEL, ServeSettings, load
 from server.engine.core import EngineCore, Runner
@@ -253,7 +254,7 @@ def test_a_refusal_behind_guesses_comes_after_them() -> None:
 
 
 def make_runner(folder: Path, quantization: str) -> ModelRunner:
-    return ModelRunner.load(folder, read_spec(folder), RunnerOptions("cpu", "float32", 1, 16, 200, None, 400, 8, 64, quantization))
+    return ModelRunner.load(folder, read_spec(folder), EngineOptions("cpu", "float32", 1, 16, 200, None, 400, 8, 64, quantization))
 
 
 def outcomes(

@@ -1,0 +1,31 @@
+"""EngineOptions: how a model is loaded and what its engine may hold. Plain data without torch, which the API process sends to the engine.
+
+The settings `engine.*` and `cache.*` (server/config.py) declare the same options with their bounds and their help.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The fields have the options' names; cache.dtype is `cache_dtype`. The cache gets `pages` where given, else `memory`."""
+
+    device: str
+    dtype: str
+    threads: int
+    """Of a CPU; 0 leaves torch's number."""
+    page_size: int
+    pages: int | None
+    memory: float | None
+    """Bytes, or a share up to 1.0 of what is free; None for the device's default share."""
+    max_context: int
+    """Most tokens of a sequence; 0 in options that have not met a checkpoint yet, for its number of positions."""
+    max_running: int
+    step_tokens: int
+    """The most tokens of a step: a larger pool would never be used."""
+    quantization: str = "none"
+    deterministic: bool = False
+    """Requires batch-invariant kernels: on a GPU products of ours instead of cuBLAS's."""
+    cache_dtype: str = "auto"
+    speculation: str = "none"
+    serve_pooled: bool = False
