@@ -1,7 +1,8 @@
 """Shared fixtures: one torch thread per test process, a clean environment, tiny checkpoints."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support.paths import EMBEDDED
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint, make_tokenizer
+from tests.support.families import FamilyCheckpoint, make_family_checkpoint
 from tests.support.processes import ServerProcess
 
 # Seconds are the benchmarks' business: on a loaded machine a deadline fails what is right.
@@ -43,6 +45,17 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_checkpoint: TinyCheckpoint) -> Path:
     return tiny_checkpoint.folder
+
+
+@pytest.fixture(scope="session")
+def family_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], FamilyCheckpoint]:
+    """Gives the random checkpoint of a family and number, made once in each test process. Tests do not write into its folder."""
+
+    @cache
+    def made(family: str, number: int) -> FamilyCheckpoint:
+        return make_family_checkpoint(family, number, tmp_path_factory.mktemp(f"{family}-{number}-"))
+
+    return made
 
 
 @pytest.fixture(scope="session")

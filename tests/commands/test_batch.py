@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from commands import cli
 from tests.support.processes import DEADLINE, children, kill, wait_until
 
 
+def arguments(folder: Path, source: Path, target: Path, *options: str) -> list[str]:
+    return ["batch", str(source), str(target), "--model", str(folder), *options]
+
+
 def command(folder: Path, source: Path, target: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "commands.cli", "batch", str(source), str(target), "--model", str(folder), *options]
+    return [sys.executable, "-m", "commands.cli", *arguments(folder, source, target, *options)]
 
 
 def write(path: Path, lines: list[Any]) -> Path:
@@ -69,15 +74,16 @@ def test_it_goes_on_after_a_kill_and_answers_in_order(tiny_folder: Path, tmp_pat
         ([completion("") | {"custom_id": ""}], "custom_id must be a text"),
     ],
 )
-def test_a_file_that_is_none_is_refused_before_anything_is_loaded(tiny_folder: Path, tmp_path: Path, lines: list[Any], words: str) -> None:
+def test_a_file_that_is_none_is_refused_before_anything_is_loaded(
+    tiny_folder: Path, tmp_path: Path, lines: list[Any], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commands.batch.running", None)  # What starts an engine.
     source = write(tmp_path / "in.jsonl", lines)
-    done = subprocess.run(
-        command(tiny_folder, source, tmp_path / "out.jsonl"), check=False, capture_output=True, text=True, timeout=DEADLINE
-    )
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    assert cli.main(arguments(tiny_folder, source, tmp_path / "out.jsonl")) == 2
+    assert words in capsys.readouterr().err
 
 
-def test_the_requests_are_never_overwritten(tmp_path: Path) -> None:
+def test_the_requests_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = write(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "other"
     requests = source.read_bytes()
     other.mkdir()
@@ -88,20 +94,18 @@ def test_the_requests_are_never_overwritten(tmp_path: Path) -> None:
     targets = source, other / ".." / "in.jsonl", *(other / name for name in ("symbolic.jsonl", "hard.jsonl", "later.jsonl", "last.jsonl"))
     for target in targets:
         # A model that is no folder: refused before anything is opened, the checkpoint included.
-        done = subprocess.run(command(tmp_path / "none", source, target), check=False, capture_output=True, text=True, timeout=DEADLINE)
-        assert done.returncode == 2 and "would be overwritten" in done.stderr, target
+        assert cli.main(arguments(tmp_path / "none", source, target)) == 2, target
+        assert "would be overwritten" in capsys.readouterr().err, target
         assert source.read_bytes() == requests
     found = {path.name for path in tmp_path.iterdir()} | {path.name for path in other.iterdir()}
     assert found == {"in.jsonl", "other", "symbolic.jsonl", "hard.jsonl", "later.jsonl.partial", "last.jsonl.whole"}
 
 
-def test_answers_to_other_requests_are_not_taken_for_these(tiny_folder: Path, tmp_path: Path) -> None:
+def test_answers_to_other_requests_are_not_taken_for_these(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "in.jsonl", [completion("a")])
     (tmp_path / "out.jsonl.partial").write_text(json.dumps({"digest": "0" * 64, "maker": "", "answer": {}}) + "\n")
-    done = subprocess.run(
-        command(tiny_folder, source, tmp_path / "out.jsonl"), check=False, capture_output=True, text=True, timeout=DEADLINE
-    )
-    assert done.returncode == 2 and "holds answers to other requests" in done.stderr
+    assert cli.main(arguments(tiny_folder, source, tmp_path / "out.jsonl")) == 2
+    assert "holds answers to other requests" in capsys.readouterr().err
 
 
 def test_an_engine_that_is_gone_for_good_answers_nothing(tiny_folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,32 +68,46 @@ def test_published_dimensions(name: str, caplog: pytest.LogCaptureFixture) -> No
     assert plan.fit is not None and all(row["multi_query"] > row["multi_head"] for row in plan.fit)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "commands.cli", "plan", *arguments], capture_output=True, text=True, timeout=60)
+Run = Callable[..., tuple[int, str, str]]
 
 
-def test_the_command_prints_exact_bytes_and_works_from_config_json_alone() -> None:
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `onehead plan` within this process; gives its exit status, what it prints, and its errors."""
+
+    def run_once(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = cli.main(["plan", *arguments])
+        except SystemExit as exit:  # A usage error.
+            status = int(exit.code or 0)
+        return status, *capsys.readouterr()
+
+    return run_once
+
+
+def test_the_command_prints_exact_bytes_and_works_from_config_json_alone(run: Run) -> None:
     folder = str(MODELS / "granite-20b-code")
-    done = run(folder, "--memory", "80GiB")
+    command = [sys.executable, "-m", "commands.cli", "plan", folder, "--memory", "80GiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     for figure in ("26,624", "1,277,952", "53,248", "2,555,904", "40,133,986,304"):
         assert figure in done.stdout
-    as_json = json.loads(run(folder, "--memory", "80GiB", "--format", "json").stdout)
+    as_json = json.loads(run(folder, "--memory", "80GiB", "--format", "json")[1])
     assert as_json["kv_bytes_per_token"]["bfloat16"] == {"multi_query": 26_624, "multi_head": 1_277_952}
-    assert "the weights alone do not fit" in run(folder, "--memory", "20GiB", "--device", "cuda").stdout
+    assert "the weights alone do not fit" in run(folder, "--memory", "20GiB", "--device", "cuda")[1]
 
 
-def test_refusals(tmp_path: Path) -> None:
-    done = run(str(tmp_path))
-    assert done.returncode == 78 and "config.json: no such file" in done.stderr
-    assert run(str(tmp_path), "--memory", "80 gigs").returncode == 78
-    assert run(str(tmp_path), "--dtype", "float8").returncode == 78
-    assert run().returncode == 2
+def test_refusals(tmp_path: Path, run: Run) -> None:
+    status, _, errors = run(str(tmp_path))
+    assert status == 78 and "config.json: no such file" in errors
+    assert run(str(tmp_path), "--memory", "80 gigs")[0] == 78
+    assert run(str(tmp_path), "--dtype", "float8")[0] == 78
+    assert run()[0] == 2
     for options in (["--memory", "0.5"], ["--page_size", "0"], ["--step_tokens", "-1"], ["--picture", "x.txt"], ["--data", "."]):
-        done = run(str(MODELS / "gemma-2b"), *options)
-        assert done.returncode == 2 and options[0][2:] in done.stderr and "Traceback" not in done.stderr
-    done = run(str(MODELS / "gemma-2b"), "--memory", "1MB", "--picture", str(tmp_path / "x.svg"))
-    assert done.returncode == 2 and "nothing to draw" in done.stderr
+        status, _, errors = run(str(MODELS / "gemma-2b"), *options)
+        assert status == 2 and options[0][2:] in errors
+    status, _, errors = run(str(MODELS / "gemma-2b"), "--memory", "1MB", "--picture", str(tmp_path / "x.svg"))
+    assert status == 2 and "nothing to draw" in errors
 
 
 def test_what_the_plan_says_is_what_the_runner_takes(tiny_folder: Path) -> None:

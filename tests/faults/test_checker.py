@@ -162,7 +162,7 @@ BREAKS: list[tuple[str, str, Callable[[Records], None]]] = [
 BREAKS += [
     ("I12", dialect, lambda told, dialect=dialect, leak=leak: told.extend(records(dialect, 2, [error_with(dialect, leak)], status=500)))
     for dialect in STREAMS
-    for leak in ("Traceback (most recent", 'in File "x"', "at 0x7f0011223344", "of /work/main/x", "canary2 was your prompt", "")
+    for leak in ("Traceback (most recent", 'in File "x"', "at 0x7f0011223344", "of /home/user/onehead/x", "canary2 was your prompt", "")
 ]
 
 

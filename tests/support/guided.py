@@ -22,12 +22,19 @@ from tests.support.constraints import BOMBS, MIXED
 from tests.support.hash_model import HashModel, one_group
 
 RUNNING = 64
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+"""Of each byte, its bits from the lowest."""
+NUM_BITS = BITS.sum(axis=1, dtype=np.int64)
 
 
 def choose(mask: bytes, number: int) -> int:
     """One of the allowed ids, uniformly by a random number."""
-    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
-    return int(allowed[number % len(allowed)])
+    values = np.frombuffer(mask, np.uint8)
+    ends = np.cumsum(NUM_BITS[values])
+    place = number % int(ends[-1])
+    at = int(np.searchsorted(ends, place, side="right"))
+    left = place - int(ends[at] - NUM_BITS[values[at]])
+    return 8 * at + int(np.flatnonzero(BITS[values[at]])[left])
 
 
 class GuidedModel(HashModel):

@@ -3,6 +3,7 @@ kernels, or by none, says so and draws the same tokens.
 """
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from model.runner.runner import ModelRunner
 from model.step import Sampling
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.conditions import Case, Engine, Outcome, alone, compare, finish, make_cases, passes, preemptions, torch_threads
-from tests.support.families import make_family_checkpoint
+from tests.support.families import FamilyCheckpoint
 from tests.support.processes import ServerProcess
 
 COUNT, CONTEXT, PAGE = 20, 192, 16
@@ -45,13 +46,20 @@ def problems(engine: Engine, cases: list[Case], names: tuple[str, ...]) -> list[
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize(("family", "number"), FAMILIES)
-def test_the_same_bits_in_every_condition(family: str, number: int, quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "number", "quantization"),
+    [
+        *((*each, "none") for each in FAMILIES),
+        *(pytest.param(*each, "int8", marks=() if each[0] in ("gpt_bigcode", "deepseek_v3") else pytest.mark.slow) for each in FAMILIES),
+    ],
+)
+def test_the_same_bits_in_every_condition(
+    family: str, number: int, quantization: str, tmp_path: Path, family_checkpoint: Callable[[str, int], FamilyCheckpoint]
+) -> None:
     if family == "gpt_bigcode":
         folder = make_checkpoint(SHAPES[number], tmp_path).folder
     else:
-        folder = make_family_checkpoint(family, number, tmp_path).folder
+        folder = family_checkpoint(family, number).folder
     with torch_threads(1):
         engine, vocab_size = engine_of(folder, quantization)
         assert problems(engine, make_cases(COUNT, vocab_size, CONTEXT, seed=0), PASSES) == []

@@ -2,6 +2,8 @@
 
 import json
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +18,20 @@ from model.runner.runner import ModelRunner
 from model.spec import CheckpointError
 from server.text.codec import TextCodec
 from tests.model.test_decoder import CPU, GREEDY, TOLERANCE, finish, load, logits_by_chunks, make_core
-from tests.support.families import CONFIGS, FamilyCheckpoint, make_family_checkpoint
+from tests.support.families import CONFIGS, FamilyCheckpoint
 from tests.support.processes import ServerProcess
 
 ALL = [(family, number) for family, configs in CONFIGS.items() for number in range(len(configs))]
 PROMPT = "def f(x): "
+SERVED = ("falcon", "gemma3_text", "deepseek_v3")
+"""Byte-level tokens without BOS; pieces and layers with a window; latent attention with experts. `-m slow` serves every checkpoint."""
+
+Family = Callable[[str, int], FamilyCheckpoint]
 
 
 @pytest.fixture(scope="module", params=ALL, ids=lambda param: f"{param[0]}-{param[1]}")
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyCheckpoint:
-    return make_family_checkpoint(*request.param, tmp_path_factory.mktemp("family"))
+def checkpoint(request: pytest.FixtureRequest, family_checkpoint: Family) -> FamilyCheckpoint:
+    return family_checkpoint(*request.param)
 
 
 def test_what_transformers_writes_beside_the_model_is_no_warning(checkpoint: FamilyCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,7 +86,8 @@ def test_200_greedy_tokens(checkpoint: FamilyCheckpoint) -> None:
     assert finish(core)[0] == greedy(checkpoint, prompt, 200)
 
 
-def served_equals_transformers(checkpoint: FamilyCheckpoint) -> None:
+def check_served(checkpoint: FamilyCheckpoint) -> None:
+    """A server of the checkpoint answers with what `transformers` goes on with."""
     server = ServerProcess(checkpoint.folder, "--cache.pages", "400", "--engine.step_tokens", "64")
     ids = TextCodec(checkpoint.folder).encode(PROMPT)
     parameters = {"max_new_tokens": 200, "details": True, "ignore_eos": True, "do_sample": False}
@@ -92,17 +99,17 @@ def served_equals_transformers(checkpoint: FamilyCheckpoint) -> None:
 
 @pytest.mark.slow
 def test_200_greedy_tokens_through_the_server(checkpoint: FamilyCheckpoint) -> None:
-    served_equals_transformers(checkpoint)
+    check_served(checkpoint)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_200_greedy_tokens_of_three_families_through_the_server(family: str, family_checkpoint: Family) -> None:
+    check_served(family_checkpoint(family, 0))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_one_of_each_through_the_server(family: str, tmp_path: Path) -> None:
-    served_equals_transformers(make_family_checkpoint(family, 0, tmp_path))
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_tokenizers_give_text_back(family: str, tmp_path: Path) -> None:
-    codec = TextCodec(make_family_checkpoint(family, 0, tmp_path).folder)
+def test_tokenizers_give_text_back(family: str, family_checkpoint: Family) -> None:
+    codec = TextCodec(family_checkpoint(family, 0).folder)
     ids = codec.encode("def f(x):\n    return é + 'λ'\n")
     assert codec.tokenizer.decode(ids) == "def f(x):\n    return é + 'λ'\n"
     assert (len(codec.opening) == 1) == (family not in ("falcon", "santacoder"))
@@ -111,8 +118,8 @@ def test_tokenizers_give_text_back(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(("dtype", "quantization"), [(torch.bfloat16, "none"), (torch.float32, "int8"), (torch.bfloat16, "int8")])
 @torch.inference_mode()
-def test_rounded_weights_say_much_the_same(family: str, dtype: torch.dtype, quantization: str, tmp_path: Path) -> None:
-    checkpoint = make_family_checkpoint(family, 1, tmp_path)
+def test_rounded_weights_say_much_the_same(family: str, dtype: torch.dtype, quantization: str, family_checkpoint: Family) -> None:
+    checkpoint = family_checkpoint(family, 1)
     exact = load(checkpoint.folder)
     rounded = load_decoder(checkpoint.folder, exact.spec, dtype, CPU, Products(quantization))
     ids = torch.tensor(random_ids(checkpoint, 60))
@@ -120,8 +127,8 @@ def test_rounded_weights_say_much_the_same(family: str, dtype: torch.dtype, quan
     assert (logits[0] - logits[1]).norm() < 0.15 * logits[0].norm()
 
 
-def test_layers_behind_the_last_are_read_over_only_where_the_config_counts_them(tmp_path: Path) -> None:
-    folder = make_family_checkpoint("deepseek_v3", 0, tmp_path).folder
+def test_layers_behind_the_last_are_read_over_only_where_the_config_counts_them(tmp_path: Path, family_checkpoint: Family) -> None:
+    folder = shutil.copytree(family_checkpoint("deepseek_v3", 0).folder, tmp_path / "appended")
     config = json.loads((folder / "config.json").read_text())
     for appended in (1, 0):
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "num_nextn_predict_layers": appended}))
@@ -132,7 +139,7 @@ def test_layers_behind_the_last_are_read_over_only_where_the_config_counts_them(
                 load(folder)
 
 
-def test_too_few_pages_for_anyone_are_refused(tmp_path: Path) -> None:
-    folder = make_family_checkpoint("gemma3_text", 0, tmp_path).folder
+def test_too_few_pages_for_anyone_are_refused(family_checkpoint: Family) -> None:
+    folder = family_checkpoint("gemma3_text", 0).folder
     with pytest.raises(MemoryError, match=r"cache\.pages is 3 pages; 64 tokens of one sequence need 6"):
         ModelRunner.load(folder, read_spec(folder), EngineOptions("cpu", "float32", 1, 64, 3, None, 512, 4, 64))

@@ -1,6 +1,7 @@
 """The runner that launches, over a stream that is late: tokens taken on the device, captured steps, and what a step leaves behind."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from server.engine.scheduler import Limits, Scheduler, TokenEvent
 from tests.model.test_decoder import CPU, finish, load, make_core, make_pool
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.delayed import _copy
-from tests.support.families import make_family_checkpoint
 from tests.support.integrity import integrity
 from tests.support.listed_backend import ListedReference
 from tests.support.recording_stream import RecordingStream
@@ -51,10 +51,13 @@ FAMILIES = [("gpt_bigcode", 1), ("falcon", 1), ("gemma3_text", 1), ("minicpm3", 
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=[family for family, _ in FAMILIES])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, family_checkpoint: Callable[[str, int], Any]
+) -> Any:
     family, number = request.param
-    folder = tmp_path_factory.mktemp(family)
-    return make_checkpoint(SHAPES[number], folder) if family == "gpt_bigcode" else make_family_checkpoint(family, number, folder)
+    if family == "gpt_bigcode":
+        return make_checkpoint(SHAPES[number], tmp_path_factory.mktemp(family))
+    return family_checkpoint(family, number)
 
 
 def requests(vocab_size: int) -> list[tuple[list[int], int, Sampling]]:
