@@ -56,10 +56,8 @@ def problems(engine: Engine, cases: list[Case], names: tuple[str, ...]) -> list[
 def test_the_same_bits_in_every_condition(
     family: str, number: int, quantization: str, tmp_path: Path, family_checkpoint: Callable[[str, int], FamilyCheckpoint]
 ) -> None:
-    if family == "gpt_bigcode":
-        folder = make_checkpoint(SHAPES[number], tmp_path).folder
-    else:
-        folder = family_checkpoint(family, number).folder
+    ours = family == "gpt_bigcode"
+    folder = (make_checkpoint(SHAPES[number], tmp_path) if ours else family_checkpoint(family, number)).folder
     with torch_threads(1):
         engine, vocab_size = engine_of(folder, quantization)
         assert problems(engine, make_cases(COUNT, vocab_size, CONTEXT, seed=0), PASSES) == []
