@@ -77,7 +77,7 @@ def test_it_goes_on_after_a_kill_and_answers_in_order(tiny_folder: Path, tmp_pat
 def test_a_file_that_is_none_is_refused_before_anything_is_loaded(
     tiny_folder: Path, tmp_path: Path, lines: list[Any], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.batch.running", None)  # What starts an engine.
+    monkeypatch.setattr("commands.batch.running_engine", None)  # What starts an engine.
     source = write(tmp_path / "in.jsonl", lines)
     assert cli.main(arguments(tiny_folder, source, tmp_path / "out.jsonl")) == 2
     assert words in capsys.readouterr().err
