@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 MAX_QUEUED = 10_000
 EXIT_SECONDS = 1.0
+ERASE_LINE = "\x1b[2K"
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task serves."""
@@ -35,14 +36,20 @@ class Sink(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(self.format(record))
+            self._lines.put_nowait(self.format(record) + "\n")
         except Exception:  # The queue is full, or the line cannot be formatted.
             self.num_dropped += 1
+
+    def show(self, text: str) -> None:
+        """Writes a status to a terminal, which the next line overwrites. Does nothing where the stream is no terminal."""
+        with contextlib.suppress(Exception):  # The queue is full, or there is no standard error.
+            if self._stream.isatty():
+                self._lines.put_nowait(f"{ERASE_LINE}{text}\r")
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
             try:
-                self._stream.write(line + "\n")
+                self._stream.write(line)
                 self._stream.flush()
             except Exception:  # A full disk, a closed pipe, or no standard error.
                 self.num_dropped += 1

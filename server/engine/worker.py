@@ -129,8 +129,10 @@ def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
     return asked or positions
 
 
-def load_report(pipe: Connection) -> "Report":
-    """A callback that sends the loading phase to the API process and logs how long each phase took."""
+def load_report(pipe: Connection, sink: logs.Sink) -> "Report":
+    """A callback that sends the loading phase to the API process, shows the bytes of weights on a terminal, and logs how long each phase
+    took.
+    """
     last, began = "starting", time.perf_counter()
 
     def report(phase: str, done: int, total: int) -> None:
@@ -138,7 +140,9 @@ def load_report(pipe: Connection) -> "Report":
         if phase != last:
             log.info("%s took %.2f s", last, time.perf_counter() - began)
             last, began = phase, time.perf_counter()
-            log.info(f"{phase}, {total} bytes" if total else phase)
+            if total:
+                log.info("%s, %d bytes", phase, total)
+        sink.show(f"{phase}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB" if total else "")
         pipe.send_bytes(protocol.encode(protocol.Loading(f"{phase} {100 * done // total} %" if total else phase)))
 
     return report
@@ -271,9 +275,9 @@ def main() -> None:
         start = protocol.decode_to_engine(pipe.recv_bytes())
         if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
             raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
-        logs.configure(start.log_level, start.log_format)
+        sink = logs.configure(start.log_level, start.log_format)
         try:
-            core, ready, grammars = load(start, report := load_report(pipe))
+            core, ready, grammars = load(start, report := load_report(pipe, sink))
             report("starting to serve", 0, 0)
         except Exception as error:
             pipe.send_bytes(protocol.encode(_refusal(error)))

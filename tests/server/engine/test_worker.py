@@ -1,5 +1,6 @@
 """The engine's message loop, in a thread, over a real pipe, with the hash model."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from model.step import StepPlan, StepResult
-from server import protocol
+from server import logs, protocol
 from server.engine.core import EngineCore
 from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, Scheduler
-from server.engine.worker import Worker
+from server.engine.worker import Worker, load_report
+from tests.server.test_logs import Terminal
 from tests.support.guesser import Guesser
 from tests.support.hash_model import HashModel, next_token, one_group, oracle
 
@@ -146,3 +148,22 @@ def test_what_never_fits_fails_alone(engine: Engine) -> None:
     (failed,) = (message for message in seen if isinstance(message, protocol.Failed))
     assert failed.id == 2 and "at most 80 fit" in failed.reason
     assert sum(len(message.tokens) for message in seen if isinstance(message, protocol.Tokens)) == 3
+
+
+def test_loading_is_told_to_the_api_process_and_in_bytes_to_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ours, theirs = Pipe()
+    terminal = Terminal()
+    sink = logs.Sink(terminal)
+    report = load_report(theirs, sink)
+    for call in (("loading weights", 0, 15_000_000), ("loading weights", 6_000_000, 15_000_000), ("measuring memory", 0, 0)):
+        report(*call)
+    sink.close()
+    phases = [message.phase for message in (protocol.decode_from_engine(ours.recv_bytes()) for _ in range(3))]
+    assert phases == ["loading weights 0 %", "loading weights 40 %", "measuring memory"]
+    assert terminal.getvalue() == "\x1b[2Kloading weights: 0 of 15 MB\r\x1b[2Kloading weights: 6 of 15 MB\r\x1b[2K\r"
+    assert [record.getMessage().rpartition(" took")[0] or record.getMessage() for record in caplog.records] == [
+        "starting",
+        "loading weights, 15000000 bytes",
+        "loading weights",
+    ]

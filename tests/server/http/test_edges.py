@@ -1,8 +1,10 @@
 """What reviewers found at the edges of the server, over real sockets: each of these was wrong once."""
 
+import asyncio
 import hashlib
 import http.client
 import json
+import logging
 import signal
 import socket
 import time
@@ -163,6 +165,18 @@ async def test_many_numerical_errors_make_it_not_ready(tokenizer_folder: Path) -
         served.generation.admission.record_numerical_error()
     response = await Client(served).request("GET", "/ready")
     assert response.status_code == 503 and response.json()["status"] == "numerical errors"
+
+
+async def test_probes_of_a_server_that_loads_write_no_line(tokenizer_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "httpx")  # The client's own lines; this also sets the level of what is captured.
+    caplog.set_level(logging.INFO)
+    client = Client(serve(tokenizer_folder, FakeEngine(defer=lambda callback: None)))
+    for path, status in (("/ready", 503), ("/health", 503), ("/ping", 503), ("/metrics", 200), ("/live", 200)):
+        assert (await client.request("GET", path)).status_code == status
+    assert (await client.request("GET", "/nowhere")).status_code == 404
+    while not caplog.records:  # The line of a request is written once its answer is.
+        await asyncio.sleep(0)
+    assert [record.getMessage().split()[1] for record in caplog.records] == ["/nowhere"]
 
 
 async def test_not_ready_says_what_the_server_is_doing(tokenizer_folder: Path) -> None:
