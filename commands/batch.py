@@ -170,7 +170,7 @@ def _maker(settings: BatchSettings) -> str:
 async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any]:
     """OpenAI's line for one request, whatever came of it."""
     try:
-        status, body = 200, await routes.whole(line.url, line.body, "onehead batch")
+        status, body = 200, await routes.response_without_http(line.url, line.body, "onehead batch")
     except RequestError as error:
         status, body = error_status(error, Dialect.OPENAI), error_body(error, Dialect.OPENAI)
     response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}

@@ -3,8 +3,8 @@
 Invariant: the sequences of a request are closed when its answer ends, however it ends. It knows no fields of any dialect.
 """
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server.errors import InvalidRequest, RequestError
+from server.generation.request import Choice
 from server.generation.stream import OpenStreams, Piece
 from server.http import sse
 from server.http.disconnect import unless_disconnected
@@ -21,27 +22,67 @@ from server.http.streams import StreamPublisher
 
 
 class Reply(Protocol):
-    """Pieces of one request to the JSON of its route."""
+    """Base of every dialect's replies: converts the pieces of one request into JSON, whole or chunk by chunk."""
 
     streams: OpenStreams
 
-    def first(self) -> list[dict[str, Any]]:
-        """Chunks before the first piece."""
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """The chunks that a stream sends before its first piece."""
+        return []
 
     def take(self, piece: Piece) -> object:
-        """Accounts for a piece of an answer that is not streamed."""
+        """Adds a piece to the state of the reply."""
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Accounts for a piece of a stream; its chunks."""
+        """Adds a piece; returns the chunks that a stream sends for it."""
 
-    def last(self) -> list[dict[str, Any]]:
-        """Chunks after the last piece."""
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """The chunks that a stream sends after its last piece."""
+        return []
 
-    def whole(self) -> Any:
-        """The answer that is not streamed, when every piece has been taken."""
+    def full_response(self) -> Any:
+        """The JSON value of a reply that is not streamed, after its last piece."""
 
-    def headers(self, whole: bool) -> dict[str, str]:
-        """Headers of the response; of one that is not streamed, when every piece has been taken."""
+    def headers(self, streamed: bool) -> dict[str, str]:
+        """Headers of the response; called after the last piece unless it is streamed."""
+        return {}
+
+
+@dataclass(slots=True)
+class OutputToken:
+    """One generated token as replies show it. `top`: (id, log-probability) of the most likely tokens in its place."""
+
+    id: int
+    logprob: float | None
+    top: Iterable[tuple[int, float]] = ()
+    text: str = ""
+    special: bool = False
+
+
+@dataclass(slots=True)
+class Output:
+    """The text and the tokens of one sequence so far; `finish` and `stop` are those of its last piece."""
+
+    choice: Choice
+    text: str = ""
+    tokens: list[OutputToken] = field(default_factory=list)
+    finish: str | None = None
+    stop: str | int | None = None
+
+    def take(self, piece: Piece) -> list[OutputToken]:
+        """Adds a piece. Returns its token, or an empty list where it has none."""
+        new = []
+        if piece.token is not None:
+            new = [OutputToken(piece.token, piece.logprob, piece.top, piece.special_text or piece.text, piece.special)]
+        self.tokens += new
+        self.text += piece.text
+        self.finish, self.stop = piece.finish, piece.stop
+        return new
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of the tokens, by which the best of several sequences is chosen."""
+        return sum(token.logprob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +114,25 @@ class Answers:
         close, error_event = reply.streams.close, partial(_error_event, exchange_of(http).dialect)
         try:
             if delivery.resumable:
-                return self.publications.publish(http, _events(reply, None), close, error_event, reply.headers(False), delivery.last)
+                return self.publications.publish(
+                    http, _events(reply, None), close, error_event, reply.headers(streamed=True), delivery.last
+                )
             if not delivery.stream:
-                value = await unless_disconnected(http, whole(reply))
-                return JSONResponse(value, headers=reply.headers(True))
+                value = await unless_disconnected(http, full_response(reply))
+                return JSONResponse(value, headers=reply.headers(streamed=False))
             first = await unless_disconnected(http, reply.streams.first_piece(self.keep_alive))
             events = sse.with_error_events(_events(reply, first), error_event, delivery.last)
-            return sse.EventResponse(events, close, reply.headers(False), self.keep_alive)
+            return sse.EventResponse(events, close, reply.headers(streamed=True), self.keep_alive)
         except BaseException:
             close()
             raise
 
 
-async def whole(reply: Reply) -> Any:
-    """The answer that is not streamed."""
+async def full_response(reply: Reply) -> Any:
+    """The JSON value of a reply that is not streamed, when the last piece has come."""
     async for piece in reply.streams:
         reply.take(piece)
-    return reply.whole()
-
-
-def mean_logprob(logprobs: Sequence[float | None]) -> float:
-    """The mean log-probability of a sequence's tokens, by which the best of several sequences is chosen."""
-    return sum(logprob or 0.0 for logprob in logprobs) / max(1, len(logprobs))
+    return reply.full_response()
 
 
 def check_stops(name: str, stops: Sequence[str] | None, most: int, param: str | None = None) -> None:
@@ -109,7 +147,7 @@ def _error_event(dialect: Dialect, error: RequestError) -> bytes:
 
 async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[list[bytes]]:
     """One event for each chunk; those of pieces that have arrived together are sent together. Raises RequestError."""
-    chunks = [*reply.first(), *(reply.chunks(first) if first is not None else ())]
+    chunks = [*reply.first_chunks(), *(reply.chunks(first) if first is not None else ())]
     if chunks:
         yield [sse.event(chunk) for chunk in chunks]
     async for piece in reply.streams:
@@ -118,5 +156,5 @@ async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[list[bytes
             chunks += reply.chunks(more)
         if chunks:
             yield [sse.event(chunk) for chunk in chunks]
-    if chunks := reply.last():
+    if chunks := reply.last_chunks():
         yield [sse.event(chunk) for chunk in chunks]

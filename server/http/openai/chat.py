@@ -8,8 +8,9 @@ from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import with_choices
 from server.generation.stream import OpenStreams, Piece
+from server.http.answer import OutputToken
 from server.http.openai.chat_fields import ChatBody
-from server.http.openai.replies import OpenAIReply, Token
+from server.http.openai.replies import OpenAIReply
 from server.text.chat_template import ChatTemplate
 
 
@@ -35,7 +36,7 @@ class ChatReply(OpenAIReply):
         request = replace(body.request(generation.codec, prompt), grammar=grammar)
         return cls(body, model_id, generation, generation.start(with_choices(request, body.n or 1), reservation))
 
-    def first(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [
             self.chunk([{"index": output.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}])
@@ -52,30 +53,25 @@ class ChatReply(OpenAIReply):
             "index": piece.choice,
             "delta": {"content": piece.text},
             "logprobs": self._logprobs(tokens),
-            "finish_reason": output.finish,
-            "stop_reason": output.stop,
-        } | self.token_ids(tokens)
+        }
+        choice |= self.ending(output) | self.token_ids(tokens)
         return [self.chunk([choice])]
 
-    def last(self) -> list[dict[str, Any]]:
-        return self.usage_chunks()
-
-    def whole(self) -> dict[str, Any]:
+    def full_response(self) -> dict[str, Any]:
         choices = [
             {
                 "index": output.choice.index,
                 "message": {"role": "assistant", "content": output.text, "refusal": None},
                 "logprobs": self._logprobs(output.tokens),
-                "finish_reason": output.finish,
-                "stop_reason": output.stop,
             }
+            | self.ending(output)
             | self.token_ids(output.tokens)
             for output in self.outputs
         ]
         prompt = self.prompt_logprobs(self.outputs[0]) | self.prompt_token_ids(self.outputs[0])
         return self.head | {"choices": choices, "usage": self.usage} | prompt
 
-    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]] | None:
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, list[Any]] | None:
         if self.body.num_top is None:
             return None
         content = [

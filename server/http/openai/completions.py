@@ -9,8 +9,9 @@ from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
+from server.http.answer import Output, OutputToken
 from server.http.openai.fields import CompletionBody
-from server.http.openai.replies import OpenAIReply, Output, Token
+from server.http.openai.replies import OpenAIReply
 from server.text.codec import Detokenizer
 from server.text.fim import FillInTheMiddle, cut_last_token
 
@@ -44,9 +45,6 @@ class CompletionReply(OpenAIReply):
                 prompts.append(text)
         return cls(body, model_id, generation, generation.start(requests, reservation), prompts)
 
-    def first(self) -> list[dict[str, Any]]:
-        return []
-
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         output = self.outputs[piece.choice]
         begins = not output.text and not output.tokens
@@ -58,15 +56,11 @@ class CompletionReply(OpenAIReply):
             "index": piece.choice,
             "text": text,
             "logprobs": self._logprobs(output, tokens, with_prompt=begins),
-            "finish_reason": output.finish,
-            "stop_reason": output.stop,
-        } | self.token_ids(tokens)
+        }
+        choice |= self.ending(output) | self.token_ids(tokens)
         return [self.chunk([choice | self.prompt_token_ids(output) if begins else choice])]
 
-    def last(self) -> list[dict[str, Any]]:
-        return self.usage_chunks()
-
-    def whole(self) -> dict[str, Any]:
+    def full_response(self) -> dict[str, Any]:
         wanted = self.body.n or 1
         choices: list[dict[str, Any]] = []
         for begin in range(0, len(self.outputs), self.per_prompt):
@@ -78,10 +72,14 @@ class CompletionReply(OpenAIReply):
                     "index": len(choices),
                     "text": self._echo(output) + output.text,
                     "logprobs": self._logprobs(output, output.tokens, with_prompt=True),
-                    "finish_reason": output.finish,
-                    "stop_reason": output.stop,
                 }
-                choices.append(choice | self.prompt_logprobs(output) | self.token_ids(output.tokens) | self.prompt_token_ids(output))
+                choices.append(
+                    choice
+                    | self.ending(output)
+                    | self.prompt_logprobs(output)
+                    | self.token_ids(output.tokens)
+                    | self.prompt_token_ids(output)
+                )
         return self.head | {"choices": choices, "usage": self.usage}
 
     def _echo(self, output: Output) -> str:
@@ -91,7 +89,7 @@ class CompletionReply(OpenAIReply):
         """Where the output's tokens begin in `text`: they repeat the end of the prompt that token healing has cut off."""
         return len(self._echo(output)) - len(output.choice.request.healed)
 
-    def _logprobs(self, output: Output, tokens: list[Token], with_prompt: bool) -> dict[str, list[Any]] | None:
+    def _logprobs(self, output: Output, tokens: list[OutputToken], with_prompt: bool) -> dict[str, list[Any]] | None:
         """The legacy object: parallel lists, the prompt's tokens first where it is repeated."""
         count, choice = self.body.logprobs, output.choice
         if count is None:
@@ -101,8 +99,8 @@ class CompletionReply(OpenAIReply):
             self.detokenizers[choice.index], tokens, self.next_offsets[choice.index], skipped
         )
         if with_prompt and self.body.echo:
-            scored = [Token(score.token, score.logprob, score.top[:count]) for score in choice.prompt_scores]
-            prompt = [Token(choice.request.prompt[0], None), *scored]
+            scored = [OutputToken(score.token, score.logprob, score.top[:count]) for score in choice.prompt_scores]
+            prompt = [OutputToken(choice.request.prompt[0], None), *scored]
             *within, end = text_offsets(Detokenizer(self.codec), prompt)
             # What the tokenizer puts before the text, such as a beginning of sequence, is no part of it.
             offsets = [place + self._first_offset(output) - end for place in within] + offsets
@@ -114,7 +112,7 @@ class CompletionReply(OpenAIReply):
             "top_logprobs": [self._top(token) for token in tokens],
         }
 
-    def _top(self, token: Token) -> dict[str, float] | None:
+    def _top(self, token: OutputToken) -> dict[str, float] | None:
         if token.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -123,7 +121,7 @@ class CompletionReply(OpenAIReply):
         return top
 
 
-def text_offsets(detokenizer: Detokenizer, tokens: list[Token], begin: int = 0, skipped: Set[int] = frozenset()) -> list[int]:
+def text_offsets(detokenizer: Detokenizer, tokens: list[OutputToken], begin: int = 0, skipped: Set[int] = frozenset()) -> list[int]:
     """Where the text of each token begins, and where that of the next would. Skipped ones have none."""
     return list(accumulate((0 if token.id in skipped else len(detokenizer.push(token.id)) for token in tokens), initial=begin))
 

@@ -10,6 +10,7 @@ from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request
 from server.generation.stream import OpenStreams, Piece
+from server.http.answer import Reply
 from server.http.fields import default
 from server.http.openai.infill_fields import InfillBody
 from server.text.codec import TextCodec
@@ -20,7 +21,7 @@ _LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
 STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "timeout": "limit"}
 
 
-class InfillReply:
+class InfillReply(Reply):
     """One answer."""
 
     def __init__(self, body: InfillBody, model_id: str, streams: OpenStreams) -> None:
@@ -54,9 +55,6 @@ class InfillReply:
             salt=secrets.token_hex(16) if body.cache_prompt is False else "",
         )
         return cls(body, model_id, generation.start([request], reservation))
-
-    def first(self) -> list[dict[str, Any]]:
-        return []
 
     def take(self, piece: Piece) -> None:
         """Adds a piece; `end` is the last, which a line that is too far left makes of any."""
@@ -92,13 +90,7 @@ class InfillReply:
                 return match.start()
         return None
 
-    def last(self) -> list[dict[str, Any]]:
-        return []
-
-    def headers(self, whole: bool) -> dict[str, str]:
-        return {}
-
-    def whole(self) -> dict[str, Any]:
+    def full_response(self) -> dict[str, Any]:
         return self._selected({"index": 0, "content": self.text, "tokens": [], "id_slot": -1} | self._counts() | self._ending())
 
     def _counts(self) -> dict[str, int]:

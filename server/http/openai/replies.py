@@ -2,57 +2,19 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from server.generation.generation import Generation
-from server.generation.request import Choice, prompt_tokens
+from server.generation.request import prompt_tokens
 from server.generation.stream import OpenStreams, Piece
-from server.http.answer import mean_logprob
+from server.http.answer import Output, OutputToken, Reply
 from server.http.openai.fields import GenerationBody
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "timeout": "timeout"}
 
 
-@dataclass(slots=True)
-class Token:
-    """One token of an output, with what is told of it."""
-
-    id: int
-    logprob: float | None
-    top: Iterable[tuple[int, float]] = ()
-
-
-@dataclass(slots=True)
-class Output:
-    """What one sequence has come to."""
-
-    choice: Choice
-    text: str = ""
-    tokens: list[Token] = field(default_factory=list)
-    finish: str | None = None
-    stop: str | int | None = None
-
-    def take(self, piece: Piece, body: GenerationBody) -> list[Token]:
-        """Adds a piece; its token, if it has one. Tokens that the request names come after the token itself."""
-        new = []
-        if piece.token is not None:
-            own = (piece.token, piece.logprob or 0.0)
-            top = dict((own, *piece.top)).items() if body.logprob_token_ids else piece.top[: body.num_top]
-            new = [Token(*own, top)]
-        self.tokens += new
-        self.text += piece.text
-        if piece.finish is not None:
-            self.finish, self.stop = FINISH[piece.finish], piece.stop
-        return new
-
-    @property
-    def mean_logprob(self) -> float:
-        return mean_logprob([token.logprob for token in self.tokens])
-
-
-class OpenAIReply:
+class OpenAIReply(Reply):
     """The state of one answer: its head, its outputs, its usage."""
 
     def __init__(self, prefix: str, kind: str, model_id: str, body: GenerationBody, generation: Generation, streams: OpenStreams) -> None:
@@ -68,12 +30,20 @@ class OpenAIReply:
         self.streams = streams
         self.outputs = [Output(choice) for choice in streams.choices]
 
-    def headers(self, whole: bool) -> dict[str, str]:
-        return {}
+    def take(self, piece: Piece) -> list[OutputToken]:
+        """Adds a piece to its output. Returns its token, or an empty list where it has none."""
+        new = self.outputs[piece.choice].take(piece)
+        for token in new:
+            token.logprob = token.logprob or 0.0
+            # The tokens of `logprob_token_ids` stand after the token itself, in place of the most likely ones.
+            token.top = (
+                dict(((token.id, token.logprob), *piece.top)).items() if self.body.logprob_token_ids else piece.top[: self.body.num_top]
+            )
+        return new
 
-    def take(self, piece: Piece) -> list[Token]:
-        """Adds a piece to its output; its token, if it has one."""
-        return self.outputs[piece.choice].take(piece, self.body)
+    def ending(self, output: Output) -> dict[str, Any]:
+        """Why the output ended, in OpenAI's and in vLLM's words; null while it is being generated."""
+        return {"finish_reason": FINISH.get(output.finish or ""), "stop_reason": output.stop}
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -94,7 +64,7 @@ class OpenAIReply:
         usage = {"usage": self.usage} if options is not None and options.include_usage and options.continuous_usage_stats else {}
         return self.head | {"choices": choices} | usage
 
-    def usage_chunks(self) -> list[dict[str, Any]]:
+    def last_chunks(self) -> list[dict[str, Any]]:
         """The chunk behind the last, where usage is wanted."""
         options = self.body.stream_options
         return [self.head | {"choices": [], "usage": self.usage}] if options is not None and options.include_usage else []
@@ -123,7 +93,7 @@ class OpenAIReply:
             )
         return {"prompt_logprobs": entries}
 
-    def token_ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def token_ids(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         """vLLM's `return_token_ids`: those of an output."""
         return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
 

@@ -13,7 +13,7 @@ from server.errors import InvalidRequest
 from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.http import sse
-from server.http.answer import Answers, Delivery, Reply, check_stops, whole
+from server.http.answer import Answers, Delivery, Reply, check_stops, full_response
 from server.http.body import check, read_model
 from server.http.exchange import Dialect, exchange_of
 from server.http.model_names import ModelNames
@@ -103,7 +103,7 @@ class OpenAIRoutes:
             "max_model_len": self.generation.max_total_tokens,
         }
 
-    async def whole(self, path: str, value: dict[str, Any], caller: str) -> Any:
+    async def response_without_http(self, path: str, value: dict[str, Any], caller: str) -> Any:
         """The whole answer of a POST to `path` with this body, without HTTP. Raises RequestError."""
         reply: Reply
         for name in ("stream", "resumable"):
@@ -116,7 +116,7 @@ class OpenAIRoutes:
         else:
             raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
         try:
-            return await whole(reply)
+            return await full_response(reply)
         finally:
             reply.streams.close()
 

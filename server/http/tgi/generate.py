@@ -3,7 +3,7 @@ text-generation-inference's clients know them; vLLM's names inside `parameters` 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,9 +15,9 @@ from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.generation.generation import Generation
 from server.generation.request import Choice, Request, with_choices
-from server.generation.stream import OpenStreams, Piece, Top
+from server.generation.stream import OpenStreams, Piece
 from server.http import fields
-from server.http.answer import Answers, Delivery, check_stops, mean_logprob
+from server.http.answer import Answers, Delivery, Output, OutputToken, Reply, check_stops
 from server.http.body import read_model
 from server.http.exchange import Dialect, exchange_of
 from server.http.fields import default
@@ -189,22 +189,7 @@ def to_request(parameters: Parameters, prompt: list[int]) -> Request:
     )
 
 
-class Sequence:
-    """What one sequence has come to: TGI's tokens, their alternatives, the text."""
-
-    def __init__(self, choice: Choice, echoed: str) -> None:
-        self.choice = choice
-        self.text = echoed
-        self.tokens: list[dict[str, Any]] = []
-        self.top_tokens: list[list[dict[str, Any]]] = []
-        self.finish: str | None = None
-
-    @property
-    def mean_logprob(self) -> float:
-        return mean_logprob([token["logprob"] for token in self.tokens])
-
-
-class TgiReply:
+class TgiReply(Reply):
     """Pieces to the dialect's JSON, whole or chunk by chunk. `arrival`: when the request came; `num_chars`: of its prompt."""
 
     def __init__(
@@ -223,38 +208,23 @@ class TgiReply:
         self.compute_headers = {"x-compute-type": generation.ready.device, "x-compute-characters": str(num_chars)}
         self.parameters = parameters
         self.streams = streams
-        self.sequences = [Sequence(choice, echoed) for choice in streams.choices]
+        self.outputs = [Output(choice, echoed) for choice in streams.choices]
 
-    def headers(self, whole: bool) -> dict[str, str]:
-        return self.compute_headers | (timing_headers(self.streams, self.arrival) if whole else {})
+    def headers(self, streamed: bool) -> dict[str, str]:
+        return self.compute_headers | ({} if streamed else timing_headers(self.streams, self.arrival))
 
-    def first(self) -> list[dict[str, Any]]:
-        return []
-
-    def last(self) -> list[dict[str, Any]]:
-        return []
-
-    def take(self, piece: Piece) -> tuple[Sequence, dict[str, Any]]:
-        """Adds a piece to its sequence; both the sequence and the token as the dialect shows it."""
-        sequence = self.sequences[piece.choice]
-        token = {"id": piece.token, "text": piece.special_text or piece.text, "logprob": piece.logprob, "special": piece.special}
-        if piece.token is not None:
-            sequence.tokens.append(token)
-            if self.parameters.top_n_tokens:
-                sequence.top_tokens.append(self._top(piece.top))
-        sequence.text += piece.text
-        sequence.finish = piece.finish
-        return sequence, token
+    def take(self, piece: Piece) -> list[OutputToken]:
+        return self.outputs[piece.choice].take(piece)
 
     def _token(self, id: int, logprob: float | None) -> dict[str, Any]:
         return {"id": id, "text": self.codec.decode([id]), "logprob": logprob}
 
-    def _top(self, top: Top) -> list[dict[str, Any]]:
+    def _top(self, top: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
         return [self._token(id, logprob) | {"special": id in self.codec.special_ids} for id, logprob in top]
 
-    def whole(self) -> Any:
+    def full_response(self) -> Any:
         """The likeliest of several sequences, with the others in its details."""
-        best, *others = sorted(self.sequences, key=lambda sequence: -sequence.mean_logprob)
+        best, *others = sorted(self.outputs, key=lambda output: -output.mean_logprob)
         value: dict[str, Any] = {"generated_text": best.text}
         if self.parameters.detailed:
             value["details"] = self._details(best)
@@ -262,9 +232,11 @@ class TgiReply:
                 value["details"]["best_of_sequences"] = [{"generated_text": other.text} | self._details(other) for other in others]
         return [value] if self.in_list else value
 
-    def _details(self, sequence: Sequence) -> dict[str, Any]:
-        details = self._summary(sequence) | {"prefill": self._prefill(sequence.choice), "tokens": sequence.tokens}
-        return details | ({"top_tokens": sequence.top_tokens} if sequence.top_tokens else {})
+    def _details(self, output: Output) -> dict[str, Any]:
+        details = self._summary(output) | {"prefill": self._prefill(output.choice), "tokens": [*map(_generated, output.tokens)]}
+        return details | (
+            {"top_tokens": [self._top(token.top) for token in output.tokens]} if self.parameters.top_n_tokens and output.tokens else {}
+        )
 
     def _prefill(self, choice: Choice) -> list[dict[str, Any]]:
         if not self.parameters.decoder_input_details:
@@ -272,21 +244,26 @@ class TgiReply:
         scores = [(score.token, score.logprob) for score in choice.prompt_scores]
         return [self._token(id, logprob) for id, logprob in [(choice.request.prompt[0], None), *scores]]
 
-    def _summary(self, sequence: Sequence) -> dict[str, Any]:
-        seed = sequence.choice.request.sampling.seed if self.parameters.samples else None
-        return {"finish_reason": sequence.finish, "generated_tokens": len(sequence.tokens), "seed": seed}
+    def _summary(self, output: Output) -> dict[str, Any]:
+        seed = output.choice.request.sampling.seed if self.parameters.samples else None
+        return {"finish_reason": output.finish, "generated_tokens": len(output.tokens), "seed": seed}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """One event for each token; the last has the whole text."""
-        sequence, token = self.take(piece)
-        if piece.token is None:  # Time was up between two tokens: there is none to tell of, but clients expect one.
-            token = {"id": 0, "text": piece.text, "logprob": None, "special": not piece.text}
-        event: dict[str, Any] = {"index": len(sequence.tokens), "token": token}
+        # A deadline between two tokens ends a stream without a token, but clients expect one in every event.
+        token = (self.take(piece) or [OutputToken(0, None, text=piece.text, special=not piece.text)])[0]
+        output = self.outputs[piece.choice]
+        event: dict[str, Any] = {"index": len(output.tokens), "token": _generated(token)}
         if self.parameters.top_n_tokens:
             event["top_tokens"] = self._top(piece.top)
         event["generated_text"] = event["details"] = None
         if piece.finish is not None:
-            event["generated_text"] = sequence.text
+            event["generated_text"] = output.text
             if self.parameters.details:
-                event["details"] = self._summary(sequence) | {"input_length": len(sequence.choice.request.prompt)}
+                event["details"] = self._summary(output) | {"input_length": len(output.choice.request.prompt)}
         return [event]
+
+
+def _generated(token: OutputToken) -> dict[str, Any]:
+    """A generated token in TGI's form."""
+    return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
