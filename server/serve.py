@@ -1,6 +1,6 @@
-"""`onehead serve`: one process with the HTTP side, one engine process behind it, from start to drained exit.
+"""`onehead serve`: the HTTP server over a supervised engine process, from start-up to the exit after a drain.
 
-Invariant: the port is bound before the model is loaded, and the engine is gone when this returns.
+Invariant: the port is bound before the model is loaded, and the engine process has ended when `serve` returns.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ from server.supervision.supervisor import State
 EXIT_STREAMS_CUT = 75
 FILE_LIMIT_LOG_SECONDS = 10.0
 OTHER_FILES = 64
-"""Files that the process has open besides its connections."""
+"""Estimate of the open files of the process besides its connections."""
 log = logging.getLogger("onehead")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ResourceError where the address cannot be had."""
+    """A listening socket. Raises ResourceError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -55,20 +55,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit(max_connections: int) -> int:
-    """Raises this process's limit of open files to what so many connections need; how many it allows."""
+    """Raises this process's limit of open files for so many connections. Returns the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + OTHER_FILES
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft < wanted:
-        log.warning("this process may have %d files open, so that server.max_connections is %d", soft, soft - OTHER_FILES)
+        log.warning("this process may have %d files open, which limits server.max_connections to %d", soft, soft - OTHER_FILES)
     return max(1, min(max_connections, soft - OTHER_FILES))
 
 
 class FileLimitHandler:
-    """The event loop's handler of errors: when files run out it says so once in a while, where the loop would for every connection that
-    waits. (It tries to accept them again each second.)
+    """Exception handler of the event loop: logs that accept() failed for lack of open files at intervals, not for every failure. (asyncio
+    retries each second.)
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class FileLimitHandler:
 
 
 def http_server(door: FrontDoor, section: ServerSection) -> HttpServer:
-    """uvicorn over the application."""
+    """The uvicorn server of the application."""
     config = uvicorn.Config(
         with_cors(door, section.cors_origins),
         http=connection_class(section, raise_file_limit(section.max_connections), door),
@@ -101,7 +101,7 @@ def http_server(door: FrontDoor, section: ServerSection) -> HttpServer:
 
 
 async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
-    """Serves until a signal or the engine's end; the exit code. Raises OneheadError for what prevents it."""
+    """Serves until a signal, or until the engine is given up. Returns the exit status. Raises OneheadError if it cannot serve."""
     section = settings.server
     with bind(settings.host, settings.port) as listener:
         name = model_id(settings.model)
@@ -113,7 +113,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         store = StreamStore(retention)
         door = create_app(engine.generation, section, names, version("onehead"), store)
         loop = asyncio.get_running_loop()
-        # Even under nohup: it ends nothing, and a key that was removed must not stay valid.
+        # SIGHUP reloads the keys under nohup too, else a removed key would stay valid.
         loop.add_signal_handler(signal.SIGHUP, door.api_keys.reload)
         http = http_server(door, section)
         load = LoadLog(engine.generation, time.monotonic())
@@ -121,9 +121,9 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         drain = Drain(http, engine.generation, section.drain_timeout, section.lb_grace)
         loop.set_exception_handler(FileLimitHandler())
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish is respected.
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP; keep it ignored.
                 loop.add_signal_handler(number, drain.on_signal, number)
-        # What there is now stays: left out of every full collection, it no longer holds up requests for a tenth of a second.
+        # Excludes the objects of start-up from garbage collections, which would else delay requests by about 0.1 s.
         gc.collect()
         gc.freeze()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
@@ -132,7 +132,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
             await engine.wait_for(State.STOPPED)
             engine.generation.raise_if_over()
         finally:
-            if not http.should_exit:  # A drain gives what was written its time; nothing else does.
+            if not http.should_exit:  # Without a drain, responses get a moment to be flushed.
                 http.end(FLUSH_SECONDS)
             await engine.close()
             await serving
@@ -140,7 +140,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
 
 
 def _observe(engine: SupervisedEngine, store: StreamStore, sink: logs.Sink) -> None:
-    """Sets the metrics that no request changes."""
+    """Updates the metrics that do not change with requests."""
     metrics = engine.metrics
     metrics.streams_detached.set(store.num_detached)
     metrics.resume_bytes.set(store.num_bytes)
@@ -149,7 +149,7 @@ def _observe(engine: SupervisedEngine, store: StreamStore, sink: logs.Sink) -> N
 
 
 async def _announce(engine: SupervisedEngine, name: str, door: FrontDoor, sink: logs.Sink, listener: socket.socket) -> None:
-    """Waits for the engine, logs what is served, and prints the one line that says where."""
+    """Waits for the engine, logs what is served, and prints one line with the URL."""
     if await engine.wait_for(State.READY) is not State.READY:
         return
     ready = engine.generation.ready
@@ -164,7 +164,7 @@ async def _announce(engine: SupervisedEngine, name: str, door: FrontDoor, sink: 
     if door.api_keys.names is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         log.warning("every host that reaches this port can use it: no key is needed (server.api_keys, server.api_keys_file)")
     line = f"onehead serves {name} on http://{f'[{host}]' if ':' in host else host}:{port}"
-    if isinstance(sink.formatter, logs.JsonFormatter):  # A collector that reads both outputs finds JSON alone.
+    if isinstance(sink.formatter, logs.JsonFormatter):  # A log collector that reads both outputs must find JSON only.
         line = sink.format(log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None))
-    with contextlib.suppress(OSError):  # The reader of standard output may have closed it; that is no reason not to serve.
+    with contextlib.suppress(OSError):  # Standard output may be closed; serve anyway.
         print(line, flush=True)

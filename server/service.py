@@ -1,4 +1,4 @@
-"""Service: a supervised engine and a Generation over it, inside an event loop, without HTTP.
+"""SupervisedEngine: an engine process, its supervisor and a Generation, in an event loop, without HTTP.
 
 Invariant: the engine process has ended when `close` returns. It knows no routes and no sockets.
 """
@@ -32,14 +32,14 @@ log = logging.getLogger("onehead")
 
 
 def engine_options(settings: EngineSettings) -> EngineOptions:
-    """The options that an engine gets: `engine.*` and `cache.*` by their names, with the threads and the context that they leave open."""
+    """The options `engine.*` and `cache.*` for an engine process, with threads and context set where they are left to defaults."""
     engine, cache = settings.engine.model_dump(), settings.cache.model_dump()
     found = {"threads": engine_threads(settings.engine.threads), "max_context": settings.engine.max_context or 0}
     return EngineOptions(**engine | cache | found | {"dtype": settings.engine.dtype, "cache_dtype": settings.cache.dtype})
 
 
 def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSection) -> protocol.Start:
-    """The first message to an engine with these settings."""
+    """The first message to an engine process: its settings."""
     return protocol.Start(
         version=protocol.VERSION,
         model=str(settings.model),
@@ -54,7 +54,7 @@ def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSec
 
 
 class SupervisedEngine:
-    """A supervised engine with a Generation over it, inside an event loop."""
+    """Starts, watches, restarts and ends the engine process; `generation` submits requests to it."""
 
     def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "") -> None:
         codec = TextCodec(settings.model)
@@ -82,7 +82,7 @@ class SupervisedEngine:
         self.generation = Generation(self.supervisor, codec, self.metrics, bounds, section.log_prompts)
 
     def start(self, *every_tick: Callable[[], None]) -> None:
-        """Spawns the engine and begins to watch it; `every_tick` is called at intervals with it.
+        """Spawns the engine and watches it; the functions `every_tick` are called at the same intervals.
 
         Raises ResourceError or ConfigurationError.
         """
@@ -90,11 +90,11 @@ class SupervisedEngine:
             self.supervisor.start()
         except OSError as error:
             raise ResourceError(f"no engine can be started: {error.strerror}") from None
-        _ = self.generation.compiler  # Read while the engine loads: a request that had to wait for it would hold up all others.
+        _ = self.generation.compiler  # Created while the engine loads: later it would block the event loop for seconds.
         self._watch = asyncio.create_task(self._pass_time(every_tick))
 
     async def _pass_time(self, every_tick: tuple[Callable[[], None], ...]) -> None:
-        """Tells the supervisor how time passes. What this process slept through itself is not counted as anybody's silence."""
+        """Passes elapsed time to the supervisor. Time for which this process itself did not run is not held against the engine."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(self._tick)
@@ -104,12 +104,12 @@ class SupervisedEngine:
             for call in calls:
                 try:
                     call()
-                except Exception:  # Of one call: without the next ones nothing would be watched any more.
-                    log.exception("what is done at intervals failed")
+                except Exception:  # A failed call must not stop the others, or the watching.
+                    log.exception("a periodic task failed")
 
     def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
         ready = self.supervisor.ready
-        # A replacement gets the pool that requests were admitted to, however much memory is free now, on the device that began them.
+        # A restarted engine gets the same pool size and device as the first one, by which open requests were admitted.
         start = self._start
         if ready is not None:
             options = dataclasses.replace(start.options, pages=ready.num_pages, device=ready.device)
@@ -140,7 +140,7 @@ class SupervisedEngine:
         self.generation.on_engine_event(event)
 
     async def wait_for(self, *states: State) -> State:
-        """Waits for one of these states, or a final one."""
+        """Waits until the supervisor is in one of these states or in a final one, and returns it."""
         final = (State.STOPPED, State.REFUSED, State.GAVE_UP)
         while self.supervisor.state not in (*states, *final):
             self._changed.clear()
@@ -148,7 +148,7 @@ class SupervisedEngine:
         return self.supervisor.state
 
     async def close(self) -> None:
-        """Ends the engine, politely first."""
+        """Stops the engine process, and kills it if it has not ended in time."""
         self.supervisor.stop()
         if self._watch is not None:
             self._watch.cancel()
@@ -171,7 +171,7 @@ def _warn_of_threads(threads: int) -> None:
 
 @contextlib.asynccontextmanager
 async def running_engine(settings: EngineSettings, section: ServerSection) -> AsyncIterator[SupervisedEngine]:
-    """A loaded engine. Raises ConfigurationError or EngineGaveUp where it cannot be had."""
+    """A loaded engine, closed at exit. Raises ConfigurationError, ResourceError or EngineGaveUp if it cannot be loaded."""
     engine = SupervisedEngine(settings, section)
     engine.start()
     try:

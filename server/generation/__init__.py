@@ -1,1 +1,1 @@
-"""A checked request in, streams of text out: what both HTTP dialects and the commands share. Knows no HTTP."""
+"""Validates, admits and submits requests, and turns their tokens into text; used by both HTTP dialects and the commands. Knows no HTTP."""

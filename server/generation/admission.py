@@ -1,6 +1,6 @@
-"""Admission: whether one more request is taken, now and how many tokens may wait; and whether the server is healthy enough to say ready.
+"""Admission: accepts or refuses a request by the number of open requests, waiting tokens and the estimated queue wait; decides readiness.
 
-Invariant: every request that is let in is counted exactly once at any time: by its Reservation until its sequences are submitted, by the
+Invariant: every admitted request is counted exactly once at any time: by its Reservation until its sequences are submitted, by the
 supervisor from then on. It knows nothing of HTTP, text or sampling.
 """
 
@@ -15,16 +15,16 @@ from server.metrics import Metrics
 from server.supervision.supervisor import LIVE, State, Supervisor
 
 RETRY_SECONDS = 5
-"""After which a client may try again where the server is shutting down or its engine is being replaced."""
+"""Value of Retry-After while the server is shutting down or its engine is being replaced."""
 RATE_WINDOW = 64
-"""Number of finished requests from whose running times the queue wait is estimated."""
+"""Number of finished requests whose running times give the estimate of the queue wait."""
 NUMERICAL_ERRORS, SICK_SECONDS = 10, 60.0
-"""This many requests with non-finite logits within this many seconds make the server not ready."""
+"""The server is not ready while this many requests have failed by non-finite logits within the last so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much is taken at once, how long preparing a request may take, in seconds, and how schemas are read."""
+    """Limits on open and waiting requests, time limits in seconds for compiling grammars and tokenizing, and how JSON schemas are read."""
 
     max_open: int
     max_running: int
@@ -36,7 +36,7 @@ class Bounds:
 
 
 class Reservation:
-    """One request of one caller that has been let in. It counts as an open request until its sequences are submitted or it is released.
+    """An admitted request of one caller. It counts as an open request until its sequences are submitted or it is released.
 
     `caller` decides which requests may share cached prefixes: the digest of an API key, or a constant where there are no keys.
     """
@@ -44,19 +44,19 @@ class Reservation:
     def __init__(self, admission: "Admission", caller: str) -> None:
         self.caller = caller
         self.choices: list[Choice] = []
-        """The sequences that were submitted for the request."""
+        """Sequences submitted for the request."""
         self._admission: Admission | None = admission
         admission.num_reserved += 1
 
     def release(self) -> None:
-        """Stops counting; a second call does nothing."""
+        """Stops counting the request as open. Idempotent."""
         if self._admission is not None:
             self._admission.num_reserved -= 1
             self._admission = None
 
 
 class Admission:
-    """Counts of what is open and waiting, and the bounds on them."""
+    """Counts open and waiting requests and applies the bounds on them."""
 
     def __init__(self, supervisor: Supervisor, metrics: Metrics, bounds: Bounds) -> None:
         self.supervisor = supervisor
@@ -64,18 +64,18 @@ class Admission:
         self.bounds = bounds
         self.draining = False
         self.num_reserved = 0
-        """Requests that have been let in and have no sequences yet."""
+        """Admitted requests without submitted sequences."""
         self.waiting: dict[int, Choice] = {}
-        """Submitted sequences that no engine has started, by id."""
+        """Submitted sequences that the engine has not started, by id."""
         self.waiting_tokens = 0
         """Prompt tokens of the waiting sequences."""
         self.run_seconds: deque[float] = deque(maxlen=RATE_WINDOW)
-        """Running times of the requests that finished last."""
+        """Running times, in seconds, of the most recently finished requests."""
         self._numerical_errors: deque[float] = deque(maxlen=NUMERICAL_ERRORS)
 
     @property
     def accepting(self) -> bool:
-        """Whether a request would be computed now."""
+        """Whether the server is ready: the engine runs, there is no drain, and logits have been finite."""
         errors = self._numerical_errors
         sick = len(errors) == NUMERICAL_ERRORS and time.monotonic() - errors[0] < SICK_SECONDS
         return self.supervisor.state is State.READY and not self.draining and not sick
@@ -86,12 +86,12 @@ class Admission:
         return len(self.supervisor.open)
 
     def reserve(self, caller: str) -> Reservation:
-        """A reservation for a request whose sequences are not known yet. Raises Unavailable or Overloaded."""
+        """Admits a request before its body is read. Raises Unavailable or Overloaded."""
         self.check()
         return Reservation(self, caller)
 
     def check(self, num_sequences: int = 1, num_tokens: int = 1) -> None:
-        """Raises Unavailable or Overloaded where this much more cannot be taken now."""
+        """Raises Unavailable or Overloaded if so many more sequences and prompt tokens are over a bound now."""
         try:
             self._check(num_sequences, num_tokens)
         except RequestError:
@@ -106,41 +106,43 @@ class Admission:
         most, most_tokens, num_open = self.bounds.max_open, self.bounds.max_waiting_tokens, self.num_open + self.num_reserved
         if num_open + num_sequences > most:
             raise Overloaded(
-                f"{num_open} requests are open and {most} is the most; try again later", self._retry_after(), code="too_many_requests"
+                f"{num_open} requests are open, and at most {most} are allowed; try again later",
+                self._retry_after(),
+                code="too_many_requests",
             )
-        # A single request may be of any length: its tokens count only where others already wait.
+        # The bound on waiting tokens applies only while other requests wait: a single request may be of any length.
         if self.waiting_tokens and self.waiting_tokens + num_tokens > most_tokens:
-            text = f"{self.waiting_tokens} prompt tokens wait and {most_tokens} is the most; try again later"
+            text = f"{self.waiting_tokens} prompt tokens are waiting, and at most {most_tokens} are allowed; try again later"
             raise Overloaded(text, self._retry_after(), code="too_many_waiting_tokens")
         seconds = self._queue_seconds
         if seconds > self.bounds.max_queue_wait:
-            text = f"a request would wait for about {seconds:.0f} s and {self.bounds.max_queue_wait:g} s is the most; try again later"
+            text = f"the estimated queue wait is {seconds:.0f} s, and at most {self.bounds.max_queue_wait:g} s are allowed; try again later"
             raise Overloaded(text, self._retry_after(), code="queue_too_long")
 
     @property
     def _queue_seconds(self) -> float:
-        """Estimated queue wait in seconds: the requests ahead, max_running at a time, each for the mean of the last running times."""
+        """Estimated queue wait in seconds: requests ahead / max_running * mean of the last running times."""
         if not self.run_seconds:
             return 0.0
         num_ahead = max(0, self.num_open - self.bounds.max_running)
         return sum(self.run_seconds) / len(self.run_seconds) / self.bounds.max_running * num_ahead
 
     def _retry_after(self) -> int:
-        """The estimated queue wait and up to a quarter more, so that refused clients do not all come back at once."""
+        """Retry-After: the estimated queue wait plus a random part of up to 25 %, so that refused clients do not retry together."""
         return max(1, min(60, round(self._queue_seconds * random.uniform(1.0, 1.25))))
 
     def add_waiting(self, choice: Choice) -> None:
-        """Counts a sequence that has been submitted."""
+        """Adds a submitted sequence to the waiting ones."""
         self.waiting[choice.id] = choice
         self.waiting_tokens += len(choice.request.prompt)
 
     def remove_waiting(self, id: int) -> Choice | None:
-        """Stops counting a sequence that was started or has ended; None where it was not waiting."""
+        """Removes a sequence that was started or has ended from the waiting ones. Returns None if it was not waiting."""
         choice = self.waiting.pop(id, None)
         if choice is not None:
             self.waiting_tokens -= len(choice.request.prompt)
         return choice
 
     def record_numerical_error(self) -> None:
-        """Counts a request that failed because of non-finite logits: after several in a short time the server is not ready."""
+        """Records a request that failed by non-finite logits, which `accepting` counts."""
         self._numerical_errors.append(time.monotonic())

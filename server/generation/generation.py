@@ -1,7 +1,7 @@
-"""Generation: a checked request in, streams of text out. What both HTTP dialects and the commands share, and the one validator.
+"""Generation: validates requests against the limits of the loaded engine and submits them; used by both HTTP dialects and the commands.
 
-It checks a request against what the engine can hold and submits it; `stream` turns what the engine answers into text. It knows nothing of
-HTTP, fields or events.
+Invariant: no request reaches the engine without these checks. `stream` turns the engine's events into text. It knows nothing of HTTP, the
+fields of bodies or server-sent events.
 """
 
 import logging
@@ -29,11 +29,11 @@ Value = TypeVar("Value")
 TOO_LONG = "context_length_exceeded"
 
 LONG_PROMPT_CHARS = 4096
-"""Prompts from this length on are tokenized off the event loop."""
+"""Prompts of at least this many characters are tokenized in a thread, not in the event loop."""
 
 
 class Generation:
-    """The engine of one supervisor, as requests see it: its facts, the validator, and the way in."""
+    """The engine of one supervisor: its facts, the validation of requests, and their submission."""
 
     def __init__(self, supervisor: Supervisor, codec: TextCodec, metrics: Metrics, bounds: Bounds, log_prompts: bool = False) -> None:
         self.supervisor = supervisor
@@ -45,26 +45,26 @@ class Generation:
 
     @property
     def ready(self) -> protocol.Ready:
-        """Facts of the loaded engine. Raises Unavailable before the first engine is loaded."""
+        """Facts that the engine reported when it had loaded. Raises Unavailable before that."""
         if self.supervisor.ready is None:
             raise Unavailable("the model is still being loaded", retry_after=1)
         return self.supervisor.ready
 
     @cached_property
     def fingerprint(self) -> str:
-        """What an answer depends on besides its request: version, model, numerics."""
+        """`system_fingerprint`: version, model type, dtypes, device and kernels, on which an answer depends besides its request."""
         weights = self.ready.dtype if self.ready.quantization == "none" else f"{self.ready.quantization}-{self.ready.dtype}"
         cache = "" if self.ready.kv_dtype == self.ready.dtype else f"-{self.ready.kv_dtype}"
         return f"onehead-{version('onehead')}-{self.ready.model_type}-{weights}{cache}-{self.ready.device}-{self.ready.kernels}"
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence, by the checkpoint's configs and by its tokenizer."""
+        """End-of-sequence token ids: the union of those in the checkpoint's configs and in its tokenizer."""
         return tuple(sorted({*self.ready.end_token_ids, *self.codec.end_token_ids}))
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens of prompt and output together: the context, or the pool where that is smaller."""
+        """Largest number of prompt and output tokens of a sequence: the context length, or the KV cache's size if that is smaller."""
         return self.ready.capacity
 
     async def encode(self, text: str) -> list[int]:
@@ -72,25 +72,25 @@ class Generation:
         return await self.tokenizing(len(text), self.codec.encode, text)
 
     async def tokenizing(self, num_chars: int, work: Callable[P, Value], *arguments: P.args, **named: P.kwargs) -> Value:
-        """The result of `work`, which tokenizes about `num_chars` characters; long texts are tokenized off the event loop."""
+        """Calls `work`, which tokenizes about `num_chars` characters: in a thread if the text is long, else here."""
         if num_chars < LONG_PROMPT_CHARS:
             return work(*arguments, **named)
         return await self._long_texts.tokenized(partial(work, *arguments, **named))
 
     def start(self, requests: Sequence[Request], reservation: Reservation) -> OpenStreams:
-        """Checks the sequences of a reserved request against the engine's bounds and submits all of them, or none. The caller closes the
-        streams that it gets. Raises InvalidRequest, Overloaded or Unavailable.
+        """Validates the sequences of a reserved request and submits all of them, or none. The caller must close the returned streams.
+        Raises InvalidRequest, Overloaded or Unavailable.
         """
         try:
             submits = [self._submission(request, reservation.caller) for request in requests]
             if len(requests) > self.admission.bounds.max_open:
                 raise InvalidRequest(
-                    f"{len(requests)} sequences are asked for at once; {self.admission.bounds.max_open} is the most", param="n"
+                    f"{len(requests)} sequences are requested at once; at most {self.admission.bounds.max_open} are allowed", param="n"
                 )
         except RequestError:
             self.metrics.requests.labels("refused").inc()
             raise
-        reservation.release()  # From here on the sequences themselves are counted.
+        reservation.release()  # From here on the supervisor counts the submitted sequences.
         self.admission.check(len(requests), sum(len(request.prompt) for request in requests))
         for prompt in {id(request.prompt): request.prompt for request in requests}.values():
             self.metrics.prompt_tokens.inc(len(prompt))
@@ -134,7 +134,7 @@ class Generation:
         )
 
     def _check_ids(self, request: Request) -> None:
-        """Token ids are checked against the logits' width, not the tokenizer's: an id past it would be another row's."""
+        """Checks token ids against the width of the logits, which may differ from the tokenizer's: a larger id would index another row."""
         vocab_size, sampling = self.ready.vocab_size, request.sampling
         for name, ids in (
             ("prompt", request.prompt),
@@ -150,11 +150,11 @@ class Generation:
 
     @cached_property
     def compiler(self) -> GrammarCompiler:
-        """Raises ConfigurationError."""
+        """The compiler of grammars for this tokenizer, created on first use. Raises ConfigurationError."""
         return GrammarCompiler(self.codec, self.admission.bounds.grammar_seconds, self.admission.bounds.open_objects)
 
     async def grammar(self, source: Source | None) -> str:
-        """The grammar of what a request asks for, empty for nothing. Raises InvalidRequest."""
+        """The compiled grammar of a constraint; empty without one. Raises InvalidRequest."""
         return "" if source is None else await self.compiler.compile(source)
 
     def _max_new_tokens(self, request: Request) -> int:
@@ -169,7 +169,7 @@ class Generation:
         if request.max_new_tokens is None:
             return most - num_prompt
         if request.max_new_tokens == 0:
-            return 1  # The engine draws behind every prompt; the stream leaves that token out.
+            return 1  # The engine samples a token after every prompt; ChoiceDetokenizer leaves it out.
         if num_prompt + request.max_new_tokens > most:
             raise InvalidRequest(
                 f"`inputs` tokens + `max_new_tokens` must be <= {most} ({bound}). "
@@ -180,7 +180,7 @@ class Generation:
         return request.max_new_tokens
 
     def on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
-        """Updates metrics and queue times from what an engine reports."""
+        """Updates metrics and queue times by an event of the engine."""
         if isinstance(event, protocol.Tokens):
             self.metrics.step(event.gauges, len(event.tokens))
             return
@@ -192,7 +192,7 @@ class Generation:
                 self.metrics.queue_time.observe(now - choice.arrival)
 
     def raise_if_over(self) -> None:
-        """Raises the error that ended the engine for good, if one has."""
+        """Raises the error for which the engine will not be restarted, if there is one."""
         if self.supervisor.state is State.REFUSED:
             raise (ResourceError if self.supervisor.lacks_resource else ConfigurationError)(self.supervisor.reason)
         if self.supervisor.state is State.GAVE_UP:

@@ -1,4 +1,7 @@
-"""A request as every dialect spells it in the end, and what is known of each of its sequences. Plain data; knows no engine and no text."""
+"""Request and Choice: the internal form of a request, the same for every dialect, and the state of each of its sequences.
+
+Plain data; knows no engine and no text.
+"""
 
 import time
 from collections.abc import Sequence
@@ -9,10 +12,10 @@ from server import protocol
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. Requests of one call that share a prompt share the list.
+    """One sequence to generate. Requests of one call with the same prompt share its list.
 
-    `max_new_tokens` None: as many as fit into the context. `keep_stop`: a matched stop string stays in the text. `keep_stop_token`: so does
-    the text of the token that ends the sequence.
+    `max_new_tokens` None: as many as fit into the context. `keep_stop`: a matched stop string stays in the text. `keep_stop_token`: so
+    does the text of the token that ends the sequence. `healed`: text at the end of the prompt that is generated again (token healing).
     """
 
     prompt: list[int]
@@ -32,17 +35,17 @@ class Request:
     priority: int = 0
     timeout_s: float | None = None
     salt: str = ""
-    """Requests with different salts share no cached prefix."""
+    """`cache_salt`: requests with different salts share no cached prefix."""
 
 
 def with_choices(request: Request, count: int) -> list[Request]:
-    """`count` requests that share their prompt and differ in `sampling.choice`, which their random draws depend on."""
+    """`count` copies that share the prompt and differ in `sampling.choice`, which selects the random draws."""
     return [replace(request, sampling=replace(request.sampling, choice=choice)) for choice in range(count)]
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One submitted sequence: its id, its times (monotonic seconds) and its counts."""
+    """One submitted sequence: its id, its token counts, and the monotonic times of its arrival, start, first and last token."""
 
     index: int
     request: Request
@@ -55,17 +58,17 @@ class Choice:
     num_cached: int = 0
     """Prompt tokens served from the prefix cache."""
     prompt_scores: list[protocol.PromptScore] = field(default_factory=list)
-    """Scores of the prompt's tokens from the second on."""
+    """Log-probabilities of the prompt's tokens from the second on, if they were asked for."""
     outcome: str | None = None
 
 
 def prompt_tokens(choices: Sequence[Choice]) -> int:
-    """Prompt tokens of a request; a prompt that several choices share is counted once."""
+    """Number of prompt tokens of a request; a prompt that several choices share counts once."""
     return sum({id(choice.request.prompt): len(choice.request.prompt) for choice in choices}.values())
 
 
 def speeds(choices: Sequence[Choice]) -> dict[str, float]:
-    """Token counts, TTFT and generation speed of a request, for the access log; 0 where there is no figure."""
+    """Token counts, TTFT and output tokens per second of a request, for the access log; 0 where unknown."""
     num_tokens = sum(choice.num_tokens for choice in choices)
     first = min((choice.first for choice in choices if choice.num_tokens), default=0.0)
     seconds = max((choice.last for choice in choices), default=0.0) - first

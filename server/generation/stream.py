@@ -1,8 +1,8 @@
-"""OpenStreams: the sequences of one submitted request, as one iterator over the pieces of their text.
+"""OpenStreams: the sequences of one submitted request, as one asynchronous iterator over pieces of their text.
 
-Tokens become text, text meets stop strings, and a deadline ends what is still open. Invariant: every sequence ends in exactly one piece
-with `finish`, or the whole request in one RequestError; `close` cancels what is left, however often it is called. It knows nothing of
-HTTP, fields or events.
+It detokenizes, looks for stop strings and applies the request's time limit. Invariant: every sequence ends in exactly one piece with
+`finish`, or the whole request in one RequestError; `close` cancels unfinished sequences and is idempotent. It knows nothing of HTTP, the
+fields of bodies or server-sent events.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ Top = Sequence[tuple[int, float]]
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One token and the text that became certain with it. `finish` is set on a sequence's last: length, eos_token, stop_sequence or
-    timeout; `stop` is then the stop string or the token id that ended it, where there is one.
+    """One token and the text that became final with it. The last piece of a sequence has `finish`: length, eos_token, stop_sequence or
+    timeout; and in `stop` the stop string or stop token id that ended the sequence, if one did.
 
-    A special token is no text, nor is one that ends it: its name is `special_text`, and `text` at most what was held back before it.
-    A piece without a token (the deadline came between two) has `token` None.
+    A special token, or a token that ends the sequence, adds no text: its name is in `special_text`, and `text` holds only text that was
+    held back before it. `token` is None where the time limit passed between two tokens.
     """
 
     choice: int
@@ -46,7 +46,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class ChoiceDetokenizer:
-    """Tokens of one sequence to pieces."""
+    """Converts the tokens of one sequence to pieces."""
 
     def __init__(self, codec: TextCodec, choice: Choice) -> None:
         self._codec = codec
@@ -55,15 +55,15 @@ class ChoiceDetokenizer:
         self._detokenizer = Detokenizer(codec)
         self._stops = StopStrings(choice.request.stop_strings, choice.request.keep_stop)
         self._healed = choice.request.healed
-        """What the prompt's end has still to be generated again; it is no part of the output."""
+        """The part of the removed end of the prompt (token healing) that is still to be generated again; it is not part of the output."""
 
     def piece(self, token: protocol.Token) -> Piece:
-        """The piece of a token. Its `finish` may come earlier than the engine's."""
+        """The piece of a token. A stop string may set `finish` before the engine does."""
         request, index = self._request, self._choice.index
-        if request.max_new_tokens == 0:  # Only the prompt was wanted; the engine draws one token behind it all the same.
+        if request.max_new_tokens == 0:  # Only the prompt was asked for; the engine samples one token after it anyway.
             return Piece(index, None, "", finish="length")
         ends = token.finish == "eos_token"
-        # What ends a text is no part of it, whether the tokenizer calls it special or a request does.
+        # A token that ends the sequence adds no text, whether it is a special token or one of the request's stop tokens.
         special = token.token in self._codec.special_ids or (ends and not request.keep_stop_token)
         if (special and request.skip_special_tokens) or (ends and not request.keep_stop_token):
             text = ""
@@ -88,13 +88,13 @@ class ChoiceDetokenizer:
         return text
 
     def timeout_piece(self) -> Piece:
-        """The last piece of a sequence whose time is up."""
+        """The last piece of a sequence whose time limit has passed."""
         text, _ = self._stops.push(self._strip_healed(self._detokenizer.flush()))
         return Piece(self._choice.index, None, text + self._stops.flush(), finish="timeout")
 
 
 def _error(failed: protocol.Failed) -> RequestError:
-    """What a client is told of a sequence that failed."""
+    """The error for the client of a failed sequence."""
     if failed.refused:
         return InvalidRequest(f"the request cannot be satisfied: {failed.reason}")
     if failed.code in ("engine_unavailable", "server_shutting_down"):
@@ -103,7 +103,7 @@ def _error(failed: protocol.Failed) -> RequestError:
 
 
 class OpenStreams:
-    """Submitted sequences, as an iterator over their pieces in the order in which they come."""
+    """Submitted sequences as an asynchronous iterator over their pieces, in the order of arrival."""
 
     def __init__(self, admission: Admission, codec: TextCodec, requests: Sequence[Request], submits: Sequence[protocol.Submit]) -> None:
         self.choices = [Choice(index, request) for index, request in enumerate(requests)]
@@ -112,11 +112,11 @@ class OpenStreams:
         self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
         self._inbox: deque[tuple[int, protocol.Token | protocol.Failed, float]] = deque()
         self._arrived = asyncio.Event()
-        """Set where there is something in the inbox, or time is up."""
+        """Set when the inbox has an event, or the time limit has passed."""
         self._num_open = len(self.choices)
         self._timeout_pieces: list[Piece] = []
         self._error: Callable[[], RequestError] | None = None
-        """What ends the request, made when it is raised: an error that was raised holds all that this does."""
+        """Makes the error that ends the request when it is raised: a raised error refers to its frames, and so to this object."""
         self._deadline_passed = False
         timeout = requests[0].timeout_s
         self._deadline = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._on_deadline)
@@ -128,7 +128,7 @@ class OpenStreams:
         metrics = self._metrics
 
         def deliver(event: SequenceEvent) -> None:
-            """Takes the times as tokens come, not as the client reads them."""
+            """Records the times at which tokens arrive, not those at which the client reads them."""
             now = time.monotonic()
             if isinstance(event, protocol.PromptScores):
                 choice.prompt_scores.extend(event.scores)
@@ -150,7 +150,7 @@ class OpenStreams:
         return self
 
     async def __anext__(self) -> Piece:
-        """The next piece. Raises GenerationFailed where the engine could not go on, QueueTimeout where it had not begun in time."""
+        """The next piece. Raises QueueTimeout if the time limit passed before the request was started, and the errors of `_error`."""
         while (piece := self.take()) is None:
             if self._error is not None:
                 raise self._error()
@@ -164,7 +164,7 @@ class OpenStreams:
         return piece
 
     def take(self) -> Piece | None:
-        """The next piece, if it has come."""
+        """The next piece if one has arrived, else None."""
         while self._inbox and self._error is None:
             index, event, came = self._inbox.popleft()
             choice = self.choices[index]
@@ -180,7 +180,7 @@ class OpenStreams:
         try:
             piece = self._texts[choice.index].piece(token)
         except Exception:
-            log.exception("a token could not be made text")
+            log.exception("detokenization failed")
             self._end(choice, "failed")
             self._error = partial(GenerationFailed, "Request failed during generation: an internal error", code="text_error")
             return None
@@ -203,7 +203,7 @@ class OpenStreams:
     def _time_out(self) -> None:
         waited = all(choice.id in self._admission.waiting for choice in self.choices)
         if waited:
-            text = "the request's time limit was over before its turn came"
+            text = "the request's time limit passed before its generation started"
             self._error = partial(QueueTimeout, text, RETRY_SECONDS, code="queue_timeout")
         else:
             self._timeout_pieces = [self._texts[choice.index].timeout_piece() for choice in self.choices if choice.outcome is None]
@@ -211,7 +211,7 @@ class OpenStreams:
             self._end(choice, "timeout")
 
     async def first_piece(self, timeout: float) -> Piece | None:
-        """The first piece, so that a failure before it can still have a status of its own; None where it takes longer than that."""
+        """The first piece, or None after `timeout` seconds. A failure within them can still be answered with an HTTP error status."""
         try:
             async with asyncio.timeout(timeout):
                 return await anext(self)
@@ -229,10 +229,10 @@ class OpenStreams:
             self._metrics.requests.labels(outcome).inc()
 
     def finish(self, index: int) -> None:
-        """Ends a sequence whose reader has all it wants."""
+        """Ends a sequence early, because its caller has all the text it needs."""
         self._end(self.choices[index], "stop_sequence")
 
     def close(self) -> None:
-        """Cancels whatever has not ended."""
+        """Cancels the sequences that have not ended. Idempotent."""
         for choice in self.choices:
             self._end(choice, "cancelled")

@@ -1,6 +1,6 @@
-"""Answers: what a started request gives, as one JSON body, as server-sent events, or as a resumable stream. The same for every dialect.
+"""Answers: sends the reply of a started request as one JSON body, as server-sent events, or as a resumable stream, for every dialect.
 
-Invariant: the sequences of a request are closed when its answer ends, however it ends. It knows no fields of any dialect.
+Invariant: the sequences of a request are closed when its answer ends, however it ends. It knows no dialect's fields.
 """
 
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -87,7 +87,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How an answer is wanted. `last` ends a stream."""
+    """How a request asks for its answer. `last`: bytes that end a stream, such as `data: [DONE]`."""
 
     stream: bool
     resumable: bool
@@ -95,7 +95,7 @@ class Delivery:
 
     @classmethod
     def of(cls, http: HttpRequest, stream: bool, resumable: bool | None, last: bytes = b"") -> "Delivery":
-        """What a request asks for, `resumable` in its body or by header. Raises InvalidRequest."""
+        """`resumable` is taken from the body, else from the header x-stream-resumable. Raises InvalidRequest."""
         resumable = bool(resumable) if resumable is not None else http.headers.get("x-stream-resumable") == "1"
         if resumable and not stream:
             raise InvalidRequest('`resumable` needs `"stream": true`', param="resumable")
@@ -104,13 +104,13 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Sends answers; a silent stream gets a comment every `keep_alive` seconds."""
+    """Sends answers. A stream without events for `keep_alive` seconds gets a comment."""
 
     publications: StreamPublisher
     keep_alive: float
 
     async def answer(self, http: HttpRequest, reply: Reply, delivery: Delivery) -> Response:
-        """The response for a started request. Raises RequestError for a failure before the first piece."""
+        """The response of a started request. Raises RequestError for a failure before the first piece."""
         close, error_event = reply.streams.close, partial(_error_event, exchange_of(http).dialect)
         try:
             if delivery.resumable:
@@ -129,7 +129,7 @@ class Answers:
 
 
 async def full_response(reply: Reply) -> Any:
-    """The JSON value of a reply that is not streamed, when the last piece has come."""
+    """Waits for all pieces; the JSON value of a reply that is not streamed."""
     async for piece in reply.streams:
         reply.take(piece)
     return reply.full_response()
@@ -146,7 +146,7 @@ def _error_event(dialect: Dialect, error: RequestError) -> bytes:
 
 
 async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[list[bytes]]:
-    """One event for each chunk; those of pieces that have arrived together are sent together. Raises RequestError."""
+    """Batches of events, one event for each chunk; pieces that have arrived already share a batch. Raises RequestError."""
     chunks = [*reply.first_chunks(), *(reply.chunks(first) if first is not None else ())]
     if chunks:
         yield [sse.event(chunk) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""The ASGI application: routes of each dialect over one Generation, what becomes of their errors, and the front door before them."""
+"""The ASGI application: the routes of every dialect, the handlers of their errors, and FrontDoor around them."""
 
 import logging
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ log = logging.getLogger("onehead.api")
 
 
 def create_app(generation: Generation, section: ServerSection, names: ModelNames, version: str, store: StreamStore) -> FrontDoor:
-    """The application that `onehead serve` runs. `store` keeps its resumable streams."""
+    """The application that `onehead serve` runs. `store` holds the events of resumable streams."""
     about = "Text generation with Multi-Query Attention."
     app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
     chat_template = ChatTemplate(generation.codec)
@@ -58,8 +58,8 @@ def create_app(generation: Generation, section: ServerSection, names: ModelNames
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application with answers to other origins' pages, if there are any. It stands before the door: a browser asks without a key what
-    it may ask with one.
+    """The application with CORS for these origins, if there are any. CORS wraps FrontDoor, because browsers send preflight requests
+    without an API key.
     """
     if not origins:
         return app
@@ -84,7 +84,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # Nobody reads it; the access log does.
+    return Response(status_code=499)  # The client has disconnected: only the access log shows this status.
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

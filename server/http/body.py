@@ -1,6 +1,6 @@
-"""Bytes of a request to a checked model: limits first, then UTF-8, JSON, the schema. Every refusal is a RequestError in our words.
+"""Reads the body of a request as a pydantic model: checks size, UTF-8, JSON, nesting, then the schema.
 
-Knows JSON and pydantic; knows nothing of what the fields mean.
+Invariant: every refusal is a RequestError with a message of this module, not of a library. It knows nothing of what the fields mean.
 """
 
 import difflib
@@ -18,13 +18,13 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 16_384
 MAX_KEYS = 2048
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, or what begins one and never ends; possessive, so that it is read once."""
+"""A JSON string, or an unterminated one at the end of the text. Possessive quantifiers: no backtracking."""
 _NAMED = re.compile("`([^`]+)`")
 _BRACKET = re.compile(r"[\[\]{}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_NAMES = {"None": "null", "False": "false", "True": "true"}
 _JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object", "model": "object"}
-# What other servers call it.
+# Other servers' names of fields, and the names here that an error message suggests instead.
 ELSEWHERE = {
     "guided_json": "structured_outputs",
     "guided_regex": "structured_outputs",
@@ -75,7 +75,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     too_large = BodyTooLarge(f"the body is longer than {max_bytes} bytes (server.max_body_bytes)")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > max_bytes:
-        raise too_large  # Before any of it is asked for.
+        raise too_large  # Before the first byte of the body is read.
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -85,7 +85,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Strict JSON: UTF-8, one object, no key twice, finite numbers, no lone surrogates. Raises MalformedBody."""
+    """Parses strict JSON: UTF-8, one object, no duplicate keys, finite numbers, no lone surrogates. Raises MalformedBody."""
     if not body.strip():
         raise MalformedBody("the body is empty; a JSON object was expected")
     try:
@@ -99,7 +99,7 @@ def parse(body: bytes) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise MalformedBody(f"the body is not JSON at character {error.pos}") from None
-    except ValueError:  # An integer of thousands of digits.
+    except ValueError:  # int() refuses thousands of digits.
         raise MalformedBody("the body holds a number that is too long") from None
     if not isinstance(value, dict):
         raise MalformedBody("the body must be a JSON object")
@@ -109,7 +109,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def _check_nesting(text: str) -> None:
-    """Counts brackets outside strings, before a recursive parser sees them."""
+    """Raises MalformedBody if brackets outside strings are nested too deeply or too many, before the recursive parser runs."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
     depth = opened = 0
@@ -147,7 +147,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _check_text(value: Any, path: str) -> None:
-    """Refuses strings that are no Unicode text: half of a surrogate pair."""
+    """Raises MalformedBody for strings that hold half of a surrogate pair, which UTF-8 cannot encode."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")
@@ -164,7 +164,7 @@ def _check_text(value: Any, path: str) -> None:
 
 
 def _describe(detail: Any, schema: type[BaseModel]) -> str:
-    """One sentence on the first thing wrong: field, bound, and the value where it is a number."""
+    """The message for pydantic's first error: the field, the bound, and the given value if it is a number."""
     path = [str(part) for part in detail["loc"]]
     field, kind, context = ".".join(_printable(part) for part in path), detail["type"], detail.get("ctx", {})
     value = detail["input"]
@@ -174,7 +174,7 @@ def _describe(detail: Any, schema: type[BaseModel]) -> str:
     if kind == "missing":
         return f"`{field}` is required"
     if kind == "value_error":
-        return str(context["error"])  # A validator of ours, which names the field itself.
+        return str(context["error"])  # Raised by a validator of the models, whose message names the field.
     bounds = {
         "greater_than": ("must be > {gt}"),
         "greater_than_equal": ("must be >= {ge}"),
@@ -204,5 +204,5 @@ def _unknown_field(path: list[str], schema: type[BaseModel]) -> str:
 
 
 def _printable(name: str) -> str:
-    """A client's own key, shortened and escaped, so that it can stand in a message and in a log line."""
+    """A key from a body, shortened and escaped for messages and log lines."""
     return ascii(name[:64])[1:-1]

@@ -1,7 +1,7 @@
-"""Connection: uvicorn's HTTP/1.1 protocol within bounds of bytes and seconds, refusing in JSON what is no request.
+"""Connection: uvicorn's HTTP/1.1 protocol with limits on bytes and seconds, and JSON bodies for malformed requests.
 
-Invariant: a connection that sends its head or its body slowly, sends too much of them, or takes no answer, is closed in bounded time and
-has cost bounded memory. It knows nothing of routes; what it lets through is for the application to judge.
+Invariant: a connection that sends a request's head or body too slowly or too large, or does not read its response, is closed in bounded
+time and uses bounded memory. It knows no routes.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ SAFETY_HEADERS = {
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
 }
-"""What every response has, unless it says otherwise."""
+"""Headers of every response that does not set them itself."""
 MAX_HEADERS = 100
 MAX_IGNORED_BYTES = 16 * 2**20
 MAX_READ_BYTES = 2**18
-"""That asyncio reads at once."""
+"""Largest read of asyncio's transport."""
 MAX_PIPELINED = 128
 LINGER_SECONDS = 2.0
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%-]*)(:[0-9]{0,5})?")
@@ -40,21 +40,21 @@ access = logging.getLogger("onehead.access")
 
 
 class _Refused(Exception):
-    """Raised inside the parser's callbacks, which it leaves as a parser's error."""
+    """Raised in callbacks of httptools, which re-raises it as HttpParserError."""
 
 
 class Door(Protocol):
-    """Who decides what is let in. Both are given the scope of a request, and wait for nothing."""
+    """Interface of the outermost application layer towards connections. Both methods take the ASGI scope of a request and do not block."""
 
     def admits(self, scope: Any, /) -> bool:
-        """Whether the application will do something for it, or only refuse it."""
+        """Whether the application will process the request; False if it only sends a refusal."""
 
     def on_incomplete_body(self, scope: Any, /) -> None:
-        """One that was admitted has not arrived whole."""
+        """Called for an admitted request whose body has not been received completely."""
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. `limits` are set by `connection_class`."""
+    """One client connection. `connection_class` sets the class attributes."""
 
     limits: ServerSection
     max_connections: int
@@ -69,27 +69,27 @@ class Connection(HttpToolsProtocol):
         self._refusal: tuple[int, str, str] | None = None
         self._refused = False
         if len(self.connections) > self.max_connections:
-            self._refuse(503, "too_many_connections", f"{self.max_connections} connections are open and that is the most; try again later")
+            self._refuse(503, "too_many_connections", f"{self.max_connections} connections are open, which is the limit; try again later")
             return
         self._limit_writing(transport.get_extra_info("socket"))
         self._start_timer("head", self.limits.header_timeout)
 
     def _limit_writing(self, sock: Any) -> None:
-        """Has the kernel drop a peer that is gone, or takes nothing: bytes it has not acknowledged are given up after so long."""
+        """Has the kernel close the connection when sent bytes stay unacknowledged for server.write_timeout seconds."""
         if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limits.write_timeout * 1000))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         if self._running is not None and self._busy:
-            # Told by uvicorn is only the request that was read last, and that may be waiting behind this one.
+            # uvicorn notifies only the request that was read last, which may be queued after this one.
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
-            return  # Whatever stands behind what was refused is not looked at.
+            return  # Bytes after a refused request are ignored.
         self._unset_keepalive_if_required()
         rest: memoryview | None = memoryview(data)
         while rest is not None and not self._refused:
@@ -100,7 +100,7 @@ class Connection(HttpToolsProtocol):
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Bounds what has been read and is no body, whole head or request."""
+        """Refuses a head that is too large, or a chunked body with too many bytes of framing."""
         if self._refused:
             return
         if self._in_head and self._head_bytes > self.limits.max_header_bytes:
@@ -108,7 +108,7 @@ class Connection(HttpToolsProtocol):
         elif not self._in_head and self._bytes_without_body > self.limits.max_header_bytes + MAX_READ_BYTES:
             self._refuse(400, "invalid_http", "the body's chunks have more around them than in them")
         elif self._timer is None and self.timeout_keep_alive_task is None and not self._busy:
-            # A lone line end is no request, and must not keep the connection either.
+            # Empty lines are no request; without a timer they would keep the connection open.
             self._start_timer("head", self.limits.header_timeout)
 
     @property
@@ -117,8 +117,8 @@ class Connection(HttpToolsProtocol):
         return self._running is not None and not self._running.response_complete
 
     def _feed(self, data: memoryview) -> memoryview | None:
-        """Reads; what is still to be read behind a head that offered another protocol, as some clients do with every request. The parser
-        would take what follows for that protocol's, so that head is read again without the offer.
+        """Parses received bytes. Returns those after a head with an `Upgrade` header, which some clients always send: the parser would
+        treat them as the other protocol's, so the head is parsed again without that header.
         """
         try:
             try:
@@ -128,7 +128,7 @@ class Connection(HttpToolsProtocol):
                 head = [b"%s %s HTTP/%s" % (method, self.url, version)]
                 head += [b"%s: %s" % pair for pair in self.headers if pair[0] not in (b"upgrade", b"http2-settings")]
                 self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's own.
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn sets it.
                 self._head_bytes = 0
                 self.parser.feed_data(b"\r\n".join([*head, b"", b""]))
                 return data[upgrade.args[0] :]
@@ -139,30 +139,30 @@ class Connection(HttpToolsProtocol):
         return None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle  # `self.cycle` is the last that was read, and it may be waiting behind this one.
+        self._running = cycle  # `self.cycle` is the request that was read last, which may be queued after this one.
         self._unset_keepalive_if_required()
         admitted = self.door.admits(cycle.scope)
         if admitted or self.pipeline or self.transport.get_write_buffer_size():
             super()._start_asgi_task(cycle, app)
             return
-        # A refusal waits for nothing, so it is written now: in a flood, a task would stand behind thousands of others.
+        # A refusal never awaits, so it is written now: under overload, its task would be queued after thousands of others.
         try:
             contextvars.copy_context().run(cycle.run_asgi(app).send, None)
         except StopIteration:
             return
-        raise RuntimeError("a refusal waited for something")
+        raise RuntimeError("a refusal must not await")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
         self._ignored_bytes = self._bytes_without_body = 0
-        if self._timer is None:  # Not the connection's first request, for which the time began with the connection.
+        if self._timer is None:  # Not the connection's first request, whose timer started with the connection.
             self._head_bytes = 0
             self._start_timer("head", self.limits.header_timeout)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            self._reject(431, "trailers", "headers behind the body are not taken")
+            self._reject(431, "trailers", "trailers (headers after the body) are not supported")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
         self._check_head()
         if self.parser.should_upgrade():
             self.scope["method"] = self.parser.get_method().decode("ascii")
-            return  # It comes again, without.
+            return  # The head is parsed again without `Upgrade`.
         exchange_of(self.scope).received = time.monotonic()
         super().on_headers_complete()
         self._start_timer("body", self.limits.body_timeout)
@@ -179,7 +179,9 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._bytes_without_body = 0
-        if self.cycle.response_complete:  # With a refusal, before the body had come: what still comes is read for the answer's sake.
+        if (
+            self.cycle.response_complete
+        ):  # Refused before the body arrived; the rest is read so that closing the socket does not discard the response.
             self._ignored_bytes += len(body)
             if self._ignored_bytes > MAX_IGNORED_BYTES:
                 self.transport.abort()
@@ -191,14 +193,14 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _check_head(self) -> None:
-        """Raises _Refused for what is well-formed and still not for us."""
+        """Raises _Refused for a well-formed head that this server does not accept."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes or len(self.headers) > MAX_HEADERS:
             self._reject(431, "headers_too_large", self._largest_head())
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._reject(400, "too_many_requests", f"more than {MAX_PIPELINED} requests wait behind one on this connection")
+            self._reject(400, "too_many_requests", f"more than {MAX_PIPELINED} pipelined requests wait on this connection")
         if self.parser.get_method() == b"CONNECT":
-            self._reject(400, "invalid_http", "this is no proxy; CONNECT has no meaning here")
+            self._reject(400, "invalid_http", "CONNECT is not supported: this server is not a proxy")
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1") or (hosts and _HOST.fullmatch(hosts[0]) is None):
             self._reject(400, "invalid_host", "a request must have one `Host` header, with a name or an address and perhaps a port")
@@ -224,17 +226,17 @@ class Connection(HttpToolsProtocol):
 
     def _on_timeout(self, part: str, seconds: float) -> None:
         self._timer = None
-        if self.flow.read_paused:  # It is we who do not read: behind a request that is being answered.
+        if self.flow.read_paused:  # The server has paused reading while it answers an earlier request.
             self._start_timer(part, seconds)
             return
         answered = self.cycle is not None and self.cycle.response_complete
         if (self._head_bytes == 0 and self.cycle is None) or (part == "body" and answered):
-            self.transport.close()  # It never asked for anything, or has its answer.
+            self.transport.close()  # No request was begun, or the response is complete.
         else:
             self._refuse(408, "request_timeout", f"the {part} of the request did not arrive within {seconds:g} s")
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answers in place of the application, and closes. Where an answer is under way already, cuts it off."""
+        """Writes an error response and closes the connection. Aborts it if a response has been started."""
         self._stop_timer()
         if self._refused or self.transport.is_closing():
             return
@@ -244,12 +246,12 @@ class Connection(HttpToolsProtocol):
         cycle = self._running
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
-            cycle.waiting_for_100_continue = False  # It would still be written, behind the refusal.
+            cycle.waiting_for_100_continue = False  # Else uvicorn would write it after the refusal.
             cycle.message_event.set()
             if cycle.response_started:
                 self.transport.abort()
                 return
-            # The application's own line of the log tells of it.
+            # The application writes the access log's line, with this status.
             exchange = exchange_of(cycle.scope)
             exchange.refused_status = status
             request_id = exchange.request_id or request_id
@@ -258,11 +260,11 @@ class Connection(HttpToolsProtocol):
             fields = {"request_id": request_id, "status": status, "code": code, "client": client}
             access.info("refused a connection: %d %s client=%s request=%s", status, code, client, request_id, extra={"fields": fields})
         self._write_refusal(status, code, message, request_id)
-        if status == 503:  # Of connections there are too many: this one must not stay.
+        if status == 503:  # There are too many connections: close without lingering.
             self.transport.close()
             return
         if self.transport.can_write_eof():
-            # What it still sends is read for a moment: a socket closed over unread bytes takes the answer back.
+            # Keep reading for a moment: closing a socket with unread bytes discards the response.
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
@@ -282,7 +284,7 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_class(section: ServerSection, most: int, front: Door) -> type[Connection]:
-    """The protocol class for a server with these options, `most` connections and this door."""
+    """A protocol class for these options, at most `most` connections, and this application layer."""
 
     class Limited(Connection):
         limits = section

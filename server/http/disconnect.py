@@ -1,4 +1,4 @@
-"""Waiting for an answer and for the client to leave, whichever comes first. Starlette watches streams; this is for whole answers."""
+"""Cancels work whose client disconnects, for responses that are not streamed; Starlette does the same for streamed ones."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -10,7 +10,7 @@ Answer = TypeVar("Answer")
 
 
 async def unless_disconnected(http: Request, work: Awaitable[Answer]) -> Answer:
-    """The result of `work`; cancels it and raises ClientDisconnect where the client goes away first."""
+    """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first."""
     answer = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_disconnected(http))
     try:

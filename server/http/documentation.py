@@ -1,8 +1,8 @@
-"""GET /docs and the OpenAPI document that the page reads, GET /openapi.json.
+"""GET /openapi.json and the page that shows it, GET /docs.
 
-The document has three sources: routes and their docstrings, by FastAPI; the schemas of request bodies, by pydantic, with the docstrings of
-their fields; and documentation.json for what the code does not state: examples, replies and errors of each route. It is made when it is
-first asked for. Every URL in both is relative, so that a reverse proxy may serve them under any prefix.
+The document has three sources: FastAPI gives the routes and their docstrings; pydantic gives the schemas of request bodies and the
+docstrings of their fields; documentation.json gives examples, responses and errors of each route. It is built on first use. Every URL in
+both is relative, so that a reverse proxy may serve them under any prefix.
 """
 
 import json
@@ -31,7 +31,7 @@ BEARER = {"type": "http", "scheme": "bearer", "description": "One of the keys of
 
 
 def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list[Route]:
-    """The page and the document of `app`. The page's scripts are served from here, so that it opens on hosts without internet."""
+    """Routes of the page and the document of `app`. The page's scripts are served by this server, so that it needs no internet."""
 
     @cache
     def document() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list
 
 
 def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
-    """The OpenAPI document. `needs_key` says which paths need one."""
+    """Builds the OpenAPI document. `needs_key`: whether a path needs an API key."""
     stated: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     described, paths, components = app.openapi(), stated.pop("paths"), stated["components"]
     _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}")

@@ -1,4 +1,4 @@
-"""Errors to responses, in the dialect that a route's clients read. Knows no routes."""
+"""Converts errors to responses in the dialect of the route. Knows no routes."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from server.errors import RequestError
 from server.http.exchange import Dialect, exchange_of
 
 _OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens"}
-"""Our names of fields that OpenAI's dialect spells otherwise."""
+"""Fields that shared error messages name as TGI does -> OpenAI's names of them."""
 
 
 def error_status(error: RequestError, dialect: Dialect) -> int:
-    """The HTTP status of an error."""
+    """The HTTP status of an error, which may depend on the dialect."""
     return (dialect is Dialect.OPENAI and error.openai_status) or error.status
 
 
 def error_body(error: RequestError, dialect: Dialect) -> dict[str, Any]:
-    """OpenAI's `{"error": {"message", "type", "param", "code"}}`, or TGI's `{"error", "error_type"}`: TGI's clients raise by `error_type`,
-    and by the status only where there is none.
+    """OpenAI's `{"error": {"message", "type", "param", "code"}}`, or TGI's `{"error", "error_type"}`: TGI's clients choose their
+    exception by `error_type`, and by the status only where it is absent.
     """
     if dialect is Dialect.TGI:
         return {"error": error.message} | ({} if error.tgi_type is None else {"error_type": error.tgi_type})

@@ -1,6 +1,6 @@
-"""Exchange: what the HTTP side knows of one request besides its ASGI scope, from the first byte that is read to the line of the access log.
+"""Exchange: the state of one HTTP request and its response that the HTTP layers share.
 
-Everything that layers tell each other about a request is a field here; the scope itself carries the Exchange and nothing else of ours.
+Invariant: it is the only entry that this server adds to an ASGI scope; layers pass each other nothing else about a request.
 """
 
 import time
@@ -15,13 +15,13 @@ from server.errors import RequestError
 from server.generation.admission import Reservation
 
 _KEY = "onehead"
-"""Of an ASGI scope's entry with its Exchange."""
+"""Key of the Exchange in an ASGI scope."""
 NO_CALLER = ""
 """The caller where no API key is needed: all such requests may share cached prefixes."""
 
 
 class Dialect(Enum):
-    """Whose clients read the answers of a route; it decides the form of error bodies."""
+    """The API that a route follows; it decides the form of error bodies."""
 
     TGI = "tgi"
     OPENAI = "openai"
@@ -32,31 +32,31 @@ class Exchange:
     """One request and its response."""
 
     received: float = field(default_factory=time.monotonic)
-    """When its head had been read, in monotonic seconds."""
+    """Monotonic time when the request's head had been read."""
     request_id: str = ""
     dialect: Dialect = Dialect.TGI
     caller: str = NO_CALLER
-    """The digest of the API key that it was sent with; decides whose prefixes are shared, and whose streams can be read."""
+    """SHA-256 digest of the request's API key: requests of one caller share cached prefixes and can read each other's streams."""
     key_name: str = ""
     error: RequestError | None = None
-    """Why it is refused before its body is read."""
+    """Why the request is refused before its body is read; None if it is not."""
     claim: tuple[str, bytes] | None = None
-    """(caller, Idempotency-Key) that it holds while it is answered."""
+    """(caller, Idempotency-Key), which no other request may use until this one has been answered."""
     claims: set[tuple[str, bytes]] = field(default_factory=set)
-    """The claims of all requests, its own among them."""
+    """The claims of all requests in progress."""
     reservation: Reservation | None = None
-    """Of a request to a route that generates."""
+    """The admission of a request to a route that generates."""
     outlives_response: bool = False
-    """Whether a task goes on with it after its response and releases it then."""
+    """Whether a task of a resumable stream continues after the response, and calls `release` itself."""
     refused_status: int | None = None
-    """The status that the connection answered with in the application's place."""
+    """The status that the connection sent in place of the application, for the access log."""
     write: Send | None = None
-    """The ASGI `send` nearest to the socket: parts of a body go there directly, as each layer between costs time for every token."""
+    """uvicorn's `send`. Streams write to it directly, because each middleware in between costs time for every token."""
     decided: bool = False
-    """Whether the front door has decided on it."""
+    """Whether FrontDoor.admits has been called."""
 
     def release(self) -> None:
-        """Gives back its reservation and its Idempotency-Key."""
+        """Releases the reservation and the Idempotency-Key. Idempotent."""
         if self.reservation is not None:
             self.reservation.release()
         if self.claim is not None:
@@ -64,13 +64,13 @@ class Exchange:
 
     @property
     def reserved(self) -> Reservation:
-        """Its reservation. Raises AssertionError on a route that is not declared as generating (server/http/routes.py)."""
+        """The reservation. Raises AssertionError on a route without `generates` (server/http/routes.py)."""
         assert self.reservation is not None, "this route starts generation, but is not declared as `generates` in its Route"
         return self.reservation
 
 
 def exchange_of(scope: Any) -> Exchange:
-    """The Exchange of an ASGI scope, or of a starlette Request; a new one where there is none yet."""
+    """The Exchange of an ASGI scope or of a Starlette request; created on first use."""
     scope = scope.scope if isinstance(scope, HTTPConnection) else scope
     exchange = scope.get(_KEY)
     if exchange is None:

@@ -1,6 +1,6 @@
-"""What the fields of both dialects have in common: types with their bounds, and checks that more than one body needs.
+"""Field types with bounds, base classes of request bodies, and checks that both dialects share.
 
-One place, so that the same value is accepted or refused by the same bound wherever it is sent. It knows no routes.
+Invariant: a field has the same bounds on every route that has it. It knows no routes.
 """
 
 import re
@@ -23,12 +23,12 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def _integral(value: Any) -> Any:
-    """3.0 is the integer 3, as it is in JSON Schema: some languages write every number so."""
+    """Converts 3.0 to 3, as JSON Schema defines integers: some languages write every number as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 INTEGRAL = BeforeValidator(_integral)
-"""To stand after the bounds of an integer: pydantic has no names in JSON Schema for bounds of what a validator returns."""
+"""Accepts floats with integral values. It must follow the bounds: pydantic leaves bounds after a validator out of the JSON Schema."""
 Integer = Annotated[int, INTEGRAL]
 Count = Annotated[int, Field(ge=0, lt=2**31), INTEGRAL]
 Positive = Annotated[int, Field(ge=1, lt=2**31), INTEGRAL]
@@ -41,7 +41,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[
     Annotated[int, Field(ge=-1, lt=2**63, examples=[42]), INTEGRAL] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
 ]
-"""-1 is no seed: clients of vLLM and of llama.cpp mean by it that one is drawn."""
+"""-1 means a random seed, as in vLLM and llama.cpp."""
 Seconds = Annotated[float, Field(ge=0.001, le=86_400)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), INTEGRAL]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP), INTEGRAL]
@@ -57,8 +57,8 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_f
 
 
 class Body(BaseModel):
-    """Base of every body: unknown fields and numbers that are not finite are refused. Null is the default of every field, known or not:
-    clients send it for the options that they leave alone. The docstring below a field is its description in the OpenAPI document.
+    """Base of every body. Unknown fields and non-finite numbers are refused. Null stands for the default of a field, and is accepted for
+    unknown fields too, because clients send it for unset options. The docstring of a field is its description in the OpenAPI document.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -70,26 +70,26 @@ class Body(BaseModel):
 
 
 def default(value: Value | None, otherwise: Value) -> Value:
-    """Null is the default everywhere."""
+    """`value`, or `otherwise` if it is None."""
     return otherwise if value is None else value
 
 
 def text_or_list(value: Any) -> Any:
-    """The value of a field that takes a text or a list. Raises an error that says so of any other, where the list alone would be named."""
+    """Checks a field that takes a string or an array. Its error names both, where pydantic's would name the array alone."""
     if value is None or isinstance(value, str | list):
         return value
     raise PydanticCustomError("string_or_array_type", "must be a string or an array")
 
 
 def check_logit_bias(bias: dict[str, float] | None, name: str) -> None:
-    """Raises ValueError where a key is no token id."""
+    """Raises ValueError if a key is not a token id."""
     for key in bias or {}:
         if not _TOKEN_ID.fullmatch(key):
             raise ValueError(f"`{name}` has the key {key[:64]!a}, which is no token id: up to 9 decimal digits, no leading zero")
 
 
 def check_minimum(minimum: int | None, maximum: int | None, names: tuple[str, str]) -> None:
-    """Raises ValueError where a minimum is above its maximum."""
+    """Raises ValueError if the minimum is above the maximum."""
     if minimum and maximum is not None and minimum > maximum:
         raise ValueError(f"`{names[0]}` must be <= `{names[1]}` {maximum}. Given: {minimum}")
 
@@ -108,7 +108,7 @@ class DeliveryBody(Body):
 
 
 class LimitedBody(DeliveryBody):
-    """Also a time limit, and who shares the prefix cache."""
+    """Fields of most generating routes: a time limit, and a salt of the prefix cache."""
 
     timeout_s: Seconds | None = None
     """Time limit in seconds, from 0.001 on, waiting included. A request that has begun by then ends with what it has and the finish reason
@@ -119,7 +119,7 @@ class LimitedBody(DeliveryBody):
 
 
 class SamplingBody(Body):
-    """How tokens are drawn, in both dialects. Temperature is not among these fields: its bounds and defaults differ."""
+    """Sampling parameters of both dialects, but `temperature`, whose bounds and defaults differ."""
 
     top_k: TopK | None = None
     """Sample from this many most likely tokens only; at most the size of the vocabulary. 0 and -1: from all. Default: all."""
@@ -157,8 +157,8 @@ class SamplingBody(Body):
     """Whether generation goes on after the end-of-sequence token, up to the limit of tokens. Default: false."""
 
     def sampling(self, temperature: float, defaults: Mapping[str, float] = MappingProxyType({})) -> protocol.Sampling:
-        """The engine's parameters; `defaults` has the defaults that differ from none. A seed is drawn here where none was given, so that it
-        can be reported and replayed.
+        """The engine's sampling parameters. `defaults`: the checkpoint's defaults. Without a seed one is drawn here, so that it can be
+        reported, and used again when the request is replayed after a crash of the engine.
         """
         return protocol.Sampling(
             temperature=temperature,
@@ -205,7 +205,7 @@ class Format(Body):
     """For `json_object` and `json` the JSON Schema that the object follows, as llama.cpp takes it."""
 
     def source(self, field: str) -> Source | None:
-        """The constraint; None for plain text. Raises ValueError for a type that is unknown or lacks its value."""
+        """The constraint, None for plain text. Raises ValueError for an unknown type or a missing value."""
         given = [value for value in (self.value, self.json_schema, self.schema_) if value is not None]
         if self.json_schema is not None and self.type != "json_schema":
             raise ValueError(f"`{field}.json_schema` goes with the type json_schema")

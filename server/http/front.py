@@ -1,8 +1,8 @@
-"""FrontDoor: what every request passes before its body is read, as the outermost ASGI layer.
+"""FrontDoor: the outermost ASGI layer (inside CORS), which decides on a request before its body is read.
 
-It gives each request an id and each response its headers, checks the API key, refuses requests that are over the server's bounds or come
-while it shuts down, and writes the access log. Invariant: a path needs a key, if there are any, unless its Route says otherwise; what is
-decided on is the path that is routed. It knows no bodies.
+It sets the request id and common headers, checks API keys, applies admission control and writes the access log. Invariant: every path
+needs an API key, if there are any, unless its Route says otherwise; the path that is checked is the path that is routed. It knows no
+bodies.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ access = logging.getLogger("onehead.access")
 RAW_SAFETY_HEADERS = tuple((name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items())
 STREAMS = "/v1/streams/"
 CLIENT_GONE = 499
-"""Status in the access log where a client left before the end of its answer."""
+"""Status in the access log if the client disconnected before the end of the response."""
 
 
 class FrontDoor:
-    """The application and what every request passes before it."""
+    """Wraps the application; see the module."""
 
     def __init__(self, app: ASGIApp, table: RouteTable, generation: Generation, section: ServerSection) -> None:
         self.app = app
@@ -44,7 +44,7 @@ class FrontDoor:
         self._metrics_keys = {section.metrics_key: ""} if section.metrics_key else None
         self._root_path = section.root_path
         self._claims: set[tuple[str, bytes]] = set()
-        """(caller, Idempotency-Key) of the requests that are being answered."""
+        """(caller, Idempotency-Key) of the requests in progress."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,13 +63,13 @@ class FrontDoor:
                 exchange.write = send
                 await self.app(scope, receive, response.send)
         finally:
-            exchange.write = None  # It refers to this scope: a reference cycle.
+            exchange.write = None  # Breaks a reference cycle through the scope.
             if not exchange.outlives_response:
                 exchange.release()
             response.log(self.table.find(scope["path"]))
 
     def admits(self, scope: Scope) -> bool:
-        """Decides, once for each request, whether the application gets it; its Exchange says why not. Does not wait for anything."""
+        """Decides, once for each request, whether the application processes it; if not, sets `Exchange.error`. Does not block."""
         exchange = exchange_of(scope)
         exchange.decided = True
         if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
@@ -81,23 +81,23 @@ class FrontDoor:
         try:
             self._identify(scope, exchange, route)
             if not path.isprintable():
-                # A router's pattern may match before a final line end: what is decided here must be what is routed.
+                # A router's pattern ignores a final line end, so that it would route another path than the one checked here.
                 raise NotFound("no such route; GET /docs lists those there are")
             exchange.claim, exchange.claims = self._claim(scope, exchange), self._claims
             if scope["method"] == "POST" and route is not None and route.generates:
                 exchange.reservation = self.generation.admission.reserve(exchange.caller)
         except RequestError as error:
-            # Without its frames, which refer to this exchange: in a flood only the garbage collector would free such cycles.
+            # Without its traceback, whose frames refer to this exchange: only the garbage collector would free that cycle.
             exchange.error = error.with_traceback(None)
         return exchange.error is None
 
     def on_incomplete_body(self, scope: Scope) -> None:
-        """The rest of an admitted request's body is still to come: until then it does not count as open."""
+        """Stops counting an admitted request as open: a client that sends its body slowly must not take others' capacity."""
         if (reservation := exchange_of(scope).reservation) is not None:
             reservation.release()
 
     def keys(self, route: Route | None) -> dict[str, str] | None:
-        """Names, by digest, of the keys one of which a request for `route` needs; None where it needs none."""
+        """The keys that are valid for a route, as digest -> name; None if it needs none."""
         match Access.API_KEY if route is None else route.access:
             case Access.PUBLIC:
                 return None
@@ -107,7 +107,7 @@ class FrontDoor:
                 return self.api_keys.names
 
     def _identify(self, scope: Scope, exchange: Exchange, route: Route | None) -> None:
-        """Sets the caller to the digest of the request's key, where one is needed. Raises Unauthorized."""
+        """Sets the caller to the digest of the request's key, if the route needs one. Raises Unauthorized."""
         exchange.caller = NO_CALLER
         keys = self.keys(route)
         if keys is None:
@@ -115,13 +115,13 @@ class FrontDoor:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).hexdigest()
-        # The time that this takes may tell something of a digest, from which no key follows.
+        # Not a constant-time comparison: timing could leak parts of a digest, from which the key cannot be found.
         if digest not in keys or scheme.lower() != b"bearer":
             raise Unauthorized("a valid key is needed: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
         exchange.caller, exchange.key_name = digest, keys[digest]
 
     def _claim(self, scope: Scope, exchange: Exchange) -> tuple[str, bytes] | None:
-        """Takes the request's Idempotency-Key, if it has one. Raises Conflict while another request has it."""
+        """Claims the request's Idempotency-Key, if it has one. Raises Conflict while another request holds it."""
         keys = [value for name, value in scope["headers"] if name == b"idempotency-key"]
         if not keys or scope["method"] != "POST":
             return None
@@ -133,7 +133,7 @@ class FrontDoor:
 
 
 class LoggedResponse:
-    """A response as it passes: it gets our headers, and a line of the access log when it has ended."""
+    """Adds the common headers to a response, and writes its line of the access log."""
 
     def __init__(self, scope: Scope, exchange: Exchange, send: Send, admission: Admission) -> None:
         self._scope = scope
@@ -158,14 +158,14 @@ class LoggedResponse:
         await self._send(message)
 
     def log(self, route: Route | None) -> None:
-        """Writes the line of the access log."""
+        """Writes the access log's line of the request, at level debug for probes."""
         exchange = self._exchange
         status = exchange.refused_status or (self._status if self._complete else CLIENT_GONE)
         milliseconds = round((time.monotonic() - exchange.received) * 1e3, 1)
         method = self._scope["method"]
         path = self._scope["path"]
         if path.startswith(STREAMS):
-            path = f"{STREAMS}..."  # A stream can be read with its id, so the id is a secret.
+            path = f"{STREAMS}..."  # A stream can be read by its id, so the id is kept out of the log.
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
         client, choices = self._scope.get("client"), exchange.reservation.choices if exchange.reservation else ()
         details = {"client": client and client[0], "key": exchange.key_name, **speeds(choices)}
@@ -177,7 +177,7 @@ class LoggedResponse:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own id, where it is a plain short word; else a new one."""
+    """The x-request-id of the client if it has up to 64 letters, digits, `-` and `_`; else a random id."""
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if len(given) == 1 and 0 < len(given[0]) <= 64 and given[0].replace(b"-", b"").replace(b"_", b"").isalnum():
         return str(given[0].decode("ascii"))

@@ -1,6 +1,6 @@
-"""Keys: the valid API keys, as SHA-256 digests, from server.api_keys and from the file of server.api_keys_file.
+"""Keys: the valid API keys, as SHA-256 digests, of server.api_keys and of the file server.api_keys_file.
 
-The file is read at start and again on SIGHUP. Invariant: a file that cannot be used changes nothing; no message holds a key or a digest.
+The file is read at start and again on SIGHUP. Invariant: an invalid file leaves the keys unchanged; no message contains a key or a digest.
 """
 
 import logging
@@ -27,20 +27,20 @@ class _File(Section):
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Names of keys by their digests. Raises ConfigurationError that names the file and the entry."""
+    """The keys of a file, as digest -> name. Raises ConfigurationError that names the file and the entry."""
     try:
         keys = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).key
         for one, other in combinations(keys, 2):
             if one.name == other.name or one.sha256 == other.sha256:
                 raise ValueError(f"{one.name} and {other.name} must each have a name and a sha256 of their own")
         return {key.sha256: key.name for key in keys}
-    except (OSError, ValueError) as error:  # TOML's and Unicode's errors, and the validator's, are ValueErrors.
+    except (OSError, ValueError) as error:  # ValueError: of tomllib, of UTF-8 and of the validator.
         reason = describe(error) if isinstance(error, ValidationError) else error
         raise ConfigurationError(f"server.api_keys_file {path}: {reason}") from None
 
 
 class Keys:
-    """The valid API keys: `names` by digest, empty for one of server.api_keys; None where no key is needed."""
+    """The valid API keys. `names`: digest -> name, which is empty for a key of server.api_keys; None if no key is needed."""
 
     def __init__(self, digests: Sequence[str], path: Path | None) -> None:
         self._unnamed = dict.fromkeys(digests, "")
@@ -48,7 +48,7 @@ class Keys:
         self.names = self._read()
 
     def reload(self) -> None:
-        """Reads the file again. A key that it no longer holds is refused from its next request on."""
+        """Reads the file again. Keys removed from it are refused from the next request on."""
         try:
             self.names = self._read()
             log.info("SIGHUP: %s", "no API key is needed" if self.names is None else f"{len(self.names)} API keys are valid")
@@ -56,5 +56,5 @@ class Keys:
             log.error("SIGHUP: the API keys stay as they were: %s", error)
 
     def _read(self) -> dict[str, str] | None:
-        """With a file that holds no key every request is refused: without its last key a server must not be open."""
+        """Digest -> name. A file without keys gives an empty dictionary, which refuses all requests; None would open the server."""
         return self._unnamed | read_keys(self._path) if self._path else self._unnamed or None

@@ -1,4 +1,4 @@
-"""What an operator's tools ask: /live, /ready, /health, /ping, /version, /metrics, /plan."""
+"""Routes for operators and their tools: /live, /ready, /health, /ping, /version, /metrics, /plan."""
 
 from collections.abc import Awaitable, Callable
 
@@ -12,7 +12,7 @@ from server.supervision.supervisor import State
 
 
 class OpsRoutes:
-    """The routes over one Generation."""
+    """Handlers of these routes."""
 
     def __init__(self, generation: Generation, version: str) -> None:
         self.generation = generation
@@ -30,37 +30,43 @@ class OpsRoutes:
         ]
 
     async def live(self) -> Response:
-        """Whether the server's process answers.
+        """Show whether the server's process answers.
 
         Also 200 while the engine is starting or restarting.
         """
         return JSONResponse({"status": "live"})
 
     async def ready(self) -> Response:
-        """Whether a request would be computed now.
+        """Show whether the server accepts requests.
 
-        200 if so, else 503 with what the server is doing instead: the phase of loading, why the engine is restarted, or draining.
+        200 if it does, else 503 with its state: the phase of loading, the reason of an engine restart, or draining.
         """
         if self.generation.admission.accepting:
             return JSONResponse({"status": "ready"})
         supervisor = self.generation.supervisor
-        # An engine that is ready and still not accepting: the logits of too many requests were not finite.
+        # A ready engine that does not accept requests: too many requests have failed by non-finite logits.
         status = "numerical errors" if supervisor.state is State.READY else supervisor.status
         status = "draining" if self.generation.admission.draining else status
         return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
 
     async def version(self) -> Response:
-        """The version of this server, as vLLM shows its own."""
+        """Show the version of this server.
+
+        In vLLM's form.
+        """
         return JSONResponse({"version": self._version})
 
     async def metrics(self) -> Response:
-        """Metrics in Prometheus' text format."""
+        """Show metrics.
+
+        In the Prometheus text format.
+        """
         return Response(self.generation.metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def plan(self) -> Response:
-        """Show the memory of the running engine.
+        """Show the memory plan of the running engine.
 
-        In bytes and sequences. `onehead plan` shows the same for a checkpoint folder.
+        Bytes of weights and KV cache, and how many sequences fit. `onehead plan` computes the same for a checkpoint folder.
         """
         ready = self.generation.supervisor.ready
         if ready is None:
@@ -89,5 +95,5 @@ class OpsRoutes:
 
 
 def _route(path: str, handler: Callable[[], Awaitable[Response]], access: Access, probe: bool = False) -> Route:
-    """One of these routes. All answer HEAD too: load balancers probe with it."""
+    """A route of this module. All answer HEAD too, which load balancers probe with."""
     return Route(path, ("GET",), handler, Dialect.TGI, access, probe=probe, head=True, tag="operations")

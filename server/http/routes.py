@@ -1,7 +1,7 @@
-"""The route table: every route once, with who may call it, whether it generates, and the dialect of its errors.
+"""The route table: each route with its methods, handler, access, dialect, and whether it generates.
 
-The router, the front door and the error bodies are made from it. Invariant: the application serves no path that is not in it (`RouteTable`
-refuses others at start), so that a route cannot generate without a reservation, or be reached without the key that it needs.
+The router, FrontDoor and the error bodies use it. Invariant: the application serves no path that is not in the table (`check` refuses to
+start with one), so that no route generates without a reservation or is reached without the key that it needs.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -18,7 +18,7 @@ from server.http.exchange import Dialect
 
 
 class Access(Enum):
-    """Which key a request needs."""
+    """The key that a request needs."""
 
     API_KEY = "one of server.api_keys, where there are any"
     METRICS_KEY = "server.metrics_key, where there is one"
@@ -28,7 +28,7 @@ class Access(Enum):
 @dataclass(frozen=True, slots=True)
 class Route:
     """One path. `generates`: its POST requests are admitted under server.max_waiting before their body is read, and start sequences with
-    the Exchange's reservation. `probe`: it is asked every few seconds, so that its requests are logged at level debug.
+    the Exchange's reservation. `probe`: polled every few seconds, so its requests are logged at level debug.
     """
 
     path: str
@@ -40,13 +40,13 @@ class Route:
     probe: bool = False
     tag: str = ""
     head: bool = False
-    """Whether it answers HEAD as well."""
+    """Whether the route also answers HEAD."""
     status: int = 200
     documented: bool = True
 
 
 class RouteTable:
-    """The routes, found by path."""
+    """Finds routes by path, and adds them to the application."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = tuple(routes)
@@ -54,13 +54,13 @@ class RouteTable:
         self._patterns = [(compile_path(route.path)[0], route) for route in self.routes if "{" in route.path]
 
     def find(self, path: str) -> Route | None:
-        """The route of a request's path, whatever its method; None where there is none."""
+        """The route of a path, for any method; None if there is none."""
         if (route := self._literal.get(path)) is not None:
             return route
         return next((route for pattern, route in self._patterns if pattern.match(path)), None)
 
     def dialect(self, path: str) -> Dialect:
-        """The dialect of errors for a path, which may be no route's: clients of /v1 read OpenAI's."""
+        """The dialect of errors for a path; OpenAI's for unknown paths below /v1, TGI's for others."""
         route = self.find(path)
         if route is not None:
             return route.dialect
@@ -86,9 +86,7 @@ class RouteTable:
                     )
 
     def check(self, app: FastAPI) -> None:
-        """Raises AssertionError for a path that the application serves and the table does not declare: whether it needs a key and whether
-        it generates would be left to chance.
-        """
+        """Raises AssertionError if the application serves a path that the table does not declare, and so without its access rules."""
         declared = {route.path.removesuffix("/{path:path}") if not route.methods else route.path for route in self.routes}
         served = {str(getattr(route, "path", route)) for route in app.routes}
         assert served <= declared, f"routes that are not declared in the route table: {', '.join(sorted(served - declared))}"

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes, and the response that carries them (WHATWG HTML, section 9.2)."""
+"""Server-sent events (WHATWG HTML, section 9.2): their encoding, and the response that streams them. Knows no dialect."""
 
 import asyncio
 import logging
@@ -20,37 +20,36 @@ _encode = msgspec.json.Encoder().encode
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
 MAX_EVENTS_PER_WRITE = 32
-"""Events after which others get their turn, however fast they can be written; at most this many are written together."""
+"""Largest number of events in one write. After that many, other tasks run, even if writing never blocks."""
 DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any) -> bytes:
-    """One event with JSON data. JSON holds no line break, so one data line is enough."""
+    """An event with JSON data, which has no line breaks and so fits in one data line."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
 async def with_error_events(
     events: AsyncIterator[list[bytes]], error_event: Callable[[RequestError], bytes], last: bytes = b""
 ) -> AsyncIterator[list[bytes]]:
-    """`events` with an end in any case: what goes wrong is an event too, and `last` stands behind everything."""
+    """Batches of `events`; an error becomes an event, and `last` is sent at the end in any case."""
     try:
         async for each in events:
             yield each
     except RequestError as error:
         yield [error_event(error)]
     except Exception:
-        log.exception("a stream failed")
+        log.exception("stream failed")
         yield [error_event(RequestError("internal error; the server's log has it under the request id"))]
     if last:
         yield [last]
 
 
 class EventResponse(StreamingResponse):
-    """A 200 that sends events as they come, those that come together in one piece, and a comment where none comes for `keep_alive`
-    seconds; it calls `close` when it ends, however it ends.
+    """A response with status 200 that writes batches of events as they come, and a comment after `keep_alive` seconds without events.
 
-    Starlette drops its iterator without closing it when a client leaves while a write is paused; what the iterator holds would wait
-    for the garbage collector.
+    It calls `close` when it ends, in any way: Starlette drops its iterator without closing it if a client disconnects while a write is
+    paused, and what the iterator holds would be released by the garbage collector only.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class EventResponse(StreamingResponse):
         keep_alive: float,
         comment: bytes = KEEP_ALIVE,
     ) -> None:
-        # Starlette's own way through the body is overridden: events are sent together, and past everybody between here and the socket.
+        # `stream_response` is overridden, so Starlette's own iterator is not used.
         super().__init__(iter(()), media_type="text/event-stream", headers={**HEADERS, **headers})
         self._events = events
         self._close = close
@@ -69,7 +68,7 @@ class EventResponse(StreamingResponse):
         self._comment_bytes = comment
         self._disconnected = False
         self._last_sent: float | None = None
-        """When something was last sent; None before the first and after the last."""
+        """Monotonic time of the last write; None before the first and after the last one."""
         self._write: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +94,7 @@ class EventResponse(StreamingResponse):
             num_sent += len(batch)
             if num_sent >= MAX_EVENTS_PER_WRITE:
                 num_sent = 0
-                await asyncio.sleep(0)  # To one who has left, writing never waits: whoever should say so would not get a word in.
+                await asyncio.sleep(0)  # Writes to a closed connection never block: let the disconnect be noticed.
             await self._send_part(b"".join(batch))
         self._last_sent = None
         if not self._disconnected:
@@ -107,7 +106,7 @@ class EventResponse(StreamingResponse):
             await self._write({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _comment(self) -> None:
-        """A comment in every silence of `keep_alive` seconds: proxies close what says nothing."""
+        """Sends a comment after each `keep_alive` seconds without a write, so that proxies do not close the connection."""
         while True:
             silence = 0.0 if self._last_sent is None else time.monotonic() - self._last_sent
             await asyncio.sleep(max(0.0, self._keep_alive - silence))

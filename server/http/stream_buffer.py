@@ -1,8 +1,8 @@
-"""Resumable streams: numbered events kept for readers that lose their connection and come back.
+"""Resumable streams: buffers of numbered events, from which a client reads on after its connection was lost.
 
-A StreamBuffer holds the last events of one stream, whole; a StreamStore owns them all, within bounds of bytes and time. Pure: time is an
-argument, a waiting reader is a callback, what an event says is bytes. Invariants: event numbers are 1, 2, 3, ... without gap; a reader
-gets each number behind its own once, or is told that some are gone; of two readers the newer one wins.
+A StreamBuffer holds the last events of one stream; the StreamStore owns all buffers, within bounds on bytes and time. It does no I/O: time
+is an argument, a reader is woken by a callback, an event is opaque bytes. Invariants: event numbers are 1, 2, 3, ... without gaps; a
+reader gets each event after its last one exactly once, or is told that some were dropped; a new reader supersedes the one before it.
 """
 
 import secrets
@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 EVENT_OVERHEAD = 64
-"""Bytes that an event costs besides its own."""
+"""Estimated bytes of memory for an event besides its data."""
 MAX_EXPIRED = 10_000
-"""Streams that are remembered as expired."""
+"""Number of expired streams whose ids are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Bounds: seconds after the last event, bytes of one stream and of all, seconds without a reader, streams without one."""
+    """Bounds: seconds that an ended stream is kept, bytes of one stream and of all, seconds that a running stream may be without a reader,
+    and the number of such streams.
+    """
 
     seconds: float = 60.0
     stream_bytes: int = 2**20
@@ -28,19 +30,19 @@ class Retention:
 
 
 class UnknownStream(Exception):
-    """No such stream, or somebody else's: which of the two is not for the asker to know."""
+    """No such stream, or a stream of another caller: the two must look the same to the caller."""
 
 
 class ExpiredStream(Exception):
-    """The stream was the asker's and is not kept any more."""
+    """A stream of the caller that is no longer kept."""
 
 
 class FutureEvent(Exception):
-    """An event is named that there has not been."""
+    """An event number above that of the last event."""
 
 
 class Reader:
-    """Somebody who follows a stream; `wake` is called when there is something new."""
+    """The connection that reads a stream. `wake` is called when `take` or a property has something new."""
 
     def __init__(self, buffer: "StreamBuffer", last_seen: int, wake: Callable[[], None]) -> None:
         self.buffer = buffer
@@ -49,16 +51,16 @@ class Reader:
 
     @property
     def superseded(self) -> bool:
-        """Whether another one follows the stream now."""
+        """Whether a newer reader has taken over the stream."""
         return self.buffer.reader is not self
 
     @property
     def finished(self) -> bool:
-        """Whether nothing will come any more."""
+        """Whether the stream has ended and all its events were taken."""
         return self.buffer.ended and self.last_seen >= self.buffer.num_events
 
     def take(self) -> tuple[bool, list[tuple[int, bytes]]]:
-        """What is new, by number; and whether some of it is gone already."""
+        """Whether events were dropped before they could be taken, and the new events as (number, data)."""
         gap, events = self.buffer.after(self.last_seen)
         if events:
             self.last_seen = events[-1][0]
@@ -66,7 +68,7 @@ class Reader:
 
 
 class StreamBuffer:
-    """One stream's events, of which the last are kept."""
+    """The last events of one stream."""
 
     def __init__(self, id: str, owner: str, stop: Callable[[str], None], now: float) -> None:
         self.id = id
@@ -77,20 +79,20 @@ class StreamBuffer:
         self.num_bytes = 0
         self.ended = False
         self.idle_since = now
-        """When it lost its reader, or ended."""
+        """Time when it lost its reader, or ended."""
         self.reader: Reader | None = None
         self.gap_event = b""
-        """What to tell a reader for whom it is too late."""
+        """The event for a reader whose next event was dropped."""
         self._events: deque[bytes] = deque()
 
     def stop(self, reason: str) -> None:
-        """Has it end before its time, once."""
+        """Cancels the stream, if it has neither ended nor been cancelled."""
         if not self._stopped and not self.ended:
             self._stopped = True
             self._stop(reason)
 
     def append(self, event: bytes) -> int:
-        """Adds an event; the bytes that it takes."""
+        """Adds an event. Returns the bytes that it takes."""
         self._events.append(event)
         self.num_events += 1
         size = len(event) + EVENT_OVERHEAD
@@ -100,7 +102,7 @@ class StreamBuffer:
         return size
 
     def drop_oldest(self) -> int:
-        """Forgets the oldest event that is kept; the bytes that are free now. The newest is never forgotten."""
+        """Drops the oldest event and returns the freed bytes; 0 if there is only one, which is kept."""
         if len(self._events) < 2:
             return 0
         size = len(self._events.popleft()) + EVENT_OVERHEAD
@@ -108,7 +110,7 @@ class StreamBuffer:
         return size
 
     def after(self, seen: int) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Every event kept of those after number `seen`; and whether some of them are not kept. Raises FutureEvent."""
+        """Whether events after number `seen` were dropped, and the events after it that are kept, as (number, data). Raises FutureEvent."""
         if seen > self.num_events:
             raise FutureEvent
         first = self.num_events - len(self._events) + 1
@@ -118,31 +120,32 @@ class StreamBuffer:
 
 
 class StreamStore:
-    """All resumable streams of a server."""
+    """The resumable streams of a server."""
 
     def __init__(self, retention: Retention, new_id: Callable[[], str] = lambda: secrets.token_urlsafe(24)) -> None:
         self.retention = retention
         self._new_id = new_id
         self._streams: OrderedDict[str, StreamBuffer] = OrderedDict()
-        """Running ones, and ended ones in the order in which they ended."""
+        """All that are kept, by id."""
         self._ended: OrderedDict[str, StreamBuffer] = OrderedDict()
+        """The ended ones among them, in the order in which they ended."""
         self._expired: OrderedDict[str, str] = OrderedDict()
-        """Id -> owner."""
+        """Id -> owner of streams that are no longer kept."""
         self.num_bytes = 0
 
     @property
     def num_detached(self) -> int:
-        """Running streams that nobody reads."""
+        """Number of running streams without a reader."""
         return len(self._detached())
 
     def open(self, owner: str, stop: Callable[[str], None], now: float) -> StreamBuffer:
-        """A new stream of `owner`. `stop` is called with a reason, at most once, where the stream is to end before its time."""
+        """Creates a stream of `owner`. `stop` is called, at most once, with the reason for which the stream is cancelled."""
         buffer = StreamBuffer(self._new_id(), owner, stop, now)
         self._streams[buffer.id] = buffer
         return buffer
 
     def find(self, id: str, owner: str) -> StreamBuffer:
-        """The stream of that id. Raises UnknownStream or ExpiredStream."""
+        """The stream `id` of `owner`. Raises UnknownStream or ExpiredStream."""
         buffer = self._streams.get(id)
         if buffer is not None and buffer.owner == owner:
             return buffer
@@ -151,7 +154,7 @@ class StreamStore:
         raise UnknownStream
 
     def append(self, buffer: StreamBuffer, event: bytes) -> None:
-        """Adds an event, at the cost of what is oldest: of ended streams first, then of this one."""
+        """Adds an event. Over a bound it drops the oldest data: ended streams first, then events of this stream."""
         self.num_bytes += buffer.append(event)
         while buffer.num_bytes > self.retention.stream_bytes and (freed := buffer.drop_oldest()):
             self.num_bytes -= freed
@@ -165,7 +168,7 @@ class StreamStore:
                 break
 
     def end(self, buffer: StreamBuffer, now: float) -> None:
-        """No more events will come."""
+        """Marks the stream as ended."""
         buffer.ended = True
         buffer.idle_since = now
         self._ended[buffer.id] = buffer
@@ -173,7 +176,7 @@ class StreamStore:
             buffer.reader.wake()
 
     def attach(self, buffer: StreamBuffer, seen: int, wake: Callable[[], None]) -> Reader:
-        """Follows a stream behind event `seen`; whoever did so until now is superseded. Raises FutureEvent."""
+        """A new reader of the events after number `seen`, which supersedes the current reader. Raises FutureEvent."""
         buffer.after(seen)
         old, buffer.reader = buffer.reader, Reader(buffer, seen, wake)
         if old is not None:
@@ -181,7 +184,7 @@ class StreamStore:
         return buffer.reader
 
     def detach(self, reader: Reader, now: float) -> None:
-        """The reader has gone; the stream goes on without it for a while."""
+        """Removes a reader that has disconnected; the stream continues for `detach_seconds`."""
         buffer = reader.buffer
         if not reader.superseded:
             buffer.reader = None
@@ -190,7 +193,7 @@ class StreamStore:
                 self._detach_oldest()
 
     def sweep(self, now: float) -> None:
-        """Forgets what ended long ago, and cancels what nobody has read for long."""
+        """Drops streams that ended `seconds` ago; cancels running ones without a reader for `detach_seconds`."""
         for buffer in list(self._ended.values()):
             if now - buffer.idle_since < self.retention.seconds:
                 break
@@ -198,7 +201,7 @@ class StreamStore:
                 self._expire(buffer)
         for buffer in self._detached():
             if now - buffer.idle_since >= self.retention.detach_seconds:
-                buffer.stop(f"nobody read this stream for {self.retention.detach_seconds:g} s")
+                buffer.stop(f"this stream had no reader for {self.retention.detach_seconds:g} s")
 
     def _detached(self) -> list[StreamBuffer]:
         return [buffer for buffer in self._streams.values() if buffer.reader is None and not buffer.ended]
@@ -206,7 +209,7 @@ class StreamStore:
     def _detach_oldest(self) -> None:
         detached = sorted(self._detached(), key=lambda buffer: buffer.idle_since)
         for buffer in detached[: max(0, len(detached) - self.retention.max_detached)]:
-            buffer.stop(f"more than {self.retention.max_detached} streams have nobody who reads them")
+            buffer.stop(f"more than {self.retention.max_detached} streams have no reader")
 
     def _expire(self, buffer: StreamBuffer) -> None:
         del self._streams[buffer.id], self._ended[buffer.id]

@@ -1,7 +1,7 @@
-"""GET and DELETE /v1/streams/{id}: streams that outlive their connection, for both dialects.
+"""Resumable streams over HTTP, for both dialects; GET and DELETE /v1/streams/{id}.
 
-A resumable stream is written into a StreamBuffer by a task of its own, and every connection, the first like any later one, follows the
-buffer. Invariant: losing a connection changes nothing but who reads. It knows bytes of events and nothing of what they say.
+A task writes the events of a stream into a StreamBuffer, and every connection, the first one included, reads from the buffer. Invariant:
+a lost connection does not affect generation. It treats events as opaque bytes.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ RETRY = b"retry: 1000\n"
 SUPERSEDED = b"event: superseded\ndata: {}\n\n"
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
 _NUMBER = re.compile(r"[0-9]{1,15}")
-_GAP = GenerationFailed("some events behind the last one you saw are not kept any more", code="resume_gap")
+_GAP = GenerationFailed("some events after the last one you received are no longer kept", code="resume_gap")
 
 
 class StreamPublisher:
-    """The tasks that write resumable streams, and the responses that read them."""
+    """Runs the tasks that write resumable streams, and makes the responses that read them."""
 
     def __init__(self, store: StreamStore, keep_alive: float) -> None:
         self.store = store
@@ -42,8 +42,8 @@ class StreamPublisher:
         headers: dict[str, str],
         last: bytes = b"",
     ) -> Response:
-        """Starts to write `events` into a new stream, and answers with it. `close` is called when they end, however they end; `last` stands
-        behind everything.
+        """Starts a task that writes `events` into a new stream, and returns the first response that reads it. `close` is called when the
+        events end, in any way; `last` is the last event.
         """
         exchange = exchange_of(http)
         exchange.outlives_response = True
@@ -81,7 +81,7 @@ class StreamPublisher:
         self.store.append(buffer, f"id: {buffer.id}.{number}\n".encode() + (RETRY if number == 1 else b"") + event)
 
     def follow(self, buffer: StreamBuffer, seen: int, headers: dict[str, str]) -> Response:
-        """The events behind number `seen`, as they come. Raises FutureEvent."""
+        """A response with the events after number `seen`. Raises FutureEvent."""
         changed = asyncio.Event()
         reader = self.store.attach(buffer, seen, changed.set)
         return sse.EventResponse(
@@ -89,7 +89,7 @@ class StreamPublisher:
             lambda: self.store.detach(reader, time.monotonic()),
             {**headers, "x-stream-id": buffer.id},
             self.keep_alive,
-            # No empty line behind it: some readers would take that for an empty event, as an id is still in force.
+            # Without an empty line, which some clients would take for an empty event with the last id.
             comment=b": keep-alive\n",
         )
 
@@ -112,7 +112,7 @@ async def _events(reader: Reader, changed: asyncio.Event) -> AsyncIterator[list[
 
 
 class StreamRoutes:
-    """The routes over all resumable streams."""
+    """Handlers of /v1/streams/{id}."""
 
     def __init__(self, publications: StreamPublisher) -> None:
         self.publications = publications
@@ -156,7 +156,7 @@ class StreamRoutes:
 
 
 def _last_seen(http: HttpRequest, stream_id: str) -> int:
-    """The number that the reader saw last; 0 where it says nothing. Raises MalformedBody."""
+    """The number of the last event that the client received, 0 by default. Raises MalformedBody."""
     ids = http.headers.getlist("last-event-id")
     if ids:
         match = _EVENT_ID.fullmatch(ids[0])

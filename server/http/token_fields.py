@@ -1,4 +1,4 @@
-"""The bodies of /tokenize and /detokenize."""
+"""Request bodies of /tokenize and /detokenize."""
 
 from typing import Any
 

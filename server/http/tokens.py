@@ -1,4 +1,4 @@
-"""POST /tokenize, which answers in the dialect that it is asked in, and POST /detokenize."""
+"""POST /tokenize, whose body selects TGI's or vLLM's dialect, and POST /detokenize."""
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -15,7 +15,7 @@ from server.text.chat_template import ChatTemplate
 
 
 class TokenRoutes:
-    """The routes over one Generation."""
+    """Handlers of both routes."""
 
     def __init__(self, generation: Generation, section: ServerSection, names: ModelNames, chat_template: ChatTemplate) -> None:
         self.generation = generation
@@ -24,7 +24,7 @@ class TokenRoutes:
         self.chat_template = chat_template
 
     def routes(self) -> list[Route]:
-        # /tokenize answers in the dialect of its body: until that is read, in TGI's.
+        # The dialect of /tokenize is TGI's until its body has been read.
         return [
             Route("/tokenize", ("POST",), self.tokenize, Dialect.TGI, tag="tokens"),
             Route("/detokenize", ("POST",), self.detokenize, Dialect.OPENAI, tag="tokens"),
@@ -40,7 +40,7 @@ class TokenRoutes:
         body = check(value, TokenizeBody)
         codec = self.generation.codec
         if body.inputs is not None:
-            text = body.inputs  # As on TGI's other routes, `model` may be anything.
+            text = body.inputs  # `model` is not checked, as on TGI's other routes.
             tokens = await self.generation.tokenizing(len(text), codec.encode_with_offsets, text)
             return JSONResponse([{"id": id, "text": text[start:end], "start": start, "stop": end} for id, start, end in tokens])
         self.names.resolve(body.model)

@@ -1,7 +1,7 @@
-"""`--model org/name`: a repository of the Hugging Face hub, as the folder that it is cached in; what is missing there is downloaded.
+"""`--model org/name`: downloads a repository of the Hugging Face hub into its cache, and gives the folder.
 
-Invariant: only files that are read here are fetched, weights only of what can be served, and only errors of our tree come out. Where the
-hub cannot be asked, what it gave before serves, if that is whole. Blocks; to be called in the main thread, before there is an event loop.
+Invariant: only files that are read are downloaded, weights only of models that can be served, and only errors of server/errors.py are
+raised. If the hub cannot be reached, a complete cached copy is used. Blocks: to be called in the main thread before the event loop starts.
 """
 
 import logging
@@ -22,7 +22,7 @@ REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(.+))?", re
 SMALL_FILES = [*DESCRIPTIONS, *VOCABULARIES, "tokenizer.json", "generation_config.json", "conversion.json", "chat_template.*"]
 WEIGHTS = ["*.safetensors", "model.safetensors.index.json", "SHA256SUMS"]
 PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
-# Other frameworks' files in folders, and the same weights once more in their makers' own layout.
+# Subfolders with files for other frameworks, and second copies of the weights in the authors' own format.
 IGNORED = ["*/*", "consolidated*"]
 TIMEOUT_SECONDS = 5.0
 Settings = TypeVar("Settings", bound=EngineSettings)
@@ -31,13 +31,13 @@ log = logging.getLogger("onehead")
 
 
 def resolved(settings: Settings, check: Check) -> Settings:
-    """The settings with a folder for their model, whose tokenizer.json is there or made: once there is an event loop, no signal would be
-    heard meanwhile. Raises as `resolve` and `tokenizer_path`.
+    """The settings with the model's folder, after its tokenizer.json has been found or converted. Both block, and so must come before the
+    event loop, which handles signals. Raises the errors of `resolve` and `tokenizer_path`.
     """
 
     def check_all(folder: Path) -> None:
         if folder.is_dir():
-            check(folder)  # Before anyone looks for a tokenizer for a model that cannot be served.
+            check(folder)  # Before the tokenizer: a model that cannot be served should be refused first.
         tokenizer_path(folder)
 
     folder = resolve(settings.model, check=check_all)
@@ -46,9 +46,10 @@ def resolved(settings: Settings, check: Check) -> Settings:
 
 
 def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Check | None = None) -> Path:
-    """The folder that `model` means: itself, or where the files of org/name[@revision] are, without the weights if those are not asked
-    for, with `pickles` in those where there are no others. Before weights are downloaded `check` may raise by the small files in the
-    folder. Raises ConfigurationError or ResourceError that says what to do.
+    """The folder of a model: `model` itself, or the cache folder of the repository org/name[@revision] after a download.
+
+    `weights`: download the weights too; `pickles`: weights in pickles where there are no others; `check`: called with the folder before
+    weights are downloaded, may refuse the model. Raises ConfigurationError or ResourceError that says what to do.
     """
     match = REPOSITORY.fullmatch(str(model))
     if match is None or os.path.lexists(model):
@@ -57,7 +58,7 @@ def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Che
     folder = repository.fetch(SMALL_FILES)
     if not weights:
         return folder
-    if check is not None and not _has_files(folder, WEIGHTS[:1]):  # What has weights here already is checked by whoever reads them.
+    if check is not None and not _has_files(folder, WEIGHTS[:1]):  # A folder with weights is checked by its reader.
         try:
             check(folder)
         except ConfigurationError as error:
@@ -66,7 +67,7 @@ def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Che
     if _has_files(folder, WEIGHTS[:1]):
         return folder
     if not pickles:
-        way_out = f"if it has a pytorch_model.bin, `onehead convert --model {model} --output NEW` makes safetensors of it"
+        way_out = f"if it has a pytorch_model.bin, `onehead convert --model {model} --output NEW` converts it to safetensors"
         raise ConfigurationError(f"{model}: has no weights in safetensors files, and others are not served; {way_out}")
     folder = repository.fetch(SMALL_FILES + WEIGHTS + PICKLES)
     if not _has_files(folder, PICKLES[:1]):
@@ -79,7 +80,7 @@ def _has_files(folder: Path, patterns: list[str]) -> bool:
 
 
 def model_id(folder: Path) -> str:
-    """A checkpoint's name in replies: the base name of its folder, or org/name where the folder is a snapshot in the hub's cache."""
+    """A checkpoint's name in replies: the base name of its folder, or org/name if the folder is a snapshot in the hub's cache."""
     folder = folder.resolve()
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
@@ -88,7 +89,7 @@ def model_id(folder: Path) -> str:
 
 
 class Repository:
-    """One of the hub, at its newest revision or a given one. A hub that failed to answer is not asked again."""
+    """A repository of the hub, at its newest revision or a given one. After a failed request the hub is not asked again."""
 
     def __init__(self, name: str, revision: str | None) -> None:
         self.name = name
@@ -96,7 +97,7 @@ class Repository:
         self._failure: Exception | None = None
 
     def fetch(self, files: list[str]) -> Path:
-        """The folder with what the repository has of these patterns. Raises ConfigurationError or ResourceError."""
+        """The cache folder with the repository's files of these patterns. Raises ConfigurationError or ResourceError."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -106,7 +107,7 @@ class Repository:
         if self._failure is None:
             try:
                 return self._download(get)
-            except Exception as error:  # The library's own, its HTTP client's, the system's: no root of theirs is less.
+            except Exception as error:  # Of the library, its HTTP client or the system, which have no closer common base.
                 self._failure = error
         try:
             folder = Path(get(local_files_only=True))
@@ -115,24 +116,24 @@ class Repository:
             raise _translated(name, self._failure) from None
         if first and not isinstance(self._failure, OfflineModeIsEnabled):
             cause = type(self._failure).__name__
-            log.warning("%s: taken from the hub's cache, for the hub could not be asked (%s)", self.name, cause)
+            log.warning("%s: using the copy in the hub's cache, because the hub could not be reached (%s)", self.name, cause)
         return folder
 
     def _download(self, get: Callable[[], str]) -> Path:
         from huggingface_hub import HfApi
 
         log.info("%s: looking it up on the Hugging Face hub", self.name)
-        for client in ("httpx", "httpx2"):  # It logs every address, those with a right to download among them.
+        for client in ("httpx", "httpx2"):  # It logs all URLs, also signed ones that permit a download.
             logging.getLogger(client).setLevel(logging.WARNING)
         with _interruptible():
-            # The download asks the same, but waits for the answer without an end.
+            # snapshot_download sends the same request, but without a timeout.
             HfApi().model_info(self.name, revision=self.revision, timeout=TIMEOUT_SECONDS)
             return Path(get())
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the process at once: as an exception it would wait for the library's threads to finish their files."""
+    """Makes Ctrl-C end the process at once: KeyboardInterrupt would wait until the library's threads have finished their files."""
     previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -141,7 +142,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _translated(model: str, error: Exception) -> OneheadError:
-    """An error of the library's as one of ours: what is the matter and what to do."""
+    """An error of the library as one of server/errors.py, with what to do about it."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
@@ -150,7 +151,7 @@ def _translated(model: str, error: Exception) -> OneheadError:
         (errors.GatedRepoError, "is gated: accept its conditions on its page, then set HF_TOKEN to a token of yours"),
         (errors.RepositoryNotFoundError, "no such folder, and no such repository on the Hugging Face hub; for a private one set HF_TOKEN"),
         (errors.RevisionNotFoundError, "the repository has no such revision"),
-        (errors.OfflineModeIsEnabled, "no such folder, and the hub's cache has no whole copy while HF_HUB_OFFLINE forbids to ask for one"),
+        (errors.OfflineModeIsEnabled, "no such folder, and the hub's cache has no complete copy, and HF_HUB_OFFLINE forbids a download"),
     ]
     for kind, text in advice:
         if isinstance(error, kind):
@@ -160,6 +161,6 @@ def _translated(model: str, error: Exception) -> OneheadError:
         hint = "set HF_TOKEN to a token that may read it" if status in (401, 403) else "try again later"
         return ConfigurationError(f"{model}: the Hugging Face hub answers with status {status}; {hint}")
     if isinstance(error, OSError) and error.errno is not None:
-        return ResourceError(f"{model}: cannot be kept: {error.strerror}; HF_HOME says in which folder downloads are")
+        return ResourceError(f"{model}: cannot be stored: {error.strerror}; HF_HOME sets the folder of downloads")
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return ConfigurationError(f"{model}: no such folder, and the Hugging Face hub cannot be reached or used ({what}); see HF_ENDPOINT")

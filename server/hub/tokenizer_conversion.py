@@ -1,8 +1,8 @@
-"""A tokenizer.json made of older files by `transformers`: a process of its own,
+"""Converts a checkpoint's older tokenizer files to a tokenizer.json with `transformers`, in a process of its own:
 `python -m server.hub.tokenizer_conversion FOLDER FILE`.
 
-Invariant: FILE reads text as FOLDER's own files do, or it is not written and one line of output says why. Nothing is fetched, and no code
-that came with the folder is run. It knows nothing of where the result is kept.
+Invariant: FILE tokenizes text as FOLDER's own files do, or it is not written and one line of output gives the reason. Nothing is
+downloaded, and no code of the folder is run. It knows nothing of where the result is cached.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from server.child_process import die_with_parent
 from server.errors import ConfigurationError
 
-# What transformers 4 took for a folder that names no class; 5 knows of none.
+# Classes that transformers 4 used by model type if the folder names none; transformers 5 has no such defaults.
 UNNAMED = {"gpt_bigcode": "GPT2Tokenizer"}
 FEWEST_TOKENS = 256
 ADVICE = 'name the class that does in tokenizer_config.json, as in {"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}'
@@ -23,33 +23,33 @@ PROBES = (
     "def f():\n    return 1\n",
     "a  b   c",
     "\tx",
-    "\ufb01ne \uff12 \u2460",  # Other characters in NFKC.
+    "\ufb01ne \uff12 \u2460",  # Characters that NFKC normalization changes.
     "é λ 中 😀",
 )
-"""Text that SentencePiece's own reading is compared on. None begins with a space: there the library is known to have its own way."""
+"""Texts on which a conversion is compared with SentencePiece. None begins with a space, where transformers is known to differ."""
 NOT_WRITTEN = 71
-"""Exit status where FILE could not be written, for no fault of the folder's."""
+"""Exit status if FILE could not be written, which is not the folder's fault."""
 CONFIG = ("model_type", "model_name", "tokenizer_class", "transformers_version")
 TOKENIZER_CONFIG = (
-    *("auto_map", "tokenizer_class"),  # Of which the first is refused below.
+    *("auto_map", "tokenizer_class"),  # `auto_map` is refused below.
     *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "split_special_tokens", "model_max_length"),
     *("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "extra_ids"),
     *("do_lower_case", "do_basic_tokenize", "strip_accents", "tokenize_chinese_chars", "keep_accents", "remove_space", "trim_offsets"),
     *("clean_up_tokenization_spaces", "spaces_between_special_tokens", "use_default_system_prompt", "errors"),
 )
 ALLOWED = {"config.json": CONFIG, "tokenizer_config.json": TOKENIZER_CONFIG, "special_tokens_map.json": TOKENIZER_CONFIG}
-"""The keys of each file that `transformers` may see. It takes others for arguments, and some of those for paths of files to read."""
+"""The keys of each file that are passed to `transformers`: it uses others as arguments, some of them as paths of files to read."""
 
 
 def convert(folder: Path) -> Any:
-    """A `tokenizers.Tokenizer`. Raises ConfigurationError where it would read text otherwise than meant, and what `transformers` raises."""
+    """The converted `tokenizers.Tokenizer`. Raises ConfigurationError if it would tokenize differently, and any error of `transformers`."""
     transformers = import_module("transformers")
     described = _read(folder / "tokenizer_config.json")
     code = described.get("auto_map") or {}
     if isinstance(code, list) or "AutoTokenizer" in code:
-        raise ConfigurationError("tokenizer_config.json: auto_map names code that comes with the checkpoint, and that is not run")
-    # For some types of models AutoTokenizer overrules the class that is named, to read tokenizer.json; without one it then reads the
-    # vocabulary of GPT-2 not at all and SentencePiece's otherwise than that does.
+        raise ConfigurationError("tokenizer_config.json: auto_map names code that comes with the checkpoint, which is not run")
+    # For some model types AutoTokenizer ignores the named class and expects a tokenizer.json; without one it does not read GPT-2's
+    # vocabulary, and reads SentencePiece's differently.
     name = described.get("tokenizer_class") or UNNAMED.get(_read(folder / "config.json").get("model_type", ""))
     fast = transformers.PreTrainedTokenizerFast
     named = getattr(transformers, str(name).removesuffix("Fast"), None)
@@ -59,19 +59,19 @@ def convert(folder: Path) -> Any:
         _check_files(folder, named)
     tokenizer = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not isinstance(tokenizer, fast):
-        raise ConfigurationError(f"{type(tokenizer).__name__} has no form that can be saved as one")
+        raise ConfigurationError(f"{type(tokenizer).__name__} cannot be saved as a tokenizer.json")
     _check(folder, tokenizer)
     return tokenizer.backend_tokenizer
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Whether a .model is SentencePiece's, whose first field is that of its pieces; tiktoken's begins with a token in base64."""
+    """Whether a .model file is SentencePiece's (a protobuf message that begins with its pieces) and not tiktoken's (base64 lines)."""
     with path.open("rb") as file:
         return file.read(1) == b"\n"
 
 
 def description(path: Path) -> dict[str, Any] | None:
-    """What `transformers` may see of a file that describes; None: all of it. Raises ConfigurationError where it is not a JSON object."""
+    """The allowed keys of a JSON file; None for a file that is passed unchanged. Raises ConfigurationError if it is not a JSON object."""
     if path.name not in ALLOWED:
         return None
     return {key: value for key, value in _read(path).items() if key in ALLOWED[path.name] or key.endswith("_token")}
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, reader: Any) -> None:
-    """Raises ConfigurationError where a class lacks a file: it would read the others, and be a tokenizer of a few tokens."""
+    """Raises ConfigurationError if a file of the tokenizer's class is missing: without it the class would have only a few tokens."""
     files = (file for key, file in reader.vocab_files_names.items() if key != "tokenizer_file")
     lacking = sorted(file for file in files if not (folder / file).is_file())
     if lacking:
@@ -96,10 +96,10 @@ def _check_files(folder: Path, reader: Any) -> None:
 
 
 def _check(folder: Path, tokenizer: Any) -> None:
-    """Raises ConfigurationError where the vocabulary was not found, which the library does not mind, or is not read as meant."""
+    """Raises ConfigurationError if the vocabulary was not found, which `transformers` accepts, or is read differently by SentencePiece."""
     kind = type(tokenizer)
     if tokenizer.vocab_size < FEWEST_TOKENS:
-        raise ConfigurationError(f"{kind.__name__} finds {tokenizer.vocab_size} tokens in them")
+        raise ConfigurationError(f"{kind.__name__} reads only {tokenizer.vocab_size} tokens from them")
     for path in folder.glob("*.model"):
         if is_sentencepiece(path):
             processor = import_module("sentencepiece").SentencePieceProcessor(model_file=str(path))
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def _converted(folder: Path) -> str:
-    """The text of the file. Exits where there can be none."""
+    """The text of the tokenizer.json. Exits with a printed reason if it cannot be made."""
     try:
         text: str = convert(folder).to_str(pretty=True)
         return text

@@ -1,7 +1,7 @@
-"""Which tokenizer.json the text of a checkpoint folder is read by: the folder's own, or one made once of the files that it has instead.
+"""Finds the tokenizer.json of a checkpoint folder: its own, or one that is converted once from older tokenizer files and cached.
 
-Invariant: what is made depends on nothing but the files and versions that its place in the cache is named by. `transformers` makes it, in
-a process of its own that ends with it and with this one. Blocks; before there is an event loop. It knows nothing of what a tokenizer does.
+Invariant: the cache key covers every file and version that the conversion depends on. `transformers` converts in a child process, which
+ends with this one. Blocks: to be called before the event loop starts. It knows nothing of what a tokenizer does.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from server.hub.tokenizer_conversion import NOT_WRITTEN, description, is_sentenc
 VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 DESCRIPTIONS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 CONVERSION = "2"
-"""To be raised with every change of what the conversion makes or refuses: what was cached before is then not found."""
+"""Part of the cache key: to be raised with every change of what the conversion makes or refuses."""
 CONVERSION_SECONDS = 300.0
-HINT = "what is made in place of a tokenizer.json is kept in XDG_CACHE_HOME, or in ~/.cache"
+HINT = "converted tokenizers are cached in XDG_CACHE_HOME, or in ~/.cache"
 log = logging.getLogger("onehead")
 
 
 def tokenizer_path(folder: Path) -> Path:
-    """The file to read; the first time for a folder that has none of its own this may take a minute. Raises ConfigurationError where
-    there is nothing to make one of, or none can be made, and ResourceError where it cannot be cached.
+    """The path of the tokenizer.json; a first conversion may take a minute. Raises ConfigurationError if there are no files to convert or
+    their conversion fails, and ResourceError if the result cannot be cached.
     """
     try:
         own, vocabularies, descriptions = _files(folder)
@@ -47,7 +47,7 @@ def tokenizer_path(folder: Path) -> Path:
     try:
         if not cached.is_file():
             _check_packages(vocabularies)
-            log.info("%s: making a tokenizer.json of %s", folder, _names(vocabularies))
+            log.info("%s: converting %s to a tokenizer.json", folder, _names(vocabularies))
             _convert(folder, sources, cached)
     except OSError as error:
         raise ResourceError(f"{error.filename or cached.parent}: {error.strerror}; {HINT}") from None
@@ -55,7 +55,7 @@ def tokenizer_path(folder: Path) -> Path:
 
 
 def _files(folder: Path) -> tuple[Path | None, list[Path], list[Path]]:
-    """The folder's own tokenizer.json; if there is none, its vocabularies and descriptions. Raises ConfigurationError if nor these."""
+    """(tokenizer.json or None, vocabulary files, configuration files) of a folder. Raises ConfigurationError if it has no tokenizer."""
     if not folder.is_dir():
         raise ConfigurationError(f"{folder}: no such folder; --model takes a checkpoint folder, or org/name of the Hugging Face hub")
     path = folder / "tokenizer.json"
@@ -63,7 +63,7 @@ def _files(folder: Path) -> tuple[Path | None, list[Path], list[Path]]:
         return path, [], []
     vocabularies = _present(folder, VOCABULARIES)
     if not vocabularies:
-        raise ConfigurationError(f"{path}: no such file, nor a tokenizer.model, or a vocab.json with its merges.txt, to make it of")
+        raise ConfigurationError(f"{path}: no such file, nor a tokenizer.model, or a vocab.json with its merges.txt, to convert to it")
     return None, vocabularies, _present(folder, DESCRIPTIONS)
 
 
@@ -76,7 +76,7 @@ def _names(paths: list[Path]) -> str:
 
 
 def _digest(sources: list[Path]) -> str:
-    """One for the names and contents of all of them, and for what reads them. Raises ConfigurationError where one cannot be read."""
+    """The cache key: a digest of the files' names and contents and of the converter's version. Raises ConfigurationError."""
     whole = hashlib.sha256(f"{CONVERSION} {_version('transformers')}".encode() + b"\0")
     for path in sources:
         try:
@@ -88,7 +88,7 @@ def _digest(sources: list[Path]) -> str:
 
 
 def _check_packages(vocabularies: list[Path]) -> None:
-    """Raises ConfigurationError naming what is not installed: the library's own messages name what it tried last."""
+    """Raises ConfigurationError that names missing packages: the library's own messages name only the one it tried last."""
     needed = ["transformers"]
     for path in vocabularies:
         if path.suffix in (".model", ".tiktoken"):
@@ -97,13 +97,13 @@ def _check_packages(vocabularies: list[Path]) -> None:
     if lacking:
         packages = " ".join(lacking)
         raise ConfigurationError(
-            f"{vocabularies[0].parent}: there is no tokenizer.json, and to make one of {_names(vocabularies)} takes {packages}: "
+            f"{vocabularies[0].parent}: there is no tokenizer.json, and converting {_names(vocabularies)} to one needs {packages}: "
             f"{sys.executable} -m pip install {packages}"
         )
 
 
 def _version(package: str) -> str:
-    """Nothing where it is not installed."""
+    """The version of an installed package, else an empty string."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -111,7 +111,7 @@ def _version(package: str) -> str:
 
 
 def _convert(folder: Path, sources: list[Path], cached: Path) -> None:
-    """Puts a tokenizer.json at `cached`, whole or not at all. The child sees the sources and nothing else of the folder."""
+    """Writes a tokenizer.json to `cached`, atomically. The child process sees only the source files of the folder."""
     cached.parent.mkdir(parents=True, exist_ok=True)
     with _terminable(), TemporaryDirectory(dir=cached.parent) as seen:
         for path in sources:
@@ -119,7 +119,7 @@ def _convert(folder: Path, sources: list[Path], cached: Path) -> None:
         made = Path(seen) / "made.json"
         reason = _run(seen, str(made))
         if reason:
-            raise ConfigurationError(f"{folder}: there is no tokenizer.json, and none can be made of {_names(sources)}: {reason}")
+            raise ConfigurationError(f"{folder}: there is no tokenizer.json, and {_names(sources)} cannot be converted to one: {reason}")
         os.replace(made, cached)
 
 
@@ -133,7 +133,7 @@ def _copy_visible(path: Path, seen: Path) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the process in its usual order: the child is killed, and its folder removed."""
+    """Turns SIGTERM into SystemExit, so that the child process is killed and its folder removed."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -145,16 +145,16 @@ def _terminable() -> Iterator[None]:
 
 
 def _run(seen: str, made: str) -> str:
-    """Runs the child; why it failed for the folder's sake, or nothing. Raises ResourceError where it could not write."""
+    """Runs the child process. Returns why it refused the folder, empty on success. Raises ResourceError if it could not write."""
     command = [sys.executable, "-P", "-m", "server.hub.tokenizer_conversion", seen, made]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=CONVERSION_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"it was not done in {CONVERSION_SECONDS:g} s"
+        return f"it took more than {CONVERSION_SECONDS:g} s"
     if done.returncode == -signal.SIGINT:
-        raise KeyboardInterrupt  # It went to the child, and may have been taken from us: by an event loop, or by a shell.
+        raise KeyboardInterrupt  # Ctrl-C reached the child, but an event loop or a shell may have kept it from this process.
     said = done.stdout.strip()
     if done.returncode == NOT_WRITTEN:
         raise ResourceError(f"{Path(made).parent.parent}: {said}; {HINT}")

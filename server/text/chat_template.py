@@ -1,7 +1,7 @@
-"""Messages to a prompt: the checkpoint's own chat template, in a sandbox, and tokens of it that no message can forge.
+"""Converts chat messages to a prompt with the checkpoint's chat template, in Jinja's sandbox.
 
-The template is code of whoever made the checkpoint, so it gets no more than text; messages are text of whoever writes them, so a special
-token that one of them spells is text too. It knows nothing of requests.
+Invariant: the template is untrusted code and receives plain data only; messages are untrusted text, so special tokens spelt in them are
+tokenized as text, and only the template can write special tokens. It knows nothing of requests.
 """
 
 import datetime
@@ -26,7 +26,7 @@ MAX_PROMPT_CHARS = 2**24
 
 
 class ChatTemplate:
-    """The template of one checkpoint. Raises ConfigurationError where it is not Jinja; a checkpoint may have none."""
+    """The chat template of a checkpoint, which may have none. Raises ConfigurationError if it is not valid Jinja."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -46,35 +46,35 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether this model can chat at all."""
+        """Whether the checkpoint has a chat template."""
         return self._template is not None
 
     def encode(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation. Raises InvalidRequest where there is no template, or it refuses these messages."""
-        # Special tokens that a message spells are put aside before the template sees them, and come back as text.
-        aside: dict[str, str] = {}
+        """Token ids of a conversation. Raises InvalidRequest if there is no template or it refuses the messages."""
+        # Special tokens in messages are replaced by random placeholders before rendering, and tokenized as text afterwards.
+        placeholders: dict[str, str] = {}
         mark = secrets.token_hex(8)
 
-        def harmless(text: str) -> str:
+        def without_special_tokens(text: str) -> str:
             for token in self._special_texts:
                 if token in text:
-                    text = text.replace(token, aside.setdefault(token, f"{mark}{len(aside)}{mark}"))
+                    text = text.replace(token, placeholders.setdefault(token, f"{mark}{len(placeholders)}{mark}"))
             return text
 
-        clean = [{key: harmless(value) for key, value in message.items()} for message in messages]
+        clean = [{key: without_special_tokens(value) for key, value in message.items()} for message in messages]
         prompt = self._render(clean, add_generation_prompt)
         pieces: list[tuple[str, bool]] = [(prompt, True)]
-        for token, name in aside.items():
+        for token, name in placeholders.items():
             pieces = [piece for text, special in pieces for piece in _split(text, special, name, token)]
         ids: list[int] = []
         for text, special in pieces:
-            # The template writes BOS itself.
+            # The template writes BOS itself, so the tokenizer must not add one.
             ids += self._codec.encode_bare(text) if special else self._codec.encode_plain(text)
         return ids
 
     @cached_property
     def _special_texts(self) -> list[str]:
-        """The texts of special tokens, the longest first, as one may be part of another."""
+        """The texts of special tokens, longest first, because one may contain another."""
         return sorted((self._codec.decode([id]) for id in self._codec.special_ids), key=len, reverse=True)
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
@@ -88,7 +88,9 @@ class ChatTemplate:
             )
         except Refusal as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
-        except Exception as error:  # The checkpoint's code may do anything; its author is told in the log, and nothing of the messages.
+        except (
+            Exception
+        ) as error:  # The template may raise anything; the log gets the error's type alone, since its text may hold messages.
             log.warning("the chat template failed with %s", type(error).__name__)
             raise InvalidRequest("the model's chat template cannot be applied to these messages", param="messages") from None
         if len(prompt) > MAX_PROMPT_CHARS:
@@ -97,7 +99,7 @@ class ChatTemplate:
 
 
 class GenerationTag(Extension):
-    """{% generation %} .. {% endgeneration %}: marks what an assistant wrote, for training; here it is only what stands between."""
+    """{% generation %} .. {% endgeneration %}, which marks the assistant's text for training: rendered as its content."""
 
     tags = {"generation"}  # noqa: RUF012  (as the base class has it)
 
@@ -107,7 +109,7 @@ class GenerationTag(Extension):
 
 
 class Refusal(Exception):
-    """What a template says of messages that it cannot take; its own words, not the client's."""
+    """Raised by a template's `raise_exception`; the message is the template's."""
 
 
 def _raise_exception(message: str) -> None:
@@ -117,7 +119,7 @@ def _raise_exception(message: str) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
-    """With the arguments that templates give it. Jinja's own escapes for HTML, which a prompt is not."""
+    """The `tojson` filter of transformers. Jinja's own filter escapes HTML characters and takes fewer arguments."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -126,7 +128,7 @@ def _strftime_now(format: str) -> str:
 
 
 def _split(text: str, special: bool, name: str, token: str) -> list[tuple[str, bool]]:
-    """`text` cut at each `name`, which stands for a token to be read as text."""
+    """Splits `text` at each placeholder `name`, and puts `token` there, to be tokenized as plain text (False)."""
     if not special:
         return [(text, special)]
     pieces: list[tuple[str, bool]] = []

@@ -1,5 +1,6 @@
-"""What a checkpoint folder says about text besides its tokenizer: special tokens, chat template, sampling defaults. JSON in, plain data
-out; a file that is missing says nothing, one that is broken is an error that names it.
+"""Reads special tokens, the chat template and sampling defaults from a checkpoint folder.
+
+Invariant: a missing file counts as empty; an invalid one raises ConfigurationError that names it. It knows no tokenizer.
 """
 
 import json
@@ -34,14 +35,14 @@ class CheckpointFiles:
         return value
 
     def special_token(self, key: str) -> str | None:
-        """The text of `bos_token`, `eos_token` and the like, spelt as a string or as an object."""
+        """The text of `bos_token`, `eos_token` or another special token, given as a string or an object."""
         token = self._tokenizer.get(key)
         content = token.get("content") if isinstance(token, dict) else token
         return content if isinstance(content, str) else None
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The source of the template: a file of its own, or in tokenizer_config.json; of several named ones that called default."""
+        """The template's source: chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones, `default`."""
         path = self._folder / "chat_template.jinja"
         template: Any = self._tokenizer.get("chat_template")
         if path.is_file():
@@ -61,7 +62,7 @@ class CheckpointFiles:
 
     @cached_property
     def sampling_defaults(self) -> dict[str, float]:
-        """temperature, top_k, top_p, min_p, typical_p and repetition_penalty where generation_config.json gives a usable one."""
+        """The sampling parameters in generation_config.json, by name. Raises ConfigurationError for values out of bounds."""
         bounds = {
             "temperature": (0.0, 2.0),
             "top_k": (0, 2**31 - 1),

@@ -1,4 +1,4 @@
-"""Text on the API's side of the pipe: the tokenizer, incremental detokenization, stop strings. Knows nothing of requests or HTTP."""
+"""The tokenizer, incremental detokenization and stop strings. Knows nothing of requests or HTTP."""
 
 import codecs
 import json
@@ -13,13 +13,13 @@ from server.hub.tokenizer_file import tokenizer_path
 from server.text.checkpoint_settings import CheckpointFiles
 
 REPLACEMENT = "\ufffd"
-# The decoder of an incomplete character gives one replacement character, or one for each of its up to three bytes.
+# Decoders write one replacement character for an incomplete UTF-8 character, or one for each of its up to three bytes.
 MAX_HELD_CHARS = 3
 WINDOW, CONTEXT = 16, 4
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter by which byte-level vocabularies write each byte: itself where it prints, else one past 255, in order."""
+    """Letter -> byte of byte-level vocabularies (GPT-2): printable bytes stand for themselves, others for letters from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -29,18 +29,18 @@ BYTE_OF = _byte_letters()
 
 
 class TextCodec:
-    """A checkpoint's tokenizer. Special tokens in a prompt's text are read as such; the post-processor decides about BOS."""
+    """A checkpoint's tokenizer. `encode` recognises special tokens in text; the post-processor decides whether BOS is added."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads tokenizer.json. Raises ConfigurationError where it is missing and cannot be made, or is broken."""
+        """Reads tokenizer.json. Raises ConfigurationError if it is missing and cannot be converted from other files, or is invalid."""
         self.path = tokenizer_path(folder)
         try:
             self.tokenizer = Tokenizer.from_file(str(self.path))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # The library raises bare Exception, and panics with less.
+        except BaseException as error:  # The library raises Exception itself, and its panics are BaseExceptions.
             raise ConfigurationError(f"{self.path}: not a tokenizer this version can read") from error
-        # Some files carry the padding and truncation of their training; a prompt must arrive as it is.
+        # Some files hold the padding and truncation of training, which must not be applied to prompts.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder()
@@ -57,45 +57,45 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt."""
-        # encode holds the interpreter's lock while it works; encode_batch lets the event loop run meanwhile.
+        # encode_batch releases the GIL, encode does not.
         ids: list[int] = self.tokenizer.encode_batch([text])[0].ids
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of text from someone who must not be able to write special tokens, and without the post-processor's additions."""
+        """Token ids of untrusted text: special tokens in it are read as text, and the post-processor adds none."""
         ids: list[int] = self._plain_tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids
 
     def encode_bare(self, text: str) -> list[int]:
-        """Token ids of text with its special tokens read as such, but without what the post-processor adds."""
+        """Token ids of text with special tokens recognised; the post-processor adds none."""
         ids: list[int] = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
-        """A second one that reads special tokens as text: the switch is on the whole tokenizer, which other threads use."""
+        """A copy that reads special tokens as text: the setting affects the whole tokenizer, which other threads use."""
         tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
-        """(id, start, end) of each token of a prompt, in characters of it."""
+        """(id, start, end) of each token of a prompt; offsets in characters."""
         encoding = self.tokenizer.encode_batch([text])[0]
         return [(id, *span) for id, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
     @cached_property
     def opening(self) -> list[int]:
-        """What the post-processor puts before every prompt: a BOS token, or nothing."""
+        """Token ids that the post-processor puts before every prompt: BOS, or none."""
         closed: list[int] = self.tokenizer.encode("").ids
         return [] if closed and closed[0] in self.end_token_ids else closed
 
     def token_id(self, token: str) -> int | None:
-        """The id of an added token by its text."""
+        """The id of a token by its text, None if there is none."""
         id: int | None = self.tokenizer.token_to_id(token)
         return id
 
     def token_bytes(self, id: int) -> bytes:
-        """What a token stands for, where it is a part of a character too."""
+        """The UTF-8 bytes of a token for clients; a token may be part of a character."""
         text = self.tokenizer.id_to_token(id)
         if text is None or id in self.special_ids:
             return (text or "").encode()
@@ -111,12 +111,12 @@ class TextCodec:
 
     @cached_property
     def is_bytes(self) -> bool:
-        """Whether decoding is to put tokens' bytes end to end, and to read them as UTF-8."""
+        """Whether decoding concatenates the bytes of tokens and reads them as UTF-8."""
         return isinstance(self.tokenizer.decoder, decoders.ByteLevel)
 
     def raw_bytes(self, id: int) -> bytes:
-        """Those bytes, as the decoder reads tokens: of one with a letter that stands for no byte, its text. (`token_bytes` is what a token
-        stands for to a client, whatever the decoder.)
+        """The bytes of a token as a byte-level decoder reads them; the UTF-8 text of a token with a letter that stands for no byte.
+        Cached by id. (`token_bytes` serves clients, for every kind of decoder.)
         """
         found = self._raw_bytes.get(id)
         if found is None:
@@ -126,25 +126,27 @@ class TextCodec:
         return found
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Text of token ids in one go."""
+        """Text of token ids."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
 
 class Detokenizer:
-    """Token by token to text. The concatenation of everything emitted is `decode` of all tokens; only a last, unfinished
-    character is held back, and `flush` gives it up. Where tokens are bytes, none is decoded twice.
+    """Incremental detokenization. Invariant: the concatenation of all returned texts is `decode` of all tokens.
+
+    An incomplete last character is held back until it is complete, or `flush` is called. Byte-level tokens are decoded once each, others
+    in a sliding window.
     """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._window: list[int] = []
         self._emitted = 0
-        """Characters of the window's text that have been emitted."""
+        """Characters of the window's text that were returned."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if codec.is_bytes else None
 
     def push(self, token: int) -> str:
-        """The text that has become certain with this token."""
+        """The text that became final with this token."""
         if self._utf8 is not None:
             return self._utf8.decode(self._codec.raw_bytes(token))
         self._window.append(token)
@@ -153,13 +155,13 @@ class Detokenizer:
         new, held = text[self._emitted : certain], len(text) - certain
         self._emitted = max(self._emitted, certain)
         if len(self._window) > WINDOW:
-            # A character has at most four bytes, so four tokens hold all of an unfinished one.
+            # A character has at most four bytes, so the last four tokens hold all of an incomplete one.
             self._window = self._window[-CONTEXT:]
             self._emitted = len(self._codec.decode(self._window)) - held
         return new
 
     def flush(self) -> str:
-        """What is still held back, as the tokenizer would print it at the end of the text."""
+        """The text that is held back, as `decode` renders it at the end of a text."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         text = self._codec.decode(self._window)
@@ -168,10 +170,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string to be completed in a text that arrives in pieces.
+    """Finds the first completed stop string in a text that arrives in pieces.
 
-    With `keep` the stop string stays in the text (TGI), so nothing is ever held back. Without, it does not (OpenAI), so whatever may
-    be the beginning of one is held back, and no more than that, until it is known to be none.
+    With `keep` (TGI) the stop string stays in the text and nothing is held back. Without it (OpenAI) the longest end of the text that
+    may begin a stop string is held back until that is decided.
     """
 
     def __init__(self, stops: tuple[str, ...], keep: bool = True) -> None:
@@ -180,13 +182,13 @@ class StopStrings:
         self._first = frozenset(stop[0] for stop in stops)
         self._keep = keep
         self._seen = ""
-        """The end of the text so far: as much as can belong to a stop string that is not complete."""
+        """The end of the text so far: as much as can belong to an incomplete stop string."""
         self._held = 0
-        """Characters at the end of it that have not been emitted."""
+        """Characters at its end that are held back."""
 
     def push(self, text: str, search: bool = True) -> tuple[str, str | None]:
-        """(what is certain to be text, up to the first completed stop string; that one, if there is any). Unsearched text still
-        counts as the beginning of a later match.
+        """(text that became final, up to the first completed stop string; the stop string or None). With `search` False no match ends in
+        this text, but a later match may begin in it.
         """
         if not self._stops:
             return text, None
@@ -204,19 +206,19 @@ class StopStrings:
         return both[emitted : len(both) - self._held], None
 
     def _possible_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that some stop string begins with."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         for start in range(max(0, len(text) - self._longest), len(text)):
             if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
                 return len(text) - start
         return 0
 
     def flush(self) -> str:
-        """What is still held back, when no more text comes."""
+        """The text that is held back; called after the last piece."""
         text, self._held = self._seen[len(self._seen) - self._held :] if self._held else "", 0
         return text
 
 
 def _first_match_end(text: str, stop: str, after: int) -> int | None:
-    """End of the first occurrence of `stop` that ends behind `after`."""
+    """End of the first occurrence of `stop` that ends after position `after`."""
     start = text.find(stop, max(0, after - len(stop) + 1))
     return None if start < 0 else start + len(stop)

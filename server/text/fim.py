@@ -1,6 +1,6 @@
-"""Fill-in-the-middle: which dialect a tokenizer speaks, and the prompt of a prefix and a suffix in it (Bavarian et al. 2022, PSM).
+"""Fill-in-the-middle prompts in prefix-suffix-middle order (Bavarian et al. 2022), and token healing.
 
-Code between the marks is text: a mark that it spells is no mark. It knows nothing of requests.
+Invariant: special tokens spelt in the given texts are tokenized as text. It knows nothing of requests.
 """
 
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from server.errors import InvalidRequest
 from server.text.codec import TextCodec
 
-# prefix, suffix, middle, what separates files; StarCoder and granite, SantaCoder, CodeGemma.
 WINDOW = 16
-"""Tokens at the end of a prompt that are looked at to find where its last one begins."""
+"""Tokens at the end of a prompt that `cut_last_token` decodes."""
+# Prefix, suffix, middle and file separator of StarCoder and Granite, of SantaCoder, and of CodeGemma.
 DIALECTS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<filename>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ""),
@@ -20,16 +20,16 @@ DIALECTS = (
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A prompt whose continuation is the middle. `healed` is the end of the prefix, cut off to be generated again."""
+    """A prompt whose continuation is the middle. `healed`: text removed from its end by token healing."""
 
     prompt: list[int]
     healed: str
     stop_token_ids: tuple[int, ...]
-    """The marks: a model that writes one has finished the middle."""
+    """The fill-in-the-middle tokens: the middle ends where the model generates one."""
 
 
 class FillInTheMiddle:
-    """The dialect of one tokenizer, if it has any."""
+    """Builds prompts with the fill-in-the-middle tokens of a tokenizer, if it has any."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -43,9 +43,9 @@ class FillInTheMiddle:
                 break
 
     def fill(self, prefix: str, suffix: str, heal: bool, extra: tuple[tuple[str, str], ...] = (), field: str = "suffix") -> Filling:
-        """The prompt for what stands between `prefix` and `suffix`. `extra` is (name, text) of other files, which come before.
+        """The prompt for the text between `prefix` and `suffix`, after the other files `extra`: (name, text).
 
-        Raises InvalidRequest, which names `field`, where the tokenizer has no such marks.
+        Raises InvalidRequest that names `field` if the tokenizer has no fill-in-the-middle tokens.
         """
         if self._marks is None:
             spoken = ", ".join(dialect[0] for dialect in DIALECTS)
@@ -67,11 +67,10 @@ class FillInTheMiddle:
 
 
 def cut_last_token(codec: TextCodec, ids: list[int], text: str, min_kept: int = 1) -> tuple[list[int], str]:
-    """Ids without the last token (or the last few, where that one is a part of a character), and the text that they stood for. At least
-    `min_kept` ids stay.
+    """Token healing: the ids without the last token, or without up to four where that one is part of a character, and the removed text.
 
-    A prompt that ends within what would be one token makes its usual continuation unlikely; generating the last token again, as whatever
-    begins with its text, mends that.
+    At least `min_kept` ids stay. A prompt that ends within what would usually be one token makes its continuation unlikely; generating
+    its last token again, under the constraint that its text is kept, avoids that.
     """
     window = ids[-WINDOW:]
     whole = codec.decode(window)

@@ -1,8 +1,7 @@
-"""What a client asks its output to look like, to a grammar that the engine can follow; checked here, under limits, before it gets there.
+"""Compiles the constraints of structured output to llguidance grammars, and checks them before they reach the engine.
 
-Invariant: a grammar that `compile` returns has been compiled and tried for some tokens with the engine's own limits, so it costs the engine
-no more than that; what cannot be had is refused, and never served without its constraint. Compiling runs in a thread and drops the
-interpreter's lock, so streams go on meanwhile. It knows nothing of dialects.
+Invariant: a returned grammar has been compiled, and tried for some tokens, under the engine's own limits; a constraint that cannot be
+honoured is refused, never ignored. Compilation runs in a thread and releases the GIL, so that streams continue. It knows no dialects.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ Kind = Literal["json", "regex", "lark", "choice"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A constraint as it was asked for: a JSON schema, a regular expression, a Lark grammar, or a list of texts. `field` is its name."""
+    """A constraint of a request: a JSON schema, a regular expression, a Lark grammar, or a list of texts. `field`: its name in errors."""
 
     kind: Kind
     value: Any
@@ -39,9 +38,10 @@ class Source:
 
 
 class GrammarCompiler:
-    """Sources to grammars for one tokenizer; the same source is compiled once, and one at a time: what floods this waits for itself.
+    """Compiles and checks grammars for one tokenizer. Results are cached, and a single thread compiles, so that many expensive grammars
+    delay only one another.
 
-    The tokenizer is read when this is made. Raises ConfigurationError.
+    The constructor reads the tokenizer. Raises ConfigurationError.
     """
 
     def __init__(self, codec: TextCodec, timeout: float, open_objects: bool = False) -> None:
@@ -49,20 +49,22 @@ class GrammarCompiler:
         self._open_objects = open_objects
         self._thread = ThreadPoolExecutor(1)
         self._checks: dict[str, asyncio.Future[str | None]] = {}
-        """Grammar -> what is wrong with it; the oldest first."""
+        """Grammar -> its check, whose result is the problem or None; oldest first."""
         try:
             self._tokenizer = guidance.read_tokenizer(codec.path, list(codec.end_token_ids))
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
 
     async def compile(self, source: Source) -> str:
-        """A grammar as protocol.Submit carries it. Raises InvalidRequest that names the field."""
+        """The grammar for protocol.Submit. Raises InvalidRequest that names the field."""
         try:
             grammar = _grammar(source, self._open_objects)
         except ValueError as error:
             raise InvalidRequest(f"`{source.field}` {error}", param=source.field) from None
         check = self._checks.get(grammar)
-        if check is None or (check.done() and check.exception() is not None):  # An exception was no verdict on the grammar.
+        if check is None or (
+            check.done() and check.exception() is not None
+        ):  # An exception says nothing about the grammar: check it again.
             if len(self._checks) >= CACHED:
                 del self._checks[next(iter(self._checks))]
             check = self._checks[grammar] = asyncio.get_running_loop().run_in_executor(self._thread, self._check, grammar)
@@ -75,8 +77,8 @@ class GrammarCompiler:
         return grammar
 
     def _check(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, for the client; None where it works. Several texts are tried, each as the engine would follow it:
-        of the allowed tokens the lowest id each time, the highest, and one by chance, from fixed seeds.
+        """The problem of a grammar, worded for the client; None if it works. Generates several texts as the engine would: one of the lowest
+        allowed token ids, one of the highest, and others of random ones with fixed seeds.
         """
         for path in range(TRIED_PATHS):
             matcher = guidance.new_matcher(self._tokenizer, grammar)
@@ -99,7 +101,7 @@ class GrammarCompiler:
 
 
 def _grammar(source: Source, open_objects: bool) -> str:
-    """A constraint as llguidance reads it, within the bound on its size. Raises ValueError with the message for the client."""
+    """The llguidance grammar of a constraint. Raises ValueError with a message for the client."""
     try:
         text = source.value if isinstance(source.value, str) else json.dumps(source.value)
         if len(text) > MAX_SOURCE_CHARS:
@@ -111,7 +113,7 @@ def _grammar(source: Source, open_objects: bool) -> str:
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if source.kind == "json":
-        # Free whitespace invites models to write nothing else; \u would spell a declared key in a way that is not compared with it.
+        # With flexible whitespace models may write whitespace without end; a key with \u escapes would not be compared with declared ones.
         return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'})
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
@@ -123,7 +125,7 @@ def _grammar(source: Source, open_objects: bool) -> str:
 
 
 def _client_message(error: str) -> str:
-    """llguidance's message holds parts of the grammar and of its own state; of those only the names of keywords leave this process."""
+    """The message for the client about an error of llguidance, whose own text may hold parts of the grammar and internal state."""
     unsupported = _UNSUPPORTED.search(error)
     if unsupported:
         return f"uses JSON schema keywords that are not supported: {unsupported[1].replace(chr(34), '')}"

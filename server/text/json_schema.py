@@ -1,7 +1,7 @@
-"""Prepares JSON schemas for llguidance: what it would not follow to the letter is rewritten, or refused by keyword, value and place.
+"""Prepares JSON schemas for llguidance: rewrites keywords that it does not follow exactly, or refuses them with keyword, value and place.
 
-Objects that do not say otherwise are closed; a oneOf whose branches exclude each other becomes an anyOf; formats that nothing checks are
-annotations, as the standard says. Invariant: what satisfies the prepared schema satisfies the given one. No I/O.
+Objects without `additionalProperties` are closed; a oneOf with exclusive branches becomes an anyOf; unknown formats are annotations, as in
+the standard. Invariant: every value that satisfies the prepared schema satisfies the given one. No I/O.
 """
 
 import json
@@ -12,11 +12,11 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_MULTIPLE = 1000
-"""Largest digits of a multipleOf: the lexer has a state for each remainder."""
+"""Largest multipleOf, its digits read as an integer: the lexer has a state for each remainder."""
 MAX_BRANCHES = 64
-"""Of a oneOf: each pair is compared."""
+"""Largest number of branches of a oneOf: each pair of them is compared."""
 EXACT = 2**53
-"""llguidance reads numbers as floats, and from here on those are not exact."""
+"""llguidance reads numbers as floats, which represent integers exactly only below this."""
 _EXACT = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _INNER = ("items", "prefixItems", "additionalItems", "additionalProperties")
@@ -28,17 +28,17 @@ _DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""llguidance allows 29 February in any year and a leap second in any minute."""
+"""Formats as regular expressions: llguidance's own allow 29 February in any year and a leap second in any minute."""
 _DIGITS = "-0123456789"
 _BEGINNINGS = {"null": "n", "boolean": "tf", "integer": _DIGITS, "number": _DIGITS, "string": '"', "array": "[", "object": "{"}
-"""Type -> the characters that its values begin with as JSON."""
+"""Type -> the first characters of its values in JSON."""
 
 
 Node = dict[str, Any]
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be followed; the message is for the client."""
+    """A schema that is not supported; the message is for the client."""
 
 
 def _number(text: str) -> float:
@@ -49,24 +49,24 @@ def _number(text: str) -> float:
 
 
 def parse(text: str) -> Any:
-    """The value of a JSON text. Raises JSONDecodeError, and SchemaError for numbers that are not finite."""
+    """Parses JSON. Raises JSONDecodeError, and SchemaError for non-finite numbers."""
     return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
 
 
 def prepare(schema: Any, open_objects: bool) -> Node:
-    """The schema for llguidance. `open_objects`: objects that do not say otherwise take any further properties. Raises SchemaError."""
+    """The schema for llguidance. `open_objects`: objects without `additionalProperties` allow further properties. Raises SchemaError."""
     if not isinstance(schema, dict):
         raise SchemaError("must be a JSON schema, which is an object")
     if "x-guidance" in schema:
         raise SchemaError("has the key x-guidance, which is not supported")
     try:
         return _SchemaRewriter(schema, not open_objects).run()
-    except (AttributeError, LookupError, TypeError):  # A list where an object belongs, and the like: checking each takes more than this.
+    except (AttributeError, LookupError, TypeError):  # A value of the wrong type, such as a list for an object.
         raise SchemaError("has a keyword with a value of the wrong type, or a reference to nothing") from None
 
 
 def _refuse(at: str, value: Any, why: str) -> SchemaError:
-    """`at`: the JSON pointer of a keyword."""
+    """The error for a keyword. `at`: its JSON pointer."""
     pointer = json.dumps(at)[1:-1]
     return SchemaError(f"has {pointer.rpartition('/')[2]} {json.dumps(value)[:40]} at {pointer[-60:]}: {why}")
 
@@ -76,15 +76,15 @@ class _SchemaRewriter:
         self._root = root
         self._closing = closing
         self._open_references: set[str] = set()
-        """References to what is combined with other schemas, which may name further properties."""
+        """References to schemas that are combined with others, and so must stay open for the others' properties."""
         self._known_pointers: set[str] = set()
-        """Where there are schemas, as references name them."""
+        """JSON pointers of all schemas, as references name them."""
         self._references: dict[str, str] = {}
-        """References to where they stand."""
+        """Reference -> JSON pointer of the place that uses it."""
         self._known_forms: dict[int, set[str]] = {}
 
     def run(self) -> Node:
-        for _ in range(4):  # What is open refers to what is then open, too.
+        for _ in range(4):  # An open schema opens those that it refers to.
             num_open = len(self._open_references)
             prepared: Node = self._schema(self._root, "#", self._closing)
             if len(self._open_references) == num_open:
@@ -97,7 +97,7 @@ class _SchemaRewriter:
         return prepared
 
     def _schema(self, node: Any, at: str, closing: bool) -> Any:
-        """`closing`: whether an object that does not say otherwise is closed."""
+        """The prepared form of a schema. `closing`: whether objects without `additionalProperties` are closed."""
         if not isinstance(node, dict):
             return node
         _check(node, at)
@@ -108,7 +108,7 @@ class _SchemaRewriter:
             self._open_references.add(node["$ref"])
         prepared = {key: self._value(key, value, f"{at}/{key}", closing) for key, value in node.items()}
         if not isinstance(node.get("items"), list):
-            prepared.pop("additionalItems", None)  # It says nothing then, and llguidance would forget prefixItems for it.
+            prepared.pop("additionalItems", None)  # It has no meaning then, and makes llguidance ignore prefixItems.
         besides = [{"anyOf": prepared.pop("oneOf")}] if "oneOf" in node else []
         if (name := prepared.pop("format", None)) in _FORMATS:
             prepared["format"] = name
@@ -129,7 +129,7 @@ class _SchemaRewriter:
         return prepared | ({"allOf": prepared.get("allOf", []) + besides} if besides else {})
 
     def _value(self, key: str, value: Any, at: str, closing: bool) -> Any:
-        """The value of a keyword. `closing` is for schemas of the same value."""
+        """The prepared value of a keyword. `closing` applies to subschemas of the same instance."""
         if key in _NAMED:
             escaped = {name: name.replace("~", "~0").replace("/", "~1") for name in value}
             return {name: self._schema(item, f"{at}/{escaped[name]}", self._closing) for name, item in value.items()}
@@ -146,7 +146,7 @@ class _SchemaRewriter:
         return branches
 
     def _resolved(self, node: Any) -> Node:
-        """The schema that a chain of references ends in; an empty one for true and false."""
+        """Follows a chain of references to a schema; an empty one for true and false."""
         for _ in range(64):
             if isinstance(node, dict) and "$ref" in node:
                 names, node = node["$ref"].split("/")[1:], self._root
@@ -155,8 +155,8 @@ class _SchemaRewriter:
         return node if isinstance(node, dict) else {}
 
     def _discriminator(self, nodes: list[Any], at: str) -> str:
-        """The property by which the objects among the branches of a oneOf differ; empty where their types do. Raises SchemaError where a
-        value could satisfy two branches.
+        """The property whose values tell the object branches of a oneOf apart; empty if the branches differ in type. Raises SchemaError if
+        a value could satisfy two branches.
         """
         if len(nodes) > MAX_BRANCHES:
             raise _refuse(at, len(nodes), f"at most {MAX_BRANCHES} branches are supported; use anyOf")
@@ -170,19 +170,19 @@ class _SchemaRewriter:
         return key
 
     def _forms(self, node: Any) -> set[str]:
-        """What the values of a schema look like as JSON: each of them whole where they are listed, or what they may begin with."""
+        """The JSON texts of a schema's values if it lists them, else their possible first characters. Cached."""
         if id(node) not in self._known_forms:
             self._known_forms[id(node)] = _written_forms(self._resolved(node))
         return self._known_forms[id(node)]
 
 
 def _zero(text: str) -> float:
-    """A number with one zero: -0.0 is 0."""
+    """A float with -0.0 as 0.0."""
     return float(text) + 0.0
 
 
 def _written_forms(node: Node) -> set[str]:
-    """The forms of a schema that is no reference: its listed values as JSON, or the characters that its values begin with."""
+    """The forms (see `_forms`) of a schema that is not a reference; listed values end in `;`."""
     if {"const", "enum"} & node.keys():
         values = json.loads(json.dumps(node.get("enum", [node.get("const")])), parse_int=_zero, parse_float=_zero)
         return {json.dumps(value, sort_keys=True) + ";" for value in values}
@@ -191,7 +191,7 @@ def _written_forms(node: Node) -> set[str]:
 
 
 def _overlap(values: list[set[str]]) -> bool:
-    """Whether two of the schemas of these forms may have a value in common."""
+    """Whether two of the schemas with these forms may have a value in common."""
     seen: set[str] = set()
     for forms in values:
         if any(form in seen or form[0] in seen or f"?{form}" in seen for form in forms):
@@ -201,7 +201,7 @@ def _overlap(values: list[set[str]]) -> bool:
 
 
 def _check(node: Node, at: str) -> None:
-    """Raises SchemaError for values that llguidance would read as others."""
+    """Raises SchemaError for keyword values that llguidance would read as other values."""
     if "$id" in node and at != "#":
         raise _refuse(f"{at}/$id", node["$id"], "only the whole schema may have one")
     for key in node.keys() & {*_EXACT}:
@@ -215,6 +215,6 @@ def _check(node: Node, at: str) -> None:
         scaled, digits = float(multiple), 0
         while scaled % 1:
             scaled, digits = scaled * 10, digits + 1
-        # This is how llguidance counts digits: where that gives another number than is written, it would follow that.
+        # llguidance computes the digits in this way; if that gives another number than the given one, it would enforce the other.
         if scaled > MAX_MULTIPLE or Decimal(scaled) != Decimal(str(multiple)).scaleb(digits):
             raise _refuse(f"{at}/multipleOf", multiple, f"only numbers whose digits make up to {MAX_MULTIPLE} are supported")

@@ -1,7 +1,7 @@
-"""LongTexts: what takes long to tokenize, in threads, a few at a time and each within its time.
+"""LongTexts: tokenizes long texts in threads, a bounded number at once and each within a time limit.
 
-Invariant: a text that takes too long costs its own request, and a thread until it is done; of such threads there is a bound. It knows no
-tokenizers.
+Invariant: a text over the time limit fails only its own request; its thread runs on to its end, and the number of such threads is bounded.
+It knows no tokenizers.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from server.errors import InvalidRequest, Overloaded
 
 Value = TypeVar("Value")
 MAX_TOKENIZING, MAX_ABANDONED = 4, 16
-"""Long texts that are tokenized at once, and those besides that took too long and may still be at it."""
+"""Bounds on the long texts tokenized at once, and on those over their time limit whose threads still run."""
 
 
 async def in_thread(ended: Callable[[], None], work: Callable[[], Value]) -> Value:
-    """The result of `work` in a thread that nobody has to wait for, not even the process's end. `ended` is called when the thread ends,
-    which may be long after the caller has gone.
+    """Runs `work` in a daemon thread, which does not delay the exit of the process. `ended` is called in the event loop when `work` has
+    ended, also if the caller has been cancelled before.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Value] = loop.create_future()
@@ -35,7 +35,7 @@ async def in_thread(ended: Callable[[], None], work: Callable[[], Value]) -> Val
             value = work()
         except Exception as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # The loop has closed.
+        with contextlib.suppress(RuntimeError):  # The event loop is closed.
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=run, daemon=True, name="tokenizer").start()
@@ -43,7 +43,7 @@ async def in_thread(ended: Callable[[], None], work: Callable[[], Value]) -> Val
 
 
 class LongTexts:
-    """The threads of one server. `seconds` is what a text may take."""
+    """The threads of one server. `seconds`: time limit of a text."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -51,7 +51,7 @@ class LongTexts:
         self._num_abandoned = 0
 
     async def tokenized(self, work: Callable[[], Value]) -> Value:
-        """The result of `work`. Raises Overloaded where it cannot be begun for long, and InvalidRequest where it takes too long."""
+        """The result of `work`. Raises Overloaded if it cannot be started in time, and InvalidRequest if it takes too long."""
         try:
             if self._num_abandoned >= MAX_ABANDONED:
                 raise TimeoutError
@@ -62,8 +62,8 @@ class LongTexts:
         return await self._in_time(work)
 
     async def _in_time(self, work: Callable[[], Value]) -> Value:
-        """The result of `work`, for which a place has been taken. A thread that takes longer is left alone, and its place given to another:
-        of those there may be MAX_ABANDONED.
+        """The result of `work`, for which a slot has been acquired. A thread over the time limit is abandoned and its slot released; up
+        to MAX_ABANDONED threads may be abandoned.
         """
         state = "working"
 

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages to a request, pieces to chat.completion objects."""
+"""/v1/chat/completions: converts messages to a prompt, and pieces to chat.completion objects."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from server.text.chat_template import ChatTemplate
 
 
 class ChatReply(OpenAIReply):
-    """One answer, of `n` choices."""
+    """A chat completion of `n` choices."""
 
     body: ChatBody
 
@@ -27,7 +27,7 @@ class ChatReply(OpenAIReply):
     async def open(
         cls, generation: Generation, template: ChatTemplate, body: ChatBody, model_id: str, reservation: Reservation
     ) -> "ChatReply":
-        """Applies the template and starts the sequences. Raises RequestError."""
+        """Applies the chat template and starts the sequences. Raises RequestError."""
         messages = [message.plain() for message in body.messages]
         num_chars = sum(len(message["content"]) for message in messages)
         prompt = await generation.tokenizing(num_chars, template.encode, messages, body.add_generation_prompt is not False)

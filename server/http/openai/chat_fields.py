@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions, and the messages in it."""
+"""Request body of /v1/chat/completions, and its messages."""
 
 from typing import Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ class Message(Body):
     """A message of a conversation. Images, audio and tools are refused: the models served here read and write text."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    """Who wrote the message. Which roles may follow each other, the checkpoint's chat template decides."""
+    """The author of the message. The checkpoint's chat template decides which roles may follow each other."""
     content: Annotated[list[TextPart] | None, BeforeValidator(_in_parts, str | list[TextPart] | None)] = None
     """The text, or a list of parts which are joined. Special tokens are not recognised in it. Only an assistant's message may have none."""
     name: str | None = Field(default=None, max_length=256)
@@ -37,7 +37,7 @@ class Message(Body):
     """Annotations are not supported: only an empty list is accepted."""
 
     def plain(self) -> dict[str, str]:
-        """What a chat template is given."""
+        """The message as a chat template receives it."""
         content = "".join(part.text for part in self.content or ())
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
@@ -57,7 +57,7 @@ class ChatBody(GenerationBody):
     """Return this many most likely tokens in each output token's place; only with `logprobs`. Default: 0."""
     add_generation_prompt: bool | None = None
     """Whether the chat template begins the assistant's answer after the last message. Default: true."""
-    # Harmless at these values.
+    # Accepted at the values that change nothing.
     tools: list[Any] | None = Empty
     """Tools are not supported: only an empty list is accepted."""
     tool_choice: Literal["none", "auto"] | None = None

@@ -1,4 +1,4 @@
-"""/v1/completions: prompts to requests, pieces to text_completion objects."""
+"""/v1/completions: converts prompts to requests, and pieces to text_completion objects."""
 
 from collections.abc import Set
 from dataclasses import replace
@@ -17,17 +17,17 @@ from server.text.fim import FillInTheMiddle, cut_last_token
 
 
 class CompletionReply(OpenAIReply):
-    """One answer. Sequences are numbered prompt by prompt, `best_of` of each."""
+    """A completion. Sequences are numbered prompt by prompt, `best_of` for each."""
 
     body: CompletionBody
 
     def __init__(self, body: CompletionBody, model_id: str, generation: Generation, streams: OpenStreams, prompts: list[str]) -> None:
         super().__init__("cmpl", "text_completion", model_id, body, generation, streams)
         self.prompts = prompts
-        """The text of each prompt, where it is to be repeated."""
+        """The text of each prompt with `echo`, else empty."""
         self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
         self.next_offsets = [*map(self._first_offset, self.outputs)]
-        """Where the next token's text begins, in each output with log-probabilities."""
+        """The text offset of each output's next token, for log-probabilities."""
         self.detokenizers = [Detokenizer(self.codec) for _ in self.outputs]
 
     @classmethod
@@ -86,11 +86,11 @@ class CompletionReply(OpenAIReply):
         return self.prompts[output.choice.index // self.per_prompt] if self.prompts else ""
 
     def _first_offset(self, output: Output) -> int:
-        """Where the output's tokens begin in `text`: they repeat the end of the prompt that token healing has cut off."""
+        """The text offset of the output's first token. With token healing the first tokens repeat the removed end of the prompt."""
         return len(self._echo(output)) - len(output.choice.request.healed)
 
     def _logprobs(self, output: Output, tokens: list[OutputToken], with_prompt: bool) -> dict[str, list[Any]] | None:
-        """The legacy object: parallel lists, the prompt's tokens first where it is repeated."""
+        """OpenAI's legacy `logprobs`: parallel lists; with `echo` the prompt's tokens come first."""
         count, choice = self.body.logprobs, output.choice
         if count is None:
             return None
@@ -102,7 +102,7 @@ class CompletionReply(OpenAIReply):
             scored = [OutputToken(score.token, score.logprob, score.top[:count]) for score in choice.prompt_scores]
             prompt = [OutputToken(choice.request.prompt[0], None), *scored]
             *within, end = text_offsets(Detokenizer(self.codec), prompt)
-            # What the tokenizer puts before the text, such as a beginning of sequence, is no part of it.
+            # Special tokens that the tokenizer adds before the text, such as BOS, have no place in it: their offsets are below 0.
             offsets = [place + self._first_offset(output) - end for place in within] + offsets
             tokens = prompt + tokens
         return {
@@ -122,14 +122,14 @@ class CompletionReply(OpenAIReply):
 
 
 def text_offsets(detokenizer: Detokenizer, tokens: list[OutputToken], begin: int = 0, skipped: Set[int] = frozenset()) -> list[int]:
-    """Where the text of each token begins, and where that of the next would. Skipped ones have none."""
+    """The text offset of each token, and that of a next one. Skipped token ids have no text."""
     return list(accumulate((0 if token.id in skipped else len(detokenizer.push(token.id)) for token in tokens), initial=begin))
 
 
 async def _request(
     generation: Generation, fim: FillInTheMiddle, body: CompletionBody, prompt: str | list[int], healing: bool
 ) -> tuple[Request, str]:
-    """The internal request of one prompt, as yet without a grammar, and the text that `echo` repeats."""
+    """The internal request of one prompt, without its grammar, and the text for `echo`."""
     codec, healed, text = generation.codec, "", ""
     stops: tuple[int, ...] = ()
     if body.suffix is not None and isinstance(prompt, str):

@@ -1,6 +1,6 @@
-"""The bodies of OpenAI's routes, with the fields that vLLM's clients send beside OpenAI's own, and their checks.
+"""Request bodies of OpenAI's dialect with vLLM's extra fields, and their checks.
 
-Every field changes something, stands under "harmless" below at the values that change nothing, or is refused as unknown.
+Invariant: every field has an effect, or is listed under "accepted without effect" below, or is refused as unknown.
 """
 
 from dataclasses import replace
@@ -107,7 +107,7 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Whether the answer has the token ids of the prompt and of the output. Default: false."""
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
     """Becomes the part of the answer's `id` after the hyphen: 1 to 64 letters, digits, `_` and `-`. Default: a random one."""
-    # Harmless: what clients send as a matter of course, and what changes no answer.
+    # Accepted without effect: fields that clients send by default.
     user: str | None = Field(default=None, max_length=1024)
     """Accepted for OpenAI's clients; it changes nothing."""
     safety_identifier: str | None = Field(default=None, max_length=1024)
@@ -142,22 +142,22 @@ class GenerationBody(SamplingBody, LimitedBody):
             if getattr(self, name) and self.num_top is None:
                 raise ValueError(f"`{name}` is allowed only with `logprobs`")
         if self.source() is not None and self.logprob_token_ids:
-            # Tokens that a grammar leaves no choice about are scored with the prompt's, which have no named ids.
+            # Tokens that a grammar forces are scored like prompt tokens, for which the engine has no log-probabilities of chosen ids.
             raise ValueError("`logprob_token_ids` cannot be combined with a constraint on the output")
         return self
 
     @property
     def max_output_tokens(self) -> int | None:
-        """`max_tokens`, however this body spells it."""
+        """Largest number of output tokens; None: as many as fit into the context."""
         return None
 
     @property
     def num_top(self) -> int | None:
-        """Alternatives wanted with each token; None where not even its own log-probability is."""
+        """Number of most likely tokens to return with each token; None without log-probabilities."""
         return None
 
     def source(self) -> Source | None:
-        """The constraint on the output. Raises ValueError where there are two."""
+        """The constraint on the output, if there is one. Raises ValueError if there are two."""
         formatted = None if self.response_format is None else self.response_format.source("response_format")
         if self.structured_outputs is None:
             return formatted
@@ -166,14 +166,14 @@ class GenerationBody(SamplingBody, LimitedBody):
         return self.structured_outputs.source()
 
     def truncated(self, prompt: list[int], capacity: int) -> list[int]:
-        """The end of a prompt that `truncate_prompt_tokens` keeps; `capacity` is the most tokens of prompt and output."""
+        """The last prompt tokens, which `truncate_prompt_tokens` keeps. `capacity`: largest number of prompt and output tokens."""
         kept = self.truncate_prompt_tokens
         if kept == -1:
             kept = max(1, capacity - (self.max_output_tokens or 1))
         return prompt if kept is None else prompt[-kept:]
 
     def request(self, codec: TextCodec, prompt: list[int]) -> Request:
-        """The internal request. Sampling defaults are the checkpoint's, as vLLM's clients expect on these routes."""
+        """The internal request. Sampling parameters default to the checkpoint's generation_config.json, as in vLLM."""
         defaults = codec.files.sampling_defaults
         sampling = replace(
             self.sampling(default(self.temperature, defaults.get("temperature", 1.0)), defaults),
@@ -200,13 +200,13 @@ class GenerationBody(SamplingBody, LimitedBody):
 
 
 def bad_word_ids(codec: TextCodec, word: str) -> list[list[int]]:
-    """The token sequences by which a word may be written: at the beginning of a text, and behind a space."""
+    """The token sequences that spell a word: at the beginning of a text, and after a space."""
     found = [codec.encode_plain(word), codec.encode_plain(" " + word.lstrip())]
     return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """One prompt or several, each a text or token ids. Raises ValueError naming the first that is neither."""
+    """A list of prompts, each a text or token ids. Raises ValueError that names the first invalid one."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):

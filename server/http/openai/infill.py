@@ -1,4 +1,4 @@
-"""/infill: llama.cpp's request for what stands between a prefix and a suffix, with its defaults and its answers."""
+"""/infill: llama.cpp's fill-in-the-middle request, with its defaults and its form of replies."""
 
 import re
 import secrets
@@ -22,7 +22,7 @@ STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "ti
 
 
 class InfillReply(Reply):
-    """One answer."""
+    """A reply of /infill."""
 
     def __init__(self, body: InfillBody, model_id: str, streams: OpenStreams) -> None:
         self.body = body
@@ -30,7 +30,7 @@ class InfillReply(Reply):
         self.model_id = model_id
         self.text = ""
         self.given = 0
-        """Characters of the text that have been given out: with `n_indent`, a line that is all space as yet may be one too far left."""
+        """Characters of the text that have been sent. With `n_indent` a line of spaces is held back until its indentation is known."""
         self.num_tokens = 0
         self.end: Piece | None = None
 
@@ -38,7 +38,7 @@ class InfillReply(Reply):
     async def open(
         cls, generation: Generation, fim: FillInTheMiddle, body: InfillBody, model_id: str, reservation: Reservation
     ) -> "InfillReply":
-        """Lays out the prompt and starts its sequence. Raises RequestError."""
+        """Builds the fill-in-the-middle prompt and starts its sequence. Raises RequestError."""
         extra = body.input_extra or ()
         num_chars = len(body.input_prefix) + len(body.input_suffix) + len(body.prompt or "") + sum(len(file.text) for file in extra)
         ids, healed, stops = await generation.tokenizing(num_chars, _prompt, generation.codec, fim, body)
@@ -57,7 +57,7 @@ class InfillReply(Reply):
         return cls(body, model_id, generation.start([request], reservation))
 
     def take(self, piece: Piece) -> None:
-        """Adds a piece; `end` is the last, which a line that is too far left makes of any."""
+        """Adds a piece. `end` becomes the last piece, also one that completes a line with less than `n_indent` indentation."""
         self.text += piece.text
         self.num_tokens += piece.token is not None
         cut = self._outdent()
@@ -77,12 +77,12 @@ class InfillReply(Reply):
         return [chunk if self.end is None else self._selected(chunk | self._ending())]
 
     def _certain(self) -> int:
-        """Length of the text that no later token can take back."""
+        """Length of the text that no later token can remove."""
         line = self.text.rfind("\n")
         return len(self.text) if not self.body.n_indent or line < 0 or self.text[line:].strip() else line
 
     def _outdent(self) -> int | None:
-        """Where the first line begins that is indented by less than `n_indent`; the one that the prefix has begun does not count."""
+        """Start of the first line indented by less than `n_indent`, not counting the line that the prefix has begun; None without one."""
         if not self.body.n_indent:
             return None
         for match in _LINE_START.finditer(self.text):
@@ -97,7 +97,7 @@ class InfillReply(Reply):
         return {"tokens_predicted": self.num_tokens, "tokens_evaluated": len(self.streams.choices[0].request.prompt)}
 
     def _selected(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """`response_fields`: those alone, "a/b" for b within a; what there is none of is left out."""
+        """The fields named by `response_fields`, `a/b` for b inside a; missing ones are left out."""
         if not self.body.response_fields:
             return answer
         selected = {}
@@ -138,13 +138,13 @@ class InfillReply(Reply):
 
 
 def _prompt(codec: TextCodec, fim: FillInTheMiddle, body: InfillBody) -> tuple[list[int], str, tuple[int, ...]]:
-    """Token ids, the text that was cut off their end to be healed, and the marks that end the answer."""
+    """Token ids of the prompt, the text removed from its end by token healing, and the stop token ids."""
     heal = body.token_healing is not False
     extra = tuple((file.filename or "", file.text) for file in body.input_extra or ())
     filling = fim.fill(body.input_prefix, body.input_suffix, heal and not body.prompt, extra, "input_suffix")
     if not body.prompt:
         return filling.prompt, filling.healed, filling.stop_token_ids
-    # What is typed already stands behind the marks, so its end is the seam.
+    # `prompt` begins the middle, so token healing applies to its end.
     begun, healed = codec.encode_plain(body.prompt), ""
     if heal:
         begun, healed = cut_last_token(codec, begun, body.prompt, min_kept=0)
@@ -152,7 +152,7 @@ def _prompt(codec: TextCodec, fim: FillInTheMiddle, body: InfillBody) -> tuple[l
 
 
 def _sampling(body: InfillBody) -> protocol.Sampling:
-    """llama.cpp's defaults; a sampler that `samplers` leaves out is off."""
+    """Sampling parameters with llama.cpp's defaults. A sampler that is not in `samplers` is off."""
     samplers = ALL_SAMPLERS if body.samplers is None else body.samplers
     return protocol.Sampling(
         temperature=default(body.temperature, 0.8) if "temperature" in samplers else 1.0,

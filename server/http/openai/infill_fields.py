@@ -1,4 +1,4 @@
-"""The body of /infill, in llama.cpp's form."""
+"""Request body of /infill, in llama.cpp's form."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ class ExtraFile(Body):
     """Name of the file. Default: none."""
     text: fields.Text
     """Content of the file."""
-    time: Any = None  # Harmless: editors say when a chunk was seen, each in its own way, and sort by it themselves.
+    time: Any = None  # Accepted without effect: editors send it in different forms.
     """When the editor saw the file. Accepted for llama.cpp's editors; it changes nothing."""
 
 
@@ -70,7 +70,7 @@ class InfillBody(DeliveryBody):
     """Return only these fields of the answer; `a/b` is the field `b` of the object `a`. Default: all."""
     cache_prompt: bool | None = None
     """False: the KV cache of this request is shared with no other. Default: true."""
-    # Harmless: llama.vim and others send these, and they change no text here. `model` is whatever the editor is set to, "" by default.
+    # Accepted without effect: llama.vim and others send these. `model` is the editor's setting, "" by default.
     model: str | None = Field(default=None, max_length=1024)
     """Accepted for llama.cpp's editors at any value; it changes nothing."""
     t_max_prompt_ms: fields.Count | None = None

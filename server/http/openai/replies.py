@@ -1,4 +1,4 @@
-"""What the answers of /v1 have in common: choices and their tokens, usage, the head of each object. Knows no routes."""
+"""OpenAIReply: what completions and chat replies share: object head, outputs, token usage, vLLM's extra fields. Knows no routes."""
 
 import time
 import uuid
@@ -15,7 +15,7 @@ FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "tim
 
 
 class OpenAIReply(Reply):
-    """The state of one answer: its head, its outputs, its usage."""
+    """A reply of /v1. `head`: the fields that every object of the reply begins with; `outputs`: one for each sequence."""
 
     def __init__(self, prefix: str, kind: str, model_id: str, body: GenerationBody, generation: Generation, streams: OpenStreams) -> None:
         self.head = {
@@ -47,7 +47,7 @@ class OpenAIReply(Reply):
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of each prompt once, and of every output. Of a prompt of several choices, what the first did not need to compute."""
+        """Token counts. A prompt of several choices counts once, with the cached tokens of its first choice."""
         prompt = prompt_tokens(self.streams.choices)
         cached = {id(output.choice.request.prompt): output.choice.num_cached for output in reversed(self.outputs)}
         completion = sum(len(output.tokens) for output in self.outputs)
@@ -59,27 +59,27 @@ class OpenAIReply(Reply):
         }
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """One chunk of a stream, with the usage so far where that is wanted."""
+        """A chunk of a stream, with the usage so far if `continuous_usage_stats` asks for it."""
         options = self.body.stream_options
         usage = {"usage": self.usage} if options is not None and options.include_usage and options.continuous_usage_stats else {}
         return self.head | {"choices": choices} | usage
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """The chunk behind the last, where usage is wanted."""
+        """The chunk with the final usage, if `include_usage` asks for it."""
         options = self.body.stream_options
         return [self.head | {"choices": [], "usage": self.usage}] if options is not None and options.include_usage else []
 
     def token_text(self, id: int) -> str:
-        """A token by itself."""
+        """The text of a single token."""
         return self.codec.decode([id])
 
     def token_name(self, id: int) -> str:
-        """A token as `logprobs` show it."""
+        """A token as `logprobs` shows it."""
         return f"token_id:{id}" if self.body.return_tokens_as_token_ids else self.token_text(id)
 
     def prompt_logprobs(self, output: Output) -> dict[str, Any]:
-        """vLLM's `prompt_logprobs`: for each prompt token but the first, it and the likeliest in its place, by id. Null where they are not
-        asked for.
+        """vLLM's `prompt_logprobs`: null for the first prompt token; for each other one a map by id of the token and the most likely ones
+        in its place. Null if the request does not ask for it.
         """
         count = self.body.prompt_logprobs
         if count is None:
@@ -94,9 +94,9 @@ class OpenAIReply(Reply):
         return {"prompt_logprobs": entries}
 
     def token_ids(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
-        """vLLM's `return_token_ids`: those of an output."""
+        """vLLM's `token_ids`: the ids of these tokens, if `return_token_ids` asks for them."""
         return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
 
     def prompt_token_ids(self, output: Output) -> dict[str, Any]:
-        """Those of its prompt: in each choice of completions, once in a reply of chat."""
+        """vLLM's `prompt_token_ids`: in each choice of a completion, once in a chat reply."""
         return {"prompt_token_ids": output.choice.request.prompt} if self.body.return_token_ids else {}

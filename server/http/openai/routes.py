@@ -1,5 +1,7 @@
-"""OpenAI's dialect: POST /v1/completions and /v1/chat/completions, GET /v1/models; and, since its clients are those of llama.cpp's
-editors, POST /infill. What differs between them is in completions, chat and infill; here is what they share.
+"""Routes of OpenAI's dialect: POST /v1/completions and /v1/chat/completions, GET /v1/models; and llama.cpp's POST /infill.
+
+The modules completions, chat and infill convert requests and replies; this one reads bodies and starts them. It knows nothing of TGI's
+dialect.
 """
 
 import time
@@ -29,7 +31,7 @@ from server.text.fim import FillInTheMiddle
 
 
 class OpenAIRoutes:
-    """The dialect over one Generation."""
+    """Handlers of the routes of OpenAI's dialect."""
 
     def __init__(
         self, generation: Generation, section: ServerSection, names: ModelNames, chat_template: ChatTemplate, answers: Answers
@@ -104,11 +106,11 @@ class OpenAIRoutes:
         }
 
     async def response_without_http(self, path: str, value: dict[str, Any], caller: str) -> Any:
-        """The whole answer of a POST to `path` with this body, without HTTP. Raises RequestError."""
+        """The JSON value of the response to POST `path` with this body, without HTTP (`onehead batch`). Raises RequestError."""
         reply: Reply
         for name in ("stream", "resumable"):
             if value.get(name):
-                raise InvalidRequest(f"`{name}` is not supported here: there is nobody to stream to", param=name)
+                raise InvalidRequest(f"`{name}` is not supported here: answers are not streamed", param=name)
         if path == "/v1/chat/completions":
             reply = await self.open_chat(check(value, ChatBody), self.generation.admission.reserve(caller))
         elif path == "/v1/completions":
@@ -121,12 +123,12 @@ class OpenAIRoutes:
             reply.streams.close()
 
     async def open_completion(self, body: CompletionBody, reservation: Reservation) -> CompletionReply:
-        """Checks and starts a completion."""
+        """Checks a completion and starts it. Raises RequestError."""
         self._check(body)
         return await CompletionReply.open(self.generation, self.fim, body, self.names.shown, reservation)
 
     async def open_chat(self, body: ChatBody, reservation: Reservation) -> ChatReply:
-        """Checks and starts a chat completion."""
+        """Checks a chat completion and starts it. Raises RequestError."""
         self._check(body)
         return await ChatReply.open(self.generation, self.chat_template, body, self.names.shown, reservation)
 

@@ -1,4 +1,4 @@
-"""The body of the routes in TGI's dialect, with vLLM's names inside `parameters` where TGI has none."""
+"""Request body of TGI's dialect, with vLLM's names inside `parameters` for fields that TGI lacks."""
 
 from typing import Annotated, Literal
 
@@ -45,7 +45,7 @@ class Parameters(SamplingBody):
     """Whether the prompt's last token is removed and generated again under the constraint that its text is kept, for prompts that end
     within a word. Default: false.
     """
-    # What clients send as a matter of course and what changes nothing: accepted at that value alone.
+    # Clients send this by default: accepted at the value that changes nothing.
     watermark: Literal[False] | None = None
     """Watermarks are not supported: only false is accepted."""
 
@@ -66,13 +66,13 @@ class Parameters(SamplingBody):
 
     @property
     def samples(self) -> bool:
-        """TGI's rule: sampling is asked for by name, or by any value that only sampling could honour."""
+        """Whether to sample, by TGI's rule: `do_sample` is true, or a parameter has a value that only sampling can honour."""
         warped = any(value not in (None, 1.0) for value in (self.temperature, self.top_p, self.typical_p))
         return bool(self.do_sample) or warped or (self.top_k or 0) > 0 or bool(self.min_p)
 
     @property
     def detailed(self) -> bool:
-        """Whether a whole answer has `details`."""
+        """Whether a response that is not streamed has `details`."""
         return bool(self.details or self.decoder_input_details)
 
 
@@ -92,7 +92,7 @@ class GenerateBody(LimitedBody):
     """The prompt. Special tokens are recognised in it."""
     parameters: Parameters | None = None
     """How to generate. Without it, tokens are sampled at temperature 1.0; with an empty object, generation is greedy."""
-    # Harmless.
+    # Accepted without effect.
     options: Options | None = None
     """Accepted for Hugging Face's clients; it changes nothing."""
     use_cache: bool | None = None

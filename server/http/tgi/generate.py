@@ -1,5 +1,7 @@
-"""The TGI dialect: POST /generate, /generate_stream, / and /tokenize, GET /info. Fields, events and errors as
-text-generation-inference's clients know them; vLLM's names inside `parameters` where TGI has none.
+"""TGI's dialect: POST /generate, /generate_stream and /, GET /info.
+
+Fields, events and errors are those of text-generation-inference, with vLLM's names inside `parameters` for fields that TGI lacks. It knows
+nothing of OpenAI's dialect.
 """
 
 import time
@@ -27,7 +29,7 @@ from server.text.fim import cut_last_token
 
 
 class TgiRoutes:
-    """The dialect over one Generation."""
+    """Handlers of the routes of TGI's dialect."""
 
     def __init__(self, generation: Generation, section: ServerSection, model_id: str, version: str, answers: Answers) -> None:
         self.generation = generation
@@ -73,7 +75,7 @@ class TgiRoutes:
         return await self._answer(http, body, stream=bool(body.stream), echo=self.section.return_full_text, in_list=True)
 
     async def info(self) -> Response:
-        """Show what is served, and its bounds."""
+        """Show the served model and the limits of requests."""
         ready = self.generation.ready
         value = {
             "model_id": self.model_id,
@@ -125,7 +127,7 @@ class TgiRoutes:
         return await self.answers.answer(http, reply, delivery)
 
     async def _requests(self, body: GenerateBody, parameters: Parameters) -> list[Request]:
-        """One request for each of `best_of`: the same but for the number that its draws depend on."""
+        """The internal requests, one for each of `best_of`."""
         source = None if parameters.grammar is None else parameters.grammar.source("parameters.grammar")
         grammar = await self.generation.grammar(source)
         prompt, healed = await self.generation.encode(body.inputs), ""
@@ -145,7 +147,7 @@ class TgiRoutes:
 
 @contextmanager
 def tgi_error_prefix() -> Iterator[None]:
-    """TGI's clients tell a bad parameter by how the message begins."""
+    """Prefixes the message of an InvalidRequest as TGI does: its clients recognise validation errors by that."""
     try:
         yield
     except InvalidRequest as error:
@@ -153,7 +155,7 @@ def tgi_error_prefix() -> Iterator[None]:
 
 
 def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
-    """TGI's figures of a whole answer, in milliseconds but for x-compute-time."""
+    """TGI's timing headers of a response that is not streamed: milliseconds, but seconds in x-compute-time."""
     now = time.monotonic()
     choice = max(streams.choices, key=lambda choice: choice.last)
     started, num_tokens = choice.started or now, sum(choice.num_tokens for choice in streams.choices)
@@ -173,7 +175,7 @@ def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
 
 
 def to_request(parameters: Parameters, prompt: list[int]) -> Request:
-    """The internal request."""
+    """The internal request of these parameters."""
     if parameters.truncate is not None:
         prompt = prompt[-parameters.truncate :]
     return Request(
@@ -190,7 +192,7 @@ def to_request(parameters: Parameters, prompt: list[int]) -> Request:
 
 
 class TgiReply(Reply):
-    """Pieces to the dialect's JSON, whole or chunk by chunk. `arrival`: when the request came; `num_chars`: of its prompt."""
+    """A reply in TGI's JSON. `arrival`: monotonic time of the request; `num_chars`: of its prompt; `echoed`: text before the output."""
 
     def __init__(
         self,
@@ -223,7 +225,7 @@ class TgiReply(Reply):
         return [self._token(id, logprob) | {"special": id in self.codec.special_ids} for id, logprob in top]
 
     def full_response(self) -> Any:
-        """The likeliest of several sequences, with the others in its details."""
+        """The output with the highest mean log-probability, with the others of `best_of` in its details."""
         best, *others = sorted(self.outputs, key=lambda output: -output.mean_logprob)
         value: dict[str, Any] = {"generated_text": best.text}
         if self.parameters.detailed:
@@ -249,7 +251,7 @@ class TgiReply(Reply):
         return {"finish_reason": output.finish, "generated_tokens": len(output.tokens), "seed": seed}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """One event for each token; the last has the whole text."""
+        """One event for each token; the last event has the full text."""
         # A deadline between two tokens ends a stream without a token, but clients expect one in every event.
         token = (self.take(piece) or [OutputToken(0, None, text=piece.text, special=not piece.text)])[0]
         output = self.outputs[piece.choice]

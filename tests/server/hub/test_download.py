@@ -114,7 +114,7 @@ def test_without_the_hub_what_is_cached_serves_and_what_is_not_is_refused(filled
     assert cached == folder and "the Hugging Face hub answers with status 503; try again later" in other
     cached, other = resolved(filled, DEAD, REPOSITORY, "org/other", HF_HUB_OFFLINE="1")
     assert cached == folder
-    assert other == "78 org/other: no such folder, and the hub's cache has no whole copy while HF_HUB_OFFLINE forbids to ask for one"
+    assert other == "78 org/other: no such folder, and the hub's cache has no complete copy, and HF_HUB_OFFLINE forbids a download"
 
 
 def test_what_the_hub_refuses_is_named_with_what_to_do(filled: Path, fake: FakeHub) -> None:
@@ -139,7 +139,7 @@ def test_a_description_alone_leaves_out_the_weights_and_is_no_whole_copy(fake: F
     (folder,) = resolved(tmp_path, fake.endpoint, REPOSITORY, files="none")
     assert (Path(folder) / "config.json").is_file() and not [*Path(folder).glob("*.safetensors")]
     (refused,) = resolved(tmp_path, fake.endpoint, REPOSITORY, HF_HUB_OFFLINE="1")
-    assert refused.startswith(f"78 {REPOSITORY}: ") and "no whole copy" in refused
+    assert refused.startswith(f"78 {REPOSITORY}: ") and "no complete copy" in refused
     assert resolved(tmp_path, DEAD, REPOSITORY, files="none") == [folder]
 
 
@@ -231,7 +231,7 @@ def test_a_full_disk_is_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    with pytest.raises(ResourceError, match="org/name: cannot be kept: No space left on device; HF_HOME"):
+    with pytest.raises(ResourceError, match="org/name: cannot be stored: No space left on device; HF_HOME"):
         hub.resolve(Path("org/name"))
 
 
