@@ -1,4 +1,4 @@
-"""What has come is taken together and in order, and whatever ends a request comes behind it; nothing ended is held by itself."""
+"""OpenStreams gives arrived pieces at once and in order, then ends the request, without leaving reference cycles."""
 
 import asyncio
 import gc

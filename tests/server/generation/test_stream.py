@@ -1,5 +1,5 @@
-"""Tokens to text, whole: however a text is cut into tokens, what is streamed, what is answered whole and the one-shot decode cut at the
-first stop string are the same, in both dialects, and every event is UTF-8.
+"""For every tokenization of a text, streamed text, text in one answer, and `decode` cut at the first stop string are equal, in both
+dialects, and every event is valid UTF-8.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def pieces(codec: TextCodec, ids: list[int], request: Request) -> list[Piece]:
 
 
 def cut(text: str, stops: list[str], keep: bool) -> str:
-    """`text` up to the first stop string to be complete; of those that end there, the longest is cut off."""
+    """`text` up to the first completed stop string; of several that end there, the longest is removed."""
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
         return text

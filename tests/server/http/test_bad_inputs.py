@@ -1,4 +1,4 @@
-"""Bad input on the TGI routes: refused in the dialect's own words, quickly, and before the engine hears of it.
+"""Bad input on TGI's routes is refused in TGI's form, quickly, and before the engine gets a request.
 
 The application is the one that `onehead serve` runs; only the engine's process is replaced. Every token of the test tokenizer is one
 byte, so lengths of prompts can be read off.
@@ -23,13 +23,13 @@ from tests.support.fake_engine import READY, FakeEngine, Served, serve
 
 JSON = {"content-type": "application/json"}
 SECRET = "xyzzy-plugh"
-"""Stands in every prompt and stop string below, and in no answer to a bad request."""
+"""A text in every prompt and stop string below, which no answer to a bad request may repeat."""
 PREFIX = "Input validation error: "
 CANARY = {"inputs": "def f(", "parameters": {"max_new_tokens": 8, "seed": 3, "do_sample": True}}
 
 
 async def start(tokenizer_folder: Path, engine: FakeEngine | None = None, section: ServerSection | None = None) -> Served:
-    """The application, once its engine has said Ready."""
+    """The application over a ready engine."""
     served = serve(tokenizer_folder, engine, section)
     while not served.generation.admission.accepting:
         await asyncio.sleep(0)
@@ -65,7 +65,7 @@ def assert_refused(response: httpx.Response, status: int, *words: str) -> None:
 
 
 async def assert_canary(served: Served) -> None:
-    """A good request still gets exactly what the engine's model gives for it."""
+    """A valid request still gets exactly the tokens of the fake engine."""
     response = await send(served, CANARY)
     assert response.status_code == 200, response.text
     expected = served.generation.codec.decode(served.engine.answer(served.engine.submits[-1]))
@@ -256,7 +256,7 @@ async def test_bad_body(served: Served, case: Case) -> None:
 @pytest.mark.parametrize("stream", [None, True])
 @pytest.mark.parametrize("case", [*MALFORMED[:4], *INPUTS[:3], *PARAMETERS[::20]], ids=lambda case: case.name)
 async def test_bad_body_elsewhere(served: Served, case: Case, path: str, stream: bool | None) -> None:
-    """The other routes, and a stream: as long as no byte of it has left, the status says what is wrong."""
+    """Other routes, and streams: a failure before the first byte is sent has an error status."""
     body = case.body if isinstance(case.body, bytes) or stream is None else case.body | {"stream": stream}
     assert_refused(await send(served, body, path), case.status, *case.words)
     assert served.engine.submits == []
@@ -424,7 +424,7 @@ SLOW = [
 
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
 async def test_refusing_is_quick(served: Served, case: Case) -> None:
-    """While a body is read nobody else is served. Processor time, the best of three: the machine may be busy."""
+    """Parsing a body blocks the event loop, so its processor time is bounded. Best of three, because the machine may be busy."""
     body = case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode()
     assert len(body) < 2 * 2**20
     seconds = []
@@ -452,7 +452,7 @@ async def test_refusing_is_quick(served: Served, case: Case) -> None:
     ],
 )
 async def test_odd_text_is_text(served: Served, text: str) -> None:
-    """What is no mistake comes back as it was sent: POST / repeats the prompt."""
+    """Unusual but valid prompts come back unchanged: POST / repeats the prompt."""
     for body in (json.dumps({"inputs": text}).encode(), json.dumps({"inputs": text}, ensure_ascii=False).encode()):
         response = await send(served, body, "/")
         assert response.status_code == 200, response.text

@@ -99,7 +99,7 @@ def keywords(schema: Any) -> set[str]:
 
 
 def resolve(document: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
-    """What a reference refers to; anything else is itself."""
+    """Resolves a `$ref`; returns any other value unchanged."""
     while "$ref" in value:
         found: Any = document
         for part in value["$ref"].removeprefix("#/").split("/"):
@@ -171,7 +171,7 @@ def test_every_field_has_a_description(document: dict[str, Any]) -> None:
 
 
 def test_every_optional_field_of_a_request_says_what_its_absence_means(document: dict[str, Any]) -> None:
-    """Of numbers and switches: the default, or that the field changes nothing or is another's."""
+    """The description of a number or a boolean states its default, or that the field has no effect, or that another field decides."""
     bodies = [
         operation["requestBody"]["content"]["application/json"]["schema"]
         for _, _, operation in operations(document)
@@ -341,7 +341,7 @@ async def test_the_page_below_a_prefix(folder: Path, passed_on: bool) -> None:
 
 
 async def test_a_prefix_opens_no_door(folder: Path) -> None:
-    """Who needs a key is decided by the path without the prefix; what only looks like the prefix is part of the path."""
+    """The path without server.root_path decides whether a key is needed; a path that only resembles the prefix is not stripped."""
     async with door(folder, KEYED.model_copy(update={"root_path": PREFIX})) as (_, http):
         for path, with_key, without in (
             ("/llm/live", 200, 200),

@@ -1,4 +1,4 @@
-"""What reviewers found at the edges of the server, over real sockets: each of these was wrong once."""
+"""Regression tests over real sockets for faults that reviews of the HTTP side found."""
 
 import asyncio
 import hashlib

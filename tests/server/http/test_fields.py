@@ -1,6 +1,6 @@
-"""Every field of every body changes something, or stands on the list of harmless ones; every other field is refused by name.
+"""Every field of every body has an effect, or is on the list of fields without one; any other field is refused by name.
 
-What is observed: the submissions that reach the engine, and the answer with its ids, times and drawn seeds taken out.
+Effects are observed in the submissions to the engine, and in the answer without its ids, times and random seeds.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
-"""B01 to B67 of what may go wrong at the front door, as bytes over sockets to real servers; then the servers must be as they were.
+"""Malformed and hostile requests, numbered B01 to B67, are sent as bytes over sockets to two real servers, which must survive them.
 
-Bad bodies are listed in tests/support/bad_inputs.py, bad HTTP here. Two servers, each started once in a test process:
-an open one, and one that is guarded by keys, has few pages and short patience. When the last request has been answered, each must have
-the engine that it began with, give its canary's answers byte for byte, have generated what was answered with 200 and nothing else, and have
-written no secret, no traceback and no forged line into its log.
+Bad bodies are listed in tests/support/bad_inputs.py, bad HTTP here. One server is open; the other has API keys, few pages and short
+timeouts. After the last request each must have its first engine process, give the same bytes for fixed requests, have generated only what
+it answered with 200, and have no secret, traceback or forged line in its log.
 """
 
 import gzip
@@ -155,14 +154,14 @@ def chunks(body: str, size: int = 40) -> str:
 
 
 def whole(template: str, path: str) -> bytes:
-    """A template of HTTP as bytes."""
+    """An HTTP request as bytes, from a template."""
     body = GOOD[path]
     parts = {"path": path, "body": body, "length": str(len(body)), "chunks": chunks(body), "second": post(path, body).decode()}
     return re.sub(r"\{(\w+)\}", lambda match: parts[match[1]], template).encode("latin-1")
 
 
 def http_cases() -> Iterator[Case]:
-    """What is wrong with heads and framing."""
+    """Cases with malformed heads and framing."""
     for path in ALL:
         for id, name, headers, status in HEADERS:
             yield Case(id, name, path, post(path, GOOD[path], headers), status)
@@ -195,7 +194,7 @@ def size_cases(path: str) -> Iterator[Case]:
 
 
 def key_cases() -> Iterator[Case]:
-    """The server that has keys."""
+    """Cases for the server with API keys."""
     for path in ALL:
         yield Case("B64", "the key", path, post(path, GOOD[path], JSON + BEARER), OK, guarded=True)
         for name, header in NO_KEYS:
@@ -240,7 +239,7 @@ CASES += [*http_cases(), *key_cases(), *stream_cases()]
 
 
 class Door:
-    """A server, what it was like at first, and what it has answered."""
+    """A server, its initial state, and its replies so far."""
 
     def __init__(self, folder: Path, headers: str, *arguments: str) -> None:
         self.server = ServerProcess(folder, *arguments)
@@ -274,13 +273,13 @@ class Door:
         return (reply.header("x-stream-id") or "").encode()
 
     def generated(self) -> tuple[int, int]:
-        """Sequences that an engine was asked for, and those among them that failed."""
+        """Numbers of sequences that were submitted to the engine and that failed."""
         found = re.findall(r'^onehead_requests_total\{outcome="(\w+)"\} ([0-9.]+)$', self.server.get("/metrics")[1], re.M)
         outcomes = {name: int(float(count)) for name, count in found if name != "refused"}
         return sum(outcomes.values()), outcomes.get("failed", 0)
 
     def close(self) -> None:
-        """Checks that nothing has changed, and ends the server."""
+        """Checks the state of the server, and ends it."""
         try:
             assert self.sing() == self.canaries
             assert self.server.engine_pid == self.engine_pid
@@ -324,7 +323,7 @@ def guarded_door(chat_folder: Path) -> Iterator[Door]:
 
 
 def check(case: Case, reply: Reply) -> None:
-    """Whether an answer is the case's."""
+    """Fails if an answer is not the expected one."""
     assert reply.status == case.status, (reply.status, reply.body[:300])
     for name, value in SECURITY.items():
         assert reply.header(name) == value, name
@@ -342,7 +341,7 @@ def check(case: Case, reply: Reply) -> None:
 
 
 def check_refusal(case: Case, reply: Reply) -> None:
-    """Whether a refusal is in the right words, and tells nobody's secrets."""
+    """Fails if a refusal has the wrong form or reveals a key or a prompt."""
     # What is no route may be asked for in either dialect, and what follows a short body may be refused before it.
     openai: bool | None = case.protocol or case.id == "B66" or case.path != GENERATE
     openai = None if case.status in (401, 404) or case.id == "B34" else openai
@@ -357,7 +356,7 @@ def check_refusal(case: Case, reply: Reply) -> None:
 
 
 def ask(door: Door, case: Case) -> Reply:
-    """The answer to a case's request, booked."""
+    """The reply to a case's request, recorded for the checks of Door.close."""
     request = case.request
     if STREAM in request:
         request = request.replace(STREAM, door.stream(case.path))
@@ -375,7 +374,7 @@ def test_input(case: Case, request: pytest.FixtureRequest) -> None:
 
 
 def test_requests_that_do_not_wait(open_door: Door) -> None:
-    """B62 as well: many on one connection. What the log must not say of it, Door.close looks for."""
+    """Also case B62: many pipelined requests on one connection. Door.close checks the log."""
     get = b"GET /live HTTP/1.1\r\nhost: x\r\n"
     upgrade = get + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
     reply = exchange(open_door.server.port, upgrade * MAX_PIPELINED + get + b"connection: close\r\n\r\n", to_end=True)
@@ -387,7 +386,7 @@ def test_requests_that_do_not_wait(open_door: Door) -> None:
 
 
 def test_an_expired_stream(guarded_door: Door) -> None:
-    """B66 as well: gone for whoever it belonged to, and unknown to all others."""
+    """Also case B66: an expired stream answers 410 to its owner and 404 to other callers."""
     id = guarded_door.stream(COMPLETIONS)
 
     def get(header: str) -> Reply:
@@ -402,7 +401,7 @@ def test_an_expired_stream(guarded_door: Door) -> None:
 
 
 def test_nothing_is_forgotten() -> None:
-    """Every input stands on the table, on every route where it applies, and the table's constants are the checkpoint's."""
+    """The table has every input on every route where it applies, and its constants fit the checkpoint."""
     routes = defaultdict(set)
     for case in CASES:
         routes[case.id].add(case.path)

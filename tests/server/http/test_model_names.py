@@ -1,4 +1,4 @@
-"""Which names a request may give for the model, and which it is shown under."""
+"""The names of the model that requests may use, and the name in replies."""
 
 import asyncio
 import json

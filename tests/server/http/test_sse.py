@@ -1,4 +1,4 @@
-"""Events as bytes, and a response that lets go of its stream however it ends."""
+"""The encoding of events, and a response that closes its stream in whatever way it ends."""
 
 import asyncio
 import json

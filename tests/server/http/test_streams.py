@@ -1,6 +1,6 @@
-"""Resumable streams: every reader gets each event behind its own once, whoever was cut off where; and only the streams that are its own.
+"""Resumable streams: a reader gets each event after its last one exactly once, wherever connections were cut, and only of its own streams.
 
-The buffer by itself, then the routes over the production application, whose engine is a hash.
+The first tests use the buffer alone, the others the routes of the real application over a fake engine that computes a hash.
 """
 
 import asyncio
@@ -152,7 +152,7 @@ class Client:
             return await client.request(method, path, json=body, headers=self.headers | headers)
 
     async def cut(self, method: str, path: str, body: Any, count: int, **headers: str) -> "Cut":
-        """Reads so many events, then drops the connection as a client that is gone does."""
+        """Reads so many events, then disconnects."""
         cut = Cut()
         with contextlib.suppress(asyncio.CancelledError):
             await cut.run(self.served, method, path, body, count, self.headers | headers)
@@ -192,7 +192,7 @@ class Cut:
 
 
 def events_of(text: str) -> list[dict[str, str]]:
-    """The events of a stream by their fields, as WHATWG HTML 9.2 reads them."""
+    """The events of a stream, parsed into fields as WHATWG HTML 9.2 defines."""
     events, event = [], {}
     for line in text.split("\n"):
         name, _, value = line.partition(": ")
@@ -217,7 +217,7 @@ def request_of(dialect: str) -> tuple[str, dict[str, Any]]:
 
 
 def without_names(data: list[str]) -> list[Any]:
-    """What differs between two answers to the same request: ids and dates."""
+    """An answer without its ids and dates, which differ between two answers to the same request."""
     values = [json.loads(text) if text != "[DONE]" else text for text in data]
     return [{k: v for k, v in value.items() if k not in ("id", "created")} if isinstance(value, dict) else value for value in values]
 

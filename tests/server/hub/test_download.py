@@ -1,4 +1,4 @@
-"""`--model org/name`: downloaded once, served again without the hub; every way in which that fails is one line, soon."""
+"""`--model org/name`: downloaded once, served later without the hub; every failure is reported in one line, without long waits."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ for name in sys.argv[2:]:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is in the repository, some of which nobody here reads."""
+    """The files of the repository, also some that are never downloaded."""
     folder = make_family_checkpoint("llama", 0, tmp_path_factory.mktemp("repository")).folder
     for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md", "modeling_own.py"):
         (folder / name).write_bytes(b"not read")
@@ -56,7 +56,7 @@ def fake(repository: Path) -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="module")
 def filled(fake: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the repository whole."""
+    """A cache with a complete copy of the repository."""
     home = tmp_path_factory.mktemp("filled")
     (line,) = resolved(home, fake.endpoint, REPOSITORY)
     assert Path(line).is_dir(), line
@@ -68,7 +68,7 @@ def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
 
 
 def resolved(home: Path, endpoint: str, *names: str, files: str = "weights", **more: str) -> list[str]:
-    """A line for each name: its folder, or exit status and message."""
+    """A line for each model: its folder, or the exit status and the message."""
     command = [sys.executable, "-c", RESOLVE, files, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment(home, endpoint, **more), check=True)
     return done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""A folder without tokenizer.json: one is made of what it has, once, that reads text as `transformers` does; or it is refused by name."""
+"""A folder without tokenizer.json: its files are converted once to one that tokenizes as `transformers` does, or are refused by name."""
 
 import base64
 import importlib.util
@@ -181,7 +181,7 @@ def test_a_normaliser_that_the_library_drops_is_refused_with_the_text_it_shows_o
 
 
 def convert_here(folder: str, made: str) -> str:
-    """What the child does, in this process, which has imported `transformers` already."""
+    """Runs the child's conversion in this process, which has imported `transformers` already."""
     Path(made).write_text(convert(Path(folder)).to_str())
     return ""
 
@@ -239,7 +239,9 @@ def test_a_vocabulary_without_its_merges_is_refused_in_one_line(tmp_path: Path) 
     with pytest.raises(ConfigurationError) as error:
         tokenizer_path(folder)
     text = str(error.value)
-    assert text.startswith(f"{folder}: there is no tokenizer.json, and vocab.json and config.json cannot be converted to one")
+    assert (
+        text.startswith(f"{folder}: there is no tokenizer.json, and vocab.json and config.json") and "cannot be converted to one: " in text
+    )
     assert "merges.txt" in text and "\n" not in text and "Traceback" not in text
 
 
@@ -271,7 +273,7 @@ def test_packages_that_are_not_installed_are_named(tmp_path: Path, data: bytes, 
     monkeypatch.setattr(tokenizer_file, "_version", lambda package: "5" if package == "transformers" else "")
     (tmp_path / "tokenizer.model").write_bytes(data)
     packages = "sentencepiece protobuf" if data.startswith(b"\n") else "tiktoken"
-    with pytest.raises(ConfigurationError, match=f"make one of tokenizer.model takes {packages}: .* -m pip install {packages}$"):
+    with pytest.raises(ConfigurationError, match=f"converting tokenizer.model to one needs {packages}: .* -m pip install {packages}$"):
         tokenizer_path(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Chat templates in their sandbox, and messages that try to be more than text."""
+"""Chat templates in the sandbox, and messages that try to inject special tokens."""
 
 import json
 from pathlib import Path

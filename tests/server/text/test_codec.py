@@ -1,4 +1,4 @@
-"""Detokenization is exact for every split of every character; stop strings are found wherever they are cut."""
+"""Incremental detokenization is exact for every split of characters; stop strings are found across all splits."""
 
 import json
 from pathlib import Path

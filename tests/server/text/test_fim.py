@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: the prompts that the model cards print, byte for byte, and healing at the seam."""
+"""Fill-in-the-middle prompts are those of the model cards, byte for byte; token healing at the end of the prefix."""
 
 from pathlib import Path
 

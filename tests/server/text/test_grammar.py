@@ -1,4 +1,4 @@
-"""Constrained output: whatever the model wants to write, what is finished parses and validates; what cannot be had is refused."""
+"""Structured output: finished outputs parse and validate for any logits; constraints that are not supported are refused."""
 
 import asyncio
 import json
@@ -121,7 +121,7 @@ def vocabulary(request: pytest.FixtureRequest) -> Path:
 
 
 def test_requests_served_together_get_what_each_gets_alone(vocabulary: Path) -> None:
-    """200 requests over 40 grammars on 64 streams, with preemption and two replays: no request's lexer, nor its limits, is another's."""
+    """200 requests over 40 grammars on 64 streams, with preemption and two replays: requests share neither lexers nor their limits."""
     codec = TextCodec(vocabulary)
     grammars, refused = compiled(codec)
     assert not refused and len(set(grammars)) == 40

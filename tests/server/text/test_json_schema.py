@@ -1,4 +1,4 @@
-"""Schemas as they are prepared: right, or refused by keyword, value and place."""
+"""Prepared schemas accept the right values, or are refused with keyword, value and place."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def test_150_random_schemas_give_what_satisfies_them() -> None:
 
 
 class Follower:
-    """Whether a schema's grammar takes a text."""
+    """Whether the grammar of a schema accepts a text."""
 
     def __init__(self, open_objects: bool = False) -> None:
         self._compiler = GrammarCompiler(TextCodec(EMBEDDED_MODEL), 30.0, open_objects)

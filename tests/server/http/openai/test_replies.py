@@ -1,4 +1,4 @@
-"""What the answers of /v1 tell of their tokens: ids, log-probabilities, and where each token's text begins."""
+"""Token ids, log-probabilities and text offsets in replies of /v1."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""OpenAI's wire, event for event, and what llama.cpp's and TGI's clients read of the other routes; on a real server with the real model."""
+"""OpenAI's wire format event for event, and the other routes as clients of llama.cpp and TGI read them; a real server and model."""
 
 import json
 import math
@@ -159,7 +159,7 @@ def check_scores(server: ServerProcess, checkpoint: TinyCheckpoint) -> None:
 
 
 def test_lm_evals_request(embedded_server: ServerProcess) -> None:
-    """What lm-evaluation-harness sends to score a continuation, and the indices at which it reads the answer."""
+    """A request of lm-evaluation-harness that scores a continuation, read at the same indices as it does."""
     ids = embedded_server.post("/tokenize", {"prompt": "import os\nimport sys\n"})[1]["tokens"]
     body = {"model": "embedded", "prompt": [ids, ids[:3]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
     answer = embedded_server.post("/v1/completions", body)[1]
@@ -316,7 +316,7 @@ def test_a_line_indented_too_little_ends_the_middle(embedded_server: ServerProce
 
 
 def test_long_texts_do_not_hold_up_the_others(embedded_server: ServerProcess) -> None:
-    """Every route that tokenizes does so beside the event loop: probes go on being answered meanwhile."""
+    """Every route tokenizes long texts in threads: probes are answered meanwhile."""
     text = "def function(x):\n    return x + 1\n\n" * 8000
     slow: list[float] = []
     for path, body in (

@@ -1,4 +1,4 @@
-"""The whole service as processes and sockets: streams, disconnects, an engine's death, shutdown, refusals to start."""
+"""The server as processes and sockets: streams, disconnects, crashes of the engine, shutdown, refusals to start."""
 
 import contextlib
 import http.client
@@ -202,7 +202,7 @@ def test_streams_outlive_the_engine(tiny_folder: Path) -> None:
 
 
 def kill_engines(server: ServerProcess) -> None:
-    """Three deaths in a row without a token."""
+    """Kills three engines in a row before they generate a token."""
     for _ in range(3):
         engine = server.engine_pid
         kill(engine)
@@ -333,7 +333,7 @@ def test_generate_streams_to_the_terminal_without_a_server(tiny_folder: Path, se
 
 
 def test_late_arrivals_get_an_answer_for_a_while(tiny_folder: Path) -> None:
-    """A balancer notices a server that goes only after a moment: until then its requests are refused, not cut off."""
+    """A load balancer notices a draining server with a delay: until then its requests are refused, not disconnected."""
     server = ServerProcess(tiny_folder, "--server.lb_grace", "1")
     began = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
