@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +31,7 @@ PACE = "BENCH_PUPPET_PACE"
 PROMPT_TOKENS, FIRST_ID, IDS = 16, 100, 4000
 BEAT_SECONDS = 1.0
 EVENT = b"data: {"
-DIALECTS = {
+DIALECTS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "tgi": ("/generate_stream", lambda n: {"inputs": "def f(", "parameters": {"max_new_tokens": n, "ignore_eos": True}}),
     "openai": (
         "/v1/completions",
@@ -44,11 +44,28 @@ def puppet(pipe: Connection, pace: float) -> None:
     """An engine without a model. It ends with the pipe, or when it is told to."""
     start = protocol.decode_to_engine(pipe.recv_bytes())
     assert isinstance(start, protocol.Start)
-    sizes = {"page_size": 64, "num_pages": 10**6, "kv_bytes_per_token": 1, "page_bytes": 64, "multi_head_bytes_per_token": 1}
-    context = {"max_context": 8192, "capacity": 8192, "sequences": [(8192, 1)], "vocab_size": start.largest_token_id + 1}
-    told = {"model_type": "puppet", "dtype": "float32", "kv_dtype": "float32", "device": "cpu", "end_token_ids": [], "num_parameters": 0}
-    numerics = {"quantization": "none", "weight_bytes": 0, "kernels": "none", "deterministic": True}
-    pipe.send_bytes(protocol.encode(protocol.Ready(**told, **context, **sizes, **numerics)))
+    ready = protocol.Ready(
+        model_type="puppet",
+        dtype="float32",
+        device="cpu",
+        vocab_size=start.largest_token_id + 1,
+        max_context=8192,
+        end_token_ids=[],
+        num_parameters=0,
+        page_size=64,
+        num_pages=10**6,
+        kv_dtype="float32",
+        kv_bytes_per_token=1,
+        capacity=8192,
+        quantization="none",
+        weight_bytes=0,
+        page_bytes=64,
+        kernels="none",
+        deterministic=True,
+        multi_head_bytes_per_token=1,
+        sequences=[(8192, 1)],
+    )
+    pipe.send_bytes(protocol.encode(ready))
     open_: dict[int, int] = {}
     wanted: dict[int, int] = {}
     due = beat = time.monotonic()

@@ -36,6 +36,7 @@ from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
 from model.devices.products import Products
+from model.layers import Rotation
 
 LOGIT_ROWS = 512
 """Rows of logits made at a time: they are the largest tensor of all."""
@@ -58,10 +59,12 @@ def windows(count: int, size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def through_float8(attend: Attend) -> Attend:
-    """`attend` to keys and values that were stored in float8."""
+    """`attend` to keys and values that were stored in float8: keys as a cache holds them, rotated."""
 
-    def stored(layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor) -> Tensor:
-        return attend(layer, q_THd, *(in_float8(x).to(x.dtype) for x in (k_Td, v_Td)))
+    def stored(layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor, rotation: Rotation | None) -> Tensor:
+        if rotation is not None:
+            q_THd, k_Td = rotation.both(q_THd, k_Td)
+        return attend(layer, q_THd, in_float8(k_Td).to(k_Td.dtype), in_float8(v_Td).to(v_Td.dtype), None)
 
     return stored
 
@@ -153,13 +156,15 @@ class Level:
     def probabilities(self, keys: np.ndarray, lower: np.ndarray) -> np.ndarray:
         """For keys of this level's length, given the next shorter level's probabilities."""
         escape = _look_up(self.contexts, self.escape, keys >> np.uint64(8), absent=1.0)
-        return _look_up(self.grams, self.direct, keys, absent=0.0) + escape * lower
+        found: np.ndarray = _look_up(self.grams, self.direct, keys, absent=0.0) + escape * lower
+        return found
 
 
 def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, absent: float) -> np.ndarray:
     index = np.searchsorted(keys, wanted)
     index[index == len(keys)] = 0
-    return np.where(keys[index] == wanted, values[index], absent)
+    found: np.ndarray = np.where(keys[index] == wanted, values[index], absent)
+    return found
 
 
 def make_level(grams: np.ndarray, counts: np.ndarray, discount: str) -> Level:
@@ -187,7 +192,8 @@ def chen_goodman(counts: np.ndarray) -> np.ndarray:
     if not (n1 and n2 and n3):
         return np.full(3, 0.75)
     y = n1 / (n1 + 2 * n2)
-    return np.clip([1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3], 0.01, [1, 2, 3])
+    taken: np.ndarray = np.clip([1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3], 0.01, [1, 2, 3])
+    return taken
 
 
 class NGram:

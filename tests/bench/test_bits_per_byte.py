@@ -10,7 +10,7 @@ from bench.bits_per_byte import COUNTS, DISCOUNTS, NGram, count, packed, token_n
 from commands.held_out import CausalAttention
 from commands.train.train import initialise
 from model.decoder import Decoder
-from model.spec import ModelSpec
+from model.spec import ModelSpec, Rotary
 
 TEXTS = [b"def f(x):\n    return x\n" * 20, b"for x in f(3):\n    print(x)\n" * 20, b"ab", b""]
 
@@ -89,3 +89,16 @@ def test_scoring_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
         for token in range(first, end):
             alone = nats_at_once(decoder, inputs[begin : token + 1], ids[begin : token + 1])[-1]
             assert scored[token] == pytest.approx(alone.item(), abs=1e-3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rotary", [None, Rotary((1.0, 0.1, 0.01, 0.001))])
+def test_a_float8_cache_costs_a_little(rotary: Rotary | None) -> None:
+    spec = ModelSpec("gpt_bigcode", 50, 16, 2, 2, 8, 32, 16, 1e-5, "gelu_tanh", 8**-0.5, True, (0,), rotary=rotary)
+    decoder = Decoder(spec)
+    initialise(decoder, seed=0)
+    for parameter in decoder.parameters():
+        parameter.mul_(10)
+    ids = torch.randint(50, (61,), generator=torch.Generator().manual_seed(0)).tolist()
+    exact, stored = (token_nats(decoder, ids, 0, 16, float8_cache) for float8_cache in (False, True))
+    assert not torch.equal(exact, stored) and torch.allclose(exact, stored, rtol=0.5, atol=0.5)
