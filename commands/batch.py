@@ -63,6 +63,8 @@ def check_files(settings: BatchSettings) -> None:
     source, output = settings.input, settings.output
     if output.is_dir() or not output.parent.is_dir():
         raise UsageError(f"{output}: is not a file that can be written")
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{output}: cannot be written; its folder is read-only")
     for written in (output, _partial(output), _whole(output)):
         if written.exists() and source.exists() and written.samefile(source):
             raise UsageError(f"{written}: is the file of requests, {source}, and would be overwritten; give another OUTPUT")

@@ -20,6 +20,7 @@ from rich.table import Table
 from commands.compare import arithmetic, report, timing, twins
 from commands.options import CompareOptions
 from commands.pictures import MISSING, load_pyplot
+from commands.train.state import make_folder
 from model.checkpoint.families import read_spec
 
 CONTEXT = 8192
@@ -58,9 +59,12 @@ def _twin(sizes: twins.TwinSizes, kind: str, seed: int, options: CompareOptions,
 
 
 def compare(options: CompareOptions) -> None:
-    """Runs everything and writes options.output. Raises CheckpointError for a --model that cannot be read."""
+    """Runs everything and writes options.output. Raises OptionError, before any work, where that cannot be written
+    into, and CheckpointError for a --model that cannot be read.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
+    make_folder(options.output)
     memory = memory_of(options.model)
     results: dict[str, Any] = {"schema": 2, "quick": options.quick, "machine": _machine(), "memory": memory}
     console = Console()
@@ -71,7 +75,6 @@ def compare(options: CompareOptions) -> None:
         results[key] = measured[key]
     (results["cache"],) = measured["cache"]
     results["quality"] = twins.quality(_twin_sizes(options), measured["quality"])
-    options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (options.output / "report.html").write_text(report.page(results), encoding="utf-8")
     for summary in _summaries(results):

@@ -83,6 +83,16 @@ def test_a_file_that_is_none_is_refused_before_anything_is_loaded(
     assert words in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_into_is_told_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = tmp_path / "in.jsonl"
+    requests.write_text("{}\n")
+    monkeypatch.setattr("commands.batch.os.access", lambda path, mode: False)
+    assert cli.main(["batch", str(requests), str(tmp_path / "out.jsonl")]) == 2
+    assert capsys.readouterr().err == f"onehead batch: {tmp_path / 'out.jsonl'}: cannot be written; its folder is read-only\n"
+
+
 def test_the_requests_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = write(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "other"
     requests = source.read_bytes()

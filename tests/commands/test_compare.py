@@ -16,6 +16,7 @@ from commands.pictures import MISSING
 from commands.plan import make_plan
 from commands.reference.twin import MultiHeadDecoder, equal_mlp
 from model.decoder import Decoder
+from model.spec import OptionError
 from tests.support import families
 from tests.support.paths import MODELS
 
@@ -143,3 +144,10 @@ def test_the_whole_command_on_toy_sizes(
     assert page.count(html.escape(MISSING)) == (0 if has_matplotlib else 4)
     warning = f"onehead compare: report.html will have no pictures: {MISSING}\n"
     assert capsys.readouterr().err == ("" if has_matplotlib else warning)
+
+
+def test_an_output_that_cannot_be_made_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(compare, "_measure", lambda *_: pytest.fail("it measured"))
+    with pytest.raises(OptionError, match="cannot be made"):
+        compare.compare(CompareOptions(output=tmp_path / "file" / "report", quick=True))
