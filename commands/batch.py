@@ -190,7 +190,7 @@ async def batch(settings: BatchSettings) -> int:
     section = ServerSection(max_waiting=MAX_OPEN, max_waiting_tokens=sys.maxsize, max_queue_wait=86400, log_level="warning")
     async with running_engine(settings, section) as engine:
         template = ChatTemplate(engine.generation.codec)
-        nowhere = Answers(StreamPublisher(StreamStore(Retention()), keep_alive=0.0), keep_alive=0.0)
+        nowhere = Answers(StreamPublisher(StreamStore(Retention()), keep_alive=0.0))
         name = model_id(settings.model)
         routes = OpenAIRoutes(engine.generation, section, ModelNames.of((name,), (settings.given, name)), template, nowhere)
         # Twice as many as run, so that the next are tokenized when a place is free.

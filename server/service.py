@@ -17,7 +17,6 @@ from prometheus_client import ProcessCollector
 from server import protocol
 from server.config import EngineSettings, ServerSection
 from server.errors import ResourceError
-from server.generation.admission import Bounds
 from server.generation.generation import Generation
 from server.metrics import Metrics
 from server.protocol import EngineOptions
@@ -69,17 +68,7 @@ class SupervisedEngine:
         ProcessCollector("onehead_engine", lambda: self._process.process.pid if self._process else 0, registry=self.metrics.registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_engine_event, timeouts)
-        max_open = settings.engine.max_running + section.max_waiting
-        bounds = Bounds(
-            max_open,
-            settings.engine.max_running,
-            section.max_waiting_tokens,
-            section.max_queue_wait,
-            section.grammar_timeout,
-            section.tokenize_timeout,
-            section.open_objects,
-        )
-        self.generation = Generation(self.supervisor, codec, self.metrics, bounds, section.log_prompts)
+        self.generation = Generation(self.supervisor, codec, self.metrics, section, settings.engine.max_running)
 
     def start(self, *every_tick: Callable[[], None]) -> None:
         """Spawns the engine and watches it; the functions `every_tick` are called at the same intervals.

@@ -7,8 +7,8 @@ supervisor from then on. It knows nothing of HTTP, text or sampling.
 import random
 import time
 from collections import deque
-from dataclasses import dataclass
 
+from server.config import ServerSection
 from server.errors import Overloaded, RequestError, Unavailable
 from server.generation.request import Choice
 from server.metrics import Metrics
@@ -20,19 +20,6 @@ RATE_WINDOW = 64
 """Number of finished requests whose running times give the estimate of the queue wait."""
 NUMERICAL_ERRORS, SICK_SECONDS = 10, 60.0
 """The server is not ready while this many requests have failed by non-finite logits within the last so many seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Limits on open and waiting requests, time limits in seconds for compiling grammars and tokenizing, and how JSON schemas are read."""
-
-    max_open: int
-    max_running: int
-    max_waiting_tokens: int = 1_000_000
-    max_queue_wait: float = 600.0
-    grammar_seconds: float = 2.0
-    tokenize_seconds: float = 5.0
-    open_objects: bool = False
 
 
 class Reservation:
@@ -58,10 +45,12 @@ class Reservation:
 class Admission:
     """Counts open and waiting requests and applies the bounds on them."""
 
-    def __init__(self, supervisor: Supervisor, metrics: Metrics, bounds: Bounds) -> None:
+    def __init__(self, supervisor: Supervisor, metrics: Metrics, section: ServerSection, max_running: int) -> None:
         self.supervisor = supervisor
         self.metrics = metrics
-        self.bounds = bounds
+        self.section = section
+        self.max_running = max_running
+        self.max_open = max_running + section.max_waiting
         self.draining = False
         self.num_reserved = 0
         """Admitted requests without submitted sequences."""
@@ -103,10 +92,10 @@ class Admission:
             raise Unavailable("the server is shutting down", retry_after=RETRY_SECONDS, code="server_shutting_down")
         if self.supervisor.recovery_overdue:
             raise Unavailable("the engine is not back yet; try again later", retry_after=RETRY_SECONDS, code="engine_unavailable")
-        most, most_tokens, num_open = self.bounds.max_open, self.bounds.max_waiting_tokens, self.num_open + self.num_reserved
-        if num_open + num_sequences > most:
+        most_tokens, num_open = self.section.max_waiting_tokens, self.num_open + self.num_reserved
+        if num_open + num_sequences > self.max_open:
             raise Overloaded(
-                f"{num_open} requests are open, and at most {most} are allowed; try again later",
+                f"{num_open} requests are open, and at most {self.max_open} are allowed; try again later",
                 self._retry_after(),
                 code="too_many_requests",
             )
@@ -115,8 +104,10 @@ class Admission:
             text = f"{self.waiting_tokens} prompt tokens are waiting, and at most {most_tokens} are allowed; try again later"
             raise Overloaded(text, self._retry_after(), code="too_many_waiting_tokens")
         seconds = self._queue_seconds
-        if seconds > self.bounds.max_queue_wait:
-            text = f"the estimated queue wait is {seconds:.0f} s, and at most {self.bounds.max_queue_wait:g} s are allowed; try again later"
+        if seconds > self.section.max_queue_wait:
+            text = (
+                f"the estimated queue wait is {seconds:.0f} s, and at most {self.section.max_queue_wait:g} s are allowed; try again later"
+            )
             raise Overloaded(text, self._retry_after(), code="queue_too_long")
 
     @property
@@ -124,8 +115,8 @@ class Admission:
         """Estimated queue wait in seconds: requests ahead / max_running * mean of the last running times."""
         if not self.run_seconds:
             return 0.0
-        num_ahead = max(0, self.num_open - self.bounds.max_running)
-        return sum(self.run_seconds) / len(self.run_seconds) / self.bounds.max_running * num_ahead
+        num_ahead = max(0, self.num_open - self.max_running)
+        return sum(self.run_seconds) / len(self.run_seconds) / self.max_running * num_ahead
 
     def _retry_after(self) -> int:
         """Retry-After: the estimated queue wait plus a random part of up to 25 %, so that refused clients do not retry together."""

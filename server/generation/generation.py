@@ -12,8 +12,9 @@ from importlib.metadata import version
 from typing import ParamSpec, TypeVar
 
 from server import protocol
+from server.config import ServerSection
 from server.errors import ConfigurationError, EngineGaveUp, InvalidRequest, RequestError, ResourceError, Unavailable
-from server.generation.admission import Admission, Bounds, Reservation
+from server.generation.admission import Admission, Reservation
 from server.generation.request import Request
 from server.generation.stream import OpenStreams
 from server.metrics import Metrics
@@ -35,13 +36,13 @@ LONG_PROMPT_CHARS = 4096
 class Generation:
     """The engine of one supervisor: its facts, the validation of requests, and their submission."""
 
-    def __init__(self, supervisor: Supervisor, codec: TextCodec, metrics: Metrics, bounds: Bounds, log_prompts: bool = False) -> None:
+    def __init__(self, supervisor: Supervisor, codec: TextCodec, metrics: Metrics, section: ServerSection, max_running: int) -> None:
         self.supervisor = supervisor
         self.codec = codec
         self.metrics = metrics
-        self.log_prompts = log_prompts
-        self.admission = Admission(supervisor, metrics, bounds)
-        self._long_texts = LongTexts(bounds.tokenize_seconds)
+        self.section = section
+        self.admission = Admission(supervisor, metrics, section, max_running)
+        self._long_texts = LongTexts(section.tokenize_timeout)
 
     @property
     def ready(self) -> protocol.Ready:
@@ -83,9 +84,9 @@ class Generation:
         """
         try:
             submits = [self._submission(request, reservation.caller) for request in requests]
-            if len(requests) > self.admission.bounds.max_open:
+            if len(requests) > self.admission.max_open:
                 raise InvalidRequest(
-                    f"{len(requests)} sequences are requested at once; at most {self.admission.bounds.max_open} are allowed", param="n"
+                    f"{len(requests)} sequences are requested at once; at most {self.admission.max_open} are allowed", param="n"
                 )
         except RequestError:
             self.metrics.requests.labels("refused").inc()
@@ -94,7 +95,7 @@ class Generation:
         self.admission.check(len(requests), sum(len(request.prompt) for request in requests))
         for prompt in {id(request.prompt): request.prompt for request in requests}.values():
             self.metrics.prompt_tokens.inc(len(prompt))
-            if self.log_prompts:
+            if self.section.log_prompts:
                 log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})
         streams = OpenStreams(self.admission, self.codec, requests, submits)
         reservation.choices += streams.choices
@@ -151,7 +152,7 @@ class Generation:
     @cached_property
     def compiler(self) -> GrammarCompiler:
         """The compiler of grammars for this tokenizer, created on first use. Raises ConfigurationError."""
-        return GrammarCompiler(self.codec, self.admission.bounds.grammar_seconds, self.admission.bounds.open_objects)
+        return GrammarCompiler(self.codec, self.section.grammar_timeout, self.section.open_objects)
 
     async def grammar(self, source: Source | None) -> str:
         """The compiled grammar of a constraint; empty without one. Raises InvalidRequest."""

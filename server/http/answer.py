@@ -104,25 +104,22 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Sends answers. A stream without events for `keep_alive` seconds gets a comment."""
+    """Sends answers, resumable ones by `publisher`."""
 
-    publications: StreamPublisher
-    keep_alive: float
+    publisher: StreamPublisher
 
     async def answer(self, http: HttpRequest, reply: Reply, delivery: Delivery) -> Response:
         """The response of a started request. Raises RequestError for a failure before the first piece."""
         close, error_event = reply.streams.close, partial(_error_event, exchange_of(http).dialect)
         try:
             if delivery.resumable:
-                return self.publications.publish(
-                    http, _events(reply, None), close, error_event, reply.headers(streamed=True), delivery.last
-                )
+                return self.publisher.publish(http, _events(reply, None), close, error_event, reply.headers(streamed=True), delivery.last)
             if not delivery.stream:
                 value = await unless_disconnected(http, full_response(reply))
                 return JSONResponse(value, headers=reply.headers(streamed=False))
-            first = await unless_disconnected(http, reply.streams.first_piece(self.keep_alive))
+            first = await unless_disconnected(http, reply.streams.first_piece(self.publisher.keep_alive))
             events = sse.with_error_events(_events(reply, first), error_event, delivery.last)
-            return sse.EventResponse(events, close, reply.headers(streamed=True), self.keep_alive)
+            return sse.EventResponse(events, close, reply.headers(streamed=True), self.publisher.keep_alive)
         except BaseException:
             close()
             raise

@@ -35,13 +35,13 @@ def create_app(generation: Generation, section: ServerSection, names: ModelNames
     about = "Text generation with Multi-Query Attention."
     app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
     chat_template = ChatTemplate(generation.codec)
-    publications = StreamPublisher(store, section.keep_alive)
-    answers = Answers(publications, section.keep_alive)
+    publisher = StreamPublisher(store, section.keep_alive)
+    answers = Answers(publisher)
     table = RouteTable(
         [
             *TgiRoutes(generation, section, names.shown, version, answers).routes(),
             *OpenAIRoutes(generation, section, names, chat_template, answers).routes(),
-            *StreamRoutes(publications).routes(),
+            *StreamRoutes(publisher).routes(),
             *TokenRoutes(generation, section, names, chat_template).routes(),
             *OpsRoutes(generation, version).routes(),
             *documentation_routes(app, lambda path: door.keys(table.find(path)) is not None),

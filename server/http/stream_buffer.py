@@ -10,6 +10,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from server.errors import MalformedBody, NotFound, StreamExpired
+
 EVENT_OVERHEAD = 64
 """Estimated bytes of memory for an event besides its data."""
 MAX_EXPIRED = 10_000
@@ -27,18 +29,6 @@ class Retention:
     total_bytes: int = 64 * 2**20
     detach_seconds: float = 30.0
     max_detached: int = 64
-
-
-class UnknownStream(Exception):
-    """No such stream, or a stream of another caller: the two must look the same to the caller."""
-
-
-class ExpiredStream(Exception):
-    """A stream of the caller that is no longer kept."""
-
-
-class FutureEvent(Exception):
-    """An event number above that of the last event."""
 
 
 class Reader:
@@ -110,9 +100,11 @@ class StreamBuffer:
         return size
 
     def after(self, seen: int) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Whether events after number `seen` were dropped, and the events after it that are kept, as (number, data). Raises FutureEvent."""
+        """Whether events after number `seen` were dropped, and the events after it that are kept, as (number, data). Raises MalformedBody
+        if event `seen` has not come yet.
+        """
         if seen > self.num_events:
-            raise FutureEvent
+            raise MalformedBody(f"that event has not been sent yet; the last one is {self.num_events}", code="future_event")
         first = self.num_events - len(self._events) + 1
         start = max(0, seen + 1 - first)
         kept = [self._events[i] for i in range(start, len(self._events))]
@@ -145,13 +137,14 @@ class StreamStore:
         return buffer
 
     def find(self, id: str, owner: str) -> StreamBuffer:
-        """The stream `id` of `owner`. Raises UnknownStream or ExpiredStream."""
+        """The stream `id` of `owner`. Raises NotFound or StreamExpired."""
         buffer = self._streams.get(id)
         if buffer is not None and buffer.owner == owner:
             return buffer
         if buffer is None and self._expired.get(id) == owner:
-            raise ExpiredStream
-        raise UnknownStream
+            raise StreamExpired("that stream has expired; send the request again", code="stream_expired")
+        # A stream of another caller must look like no stream.
+        raise NotFound("there is no such stream", code="stream_not_found")
 
     def append(self, buffer: StreamBuffer, event: bytes) -> None:
         """Adds an event. Over a bound it drops the oldest data: ended streams first, then events of this stream."""
@@ -176,7 +169,7 @@ class StreamStore:
             buffer.reader.wake()
 
     def attach(self, buffer: StreamBuffer, seen: int, wake: Callable[[], None]) -> Reader:
-        """A new reader of the events after number `seen`, which supersedes the current reader. Raises FutureEvent."""
+        """A new reader of the events after number `seen`, which supersedes the current reader. Raises MalformedBody, as `after`."""
         buffer.after(seen)
         old, buffer.reader = buffer.reader, Reader(buffer, seen, wake)
         if old is not None:

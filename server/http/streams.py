@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.errors import GenerationFailed, MalformedBody, NotFound, RequestError, StreamCancelled, StreamExpired
+from server.errors import GenerationFailed, MalformedBody, RequestError, StreamCancelled
 from server.http import sse
 from server.http.exchange import Dialect, exchange_of
 from server.http.routes import Route
-from server.http.stream_buffer import ExpiredStream, FutureEvent, Reader, StreamBuffer, StreamStore, UnknownStream
+from server.http.stream_buffer import Reader, StreamBuffer, StreamStore
 
 RETRY = b"retry: 1000\n"
 SUPERSEDED = b"event: superseded\ndata: {}\n\n"
@@ -81,7 +81,7 @@ class StreamPublisher:
         self.store.append(buffer, f"id: {buffer.id}.{number}\n".encode() + (RETRY if number == 1 else b"") + event)
 
     def follow(self, buffer: StreamBuffer, seen: int, headers: dict[str, str]) -> Response:
-        """A response with the events after number `seen`. Raises FutureEvent."""
+        """A response with the events after number `seen`. Raises MalformedBody if there is no such event yet."""
         changed = asyncio.Event()
         reader = self.store.attach(buffer, seen, changed.set)
         return sse.EventResponse(
@@ -114,8 +114,8 @@ async def _events(reader: Reader, changed: asyncio.Event) -> AsyncIterator[list[
 class StreamRoutes:
     """Handlers of /v1/streams/{id}."""
 
-    def __init__(self, publications: StreamPublisher) -> None:
-        self.publications = publications
+    def __init__(self, publisher: StreamPublisher) -> None:
+        self.publisher = publisher
 
     def routes(self) -> list[Route]:
         path = "/v1/streams/{stream_id}"
@@ -130,13 +130,10 @@ class StreamRoutes:
         The events after the one that `Last-Event-ID` or `after` names: those there are at once, then the others as they come.
         """
         buffer = self._find(http, stream_id)
-        try:
-            seen = _last_seen(http, buffer.id)
-            if buffer.ended and seen == buffer.num_events:
-                return Response(status_code=204)
-            return self.publications.follow(buffer, seen, {})
-        except FutureEvent:
-            raise MalformedBody(f"that event has not been sent yet; the last one is {buffer.num_events}", code="future_event") from None
+        seen = _last_seen(http, buffer.id)
+        if buffer.ended and seen == buffer.num_events:
+            return Response(status_code=204)
+        return self.publisher.follow(buffer, seen, {})
 
     async def cancel(self, http: HttpRequest, stream_id: str) -> Response:
         """Cancel a resumable stream.
@@ -147,12 +144,7 @@ class StreamRoutes:
         return Response(status_code=204)
 
     def _find(self, http: HttpRequest, stream_id: str) -> StreamBuffer:
-        try:
-            return self.publications.store.find(stream_id, exchange_of(http).caller)
-        except ExpiredStream:
-            raise StreamExpired("that stream has expired; send the request again", code="stream_expired") from None
-        except UnknownStream:
-            raise NotFound("there is no such stream", code="stream_not_found") from None
+        return self.publisher.store.find(stream_id, exchange_of(http).caller)
 
 
 def _last_seen(http: HttpRequest, stream_id: str) -> int:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from server import protocol
-from server.http.stream_buffer import EVENT_OVERHEAD, ExpiredStream, FutureEvent, Reader, StreamBuffer, UnknownStream
+from server.errors import MalformedBody, NotFound, StreamExpired
+from server.http.stream_buffer import EVENT_OVERHEAD, Reader, StreamBuffer
 from server.supervision.supervisor import SequenceEvent
 from tests.simulation.model import chain
 
@@ -229,13 +230,13 @@ class Request:
         world = self.world
         try:
             buffer = world.store.find(self.buffer.id, owner)
-        except ExpiredStream:
+        except StreamExpired:
             old = world.now - self.ended_at >= world.store.retention.seconds
             if not self.outcome or owner != self.owner or not (old or world.short_of_memory):
                 raise Violation("a stream has expired before its time") from None
             world.seen["path: expired"] += 1
             return None
-        except UnknownStream:
+        except NotFound:
             if owner == self.owner:
                 raise Violation("a stream is unknown to its owner") from None
             return None
@@ -259,7 +260,7 @@ class Follower:
             return
         try:
             self._reader = world.store.attach(buffer, seen, self._wake)
-        except FutureEvent:
+        except MalformedBody:
             if seen <= len(request.log):
                 raise Violation(f"event {seen} of {len(request.log)} is called one of the future") from None
             world.seen["path: an event from the future"] += 1

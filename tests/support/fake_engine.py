@@ -11,7 +11,6 @@ from pathlib import Path
 
 from server import protocol
 from server.config import ServerSection
-from server.generation.admission import Bounds
 from server.generation.generation import Generation
 from server.http.app import create_app
 from server.http.front import FrontDoor
@@ -218,7 +217,7 @@ def serve(
             metrics.engine_restarts.inc()
 
     supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.on_engine_event(step), Timeouts(10.0, 600.0, 60.0))
-    generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, Bounds(max_open, max_running=max_open))
+    generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, section.model_copy(update={"max_waiting": 0}), max_open)
     app = create_app(generation, section, names, "0", StreamStore(Retention()))
     supervisor.start()
     return Served(engine, supervisor, generation, app)

@@ -7,7 +7,6 @@ nothing of OpenAI's dialect.
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -83,7 +82,7 @@ class TgiRoutes:
             "model_pipeline_tag": "text-generation",
             "model_dtype": ready.dtype,
             "model_device_type": ready.device,
-            "max_concurrent_requests": self.generation.admission.bounds.max_open,
+            "max_concurrent_requests": self.generation.admission.max_open,
             "max_best_of": fields.MAX_CHOICES,
             "max_stop_sequences": self.section.max_stop_strings,
             "max_input_tokens": self.generation.max_total_tokens - 1,
@@ -133,9 +132,18 @@ class TgiRoutes:
         prompt, healed = await self.generation.encode(body.inputs), ""
         if parameters.token_healing:
             prompt, healed = cut_last_token(self.generation.codec, prompt, body.inputs)
-        request = to_request(parameters, prompt)
-        request = replace(
-            request,
+        if parameters.truncate is not None:
+            prompt = prompt[-parameters.truncate :]
+        request = Request(
+            prompt=prompt,
+            sampling=parameters.sampling(default(parameters.temperature, 1.0) if parameters.samples else 0.0),
+            max_new_tokens=parameters.max_new_tokens,
+            min_new_tokens=parameters.min_tokens or 0,
+            stop_strings=tuple(parameters.stop or ()),
+            stop_token_ids=tuple(parameters.stop_token_ids or ()),
+            ignore_eos=bool(parameters.ignore_eos),
+            num_top=parameters.top_n_tokens or 0,
+            score_prompt=bool(parameters.decoder_input_details),
             grammar=grammar,
             healed=healed,
             priority=body.priority or 0,
@@ -171,23 +179,6 @@ def timing_headers(streams: OpenStreams, arrival: float) -> dict[str, str]:
         {"x-compute-time": f"{now - arrival:.6f}"}
         | {name: f"{seconds * 1e3:.3f}" for name, seconds in milliseconds.items()}
         | {name: str(count) for name, count in counts.items()}
-    )
-
-
-def to_request(parameters: Parameters, prompt: list[int]) -> Request:
-    """The internal request of these parameters."""
-    if parameters.truncate is not None:
-        prompt = prompt[-parameters.truncate :]
-    return Request(
-        prompt=prompt,
-        sampling=parameters.sampling(default(parameters.temperature, 1.0) if parameters.samples else 0.0),
-        max_new_tokens=parameters.max_new_tokens,
-        min_new_tokens=parameters.min_tokens or 0,
-        stop_strings=tuple(parameters.stop or ()),
-        stop_token_ids=tuple(parameters.stop_token_ids or ()),
-        ignore_eos=bool(parameters.ignore_eos),
-        num_top=parameters.top_n_tokens or 0,
-        score_prompt=bool(parameters.decoder_input_details),
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from server import protocol
+from server.config import ServerSection
 from server.errors import GenerationFailed, QueueTimeout
-from server.generation.admission import Bounds
 from server.generation.generation import Generation
 from server.generation.request import Request
 from server.generation.stream import OpenStreams
@@ -56,7 +56,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 def start(codec: TextCodec, count: int = 1, **fields: Any) -> tuple[Hand, OpenStreams]:
     hand = Hand()
-    generation = Generation(hand, codec, Metrics(), Bounds(64, 64))  # type: ignore[arg-type]
+    generation = Generation(hand, codec, Metrics(), ServerSection(max_waiting=0), 64)  # type: ignore[arg-type]
     return hand, generation.start(
         [Request([1, 2], protocol.Sampling(), 50, **fields) for _ in range(count)], generation.admission.reserve("tests")
     )

@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +207,11 @@ async def test_who_waits_longer_than_its_own_time_limit_is_told_so(tokenizer_fol
 async def test_a_queue_that_would_take_too_long_takes_nobody(tokenizer_folder: Path) -> None:
     served = await ready(tokenizer_folder)
     generation, client, (path, body) = served.generation, Client(served), request_of("openai")
-    generation.admission.bounds = replace(generation.admission.bounds, max_running=2)
+    generation.admission.max_running = 2
     served.engine.defer = lambda call: None
     for _ in range(3):  # Two for whom there are places, and one who waits.
         generation.admission.run_seconds.clear()
-        generation.admission.run_seconds.extend([2 * generation.admission.bounds.max_queue_wait + 1])
+        generation.admission.run_seconds.extend([2 * generation.section.max_queue_wait + 1])
         assert (await client.cut("POST", path, body | {"resumable": True}, 0)).headers["x-stream-id"]
     refused = await client.request("POST", path, body)
     assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_too_long"

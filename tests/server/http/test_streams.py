@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from server.config import ServerSection
-from server.http.stream_buffer import ExpiredStream, FutureEvent, Retention, StreamStore, UnknownStream
+from server.errors import MalformedBody, NotFound, StreamExpired
+from server.http.stream_buffer import Retention, StreamStore
 from tests.support.fake_engine import FakeEngine, Served, serve
 
 KEYS = ["key of the first", "key of the second"]
@@ -36,9 +37,9 @@ def test_only_so_many_streams_are_remembered_as_expired(monkeypatch: pytest.Monk
     for _ in range(2):
         store.end(store.open("me", ignore, 0.0), 0.0)
     store.sweep(10.0)
-    with pytest.raises(UnknownStream):
+    with pytest.raises(NotFound):
         store.find("stream0", "me")
-    with pytest.raises(ExpiredStream):
+    with pytest.raises(StreamExpired):
         store.find("stream1", "me")
 
 
@@ -90,7 +91,7 @@ def test_what_is_not_kept_is_a_gap_and_what_is_not_there_an_error() -> None:
         assert buffer.num_bytes <= 400 and number < 10
     assert buffer.after(3)[0] and [number for number, _ in buffer.after(3)[1]] == [7, 8, 9, 10]
     assert buffer.after(6) == (False, buffer.after(3)[1]) and buffer.after(10) == (False, [])
-    with pytest.raises(FutureEvent):
+    with pytest.raises(MalformedBody):
         store.attach(buffer, 11, lambda: None)
 
 
@@ -104,9 +105,9 @@ def test_memory_is_taken_from_those_that_ended_first() -> None:
     store.end(streams[1], 1.0)
     store.append(streams[0], bytes(36))
     assert store.num_bytes == 800 and len(streams[0].after(0)[1]) == 4
-    with pytest.raises(ExpiredStream):
+    with pytest.raises(StreamExpired):
         store.find(streams[1].id, "me")
-    with pytest.raises(UnknownStream):
+    with pytest.raises(NotFound):
         store.find(streams[1].id, "you")
 
 
@@ -125,7 +126,7 @@ def test_ended_streams_expire_and_unread_ones_are_stopped() -> None:
     store.sweep(64.0)
     assert store.find(first.id, "me") is first
     store.sweep(65.0)
-    with pytest.raises(ExpiredStream):
+    with pytest.raises(StreamExpired):
         store.find(first.id, "me")
     assert store.num_bytes == 0
 
