@@ -1,7 +1,7 @@
 """`onehead serve` beside `transformers`' generate on one checkpoint: the same prompts, threads and dtype, in turns on one machine.
 
-    python bench/against_transformers.py --make 164m /tmp/bigcode-164m
-    python bench/against_transformers.py --model /tmp/bigcode-164m --output docs/bench/DATE-against-transformers.json
+    python -m bench.against_transformers --make 164m /tmp/bigcode-164m
+    python -m bench.against_transformers --model /tmp/bigcode-164m --output docs/bench/DATE-against-transformers.json
 
 Both sides are processes of their own that wait while the other computes, and they swap places from repetition to repetition, so the
 machine's moods reach both. onehead is measured over HTTP, with everything that belongs to it; transformers in its process, as one
@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -30,8 +29,9 @@ from tokenizers import Tokenizer
 
 from commands.bench.bench import Ask, Load, circumstances, figures, run
 from commands.bench.client import Endpoint, Outcome, fetch_info
+from tests.support.paths import MODELS
+from tests.support.processes import ServerProcess
 
-MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 SHAPES = {"164m": "tiny_starcoder_py", "1b": "starcoderbase-1b"}
 """Name of a shape -> the published checkpoint whose config.json has it."""
 WARMUP_TOKENS = 4
@@ -133,17 +133,22 @@ class TransformersPeer:
 # --- both sides as processes
 
 
-@contextmanager
-def child(command: list[str], threads: int) -> Iterator["subprocess.Popen[str]"]:
-    """A process with `threads` threads, ended with the block."""
-    environment = os.environ | {
+def environment(threads: int) -> dict[str, str]:
+    """What either process is told besides its arguments."""
+    return {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "ONEHEAD_ENGINE__THREADS": str(threads),
         "ONEHEAD_ENGINE__DTYPE": "float32",
         "ONEHEAD_SERVER__LOG_LEVEL": "warning",
     }
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@contextmanager
+def child(command: list[str], threads: int) -> Iterator["subprocess.Popen[str]"]:
+    """A process with `threads` threads, ended with the block."""
+    told = os.environ | environment(threads)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=told)
     try:
         yield process
     finally:
@@ -153,16 +158,6 @@ def child(command: list[str], threads: int) -> Iterator["subprocess.Popen[str]"]
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def url_of(process: "subprocess.Popen[str]") -> str:
-    """Waits for the line in which `onehead serve` says where it listens."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        found = re.search(r"https?://\S+", line)
-        if found:
-            return found[0]
-    raise SystemExit("onehead serve has ended; its last words are above")
 
 
 # --- the measurement
@@ -254,10 +249,10 @@ def arguments() -> argparse.Namespace:
 def compare(options: argparse.Namespace) -> None:
     """Starts both peers, measures, reports."""
     folder = str(options.model)
-    serve = [sys.executable, "-m", "commands.cli", "serve", "--model", folder, "--port", "0", *options.serve_options]
-    peer = [sys.executable, __file__, "--model", folder, "--threads", str(options.threads), "--as_transformers"]
-    with child(serve, options.threads) as server, child(peer, options.threads) as batcher:
-        onehead = Endpoint.parse(url_of(server))
+    peer = [sys.executable, "-m", "bench.against_transformers", "--model", folder, "--threads", str(options.threads), "--as_transformers"]
+    serve = ServerProcess(options.model, *options.serve_options, stderr=None, environment=environment(options.threads))
+    with serve as server, child(peer, options.threads) as batcher:
+        onehead = Endpoint.parse(f"http://127.0.0.1:{server.port}")
         tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
         bench = Bench(onehead, TransformersPeer(batcher), tokenizer, random.Random(options.seed))
         result = circumstances(asyncio.run(fetch_info(onehead, timeout=60)))

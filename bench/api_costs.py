@@ -11,19 +11,18 @@ import os
 import selectors
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from commands.bench.bench import circumstances
 from server import protocol
-from tests.support.live import http_request
+from tests.support.processes import ServerProcess
 from tests.support.report import show
+from tests.support.wire import http_request
 
 ROOT = Path(__file__).resolve().parents[1]
 PACE = "BENCH_PUPPET_PACE"
@@ -31,6 +30,7 @@ PACE = "BENCH_PUPPET_PACE"
 PROMPT_TOKENS, FIRST_ID, IDS = 16, 100, 4000
 BEAT_SECONDS = 1.0
 EVENT = b"data: {"
+OPTIONS = "--server.log_level", "warning", "--engine.max_running", "512"
 DIALECTS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "tgi": ("/generate_stream", lambda n: {"inputs": "def f(", "parameters": {"max_new_tokens": n, "ignore_eos": True}}),
     "openai": (
@@ -131,21 +131,6 @@ def processor_seconds(pid: int) -> float:
     return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-@contextmanager
-def server(pace: float) -> Iterator[tuple[int, int]]:
-    """A server over a puppet. -> (its port, its process)"""
-    environment = {**os.environ, PACE: str(pace * 1e3)}
-    command = [sys.executable, "-m", "bench.api_costs", "serve", "--port", "0", "--server.log_level", "warning"]
-    process = subprocess.Popen([*command, "--engine.max_running", "512"], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    port = int(process.stdout.readline().rsplit(b":", 1)[1])
-    try:
-        yield port, process.pid
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def main() -> int:
     if PACE in os.environ:
         return _as_server()
@@ -159,9 +144,11 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for dialect in DIALECTS:
         for num_streams in map(int, options.streams.split(",")):
-            with server(options.pace / 1e3) as (port, pid):
-                measure(port, pid, dialect, num_streams, 32)
-                found = [measure(port, pid, dialect, num_streams, options.tokens) for _ in range(options.rounds)]
+            pace = {PACE: str(options.pace)}
+            with ServerProcess(None, *OPTIONS, launcher=("bench.api_costs",), stderr=None, environment=pace) as server:
+                asked = server.port, server.process.pid, dialect, num_streams
+                measure(*asked, 32)
+                found = [measure(*asked, options.tokens) for _ in range(options.rounds)]
             row = {name: round(statistics.median(each[name] for each in found), 2) for name in found[0]}
             rows.append({"dialect": dialect, "streams": num_streams, **row})
     show(rows[0], (row.values() for row in rows), "microseconds and writes a token")

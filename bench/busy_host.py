@@ -9,9 +9,6 @@ The exit status is 0 if the quiet speed is at least 0.90 of libgomp's default an
 """
 
 import argparse
-import http.client
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +20,7 @@ from pathlib import Path
 
 from server.config import EMBEDDED_MODEL
 from server.supervision.processors import available_processors, engine_threads
+from tests.support.processes import ServerProcess
 from tests.support.report import Check, Found, conclude, progress, show
 
 TOKENS = 64
@@ -31,31 +29,6 @@ LIBGOMP_SPINS = "300000"
 LEAST_SPEED, MOST_SHARES = 0.90, 2.5
 SETTLE_SECONDS = 0.3
 TIMEOUT = 900.0
-
-
-@contextmanager
-def served(folder: Path, arguments: list[str], environment: dict[str, str]) -> Iterator[int]:
-    """The port of a server of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "commands.cli",
-        "serve",
-        "--port",
-        "0",
-        "--server.log_level",
-        "warning",
-        "--model",
-        str(folder),
-        *arguments,
-    ]
-    process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield int(process.stdout.readline().rsplit(":", 1)[1])
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @contextmanager
@@ -71,38 +44,34 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def generate(port: int, number: int) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
+def generate(server: ServerProcess, number: int) -> None:
     body = {"inputs": f"def f{number}(", "parameters": {"max_new_tokens": TOKENS, "ignore_eos": True}}
-    connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
-    response = connection.getresponse()
-    answer = response.read()
-    connection.close()
-    if response.status != 200:
-        raise SystemExit(f"status {response.status}: {answer.decode()}")
+    status, answer = server.post("/generate", body, TIMEOUT)
+    if status != 200:
+        raise SystemExit(f"status {status}: {answer}")
 
 
-def seconds(port: int, streams: int) -> float:
+def seconds(server: ServerProcess, streams: int) -> float:
     """Until each of so many requests that begin together has its 64 tokens."""
     began = time.perf_counter()
     with ThreadPoolExecutor(streams) as threads:
-        list(threads.map(generate, [port] * streams, range(streams)))
+        list(threads.map(generate, [server] * streams, range(streams)))
     return time.perf_counter() - began
 
 
-def measure(ports: dict[str, int], streams: int, rounds: int, num_busy: int) -> dict[str, Found]:
+def measure(servers: dict[str, ServerProcess], streams: int, rounds: int, num_busy: int) -> dict[str, Found]:
     """For each way of spinning: the seconds of every round, quiet and busy."""
-    found: dict[str, Found] = {name: {"quiet": [], "busy": []} for name in ports}
-    for port in ports.values():
-        seconds(port, streams)
+    found: dict[str, Found] = {name: {"quiet": [], "busy": []} for name in servers}
+    for server in servers.values():
+        seconds(server, streams)
     for _ in range(rounds):
-        for name, port in ports.items():
-            found[name]["quiet"].append(seconds(port, streams))
+        for name, server in servers.items():
+            found[name]["quiet"].append(seconds(server, streams))
     with busy(num_busy):
         for number in range(rounds):
-            for name, port in ports.items():
+            for name, server in servers.items():
                 if number == 0 or name != "libgomp":
-                    found[name]["busy"].append(seconds(port, streams))
+                    found[name]["busy"].append(seconds(server, streams))
     return found
 
 
@@ -133,11 +102,14 @@ def main() -> int:
     share = max(1.0, (threads + options.busy) / processors)
     rows, result, checks = [], {}, []
     with ExitStack() as stack, progress() as bar:
-        arguments = ["--engine.quantization", options.quantization, "--cache.memory", "1GiB"]
-        ports = {name: stack.enter_context(served(options.model, arguments, environment)) for name, environment in ways.items()}
+        arguments = ("--engine.quantization", options.quantization, "--cache.memory", "1GiB", "--server.log_level", "warning")
+        servers = {
+            name: stack.enter_context(ServerProcess(options.model, *arguments, stderr=None, environment=environment))
+            for name, environment in ways.items()
+        }
         counts = [int(streams) for streams in options.streams.split(",")]
         for streams in bar.track(counts, description="streams"):
-            result[str(streams)] = measure(ports, streams, options.rounds, options.busy)
+            result[str(streams)] = measure(servers, streams, options.rounds, options.busy)
             for name, quiet, speed, median, longest, shares in judged(result[str(streams)], share):
                 rows.append((streams, name, quiet, speed, median, longest, shares))
                 if name == "onehead":

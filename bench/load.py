@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.against_transformers import SHAPES, make
+from tests.support.processes import ServerProcess
 
 OURS = """
 import sys, time, json
@@ -52,18 +53,11 @@ def memory_of(pid: int) -> dict[str, int]:
 
 def engine_memory(folder: Path, dtype: str, quantization: str) -> dict[str, Any]:
     """Starts the server with the smallest cache; the engine process's memory when it is ready."""
-    options = ["--engine.dtype", dtype, "--engine.quantization", quantization, "--cache.pages", "1", "--engine.max_running", "1"]
-    command = [sys.executable, "-m", "commands.cli", "serve", "--model", str(folder), "--port", "0", *options]
+    options = ("--engine.dtype", dtype, "--engine.quantization", quantization, "--cache.pages", "1", "--engine.max_running", "1")
     begin = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        line = server.stdout.readline()
+    with ServerProcess(folder, *options, stderr=None) as server:
         ready = time.perf_counter() - begin
-        if not line.startswith("onehead serves"):
-            raise SystemExit("the server did not start")
-        (engine,) = (int(p) for p in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split())
-        memory = memory_of(engine)
-        server.terminate()
+        memory = memory_of(server.engine_pid)
     return memory | {"ready_s": ready}
 
 

@@ -8,14 +8,14 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
 
 import pytest
 
-from tests.faults.clients import Ask, Exchange, Wire, abort, events
+from tests.faults.clients import Ask, Exchange
 from tests.faults.rules import Rule
 from tests.faults.scene import Case, Scene
 from tests.support.processes import wait_until
+from tests.support.wire import Wire, abort
 
 FREED_SECONDS = 2.0
 """One, on a machine that does nothing else."""
@@ -191,17 +191,14 @@ def slow_reader(scene: Scene) -> None:
     scene.start("--server.write_timeout", "1.0", "--engine.max_running", "32")
     bytes_before = resident_bytes(scene)
     client = Client(scene, much("slow").bytes, window=4096)
-    wire = Wire(client.socket)
-    status, headers = wire.head()
-    assert status == 200
-
-    def sipping() -> Any:
-        for number, piece in enumerate(wire.body(headers)):
-            if number % 8 == 0:
-                time.sleep(0.005)
-            yield piece
-
-    got = [event["data"] for event in events(sipping()) if "data" in event]
+    response = Wire(client.socket).response()
+    assert response.status == 200
+    got = []
+    for number, event in enumerate(response.events()):
+        if number % 64 == 0:
+            time.sleep(0.005)
+        if event.data is not None:
+            got.append(event.data)
     client.socket.close()
     finishes = [data for data in got if '"finish_reason":"length"' in data.replace(" ", "")]
     assert got[-1] == "[DONE]" and len(finishes) == CHOICES

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import pytest
 
 from tests.faults.checker import LEAK
-from tests.faults.clients import PATIENCE, Ask, Cut, Wire
+from tests.faults.clients import PATIENCE, Ask
 from tests.faults.rules import Rule
 from tests.faults.scene import Case, Scene
 from tests.support.processes import wait_until
+from tests.support.wire import Wire
 
 CLOSED_SECONDS = 4.0
 CROWD, ROOM, QUEUE = 200, 4, 12
@@ -67,11 +68,11 @@ def exchange(scene: Scene, raw: Raw) -> None:
             connection.sendall(raw.data)
         wire = Wire(connection)
         for expected in raw.statuses:
-            status, headers = wire.head()
-            body = b"".join(wire.body(headers))
-            assert status == expected, f"{raw.what}: {status} {body!r}"
-            if status >= 400:
-                check_refusal(raw.what, headers, body)
+            response = wire.response()
+            body = response.body()
+            assert response.status == expected, f"{raw.what}: {response.status} {body!r}"
+            if response.status >= 400:
+                check_refusal(raw.what, dict(response.headers), body)
         if raw.closed:
             began = time.monotonic()
             with contextlib.suppress(ConnectionError):
@@ -192,16 +193,15 @@ def drip(scene: Scene, data: bytes, what: str) -> None:
         feeder = threading.Thread(target=feed, args=(connection,))
         feeder.start()
         try:
-            wire = Wire(connection)
-            status, headers = wire.head()
-            body = b"".join(wire.body(headers))
-        except (Cut, ConnectionError):
+            response = Wire(connection).response()
+            body = response.body()
+        except (EOFError, ConnectionError):
             raise AssertionError(f"{what}: closed without an answer") from None
         finally:
             over.set()
             feeder.join()
-        assert status == 408 and 0.9 < time.monotonic() - began < 3.0, f"{what}: {status} {body!r}"
-        check_refusal(what, headers, body)
+        assert response.status == 408 and 0.9 < time.monotonic() - began < 3.0, f"{what}: {response.status} {body!r}"
+        check_refusal(what, dict(response.headers), body)
 
 
 def slow_requests(scene: Scene) -> None:
@@ -221,11 +221,10 @@ def half_sent(scene: Scene, head: bytes) -> None:
         while time.monotonic() - began < 0.8:
             connection.sendall(b" ")
             time.sleep(0.1)
-        wire = Wire(connection)
-        status, headers = wire.head()
-        body = b"".join(wire.body(headers))
-    assert status == 408 and time.monotonic() - began < 3.0, f"a slow body: {status} {body!r}"
-    check_refusal("a slow body", headers, body)
+        response = Wire(connection).response()
+        body = response.body()
+    assert response.status == 408 and time.monotonic() - began < 3.0, f"a slow body: {response.status} {body!r}"
+    check_refusal("a slow body", dict(response.headers), body)
 
 
 CASES = [

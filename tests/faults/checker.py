@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.history import read
+from tests.support.paths import ROOT
 
 FIRST_EVENT_SECONDS = 60.0
-LEAK = re.compile(r"Traceback|File \\*\"|0x[0-9a-f]{6,}|/(?:work|tmp|usr|root|home|proc|dev)/|\.py\b|site-packages|Bearer ")
+LEAK = re.compile(
+    rf"Traceback|File \\*\"|0x[0-9a-f]{{6,}}|/(?:tmp|usr|root|home|proc|dev)/|{re.escape(str(ROOT))}|\.py\b|site-packages|Bearer "
+)
 DONE = "[DONE]"
 
 

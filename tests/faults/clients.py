@@ -7,15 +7,14 @@ hand because a library would hide what matters: whether an answer was cut off, a
 import json
 import random
 import socket
-import struct
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.faults.checker import is_error, is_terminal, text_of, token_ids
 from tests.faults.history import History
 from tests.support.processes import wait_until
+from tests.support.wire import Event, Wire, abort, http_request
 
 PATIENCE = 60.0
 
@@ -54,10 +53,7 @@ class Ask:
     @property
     def bytes(self) -> bytes:
         """The whole request."""
-        data = json.dumps(self.body).encode()
-        lines = [f"POST {self.route} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(data)}"]
-        lines += [f"{name}: {value}" for name, value in self.headers.items()]
-        return ("\r\n".join(lines) + "\r\n\r\n").encode() + data
+        return http_request("POST", self.route, self.body, self.headers, close=False)
 
 
 def asks(rng: random.Random, count: int, max_new_tokens: int = 60, **same: Any) -> list[Ask]:
@@ -70,70 +66,6 @@ def asks(rng: random.Random, count: int, max_new_tokens: int = 60, **same: Any) 
         kind = {"dialect": "openai" if i % 4 >= 2 else "tgi", "stream": i % 8 != 5, "extra": {"resumable": True} if i % 8 in (3, 4) else {}}
         made.append(Ask(prompt, max_new_tokens, sampled, canary=canary, **{**kind, **same}))
     return made
-
-
-class Cut(Exception):
-    """The connection ended where an answer should have gone on."""
-
-
-class Wire:
-    """The bytes of a connection as an HTTP/1.1 answer."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._data = b""
-
-    def line(self) -> bytes:
-        while b"\r\n" not in self._data:
-            self._more()
-        line, self._data = self._data.split(b"\r\n", 1)
-        return line
-
-    def exactly(self, count: int) -> bytes:
-        while len(self._data) < count:
-            self._more()
-        data, self._data = self._data[:count], self._data[count:]
-        return data
-
-    def _more(self) -> None:
-        data = self.socket.recv(65536)
-        if not data:
-            raise Cut
-        self._data += data
-
-    def head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers, by their names in small letters."""
-        status = int(self.line().split(b" ")[1])
-        headers = {}
-        while line := self.line():
-            name, value = line.decode("latin-1").split(":", 1)
-            headers[name.lower()] = value.strip()
-        return status, headers
-
-    def body(self, headers: dict[str, str]) -> Iterator[bytes]:
-        """The body in pieces, to its very end. Raises Cut where that does not come."""
-        if headers.get("transfer-encoding") != "chunked":
-            yield self.exactly(int(headers.get("content-length", 0)))
-            return
-        while size := int(self.line(), 16):
-            yield self.exactly(size)
-            assert self.line() == b""
-        assert self.line() == b""
-
-
-def events(pieces: Iterator[bytes]) -> Iterator[dict[str, str]]:
-    """Server-sent events and the comments before them, by the names of their fields; a comment has no name, and here that one."""
-    rest = b""
-    for piece in pieces:
-        rest += piece
-        while b"\n\n" in rest:
-            block, rest = rest.split(b"\n\n", 1)
-            fields: dict[str, str] = {}
-            for line in block.decode().split("\n"):
-                name, _, value = line.partition(": ")
-                fields["comment" if name == "" else name.rstrip(":")] = value
-            yield fields
-    assert all(line.startswith(b":") for line in rest.splitlines()), rest
 
 
 class Exchange:
@@ -170,7 +102,7 @@ class Exchange:
                     abort(connection)
             if how == "left" and self.resumes:
                 how = self._resume()
-        except (Cut, ConnectionError):
+        except (EOFError, ConnectionError):
             how = "cut"
         except TimeoutError:
             how = "timeout"
@@ -184,7 +116,7 @@ class Exchange:
             self.history.add("resume", request=self.number, after=number)
             with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE) as connection:
                 path = f"/v1/streams/{self.headers['x-stream-id']}"
-                connection.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nlast-event-id: {self.last_id}\r\n\r\n".encode())
+                connection.sendall(http_request("GET", path, headers={"last-event-id": self.last_id}, close=False))
                 how = self._read(connection)
                 if how == "left":
                     abort(connection)
@@ -192,34 +124,35 @@ class Exchange:
                 return how
 
     def _read(self, connection: socket.socket) -> str:
-        wire = Wire(connection)
-        status, headers = wire.head()
+        response = Wire(connection).response()
+        status, headers = response.status, dict(response.headers)
         streamed = headers.get("content-type", "").startswith("text/event-stream")
         self.history.add("head", request=self.number, status=status, headers=headers, streamed=streamed)
         self.status, self.headers = status, headers
         if status == 204:
             return "eof"
         if not streamed:
-            self._take({"data": b"".join(wire.body(headers)).decode()})
+            self._take(Event(response.body().decode()))
             return "eof"
         if self.leave_after == 0:
             return "left"
         before = len(self.data)
-        for event in events(wire.body(headers)):
+        for event in response.events():
             self._take(event)
             if self.leave_after is not None and len(self.data) - before >= self.leave_after:
                 return "left"
         return "eof"
 
-    def _take(self, event: dict[str, str]) -> None:
-        if event.pop("comment", None) is not None:
+    def _take(self, event: Event) -> None:
+        if event.comment is not None:
             self.comments += 1
             self.history.add("comment", request=self.number)
-        if "data" not in event:
+        if event.data is None:
             return
-        data = event["data"] if event["data"] == "[DONE]" else json.loads(event["data"])
-        self.history.add("event", request=self.number, **{**event, "data": data})
-        self.last_id = event.get("id", self.last_id)
+        data = event.data if event.data == "[DONE]" else json.loads(event.data)
+        named = {} if event.id is None else {"id": event.id}
+        self.history.add("event", request=self.number, **named, data=data)
+        self.last_id = event.id or self.last_id
         self.data.append(data)
 
     @property
@@ -255,9 +188,3 @@ class Exchange:
         self.thread.join(PATIENCE * 1.5)
         assert not self.thread.is_alive(), f"request {self.number} has not ended"
         return self
-
-
-def abort(connection: socket.socket) -> None:
-    """Closes with RST instead of FIN."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()

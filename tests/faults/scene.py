@@ -9,8 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +21,8 @@ from tests.faults.checker import verdict
 from tests.faults.clients import Ask, Exchange, asks
 from tests.faults.history import History
 from tests.faults.rules import FOLDER_VARIABLE, Rule, as_json, never_struck
-from tests.support.paths import ROOT
-from tests.support.processes import ServerProcess, alive, children, served_port, wait_until
+from tests.support.processes import LB_GRACE, ServerProcess, alive, children, wait_until
 
-START_SECONDS = 20.0
 LIVE_SECONDS = 2.0
 WATCH_SECONDS = 0.05
 ORACLES = 4
@@ -81,26 +77,24 @@ class FaultyServer(ServerProcess):
         self.files = files
         self.rules = rules
         self.log_path = files / "stderr"
-        launcher = [sys.executable, "-m", "tests.faults.faulty_server", as_json(rules), str(files)]
-        command = [*launcher, "serve", "--model", str(folder), "--port", str(port), *options]
+        launcher = ("tests.faults.faulty_server", as_json(rules), str(files))
+        # ServerProcess sets it to 0; a shutdown as users have it is part of the cases.
+        grace = () if "--server.lb_grace" in options else ("--server.lb_grace", LB_GRACE)
         with self.log_path.open("w") as log:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log if stderr is None else stderr, text=True, preexec_fn=prepare
+            super().__init__(
+                folder,
+                *grace,
+                *options,
+                launcher=launcher,
+                port=port,
+                stderr=log if stderr is None else stderr,
+                prepare=prepare,
+                wait=False,
             )
-        self.port = port
 
     def started(self) -> "FaultyServer":
-        """Waits until it says where it is served."""
-        assert self.process.stdout is not None
-        guard = threading.Timer(START_SECONDS, self.process.kill)
-        guard.start()
-        line = self.process.stdout.readline()
-        guard.cancel()
-        port = served_port(line)
-        if port is None:
-            self.process.kill()
-            raise AssertionError(f"did not start but said {line!r}, exit status {self.process.wait()}: {self.log}")
-        self.port = port
+        """Waits until it is ready."""
+        self.wait_started()
         return self
 
     @property

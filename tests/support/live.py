@@ -10,7 +10,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,82 +18,52 @@ from pathlib import Path
 from typing import Any
 
 from commands.bench.bench import prompt_text
-from tests.support.processes import alive, children, served_port
+from tests.support.processes import LB_GRACE, START_SECONDS, ServerProcess, alive, children, metric_sums
+from tests.support.wire import RECEIVED_AT_ONCE, Event, EventParser, ResponseParser, http_request
 
-START_SECONDS = 120.0
 ANSWER_SECONDS = 180.0
 
 # --- one exchange over HTTP
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One server-sent event; comments alone have no data."""
-
-    data: str | None
-    id: str | None = None
-    kind: str | None = None
-
-
-def http_request(method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
-    """The bytes of a request on a connection of its own."""
-    data = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close"]
-    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
-    if body is not None:
-        lines += ["content-type: application/json", f"content-length: {len(data)}"]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode() + data
-
-
 class Reply:
     """Status and headers, then the body as it comes."""
 
-    def __init__(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter | None) -> None:
-        first, *lines = head.decode("latin-1").split("\r\n")
-        self.status = int(first.split(" ")[1])
-        self.headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter | None) -> None:
+        self._reader, self._writer, self._parser = reader, writer, ResponseParser()
+        self.status, self.headers = 0, dict[str, str]()
+
+    async def read_head(self) -> "Reply":
+        """To be called first. Raises EOFError and ValueError."""
+        while not self._parser.has_head:
+            self._parser.feed(await self._reader.read(RECEIVED_AT_ONCE))
+        self.status, self.headers = self._parser.status, dict(self._parser.headers)
+        return self
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body, without its framing."""
-        if self.headers.get("transfer-encoding") == "chunked":
-            while size := int((await self._reader.readuntil(b"\r\n")).partition(b";")[0], 16):
-                yield (await self._reader.readexactly(size + 2))[:-2]
-        elif "content-length" in self.headers:
-            yield await self._reader.readexactly(int(self.headers["content-length"]))
-        else:
-            yield await self._reader.read()
+        while True:
+            if data := self._parser.take_body():
+                yield data
+            if self._parser.complete:
+                return
+            self._parser.feed(await self._reader.read(RECEIVED_AT_ONCE))
 
     async def body(self) -> bytes:
         return b"".join([piece async for piece in self.pieces()])
 
     async def events(self) -> AsyncIterator[Event]:
-        """Parses strictly: any line that the server never sends raises ValueError."""
-        tail = b""
+        """The events of the body."""
+        parser = EventParser()
         async for piece in self.pieces():
-            *blocks, tail = (tail + piece).split(b"\n\n")
-            for block in blocks:
-                yield _event(block.decode())
-        if tail:
-            raise ValueError(f"the stream ends within an event: {tail[:80]!r}")
+            for event in parser.feed(piece):
+                yield event
+        parser.end()
 
     def cut(self) -> None:
-        """Closes the connection at once, discarding what is in transit."""
+        """Closes the connection at once, whatever is on its way."""
         if self._writer is not None:
             self._writer.transport.abort()
-
-
-def _event(block: str) -> Event:
-    fields: dict[str, str] = {}
-    for line in block.split("\n"):
-        if line.startswith(":"):
-            continue
-        name, colon, value = line.partition(": ")
-        if not colon or name not in ("id", "retry", "event", "data") or name in fields:
-            raise ValueError(f"not a line of an event: {line[:80]!r}")
-        fields[name] = value
-    return Event(fields.get("data"), fields.get("id"), fields.get("event"))
 
 
 @asynccontextmanager
@@ -110,7 +79,7 @@ async def exchange(port: int, request: bytes, buffer: int | None = None) -> Asyn
         reader, writer = await asyncio.open_connection(sock=small, limit=buffer)
     try:
         writer.write(request)
-        yield Reply(await reader.readuntil(b"\r\n\r\n"), reader, writer)
+        yield await Reply(reader, writer).read_head()
     finally:
         writer.close()
         with suppress(OSError):
@@ -279,12 +248,10 @@ async def receive(reply: Reply, answer: Answer, on_token: Callable[[Answer], Non
 
 
 class Server:
-    """`onehead serve`, its standard error in a file."""
+    """`onehead serve` for code that runs in an event loop, its standard error in a file."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
-        self.process = process
-        self.port = port
-        self.log = log
+    def __init__(self, server: ServerProcess, log: Path) -> None:
+        self.process, self.port, self.log = server.process, server.port, log
 
     @classmethod
     async def start(cls, log: Path, *options: str, port: int = 0, launcher: tuple[str, ...] = ("commands.cli",)) -> "Server":
@@ -292,17 +259,15 @@ class Server:
 
         `launcher` is the command's module, and the arguments of its own.
         """
-        command = [sys.executable, "-m", *launcher, "serve", "--port", str(port), *options]
+        # ServerProcess sets it to 0; a shutdown as users have it is part of what live runs measure.
+        grace = () if "--server.lb_grace" in options else ("--server.lb_grace", LB_GRACE)
         with log.open("a" if port else "w") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        async with asyncio.timeout(START_SECONDS):
-            line = await asyncio.to_thread(process.stdout.readline)
-        served = served_port(line)
-        if served is None:
-            process.kill()
-            raise SystemExit(f"the server did not start: {' '.join(command)}\n{log.read_text()[-2000:]}")
-        return cls(process, served, log)
+            server = ServerProcess(None, *grace, *options, port=port, launcher=launcher, stderr=errors, wait=False)
+        try:
+            await asyncio.to_thread(server.wait_started)
+        except AssertionError as error:
+            raise SystemExit(f"{error}\n{log.read_text()[-2000:]}") from None
+        return cls(server, log)
 
     @property
     def engine_pid(self) -> int | None:
@@ -327,7 +292,7 @@ class Server:
             return reply.status, (await reply.body()).decode()
 
     async def info(self) -> dict[str, Any]:
-        """The id of the served model."""
+        """The answer of /info."""
         return dict(json.loads((await self.get("/info"))[1]))
 
     async def until_ready(self, wanted: int = 200) -> float:
@@ -340,12 +305,7 @@ class Server:
 
     async def metrics(self) -> dict[str, float]:
         """Every series, the samples of each name added up."""
-        sums: dict[str, float] = {}
-        for line in (await self.get("/metrics"))[1].splitlines():
-            if line and not line.startswith("#"):
-                name, value = line.split("{")[0].split(" ")[0], float(line.rsplit(" ", 1)[1])
-                sums[name] = sums.get(name, 0.0) + value
-        return sums
+        return metric_sums((await self.get("/metrics"))[1])
 
     async def until_idle(self, seconds: float = 30.0) -> bool:
         """Waits until no request is open and no page is owned; returns whether that happened."""

@@ -1,7 +1,6 @@
 """Real `onehead serve` processes for tests, and a plain HTTP client that can misbehave on purpose."""
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -9,12 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from tests.support.paths import ROOT
+from tests.support.wire import Event, Response, Wire, exchange, http_request
 
 DEADLINE = 60.0
+START_SECONDS = 120.0
+LB_GRACE = "5"
+"""The default of server.lb_grace."""
 
 
 def wait_until(condition: Any, what: str, timeout: float = DEADLINE) -> Any:
@@ -51,20 +57,58 @@ def served_port(line: str) -> int | None:
 
 
 class ServerProcess:
-    """`onehead serve` on a free port, ready."""
+    """`onehead serve` as a process of its own, ready unless `wait` is False.
 
-    def __init__(self, folder: Path, *arguments: str, launcher: tuple[str, ...] = ("commands.cli",)) -> None:
-        # Nobody balances between the servers of a test: one that is told to go has nobody to wait for.
-        grace = [] if "--server.lb_grace" in arguments else ["--server.lb_grace", "0"]
-        command = [sys.executable, "-m", *launcher, "serve", "--model", str(folder), "--port", "0", *grace, *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    `model` None serves the default checkpoint. `launcher` is the command's module and the arguments before `serve`; `environment` is
+    added to this process's. Standard error goes to a pipe, or to what `stderr` names as subprocess.Popen takes it.
+    """
+
+    def __init__(
+        self,
+        model: Path | None,
+        *arguments: str,
+        launcher: tuple[str, ...] = ("commands.cli",),
+        port: int = 0,
+        stderr: Any = subprocess.PIPE,
+        environment: dict[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
+        wait: bool = True,
+    ) -> None:
+        named = () if model is None else ("--model", str(model))
+        # No load balancer knows these servers: a shutdown need not wait for one to notice.
+        grace = () if "--server.lb_grace" in arguments else ("--server.lb_grace", "0")
+        self.command = [sys.executable, "-m", *launcher, "serve", *named, "--port", str(port), *grace, *arguments]
+        self.process = subprocess.Popen(
+            self.command,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=os.environ | (environment or {}),
+            cwd=ROOT,
+            preexec_fn=prepare,
+        )
+        self.port, self.first_line = port, ""
+        if wait:
+            self.wait_started()
+
+    def wait_started(self) -> None:
+        """Waits for the line that names the port. Raises AssertionError where none comes within START_SECONDS."""
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        port = served_port(line)
+        guard = threading.Timer(START_SECONDS, self.process.kill)
+        guard.start()
+        self.first_line = self.process.stdout.readline()
+        guard.cancel()
+        port = served_port(self.first_line)
         if port is None:
             self.process.kill()
-            raise AssertionError(f"did not start: {self.process.communicate()}")
-        self.first_line, self.port = line, port
+            raise AssertionError(f"did not start: {' '.join(self.command)}: {self.process.communicate()}")
+        self.port = port
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def engine_pid(self) -> int:
@@ -72,18 +116,12 @@ class ServerProcess:
         return int(pid)
 
     def get(self, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
-        with contextlib.closing(connection):
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
+        response, body = exchange(self.port, http_request("GET", path), DEADLINE)
+        return response.status, body.decode()
 
-    def post(self, path: str, body: Any) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
-        with contextlib.closing(connection):
-            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
+    def post(self, path: str, body: Any, timeout: float = DEADLINE) -> tuple[int, Any]:
+        response, answer = exchange(self.port, http_request("POST", path, body), timeout)
+        return response.status, json.loads(answer)
 
     def text(self, prompt: str, **parameters: Any) -> str:
         status, body = self.post("/generate", {"inputs": prompt, "parameters": parameters})
@@ -95,8 +133,7 @@ class ServerProcess:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        lines = self.get("/metrics")[1].splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        return metric_sums(self.get("/metrics")[1]).get(name, 0.0)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal and waits; the exit status."""
@@ -107,29 +144,38 @@ class ServerProcess:
         return self.process.wait(timeout=DEADLINE)
 
 
+def metric_sums(exposition: str) -> dict[str, float]:
+    """Of Prometheus' text format, the sum of each name's samples."""
+    sums: dict[str, float] = {}
+    for line in exposition.splitlines():
+        if line and not line.startswith("#"):
+            name, value = line.split("{")[0].split(" ")[0], float(line.rsplit(" ", 1)[1])
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
 class Stream:
-    """One SSE request over a raw socket, read as slowly as the test likes."""
+    """One SSE request on a connection of its own, whose answer is read as slowly as the test likes."""
 
     def __init__(self, port: int, path: str, body: Any) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE)
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-        self.socket.sendall(head.encode() + data)
-        self.response = http.client.HTTPResponse(self.socket)
+        self.socket.sendall(http_request("POST", path, body))
+
+    def response(self) -> Response:
+        """To be read once."""
+        return Wire(self.socket).response()
 
     def events(self) -> Iterator[Any]:
-        """Parses strictly: `data: ` lines, each closed by an empty line, nothing else."""
+        """The JSON of every event; an event that has more than data fails."""
         with contextlib.closing(self):
-            self.response.begin()
-            assert self.response.status == 200, self.response.read()
-            assert self.response.headers["content-type"].startswith("text/event-stream")
-            while line := self.response.readline():
-                assert line.startswith(b"data: ") and line.endswith(b"\n"), line
-                assert self.response.readline() == b"\n"
-                yield json.loads(line[len(b"data: ") :])
+            response = self.response()
+            assert response.status == 200, response.body()
+            assert (response.header("content-type") or "").startswith("text/event-stream")
+            for event in response.events():
+                assert event == Event(event.data), event
+                yield json.loads(event.data or "")
 
     def close(self) -> None:
-        self.response.close()
         self.socket.close()
 
 

@@ -10,6 +10,9 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 
+from tests.support.paths import ROOT
+from tests.support.wire import NoResponse, Wire
+
 END_SECONDS = 2.0
 """Time until a connection that must be closed is closed."""
 
@@ -30,60 +33,6 @@ class Reply:
         """The value of a header; all values if there are several."""
         values = [value for key, value in self.headers if key == name]
         return ", ".join(values) if values else None
-
-
-class Wire:
-    """The receiving side of a socket."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self.data = b""
-
-    def fill(self) -> bool:
-        """More bytes; False at the end."""
-        try:
-            chunk = self._connection.recv(2**16)
-        except ConnectionError:
-            return False
-        self.data += chunk
-        return bool(chunk)
-
-    def until(self, mark: bytes) -> bytes:
-        while mark not in self.data:
-            if not self.fill():
-                raise EOFError
-        found, _, self.data = self.data.partition(mark)
-        return found
-
-    def take(self, count: int) -> bytes:
-        while len(self.data) < count:
-            if not self.fill():
-                raise EOFError
-        found, self.data = self.data[:count], self.data[count:]
-        return found
-
-    def head(self) -> tuple[int, list[tuple[str, str]]]:
-        first, *lines = self.until(b"\r\n\r\n").decode("latin-1").split("\r\n")
-        match = re.fullmatch(r"HTTP/1\.1 ([1-5]\d\d) [ -~]*", first)
-        pairs = [re.fullmatch(r"([!#-'*+.0-9A-Z^-z|~-]+): ?([ -~]*)", line) for line in lines]
-        if match is None or not all(pairs):
-            raise ValueError(f"no HTTP: {first!r} {lines!r}")
-        return int(match[1]), [(pair[1].lower(), pair[2]) for pair in pairs if pair is not None]
-
-    def body(self, headers: dict[str, str]) -> bytes:
-        if headers.get("transfer-encoding") == "chunked":
-            body = b""
-            while size := int(self.until(b"\r\n"), 16):
-                body += self.take(size + 2)[:-2]
-            if self.until(b"\r\n"):
-                raise ValueError("a trailer")
-            return body
-        if "content-length" in headers:
-            return self.take(int(headers["content-length"]))
-        while self.fill():
-            pass
-        body, self.data = self.data, b""
-        return body
 
 
 def _send(connection: socket.socket, data: bytes) -> int:
@@ -110,26 +59,22 @@ def exchange(port: int, request: bytes, more: bytes = b"", to_end: bool = False,
             num_sent += sent
             if sent < len(more):
                 break
-        wire, interim = Wire(connection), False
-        if not wire.fill():
+        wire = Wire(connection)
+        try:
+            response = wire.response("HEAD" if request.startswith(b"HEAD ") else "GET")
+        except NoResponse:
             return None
-        status, pairs = wire.head()
-        while status < 200:
-            interim = True
-            status, pairs = wire.head()
-        empty = request.startswith(b"HEAD ") or status in (204, 304)
-        body = b"" if empty else wire.body(dict(pairs))
-        closed = False
+        body, closed = response.body(), False
         if to_end:
             connection.settimeout(min(timeout, END_SECONDS))
             with suppress(TimeoutError):
-                while wire.fill():
-                    pass
+                while data := wire.receive():
+                    wire.rest += data
                 closed = True
-        return Reply(status, pairs, body, interim, wire.data, closed, num_sent)
+        return Reply(response.status, response.headers, body, response.interim, wire.rest, closed, num_sent)
 
 
-UNSAFE = re.compile(r"Traceback|File \"|\.py\b|/(?:work|home|root|tmp|usr|etc)/|0x[0-9a-f]{6,}")
+UNSAFE = re.compile(rf"Traceback|File \"|\.py\b|/(?:home|root|tmp|usr|etc)/|{re.escape(str(ROOT))}|0x[0-9a-f]{{6,}}")
 
 
 def error_problem(reply: Reply, openai: bool | None = None) -> str | None:

@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commands.bench.bench import spread
-from tests.support.live import Answer, Ask, Reply, Server, ask, asks, http_request, receive
+from tests.support.live import Answer, Ask, Reply, Server, ask, asks, receive
 from tests.support.report import Check, Found, Memory, conclude, raise_file_limit, show, usage
+from tests.support.wire import http_request
 
 PLACES, RUNNING = 64, 16
 WAVES = 3
@@ -80,7 +81,7 @@ class Caller(asyncio.Protocol):
         reader = asyncio.StreamReader(limit=2**20)
         reader.feed_data(bytes(self.data))
         reader.feed_eof()
-        return Reply(await reader.readuntil(b"\r\n\r\n"), reader, None)
+        return await Reply(reader, None).read_head()
 
 
 @dataclass(slots=True)

@@ -26,8 +26,9 @@ from rich.progress import Progress
 from commands.bench.offline import OfflineSettings, info_of, load_engine
 from server.config import EngineSettings
 from tests.support.conditions import Case, Engine, Outcome, Trace, alone, compare, make_cases, passes, torch_threads
-from tests.support.live import Answer, Ask, Server, exchange, http_request, receive
+from tests.support.live import Answer, Ask, Server, exchange, receive
 from tests.support.report import Check, Found, conclude, progress, show
+from tests.support.wire import http_request
 
 QUANTIZATIONS = "none", "int8"
 PATIENCE = 900.0

@@ -16,8 +16,6 @@ import argparse
 import contextlib
 import gzip
 import hashlib
-import http.client
-import io
 import json
 import os
 import re
@@ -31,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from tests.support.wire import Response, Wire, exchange, http_request
 from tests.trials.corpus import CHAT_TEMPLATE, Row, Server, post
 from tests.trials.corpus_refusals import SERVERS
 from tests.trials.recorded_answers import Answer, compare, normal
@@ -39,42 +38,31 @@ START_SECONDS = 120.0
 ANSWER_SECONDS = 60.0
 
 
-class _Kept(io.BufferedReader):
-    """A connection's bytes, which the end of one response does not close: another response may follow."""
-
-    def close(self) -> None:
-        pass
-
-
 class Connection:
     """One TCP connection, with a request sent."""
 
     def __init__(self, port: int, request: bytes) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=ANSWER_SECONDS)
-        self._reader = _Kept(socket.SocketIO(self._socket, "r"))
+        self._wire = Wire(self._socket)
         self._method = request.split(b" ", 1)[0].decode("latin-1")
         with contextlib.suppress(ConnectionError):  # The server may refuse a request before it has read all of it.
             self._socket.sendall(request)
 
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """What http.client reads a response from."""
-        return self._reader
-
-    def response(self) -> http.client.HTTPResponse:
+    def response(self) -> Response:
         """The next response, its head read."""
-        response = http.client.HTTPResponse(cast(socket.socket, self), method=self._method)
-        response.begin()
-        return response
+        return self._wire.response(self._method)
 
     def close(self) -> None:
         self._socket.close()
 
 
-def first_event(response: http.client.HTTPResponse) -> bytes:
+def first_event(response: Response) -> bytes:
     """The bytes of a stream up to the end of its first event."""
     data = b""
-    while not data.endswith(b"\n\n") and (line := response.readline()):
-        data += line
+    for piece in response.pieces():
+        data += piece
+        if b"\n\n" in data:
+            return data[: data.index(b"\n\n") + 2]
     return data
 
 
@@ -118,14 +106,14 @@ class Recorder:
             for _ in range(row.responses):
                 try:
                     response = connection.response()
-                    body = first_event(response) if row.first_event else response.read()
-                except (http.client.HTTPException, ConnectionError) as error:
+                    body = first_event(response) if row.first_event else response.body()
+                except (EOFError, ConnectionError) as error:
                     answers.append({"status": type(error).__name__})
                     continue
                 if row.saves:
-                    self._ids[row.saves] = response.headers["x-stream-id"]
+                    self._ids[row.saves] = response.header("x-stream-id") or ""
                 names = {id: name for name, id in self._ids.items()}
-                answers.append(normal(row, response.status, response.getheaders(), body, names))
+                answers.append(normal(row, response.status, response.headers, body, names))
         return answers
 
     def _settle(self) -> None:
@@ -141,10 +129,8 @@ class Recorder:
 
 def status_of(port: int, path: str) -> int | None:
     """The status of a GET; None where nothing listens."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
-    with contextlib.closing(connection), contextlib.suppress(OSError):
-        connection.request("GET", path)
-        return connection.getresponse().status
+    with contextlib.suppress(OSError, EOFError):
+        return exchange(port, http_request("GET", path), ANSWER_SECONDS)[0].status
     return None
 
 

@@ -28,8 +28,9 @@ from typing import Any
 import httpx
 from httpx_sse import aconnect_sse
 
-from tests.support.live import Answer, Ask, Event, Server, ask, asks
+from tests.support.live import Answer, Ask, Server, ask, asks
 from tests.support.report import Check, Found, conclude, progress, show
+from tests.support.wire import Event
 
 AT_ONCE = 8
 BROWSER_AT_ONCE = 4

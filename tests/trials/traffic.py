@@ -15,7 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 from commands.bench.bench import prompt_text
-from tests.support.live import ANSWER_SECONDS, Answer, Ask, Reply, ask, exchange, http_request, receive
+from tests.support.live import ANSWER_SECONDS, Answer, Ask, Reply, ask, exchange, receive
+from tests.support.wire import http_request
 
 SHARES = {"plain": 0.90, "canary": 0.05, "leaves": 0.01, "slow": 0.01, "cut": 0.02, "wrong": 0.01}
 MOST_WORDS, MOST_TOKENS = 600, 256

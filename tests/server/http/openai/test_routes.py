@@ -17,10 +17,10 @@ from tests.support.processes import ServerProcess, Stream, wait_until
 def raw_lines(server: ServerProcess, path: str, body: dict[str, Any]) -> list[bytes]:
     """Every line of a stream that is not empty."""
     stream = Stream(server.port, path, body)
-    stream.response.begin()
-    assert stream.response.headers["content-type"].startswith("text/event-stream")
-    assert stream.response.headers["x-accel-buffering"] == "no" and "x-request-id" in stream.response.headers
-    data = stream.response.read()
+    response = stream.response()
+    assert (response.header("content-type") or "").startswith("text/event-stream")
+    assert response.header("x-accel-buffering") == "no" and response.header("x-request-id")
+    data = response.body()
     stream.close()
     assert data.endswith(b"\n\n")
     blocks = data.split(b"\n\n")[:-1]
