@@ -1,4 +1,4 @@
-"""Everything that is asked of a GPU, in one run of ten minutes: figures, bars held or missed, a picture.
+"""Everything that is measured on a GPU, in one run of ten minutes: figures, requirements met or missed, a picture.
 
     python -m bench.gpu --output DIR [--only ceilings,attention,step,serve,numerics,peers] [--minutes 10] [--device cuda] [--small]
 
@@ -8,6 +8,12 @@ step       a step of a model of StarCoderBase-1B's shape, beside its floor; whic
 serve      the workload of nano-vllm's bench (256 sequences, 133,966 output tokens) on an engine here, and over HTTP
 numerics   logits and greedy tokens beside the CPU's reference; the same bits alone and in company
 peers      transformers on that workload: generate with a static cache, continuous batching
+
+Only where --only names them:
+
+check      kernels and CUDA graphs beside the reference, on ragged batches of every published shape: for the first visit
+profile    a decode step's seconds on the device by kernel, and on the host
+sweep      other configurations of the attention kernel
 
 Each part is a process with a share of the time, and what it finds is written as it goes: DIR/PART.json and, after every part, gpu.json
 and gpu.png. A part that fails or is out of time is written down as such, and the others run. Shares and floors need `ceilings`,
@@ -35,13 +41,25 @@ from bench.gpu.pictures import draw, tables
 from commands.bench.bench import circumstances
 from tests.support.report import Found, conclude, progress
 
-SHARES = {"ceilings": 0.04, "checkpoint": 0.2, "attention": 0.23, "step": 0.09, "serve": 0.16, "numerics": 0.1, "peers": 0.18}
-"""Of the time, in the order in which parts run; what one leaves goes to those behind it."""
+SHARES = {
+    "ceilings": 0.04,
+    "check": 0.3,
+    "checkpoint": 0.2,
+    "attention": 0.23,
+    "step": 0.09,
+    "profile": 0.15,
+    "serve": 0.16,
+    "numerics": 0.1,
+    "peers": 0.18,
+    "sweep": 0.25,
+}
+"""Share of the time of each part, in the order in which parts run; what one leaves over goes to those after it."""
 PARTS = tuple(name for name in SHARES if name != "checkpoint")
-ON_CHECKPOINT = {"step", "serve", "peers"}
+DEFAULT_PARTS = tuple(name for name in PARTS if name not in ("check", "profile", "sweep"))
+ON_CHECKPOINT = {"step", "serve", "peers", "profile"}
 CLOSING_SECONDS = 5.0
 """Kept back for the report."""
-INTERPRETED = {"attention", "numerics"}
+INTERPRETED = {"attention", "check", "numerics", "sweep"}
 """Parts that call the kernels themselves, on a CPU under Triton's interpreter."""
 
 
@@ -133,7 +151,7 @@ def spared(what: str) -> Iterator[None]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")
-    parser.add_argument("--only", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--only", default=",".join(DEFAULT_PARTS), help="default: %(default)s")
     parser.add_argument("--minutes", type=float, default=10.0, help="of all parts together (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to see that everything runs")

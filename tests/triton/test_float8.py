@@ -9,7 +9,7 @@ from model.devices.gpu.device import GpuDevice
 from model.devices.quantization import HOST
 from model.devices.quantized_modules import QuantizedLinear
 from model.layers import Linear
-from tests.triton.cases import Case
+from tests.support.attention_cases import Case
 from tests.triton.test_kernels import NEAR
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from model.devices.gpu.attention.configurations import Configuration
 from model.layers import Rotation
-from tests.triton.cases import SMALL, Case
+from tests.support.attention_cases import SMALL, Case
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -1,4 +1,7 @@
-"""Random sequences over paged keys, to be attended to by the GPU's kernels and by the reference."""
+"""Random sequences over paged keys, to be attended to by one device's kernels and by the reference.
+
+Invariant: a case's numbers depend on its arguments other than the device and the kernels, so that every device computes the same.
+"""
 
 import random
 from typing import Any
@@ -17,7 +20,6 @@ from model.layers import RotaryTable, Rotation
 from model.spec import Rotary
 from model.step import Row, StepPlan
 
-CPU = torch.device("cpu")
 SMALL = Configuration(16, 16, 32, 4, 1, short_split=16, num_short=50)
 """Short splits, so that short sequences have several, and a border in the middle of a page and of most chunks."""
 
@@ -40,6 +42,8 @@ class Case:
         dtype: torch.dtype = torch.float32,
         configuration: Configuration | None = SMALL,
         in_float8: bool = False,
+        device: str = "cpu",
+        kernels: str = "triton",
     ) -> None:
         self.rng = random.Random(seed)
         torch.manual_seed(seed)
@@ -48,6 +52,7 @@ class Case:
         self.value_in_key = value_dim is not None
         self.configuration, self.dtype, self.in_float8 = configuration, dtype, in_float8
         self.capacity: int | None = None
+        self.device, self.kernels = GpuDevice(device), kernels
         self.rotary: Rotary | None = None
         allocator = PageAllocator(200)
         shape = self.layout.layers_per_page, allocator.num_pages, page_size
@@ -79,7 +84,8 @@ class Case:
                         self.values[:, page, :end] = torch.randn(end, self.value_dim, dtype=self.keys.dtype)
 
     def pool(self) -> KVPool:
-        keys, values = (in_float8(x) if self.in_float8 else x.clone() for x in (self.keys, self.values))
+        place = self.device.torch_device
+        keys, values = ((in_float8(x) if self.in_float8 else x.clone()).to(place) for x in (self.keys, self.values))
         return KVPool(self.layout, keys, keys[..., : self.value_dim] if self.value_in_key else values, self.dtype)
 
     def backend(self, name: str, pool: KVPool) -> Any:
@@ -92,11 +98,11 @@ class Case:
         backend.capacity = self.capacity or backend.capacity
         return backend
 
-    def run(self, chosen: list[int], layer: int = 0, name: str = "triton", pool: KVPool | None = None) -> list[torch.Tensor]:
+    def run(self, chosen: list[int], layer: int = 0, name: str | None = None, pool: KVPool | None = None) -> list[torch.Tensor]:
         """The outputs of these rows, computed together; keys and values are written to `pool`."""
-        backend = self.backend(name, pool or self.pool())
-        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, GpuDevice("cpu").upload)
-        q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]) for part in range(3))
+        backend = self.backend(name or self.kernels, pool or self.pool())
+        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.device.upload)
+        q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]).to(self.device.torch_device) for part in range(3))
         o_THv = backend.run(backend.plan(batch), layer, q_THd, k_Td, v_Tv, self.rotation(batch.position_ids_T))
         return list(o_THv.split([len(self.rows[i].tokens) for i in chosen]))
 
@@ -126,7 +132,7 @@ class Case:
     def check(self, relative: float, layer: int = 0) -> None:
         """Attention and what it wrote are the reference's."""
         pools = self.pool(), self.pool()
-        outputs = [self.run(self.everyone(), layer, name, pool) for name, pool in zip(("reference", "triton"), pools, strict=True)]
+        outputs = [self.run(self.everyone(), layer, name, pool) for name, pool in zip(("reference", self.kernels), pools, strict=True)]
         for expected, actual in zip(*outputs, strict=True):
             assert actual.dtype is expected.dtype and actual.isfinite().all()
             assert ((actual.float() - expected.float()).abs() <= relative * (1 + expected.float().abs())).all()

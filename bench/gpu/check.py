@@ -1,0 +1,132 @@
+"""Whether kernels and CUDA graphs are right on this device: for a first visit, before anything is timed.
+
+Attention is compared with the reference backend on ragged batches of every published shape of heads, and each sequence alone with all of
+them together, bit by bit. Decode steps replayed from CUDA graphs are compared with the same steps launched kernel by kernel; the contexts
+change from step to step, so that a replay over an earlier step's lists shows. A case that fails is recorded, and the others run.
+"""
+
+import random
+from array import array
+from typing import Any
+
+import torch
+
+from bench.gpu.attention import backend_name
+from bench.gpu.common import Part, engine
+from cache.layout import CacheLayout, pages_for
+from cache.pool import KVPool
+from model.runner.runner import ModelRunner
+from model.step import Row, Sample, SampledToken, Sampling, StepPlan
+from server.config import EMBEDDED_MODEL
+from tests.support.attention_cases import Case
+
+SHAPES = ((16, 128, None), (48, 128, None), (71, 64, None), (8, 256, None), (4, 256, None), (32, 96, None), (5, 80, None))
+LATENT_SHAPES = ((16, 576, 512), (128, 576, 512))
+SMALL_SHAPES = ((4, 32, None),)
+"""Query heads, columns of a key, and columns of a value where these are the key's first."""
+NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
+"""Largest relative distance from the reference."""
+SEEDS = 4
+PAGE_SIZE = 64
+BATCHES, SMALL_BATCHES = (1, 2, 3, 17, 64, 5), (1, 3)
+LONGEST, SMALL_LONGEST = 2000, 90
+NEAR_LOGPROB = 0.3
+"""Largest distance of a log-probability where products are not batch-invariant: cuBLAS rounds otherwise in a padded batch."""
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "deterministic": ("--engine.deterministic", "true"),
+    "fp8": ("--engine.quantization", "fp8"),
+    "fp8 cache": ("--cache.dtype", "fp8"),
+    "float32": ("--engine.dtype", "float32"),
+}
+NUM_SAMPLED = 9
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.7, top_p=0.9),
+    Sampling(top_k=20),
+    Sampling(min_p=0.05),
+    Sampling(repetition_penalty=1.2),
+    Sampling(typical_p=0.9),
+)
+
+
+def kernels_of(part: Part, heads: int, key_dim: int, dtype: torch.dtype) -> str:
+    """The backend that is checked."""
+    pool = KVPool.allocate(CacheLayout.of(1, (), PAGE_SIZE), 1, key_dim, key_dim, dtype, torch.device(part.device))
+    return backend_name(pool, heads)
+
+
+@torch.inference_mode()
+def attention(part: Part) -> None:
+    """Every shape of heads in each dtype, with several seeds."""
+    shapes, dtypes = (SMALL_SHAPES, (torch.float32,)) if part.small else ((*SHAPES, *LATENT_SHAPES), tuple(NEAR))
+    for dtype in dtypes:
+        for heads, key_dim, value_dim in shapes:
+            name = f"attention/{heads}x{key_dim} {str(dtype).removeprefix('torch.')}"
+            with part.guarded(name):
+                kernels = kernels_of(part, heads, key_dim, dtype)
+                for seed in range(1 if part.small else SEEDS):
+                    case = Case(
+                        seed, heads, key_dim, value_dim, PAGE_SIZE, None, SMALL_LONGEST if part.small else LONGEST, dtype, None,
+                        device=part.device, kernels=kernels,
+                    )  # fmt: skip
+                    case.check(NEAR[dtype])
+                    check_alone(case)
+                part.note(name, {"kernels": kernels})
+
+
+def check_alone(case: Case) -> None:
+    """Raises AssertionError where a sequence's output depends on the others in the batch."""
+    for number, together in enumerate(case.run(case.everyone())):
+        assert torch.equal(case.run([number])[0], together), f"sequence {number} of {len(case.rows)} depends on the others"
+
+
+def rows_of(contexts: list[int], sample: Sample) -> tuple[Row, ...]:
+    """A decode step of sequences with these contexts, each over pages of its own."""
+    most = pages_for(max(contexts), PAGE_SIZE)
+    pages = [array("q", range(number * most, number * most + pages_for(context, PAGE_SIZE))) for number, context in enumerate(contexts)]
+    return tuple(Row(i, [i % 50 + 3], context - 1, [pages[i]], sample) for i, context in enumerate(contexts))
+
+
+def replays(part: Part, options: tuple[str, ...]) -> dict[str, Any]:
+    """How far steps replayed from CUDA graphs are from the same steps launched kernel by kernel. Raises AssertionError for too far."""
+    batches, longest = (SMALL_BATCHES, SMALL_LONGEST) if part.small else (BATCHES, LONGEST)
+    most, pages = max(*batches, NUM_SAMPLED), max(*batches, NUM_SAMPLED) * pages_for(longest, PAGE_SIZE)
+    sizes = ("--engine.max_running", str(most), "--cache.pages", str(pages), "--cache.page_size", str(PAGE_SIZE))
+    core, ready = engine(part, EMBEDDED_MODEL, *options, *sizes)
+    runner: Any = core.runner
+    fill(runner.pool)
+    plain = ModelRunner(runner.decoder, runner.pool, runner.backend, runner.device)
+    rng, worst, same = random.Random(0), 0.0, True
+    for count in batches:
+        contexts = [rng.randint(1, longest) for _ in range(count)]
+        plan = StepPlan(rows_of(contexts, Sample(Sampling(temperature=0.0), [1], [])))
+        if part.device == "cuda":
+            assert runner._graphs.find(plan.rows, [-1] * count) is not None, f"no CUDA graph for {count} sequences"
+        replayed, launched = runner.run(plan).drawn, plain.run(plan).drawn
+        assert all(isinstance(drawn, SampledToken) for drawn in (*replayed, *launched)), (replayed, launched)
+        worst = max(worst, *(abs(a.logprob - b.logprob) for a, b in zip(replayed, launched, strict=True)))
+        same &= replayed == launched
+    assert worst < NEAR_LOGPROB and (same or not ready.deterministic), (worst, same)
+    for sampling in SAMPLINGS:
+        drawn = runner.run(StepPlan(rows_of([70] * NUM_SAMPLED, Sample(sampling, [1], [2, 3])))).drawn
+        assert all(isinstance(one, SampledToken) for one in drawn), (sampling, drawn[0])
+    return {"kernels": ready.kernels, "logprob_distance": worst, "same_bits": same}
+
+
+def fill(pool: KVPool) -> None:
+    """Random keys and values in every page, so that a wrong page gives a wrong answer."""
+    for x in (pool.keys_LPSd, pool.values_LPSv):
+        if x.dtype is torch.float8_e4m3fn:
+            x.view(torch.uint8).random_(0x28, 0x40)
+        else:
+            x.normal_()
+
+
+def measure(part: Part) -> None:
+    attention(part)
+    for name, options in OPTIONS.items():
+        if part.small and options:
+            continue
+        with part.guarded(f"replays/{name}"):
+            part.note(f"replays/{name}", replays(part, options))

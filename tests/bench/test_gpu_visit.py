@@ -1,0 +1,193 @@
+"""A visit to a GPU host, where there is none: its script, the parts that only a visit runs, and the training of the embedded model."""
+
+import json
+import subprocess
+import tarfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.gpu import check, embedded_model, profile, sweep
+from bench.gpu.common import Part, make_checkpoint
+from model.checkpoint.families import read_spec
+from model.checkpoint.weights import load_decoder
+from model.step import StepPlan
+from scripts import embedded_corpus
+from tests.support.attention_cases import Case
+from tests.support.paths import ROOT
+
+
+def visit(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([ROOT / "scripts" / "gpu_visit", *arguments], capture_output=True, text=True, check=False, timeout=150)
+
+
+def test_a_visit_leaves_one_archive_of_everything(tmp_path: Path) -> None:
+    done = visit("fast", "--small", "--only", "ceilings,attention", "--output", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(tmp_path / "out" / "visit.tgz") as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert names >= {"imports.txt", "bench.txt", "gpu.json", "gpu.png", "ceilings.json", "ceilings.log", "attention.json"}
+    found = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert found["machine"] and all(check["holds"] for check in found["checks"])
+    cases = {
+        kernel: {heads: set(by_case) for heads, by_case in found["parts"]["attention"][kernel].items()}
+        for kernel in ("onehead", "sdpa", "flex")
+    }
+    assert cases["onehead"] == {"4x32": {"1x64", "3x128"}, "3x16": {"1x64", "3x128"}}
+    assert cases["sdpa"] == cases["flex"] == {"4x32": {"3x128"}, "3x16": {"3x128"}}
+    assert (tmp_path / "out" / "gpu.png").stat().st_size > 10_000
+    assert "onehead 4x32 3x128, no graph" in done.stdout
+    assert found["parts"]["attention"]["onehead"]["4x32"]["3x128"]["seconds_with_write"] > 0
+
+
+def test_a_visit_names_its_arguments(tmp_path: Path) -> None:
+    for arguments in ((), ("quickly",), ("right", "--fast")):
+        done = visit(*arguments)
+        assert done.returncode == 2 and "scripts/gpu_visit right|fast" in done.stderr
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    return Part(tmp_path / "part.json", "cpu", True, tmp_path, 100.0)
+
+
+@pytest.fixture
+def _on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's attention stands in for the GPU's, so that two backends are compared."""
+    monkeypatch.setattr(check, "backend_name", lambda pool, heads: "torch")
+
+
+@pytest.mark.usefixtures("_on_torch")
+def test_the_checks_pass_here(part: Part) -> None:
+    check.measure(part)
+    assert part.found["attention"] == {"4x32 float32": {"kernels": "torch"}}
+    assert set(part.found["replays"]) == {"default"} and part.found["replays"]["default"]["logprob_distance"] < 1e-3
+
+
+@pytest.mark.usefixtures("_on_torch")
+def test_a_check_finds_what_is_wrong(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that is off by a little, or that depends on the batch; a step that ignores its plan's contexts."""
+    run: Any = Case.run
+
+    def off(case: Case, chosen: list[int], layer: int = 0, name: str | None = None, pool: Any = None) -> Any:
+        return [o + 1e-2 * (name != "reference") for o in run(case, chosen, layer, name, pool)]
+
+    def in_company(case: Case, chosen: list[int], layer: int = 0, name: str | None = None, pool: Any = None) -> Any:
+        return [o + 1e-6 * (len(chosen) > 1 and name is None) for o in run(case, chosen, layer, name, pool)]
+
+    for wrong in (off, in_company):
+        with monkeypatch.context() as patch:
+            patch.setattr(Case, "run", wrong)
+            check.attention(part)
+            assert "AssertionError" in part.found["attention"]["4x32 float32"]["failed"], wrong
+
+    class Stale(check.ModelRunner):
+        def run(self, plan: StepPlan) -> Any:
+            return super().run(StepPlan(tuple(check.rows_of([1] * len(plan.rows), plan.rows[0].sample))))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(check, "ModelRunner", Stale)
+    with pytest.raises(AssertionError):
+        check.replays(part, ())
+
+
+def test_the_profile_of_a_step(part: Part) -> None:
+    make_checkpoint(part)
+    profile.measure(part)
+    for case in ("1x64", "3x128"):
+        assert part.found[case]["temperature 0.6"]["step"] > 0 and part.found[case]["by kernel"] == {
+            "kernels": {},
+            "seconds": 0,
+            "calls": 0,
+        }
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="Triton is installed, and its interpreter is chosen when a process starts")
+def test_without_triton_there_is_nothing_to_sweep(part: Part) -> None:
+    sweep.measure(part)
+    (configurations,) = part.found.values()
+    assert len(configurations) == 2 and all("missing" in found for found in configurations.values())
+
+
+# --- the embedded model
+
+
+def test_batched_muon_is_torchs() -> None:
+    torch.manual_seed(0)
+    shapes = [(24, 16), (16, 24), (24, 16), (8, 8)]
+    ours, theirs = ([torch.nn.Parameter(torch.randn(shape)) for shape in shapes] for _ in range(2))
+    for one, other in zip(ours, theirs, strict=True):
+        other.data.copy_(one.data)
+    muon = embedded_model.Muon(ours)
+    reference = torch.optim.Muon(
+        theirs, lr=0.02, weight_decay=embedded_model.WEIGHT_DECAY, momentum=embedded_model.MOMENTUM, adjust_lr_fn="match_rms_adamw"
+    )
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        muon.step(0.02)
+        reference.step()
+    assert all(torch.allclose(one, other, atol=2e-3) for one, other in zip(ours, theirs, strict=True))
+    assert all(one.grad is None for one in ours)
+
+
+def test_the_rate_rises_by_steps_and_falls_with_the_time() -> None:
+    rates = [embedded_model.rate_at(done, 10_000) for done in np.linspace(0, 1.2, 13)]
+    assert rates[0] == 1.0 and rates == sorted(rates, reverse=True) and rates[-1] == pytest.approx(embedded_model.LEAST_RATE)
+    assert embedded_model.rate_at(0.0, 0) == 1 / embedded_model.WARMUP_STEPS
+
+
+@pytest.mark.slow
+def test_a_small_run_writes_a_checkpoint(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.py").write_text("def f(x):\n    return x + 1\n" * 200)
+    assert embedded_model.main(["--data", str(data), "--output", str(tmp_path / "out"), "--minutes", "1", "--small"]) == 0
+    state = json.loads((tmp_path / "out" / "state.json").read_text())
+    assert state["step"] == len(state["losses"]) > 2 and state["losses"][-1] < state["losses"][0]
+    load_decoder(tmp_path / "out", read_spec(tmp_path / "out"), torch.float32, torch.device("cpu"))
+
+
+METADATA = (
+    "Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\nLicense-Expression: {licence}\nClassifier: License :: OSI Approved :: {licence}\n"
+)
+GOOD = "def add(x, y):\n    return x + y\n" * 20
+
+
+def wheel(folder: Path, name: str, licence: str, files: dict[str, str]) -> Path:
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", METADATA.format(name=name, licence=licence))
+    return path
+
+
+def test_the_corpus_holds_code_under_permissive_licences_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archives = {
+        "kind": wheel(tmp_path, "kind", "MIT", {"kind/a.py": GOOD, "kind/b.py": GOOD.replace("  ", " "), "kind/data/c.py": GOOD + "#"}),
+        "strict": wheel(tmp_path, "strict", "GPL-3.0-only", {"strict/a.py": GOOD + "# strict"}),
+        "table": wheel(tmp_path, "table", "BSD-3-Clause", {"table/a.py": "x = [" + "1, " * 300 + "]\n", "table/b.py": GOOD + "# table"}),
+    }
+    monkeypatch.setattr(embedded_corpus, "download", lambda name, folder: archives.get(name))
+    (tmp_path / "packages.txt").write_text("\n".join([*archives, "absent"]))
+    assert embedded_corpus.main([str(tmp_path / "out"), "--packages", str(tmp_path / "packages.txt")]) == 0
+    found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.py"))
+    assert len(found) == 2 and found[0].startswith("kind/kind/") and found[1] == "table/table/b.py"
+    rows = (tmp_path / "out" / "packages.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["name", "kind", "table"]
+
+
+def test_every_package_of_the_corpus_is_named_once() -> None:
+    names = embedded_corpus.PACKAGES.read_text().split()
+    assert len(names) > 50 and len(set(names)) == len(names)
+
+
+def test_a_step_of_the_visit_is_a_decode_step() -> None:
+    rows = check.rows_of([1, 65, 200], check.Sample(check.Sampling(), [1], []))
+    assert [len(row.pages[0]) for row in rows] == [1, 2, 4] and len({page for row in rows for page in row.pages[0]}) == 7
