@@ -15,7 +15,8 @@ from tests.support.delayed import DelayedRunner
 from tests.support.hash_model import HashModel, one_group, oracle
 from tests.support.integrity import integrity
 
-SEEDS = 2000
+SEEDS, MANY = 1200, 4000
+"""Histories of every run of the tests, and of `-m slow`."""
 
 
 class OverlappedHistory(History):
@@ -64,11 +65,11 @@ class OverlappedHistory(History):
                 )
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_every_request_ends_as_without_overlap_and_nothing_leaks(part: int) -> None:
+def check_histories(seeds: range) -> None:
+    """Whether every history holds, and rare things happen in them."""
     seen: Counter[str] = Counter()
     most_in_flight = 0
-    for seed in range(part, SEEDS, 8):
+    for seed in seeds:
         history = OverlappedHistory(seed)
         try:
             seen.update(history.run())
@@ -79,6 +80,16 @@ def test_every_request_ends_as_without_overlap_and_nothing_leaks(part: int) -> N
     assert most_in_flight == 2
     for happened in ("finished", "preempted", "shared", "scored", "cancelled in flight", "an extra step", "memory"):
         assert seen[happened], f"no history in which anything was {happened}"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_request_ends_as_without_overlap_and_nothing_leaks(part: int) -> None:
+    check_histories(range(part, SEEDS, 4))
+
+
+@pytest.mark.slow
+def test_every_request_ends_as_without_overlap_and_nothing_leaks_in_many_histories() -> None:
+    check_histories(range(SEEDS, MANY))
 
 
 class Watched(DelayedRunner):
