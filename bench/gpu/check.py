@@ -103,15 +103,21 @@ def replays(part: Part, options: tuple[str, ...]) -> dict[str, Any]:
         plan = StepPlan(rows_of(contexts, Sample(Sampling(temperature=0.0), [1], [])))
         if part.device == "cuda":
             assert runner._graphs.find(plan.rows, [-1] * count) is not None, f"no CUDA graph for {count} sequences"
-        replayed, launched = runner.run(plan).drawn, plain.run(plan).drawn
-        assert all(isinstance(drawn, SampledToken) for drawn in (*replayed, *launched)), (replayed, launched)
+        replayed, launched = tokens_of(runner, plan), tokens_of(plain, plan)
         worst = max(worst, *(abs(a.logprob - b.logprob) for a, b in zip(replayed, launched, strict=True)))
         same &= replayed == launched
     assert worst < NEAR_LOGPROB and (same or not ready.deterministic), (worst, same)
     for sampling in SAMPLINGS:
-        drawn = runner.run(StepPlan(rows_of([70] * NUM_SAMPLED, Sample(sampling, [1], [2, 3])))).drawn
-        assert all(isinstance(one, SampledToken) for one in drawn), (sampling, drawn[0])
+        tokens_of(runner, StepPlan(rows_of([70] * NUM_SAMPLED, Sample(sampling, [1], [2, 3]))))
     return {"kernels": ready.kernels, "logprob_distance": worst, "same_bits": same}
+
+
+def tokens_of(runner: ModelRunner, plan: StepPlan) -> list[SampledToken]:
+    """What a step draws. Raises AssertionError where a row draws nothing."""
+    drawn = runner.run(plan).drawn
+    tokens = [each for each in drawn if isinstance(each, SampledToken)]
+    assert len(tokens) == len(drawn), drawn
+    return tokens
 
 
 def fill(pool: KVPool) -> None:

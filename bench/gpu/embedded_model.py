@@ -240,7 +240,7 @@ class Training:
         first = torch.where(torch.rand(count, 1, device=self.device) < 0.5, 0, anywhere)
         positions = (first + torch.arange(length, device=self.device)).flatten()
         loss = loss_of(rows_BU[:, :-1].flatten(), rows_BU[:, 1:].flatten(), positions)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.decoder.parameters(), 1.0)
         for group in self.adam.param_groups:
             group["lr"] = PEAK_RATE * share
