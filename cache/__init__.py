@@ -1,1 +1,1 @@
-"""Who owns which page of the one-head key/value cache. Imports nothing of ours."""
+"""The paged one-head KV cache: its memory, page ownership and prefix cache. Imports no other package of this repository."""

@@ -1,8 +1,8 @@
-"""CacheLayout: which layers' keys and values share a page, and how many pages a sequence of a length takes. Pure arithmetic, no torch.
+"""CacheLayout: which layers' keys and values share a page, and how many pages a sequence takes. Pure arithmetic, no torch.
 
 A page holds K and V of `page_size` tokens in `layers_per_page` layers. Layers that keep the same positions form a group; a model without
 sliding windows is one group whose pages hold all layers. With windows, every group's layers are stacked into pages of equal size (the
-greatest common divisor of the groups' sizes), so that one free list serves all of them and no memory is set aside for either kind.
+greatest common divisor of the groups' sizes), so that one free list serves all groups and no memory is reserved for either kind.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ class LayerGroup:
 
     layers: tuple[int, ...]
     window: int | None
-    """Keys that a token sees, itself included; None: all before it."""
+    """Keys that a token attends to, its own included; None: no limit."""
     num_stacks: int
     """Pages that `page_size` tokens of all these layers take."""
 
     def first_seen(self, position: int) -> int:
-        """The first position that a token at `position` sees."""
+        """The first position that a token at `position` attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
@@ -47,11 +47,11 @@ class CacheLayout:
     groups: tuple[LayerGroup, ...]
     layers_per_page: int
     places: tuple[Place, ...]
-    """For each layer."""
+    """The place of each layer."""
 
     @classmethod
     def of(cls, num_layers: int, windows: Sequence[int | None], page_size: int) -> "CacheLayout":
-        """The layout of a model; `windows` are its layers', or empty where none has one."""
+        """The layout of a model. `windows`: the window of each layer, or empty where no layer has one."""
         by_window: dict[int | None, list[int]] = {}
         for layer in range(num_layers):
             by_window.setdefault(windows[layer] if windows else None, []).append(layer)
@@ -75,18 +75,18 @@ class CacheLayout:
         for group in self.groups:
             pages = pages_for(num_tokens, self.page_size)
             if group.window is not None:
-                # The window before the step's first token and the step's own tokens, wherever the pages' borders lie.
+                # The window before the step's first token and the step's own tokens, for any alignment with page borders.
                 pages = min(pages, pages_for(group.window - 1 + step_tokens + self.page_size - 1, self.page_size))
             total += pages * group.num_stacks
         return total
 
     def sequences(self, num_pages: int, num_tokens: int, step_tokens: int) -> int:
-        """How many sequences of `num_tokens` tokens fit together: each at rest, but for the step's own tokens, which are one step's."""
+        """How many sequences of `num_tokens` tokens fit together. All share one step, so its tokens are counted once."""
         one = self.most_pages(num_tokens, step_tokens)
         return 0 if one > num_pages else 1 + (num_pages - one) // self.most_pages(num_tokens)
 
     def most_tokens(self, num_pages: int, step_tokens: int, max_context: int) -> int:
-        """The longest sequence, of at most `max_context` tokens, that `num_pages` pages can always hold; 0 where not one token fits."""
+        """The longest sequence, of at most `max_context` tokens, that `num_pages` pages can always hold; 0 if not even one token fits."""
         low, high = 0, max_context
         while low < high:
             middle = (low + high + 1) // 2

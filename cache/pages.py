@@ -1,19 +1,19 @@
-"""PageAllocator: which pages of the cache are free, and how many owners each of the others has.
+"""PageAllocator: the pages of the KV cache, each free, cached or owned by a number of sequences.
 
-A page that nobody owns is free, or cached: what it holds is worth keeping until the room is needed. Both can be had; a cached one only
-when none is free, and then the one that was let go of longest ago. Invariant: free + cached + owned == total, and a page is one of the
-first two exactly when nobody owns it (`integrity` checks both). It knows nothing of tokens, tensors or bytes; a page is a number.
+An unowned page is free, or cached: its contents are kept for reuse until the page is needed. Free pages are allocated first, then cached
+ones in the order in which they were released (LRU). Invariant: free + cached + owned == total, and a page is free or cached exactly when
+it has no owner. It knows nothing of tokens, tensors or bytes; a page is a number.
 """
 
 from collections.abc import Callable, Iterable
 
 
 class OutOfPages(Exception):
-    """Fewer pages can be had than were asked for; nothing was taken."""
+    """Fewer pages are available than were requested; none was allocated."""
 
 
 class PageAllocator:
-    """Hands out page numbers 0 .. num_pages - 1. A page may have several owners. `on_evict` hears of each cached page that is taken."""
+    """Allocates page numbers 0 .. num_pages - 1. A page may have several owners. `on_evict` is called for each cached page it reuses."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
@@ -21,20 +21,20 @@ class PageAllocator:
         self.num_pages = num_pages
         self.on_evict: Callable[[int], None] = lambda page: None
         self.kept: set[int] = set()
-        """Pages, owned or cached, that hold what is worth keeping."""
+        """Pages, owned or cached, whose contents are to be cached when they have no owner."""
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: dict[int, None] = {}
-        """In the order in which they were let go of."""
+        """Ordered by when they were released."""
         self._owners = [0] * num_pages
 
     @property
     def num_available(self) -> int:
-        """Pages that nobody owns: free ones and cached ones."""
+        """Pages without an owner: free and cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Pages that nobody owns and that are kept until the room is needed."""
+        """Pages without an owner whose contents are kept."""
         return len(self._cached)
 
     @property
@@ -63,13 +63,13 @@ class PageAllocator:
         return self._owners[page]
 
     def keep(self, page: int) -> None:
-        """When its last owner lets go of this owned page, it is cached. Raises ValueError for a page that nobody owns."""
+        """Caches this owned page once its last owner releases it. Raises ValueError for a page without an owner."""
         if self._owners[page] < 1:
             raise ValueError(f"page {page} has no owner, and may hold anything")
         self.kept.add(page)
 
     def forget(self, page: int) -> None:
-        """What this page holds is not worth keeping any more; one that is not kept is fine."""
+        """Undoes `keep`; a cached page becomes free. Does nothing for a page that is not kept."""
         self.kept.discard(page)
         if page in self._cached:
             del self._cached[page]
@@ -85,8 +85,8 @@ class PageAllocator:
             self._owners[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """Takes one owner from each of these pages, those to be kept longest last; the pages that are free now. Raises ValueError for a
-        page that nobody owns.
+        """Takes one owner from each of these pages and returns those that are free now. Of cached pages the first are reused first.
+        Raises ValueError for a page without an owner.
         """
         freed = []
         for page in pages:

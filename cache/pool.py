@@ -1,8 +1,8 @@
-"""KVPool: the memory behind the pages. K and V are each one tensor [layer of the page, page, slot, columns]: one head, so no head axis.
+"""KVPool: the memory of the pages. K and V are each one tensor [layer of the page, page, slot, columns]: one head, so no head axis.
 
-Where the value is the beginning of the key (latent attention), V is a view of K and takes no memory. Invariant: a page takes
-`bytes_per_page` and nothing else is allocated. It knows nothing of who owns a page. A backend that does not `write` may order the numbers
-within a page as it likes. In float8_e4m3fn numbers have no scale: its range is wider than that of keys and values (decision 25).
+Where the value is the first columns of the key (latent attention), V is a view of K and takes no memory. Invariant: a page takes
+`bytes_per_page` and nothing else is allocated. It knows nothing of page ownership. A backend that does not use `write` may lay out a page's
+numbers in its own way. float8_e4m3fn is stored without a scale: its range is wider than that of keys and values (decision 25).
 
 Shape letters: L layers of a page, P pages, S slots of a page, N slots of all pages, d columns of a key, v of a value, T tokens.
 """
@@ -32,7 +32,7 @@ class KVPool:
     keys_LPSd: Tensor
     values_LPSv: Tensor
     compute_dtype: torch.dtype
-    """Of the keys and values that are written, and of the queries that attend to them; what is stored may be narrower."""
+    """The dtype of keys and values as they are written, and of queries; the stored dtype may be narrower."""
 
     @classmethod
     def allocate(
@@ -47,8 +47,8 @@ class KVPool:
         value_in_key: bool = False,
         stored_as: torch.dtype | None = None,
     ) -> "KVPool":
-        """A zeroed pool (a slot that was never written must not hold a NaN: attention multiplies masked slots by 0) for numbers of `dtype`,
-        stored as such unless told otherwise.
+        """A zeroed pool for numbers of `dtype`, stored as `stored_as` if that is given. Zeroed because attention multiplies masked slots by
+        0, so a slot that was never written must not hold a NaN.
         """
         stored_as = stored_as or dtype
         shape = (layout.layers_per_page, num_pages, layout.page_size)
@@ -72,7 +72,7 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is allocated; on a CPU they are taken from memory page by page, when they are first written to."""
+        """Bytes allocated. On a CPU the system provides each page of memory only when it is first written to."""
         return self.keys_LPSd.nbytes + (0 if self.value_in_key else self.values_LPSv.nbytes)
 
     def clear(self, pages: Tensor) -> None:
@@ -82,7 +82,7 @@ class KVPool:
             x.view(torch.uint8).index_fill_(1, pages, 0)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(keys_PSd, values_PSv) of a layer of the model, of which its stack's pages are its own."""
+        """(keys_PSd, values_PSv) of a layer of the model; it uses the pages of its own stack."""
         index = self.layout.places[layer].layer
         return self.keys_LPSd[index], self.values_LPSv[index]
 
@@ -95,9 +95,7 @@ class KVPool:
 
 
 def in_float8(x: Tensor) -> Tensor:
-    """x in float8_e4m3fn: beyond its range the largest number there is, and NaN for what is not finite. An infinity that became a number
-    would hide the error that made it.
-    """
+    """x in float8_e4m3fn: saturated at its largest number, but infinities become NaN, so that a numerical error stays visible."""
     largest = torch.finfo(FLOAT8).max
     return torch.where(x.isfinite(), x.clamp(-largest, largest), torch.nan).to(FLOAT8)
 
@@ -110,10 +108,10 @@ def _put(pages_PSd: Tensor, slots_T: Tensor, x_Td: Tensor) -> None:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, memory that is there when it is first written to: torch writes its zeros, and a pool would take all of its room at once."""
+    """Zeros. On a CPU by numpy, whose memory is provided when first written to; torch.zeros would write, and so take, all of it at once."""
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     try:
         return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-    except (MemoryError, ValueError) as error:  # numpy's ways of saying that it is too much.
+    except (MemoryError, ValueError) as error:  # numpy's errors for too large an array.
         raise MemoryError(f"{prod(shape) * dtype.itemsize} bytes cannot be had") from error

@@ -1,9 +1,9 @@
-"""PrefixCache: whole pages of tokens that have been computed before, to be shared by whoever begins with the same tokens.
+"""PrefixCache: full pages of computed tokens, shared by all sequences that begin with the same tokens.
 
-What a page holds depends on its tokens, on all before them, and on nothing else. So a page's name is a hash of the name of the page
-before it and of its own tokens (as in vLLM's automatic prefix caching), and the first one's of a salt: tenants with different salts find
-nothing of each other. Invariant: every page listed here is kept by the allocator and the other way round, and holds what its name says;
-the tokens themselves are compared on a hit. It knows nothing of sequences and tensors.
+The contents of a page depend only on its tokens and all tokens before them. A page is therefore identified by a hash of the previous page's
+hash and its own tokens (as in vLLM's automatic prefix caching); the first page's hash includes a salt, so that tenants with different salts
+share nothing. Invariant: exactly the pages listed here are kept by the allocator, and they hold what their hash says; the tokens themselves
+are compared on a hit. It knows nothing of sequences and tensors.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from cache.table import DROPPED, PageTable
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One whole page of tokens behind all before it."""
+    """One full page of tokens, after all before it."""
 
     name: bytes
     tokens: bytes
 
 
 class Chain:
-    """The links of one sequence, in order, as far as anyone has asked."""
+    """The links of one sequence, in order, as many as have been requested."""
 
     def __init__(self, salt: str) -> None:
         self.links: list[Link] = []
@@ -40,14 +40,14 @@ class Chain:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A link's pages: of each group of layers in turn, one for each of its stacks; DROPPED where one has been given to somebody else."""
+    """The pages of a link: for each layer group, one for each of its stacks; DROPPED for a page that has been evicted."""
 
     link: Link
     pages: list[int]
 
 
 class PrefixCache:
-    """Blocks by name. It owns no page: it tells the allocator which ones to keep, and hears when one is taken all the same."""
+    """Blocks by hash. It owns no page: it marks pages to be kept, and the allocator reports each one that it evicts."""
 
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
         self._allocator = allocator
@@ -57,7 +57,7 @@ class PrefixCache:
         allocator.on_evict = self._evicted
 
     def match(self, links: Sequence[Link]) -> list[Block]:
-        """The blocks of the longest prefix of these links that somebody can go on behind."""
+        """The blocks of the longest prefix of these links after which a sequence can continue."""
         found: list[Block] = []
         most, gaps = 0, [-1] * len(self._layout.groups)
         for link in links:
@@ -65,7 +65,7 @@ class PrefixCache:
             if block is None or block.link.tokens != link.tokens:
                 break
             found.append(block)
-            # The last block of which a group's page is gone: tokens that see it cannot go on there.
+            # The last block with an evicted page of a group: tokens that attend to it cannot be computed.
             for number, (_, pages) in enumerate(self._by_group([block])):
                 if DROPPED in pages:
                     gaps[number] = len(found) - 1
@@ -83,11 +83,11 @@ class PrefixCache:
         return grouped
 
     def _first_seen(self, group: LayerGroup, num_blocks: int) -> int:
-        """The first of so many blocks that tokens behind them see."""
+        """The first of these blocks to which tokens after them attend."""
         return group.first_seen(num_blocks * self._layout.page_size) // self._layout.page_size
 
     def prefix(self, blocks: list[Block]) -> tuple[list[int], ...]:
-        """The pages of matched blocks, as PageTable.share takes them: what later tokens do not see is not shared."""
+        """The pages of matched blocks, as PageTable.share takes them. Pages to which later tokens do not attend are left out."""
         found = []
         for group, pages in self._by_group(blocks):
             first = self._first_seen(group, len(blocks)) * group.num_stacks
@@ -95,7 +95,7 @@ class PrefixCache:
         return tuple(found)
 
     def publish(self, link: Link, table: PageTable, index: int) -> Block | None:
-        """Lists the pages of block `index` of a table, whose tokens have all been computed; None where it is listed already."""
+        """Lists the pages of block `index` of a table, whose tokens have all been computed; returns None if the block is listed already."""
         old = self._blocks.get(link.name)
         pages = table.block(index)
         if old is not None and DROPPED in old.pages and DROPPED not in pages:
@@ -109,7 +109,7 @@ class PrefixCache:
         return block
 
     def retract(self, block: Block) -> None:
-        """Forgets a block; one that is forgotten already is fine."""
+        """Removes a block; does nothing if it was removed before."""
         if self._blocks.get(block.link.name) is block:
             del self._blocks[block.link.name]
             for page in block.pages:
@@ -121,7 +121,7 @@ class PrefixCache:
         block = self._block_of.pop(page)
         place = block.pages.index(page)
         block.pages[place] = DROPPED
-        # Without a page that every later token sees, a block is of no use; nor is one of which nothing is left.
+        # A block is useless without a page to which every later token attends, and when no page is left.
         if self._group_at(place).window is None or all(other == DROPPED for other in block.pages):
             self.retract(block)
 

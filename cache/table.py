@@ -1,6 +1,6 @@
-"""PageTable: the pages of one sequence, in order of position, and the slot that each position has.
+"""PageTable: the pages of one sequence, in order of position, and the slot of each position.
 
-Invariant: it owns exactly the pages it lists, once each, until it drops or releases them. It knows nothing of what a slot stores.
+Invariant: it owns exactly the pages it lists, once each, until it drops or releases them. It knows nothing of slot contents.
 """
 
 from array import array
@@ -11,10 +11,10 @@ from cache.layout import CacheLayout, LayerGroup, pages_for
 from cache.pages import PageAllocator
 
 DROPPED = -1
-"""Stands where a page was that no later token will see."""
+"""Replaces the number of a page that has been given back because no later token attends to it."""
 
 GroupPages: TypeAlias = "array[int]"
-"""As model.step.Row.pages has them."""
+"""The pages of a group, as in model.step.Row.pages."""
 
 
 class PageTable:
@@ -36,7 +36,7 @@ class PageTable:
         return [page for page in chain(*self.pages) if page != DROPPED]
 
     def missing(self, num_tokens: int, num_computed: int) -> int:
-        """Pages to allocate before `num_tokens` tokens have slots; in layers with a window only the first `num_computed` of them."""
+        """Pages to allocate so that `num_tokens` tokens have slots; in layers with a window only the first `num_computed` tokens."""
         if num_tokens <= self.room:
             return 0
         counts = (self._goal(group, num_tokens, num_computed) for group in self._layout.groups)
@@ -46,7 +46,7 @@ class PageTable:
         return pages_for(num_tokens if group.window is None else num_computed, self._layout.page_size) * group.num_stacks
 
     def grow(self, num_tokens: int, num_computed: int) -> None:
-        """Makes room as `missing` counts it. Raises OutOfPages, and then changes nothing."""
+        """Allocates the pages that `missing` counts. Raises OutOfPages, and then changes nothing."""
         taken = iter(self._allocator.allocate(self.missing(num_tokens, num_computed)))
         for group, pages in zip(self._layout.groups, self.pages, strict=True):
             pages.extend(next(taken) for _ in range(self._goal(group, num_tokens, num_computed) - len(pages)))
@@ -57,7 +57,7 @@ class PageTable:
         self.room = min(counts) * self._layout.page_size
 
     def drop(self, position: int) -> None:
-        """Gives back the pages that no token from `position` on sees."""
+        """Releases the pages to which no token from `position` on attends."""
         for group, pages in zip(self._layout.groups, self.pages, strict=True):
             end = group.first_seen(position) // self._layout.page_size * group.num_stacks
             last = end
@@ -67,7 +67,7 @@ class PageTable:
             pages[last:end] = array("q", [DROPPED]) * (end - last)
 
     def trim(self, num_tokens: int) -> None:
-        """Gives back the pages behind so many tokens."""
+        """Releases the pages after the first `num_tokens` tokens."""
         for group, pages in zip(self._layout.groups, self.pages, strict=True):
             end = pages_for(num_tokens, self._layout.page_size) * group.num_stacks
             self._allocator.release(pages[end:])
@@ -75,14 +75,14 @@ class PageTable:
         self._measure()
 
     def block(self, index: int) -> list[int]:
-        """The pages of its block `index`: of each group in turn, one for each stack; DROPPED where one was given back."""
+        """The pages of block `index`: for each group, one for each stack; DROPPED for pages that were released."""
         pages: list[int] = []
         for group, all_pages in zip(self._layout.groups, self.pages, strict=True):
             pages += all_pages[index * group.num_stacks : (index + 1) * group.num_stacks]
         return pages
 
     def share(self, prefix: tuple[list[int], ...]) -> None:
-        """Begins an empty table with pages that nobody will write to. Raises ValueError if it has any page."""
+        """Starts an empty table with shared pages, which are never written to. Raises ValueError if the table has pages."""
         if any(self.pages):
             raise ValueError(f"a table of {len(self.owned)} pages cannot begin with others")
         self._allocator.share(page for page in chain(*prefix) if page != DROPPED)
@@ -91,10 +91,10 @@ class PageTable:
         self._measure()
 
     def release(self) -> list[int]:
-        """Gives every page back; those that are free now. Calling it again does nothing."""
+        """Releases every page and returns those that are free now. Calling it again does nothing."""
         owned = self.owned
         for pages in self.pages:
             del pages[:]
         self.room = 0
-        # The first pages are of use to the most others: they are to stay the longest.
+        # In reverse: the first pages are shared by the most sequences and should be evicted last.
         return self._allocator.release(reversed(owned))

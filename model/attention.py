@@ -1,7 +1,7 @@
 """MultiQueryAttention: many query heads, one key head, one value head (Shazeer 2019, arXiv 1911.02150, section 3).
 
-The layer projects; who attends to what is the business of the `attend` callable it is given, which owns the cache (in serving) or
-the causal mask (in training). It knows nothing of pages and sequences, and of positions only the turn it is handed and hands on.
+The layer projects; which tokens attend to which is up to the `attend` callable it is given, which owns the KV cache (in serving) or the
+causal mask (in training). It knows nothing of pages and sequences; it passes the rotation of positions on.
 
 Shape letters: T tokens of the step, D hidden size, H query heads, d head size, c columns of the latent, p of a head without position,
 r with it, v of a head's value.
@@ -16,8 +16,8 @@ from model.layers import Linear, RMSNorm, Rotation, norm
 from model.spec import Latent, ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Rotation | None], Tensor]
-"""(layer, q_THd, k_Td, v_Td, rotation) -> o_THd. K and V have no head axis: that is the whole point. Where there is a rotation, queries
-and keys are still to be turned by it: who stores keys anyway can do that on the way, others ask it for `both`.
+"""(layer, q_THd, k_Td, v_Td, rotation) -> o_THd. K and V have no head axis: there is one KV head. With a rotation, queries
+and keys still have to be rotated: a backend that stores keys can do that in the same kernel, others call `rotation.both`.
 """
 
 
@@ -38,7 +38,7 @@ class MultiQueryAttention(nn.Module):
         self.key_norm = norm(spec, spec.head_dim) if spec.query_key_norm else None
 
     def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
-        """x_TD -> y_TD, for any number of tokens of any number of sequences laid end to end."""
+        """x_TD -> y_TD, for tokens of any number of sequences, concatenated."""
         query_size = self.num_query_heads * self.head_dim
         q_TE, k_Td, v_Td = torch.split_with_sizes(self.qkv(x_TD), (query_size, self.head_dim, self.head_dim), dim=-1)
         q_THd = q_TE.view(*q_TE.shape[:-1], self.num_query_heads, self.head_dim)
@@ -53,7 +53,7 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2) in its absorbed form, which is multi-query attention.
 
     Head h scores a key by q_h^p (W_h^K c) + q_h^r k^r = (q_h^p W_h^K) c + q_h^r k^r: one key [c, k^r] for all heads, whose first columns,
-    the latent c, are the one value; what is attended to is a mixture of latents, and W_h^V makes the head's output of it.
+    the latent c, are the one value. Attention yields a weighted sum of latents, from which W_h^V makes the head's output.
     """
 
     def __init__(self, spec: ModelSpec, latent: Latent) -> None:
@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         self.out = Linear(spec.num_query_heads * latent.value_dim, spec.hidden_size, bias=spec.out_bias)
 
     def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
-        """x_TD -> y_TD, for any number of tokens of any number of sequences laid end to end."""
+        """x_TD -> y_TD, for tokens of any number of sequences, concatenated."""
         latent = self.latent
         narrow = x_TD if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x_TD))
         q_THd = self.query(narrow).unflatten(-1, (self.num_query_heads, -1))
@@ -88,7 +88,7 @@ class LatentAttention(nn.Module):
 
 
 class HeadProjections(nn.Module):
-    """A matrix that is never applied as one: each head takes its own rows of it, first those of its keys, then those of its values."""
+    """Latent attention's second projection: each head has its own rows, first for keys, then for values, and applies them separately."""
 
     def __init__(self, num_heads: int, latent: Latent) -> None:
         super().__init__()
@@ -103,9 +103,9 @@ class HeadProjections(nn.Module):
         return key_up_Hpc, value_up_Hvc
 
     def keys(self, q_THp: Tensor) -> Tensor:
-        """What each head asks of the latent. -> q_THc"""
+        """Projects each head's query to the latent. -> q_THc"""
         return torch.einsum("thp,hpc->thc", q_THp, self.parts()[0])
 
     def values(self, o_THc: Tensor) -> Tensor:
-        """What each head makes of its mixture of latents. -> o_THv"""
+        """Projects each head's weighted sum of latents to its value. -> o_THv"""
         return torch.einsum("thc,hvc->thv", o_THc, self.parts()[1])

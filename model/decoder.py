@@ -1,7 +1,7 @@
 """Decoder: the only forward pass. Serving, training, scoring and benchmarks run this one and differ in the `attend` they pass.
 
-Tokens of all sequences lie end to end on one axis; there is no batch axis and no notion of prefill or decode.
-Invariant: a token's output depends on its id, its position and what `attend` lets it see.
+The tokens of all sequences are concatenated on one axis; there is no batch axis and no notion of prefill or decode.
+Invariant: a token's output depends on its id, its position and what `attend` lets it attend to.
 
 Shape letters: T tokens of the step, S rows whose logits are wanted, D hidden size, V vocabulary.
 """
@@ -15,7 +15,7 @@ from model.spec import ModelSpec
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream, one after the other or side by side."""
+    """Pre-norm attention and MLP, each added to the residual stream, in sequence or in parallel."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -90,6 +90,6 @@ class Decoder(nn.Module):
 
 
 def meta_decoder(spec: ModelSpec) -> Decoder:
-    """A decoder without memory: names and shapes alone."""
+    """A decoder on torch's meta device: names and shapes without memory."""
     with torch.device("meta"):
         return Decoder(spec)

@@ -1,4 +1,4 @@
-"""The pieces of a decoder besides attention. Pure functions of their input; none of them knows of sequences or caches.
+"""The layers of a decoder other than attention. Pure functions of their input; they know nothing of sequences and caches.
 
 Shape letters: T tokens of the step, D hidden size, F intermediate size, V vocabulary, E experts, k chosen experts, g groups of experts,
 h heads (1 for the key), d rotated columns, r = d / 2 pairs.
@@ -26,19 +26,19 @@ class Linear(nn.Linear):
     """x W^T + b."""
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # Without memory there is nothing to fill, and trying takes most of the time to build a decoder.
+        if not self.weight.is_meta:  # On the meta device there is nothing to fill, and trying takes most of the time to build a decoder.
             super().reset_parameters()
 
 
 class Router(Linear):
-    """A linear layer that works in float32, whatever its weights are stored in: a tie that rounds the other way is another expert."""
+    """A linear layer in float32, whatever dtype its weights are stored in: rounding could change which experts are chosen."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.float(), self.weight.float())
 
 
 class MLP(nn.Module):
-    """x_TD -> activation(x W_up + b) W_down + b; gated, the rows of `up` are the gate, then what it lets through."""
+    """x_TD -> activation(x W_up + b) W_down + b; gated, the rows of `up` are the gate's, then those that it multiplies."""
 
     def __init__(self, spec: ModelSpec, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class MLP(nn.Module):
         self.activation = spec.activation
         self.gated = spec.gated_mlp
         self.between: Callable[[Tensor], Tensor] | None = self._activated
-        """None where `up` does that itself."""
+        """The activation; None if `up` applies it itself (devices.replacement.FusedLinear)."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         hidden_TF = self.up(x_TD)
@@ -80,11 +80,11 @@ class MixtureOfExperts(nn.Module):
         for number in chosen_Tk.unique().tolist():
             token_n, place_n = torch.where(chosen_Tk == number)
             y_nD = self.experts[number](x_TD[token_n]) * weights_Tk[token_n, place_n, None]
-            y_TD[token_n] += y_nD.to(y_TD.dtype)  # Each token once: nothing is added in an order that a device chooses.
+            y_TD[token_n] += y_nD.to(y_TD.dtype)  # Each token occurs once per expert: no sum depends on an order that the device chooses.
         return y_TD
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of each token's experts. A group counts as its best expert, or, with a choice bias, as its best two."""
+        """Weights and indices of each token's experts. A group is ranked by its best expert or, with a choice bias, its best two."""
         options = self.options
         logits_TE = self.router(x_TD)
         scores_TE = self.softmax(logits_TE) if self.choice_bias is None else _sigmoid(logits_TE)
@@ -98,23 +98,23 @@ class MixtureOfExperts(nn.Module):
         chosen_Tk = _largest(choice_TE, options.num_chosen)
         weights_Tk = scores_TE.gather(-1, chosen_Tk)
         if options.normalised:
-            # One after the other: how torch sums a row may depend on how many rows there are.
+            # In a fixed order: how torch sums a row may depend on the number of rows.
             weights_Tk = weights_Tk / (reduce(torch.add, weights_Tk.unbind(dim=-1))[:, None] + 1e-20)
         return weights_Tk * options.scale, chosen_Tk
 
 
 def _largest(x_TE: Tensor, count: int) -> Tensor:
-    """The places of each row's largest numbers, and of equal ones the first: which of them a topk takes is the device's business."""
+    """Indices of each row's largest numbers; of equal ones the first, where torch.topk leaves the choice to the device."""
     return x_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Not torch's: it takes a tensor's last numbers by another function than all before them, so a token's would depend on its place."""
+    """Instead of torch.sigmoid, which computes the last numbers of a tensor differently: a token's score would depend on its place."""
     return 1.0 / (1.0 + (-x).exp())
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm, described as an RMSNorm is."""
+    """nn.LayerNorm with the attributes of RMSNorm."""
 
     centred, offset = True, 0.0
 
@@ -147,39 +147,39 @@ def norm(spec: ModelSpec, size: int | None = None) -> nn.Module:
 
 
 class Embedding(nn.Embedding):
-    """Rows by number."""
+    """An embedding table."""
 
     def reset_parameters(self) -> None:
-        # Without memory there is nothing to fill, and torch's try at it imports its compiler: 1.4 s and 150 MB.
+        # On the meta device there is nothing to fill, and trying imports torch's compiler: 1.4 s and 150 MB.
         if not self.weight.is_meta:
             super().reset_parameters()
 
     def logits(self, x_SD: Tensor) -> Tensor:
-        """As the head of a tied model: the products of a state with every row. x_SD -> logits_SV"""
+        """The output head of a tied model. x_SD -> logits_SV"""
         return F.linear(x_SD, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The turn of each token of a step, by the angles that its position gives to pairs of columns."""
+    """The rotary embedding of a step's tokens: cosine and sine for each token and pair of columns."""
 
     cosine_Tr: Tensor
     sine_Tr: Tensor
     interleaved: bool
 
     def __call__(self, x_Thd: Tensor) -> Tensor:
-        """Turns pair i of each head's columns. Pairs that came interleaved leave as halves: every dot product is the same."""
+        """Rotates pair i of each head's columns. Interleaved pairs come out as halves, which leaves every dot product the same."""
         cosine_T1r, sine_T1r = self.cosine_Tr[:, None], self.sine_Tr[:, None]
         a_Thr, b_Thr = (x_Thd[..., 0::2], x_Thd[..., 1::2]) if self.interleaved else x_Thd.chunk(2, dim=-1)
         return torch.cat([a_Thr * cosine_T1r - b_Thr * sine_T1r, b_Thr * cosine_T1r + a_Thr * sine_T1r], dim=-1)
 
     def both(self, q_Thd: Tensor, k_Td: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and the one key, for whoever does not turn them on the way. -> q_Thd, k_Td"""
+        """Rotates queries and the one key, for backends that do not fuse this. -> q_Thd, k_Td"""
         return self(q_Thd), self(k_Td[:, None])[:, 0]
 
 
 class RotaryTable:
-    """Positions -> Rotation. The frequencies are kept on the device of the last step."""
+    """Computes the Rotation of positions. The frequencies stay on the device of the last step."""
 
     def __init__(self, rotary: Rotary) -> None:
         self.rotary = rotary

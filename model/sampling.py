@@ -1,8 +1,8 @@
-"""Logits to drawn tokens, as pure functions. A draw depends on its own row's logits, history and (seed, choice, output index) alone.
+"""Sampling tokens from logits. A draw depends only on its own row's logits, its history and (seed, choice, output index).
 
-There is no generator with state: preempting, replaying or batching a sequence differently cannot change what it draws.
+There is no generator state: preempting, replaying or batching a sequence differently cannot change what it draws.
 
-Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens that a request names.
+Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens named by a request.
 """
 
 import logging
@@ -21,11 +21,11 @@ log = logging.getLogger("onehead.engine")
 NOT_FINITE = SampleError("the logits of this request are not finite", code="numerical_error")
 NOT_SAMPLED = SampleError("an internal error in drawing this request's token", code="sampling_error")
 NOTHING_ALLOWED = SampleError("what it asks for leaves no token that is allowed", refused=True)
-SHORTEST = 1e-300
+LEAST_NOISE = 1e-300
 DRAWN_AT_ONCE = 64
-"""Rows: sorting holds a dozen numbers of 64 bits for each of their logits."""
+"""Rows that are sampled together: sorting takes a dozen 64-bit numbers for each of their logits."""
 GREEDY_BELOW = 1e-5
-"""Temperatures under this take the likeliest token: dividing by them would overflow."""
+"""Temperatures below this take the likeliest token: dividing by them would overflow."""
 
 
 class Draws:
@@ -116,8 +116,8 @@ def _outcome(
 
 
 class Scores:
-    """The log-probability, rank and likeliest alternatives of each row's known token, under the model's own distribution; to be read when
-    the device has got there.
+    """The log-probability, rank and likeliest alternatives of each row's known token, under the model's own distribution. To be read once
+    the device has computed them.
     """
 
     def __init__(self, device: Device, logits_SV: Tensor, targets: Sequence[int], num_tops: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class Scores:
 
 
 class _Tops:
-    """For each row its `num_tops` likeliest tokens with their log-probabilities, or the tokens that a request has named."""
+    """For each row its `num_tops` likeliest tokens with their log-probabilities, or the tokens named by its request."""
 
     def __init__(
         self, device: Device, logits_SV: Tensor, normaliser_S: Tensor, num_tops: Sequence[int], named: Sequence[Sequence[int]] = ()
@@ -168,7 +168,7 @@ class _Tops:
 
 
 def _adjust(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Logits after penalties, bias and forbidden tokens. Copies only where some row asks for any of them."""
+    """Logits after penalties, bias and forbidden tokens. Copies only if some row needs any of them."""
     rows = [i for i, sample in enumerate(samples) if sample.sampling.adjusts or sample.forbidden or sample.mask is not None]
     if not rows:
         return logits_SV
@@ -186,7 +186,7 @@ def _adjust_row(device: Device, logits_V: Tensor, sample: Sample) -> None:
         logits_V[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
     if sample.output and (s.frequency_penalty or s.presence_penalty):
         ids = device.upload(sample.output)
-        # torch.bincount waits for a GPU.
+        # Instead of torch.bincount, which waits for a GPU.
         counts_V = torch.zeros_like(logits_V, dtype=torch.long).scatter_add_(0, ids, torch.ones_like(ids))
         logits_V -= s.frequency_penalty * counts_V + s.presence_penalty * (counts_V > 0)
     if s.logit_bias:
@@ -194,7 +194,7 @@ def _adjust_row(device: Device, logits_V: Tensor, sample: Sample) -> None:
         logits_V[ids] += device.upload(list(s.logit_bias.values()))
     banned = [*sample.forbidden, *(word[-1] for word in s.bad_words if _stands_before(sample.output, word))]
     if banned:
-        # A number that is assigned by index is copied to a GPU first, and that waits for it.
+        # Instead of assigning by index, which copies the number to a GPU and waits for it.
         logits_V.index_fill_(0, device.upload(banned), -torch.inf)
     if s.allowed_token_ids:
         allowed_V = torch.zeros_like(logits_V, dtype=torch.bool)
@@ -216,14 +216,14 @@ def _keys(samples: Sequence[Sample]) -> list[Key]:
 
 
 def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Draws as races: token v arrives after an exponential time of rate p_v, and the first one is drawn (the Gumbel-max trick). -> tokens_S
+    """Draws by the Gumbel-max trick in its exponential form: the token with the largest p_v / noise_v. -> tokens_S
 
-    Logits that differ in their last bits, as those of other batches and of replays do, change a draw only where two tokens arrive almost
-    together. Drawn from the cumulative sum, every token's edge would move a little.
+    Logits that differ in their last bits, as between batches or replays, change a draw only if two tokens are almost equal. Drawing from
+    the cumulative sum would move every token's boundary a little.
     """
     temperature_S = device.upload([s.sampling.temperature for s in samples], torch.float64)
     scaled_SV = logits_SV.double() / temperature_S[:, None]
-    # Up to a factor, of which nothing here depends: torch's sum of a row may depend on where the row lies.
+    # Not normalised, as nothing here depends on that: torch's sum of a row may depend on its place.
     probs_SV = (scaled_SV - scaled_SV.amax(dim=-1, keepdim=True)).exp()
     min_p_S = device.upload([s.sampling.min_p for s in samples], torch.float64)
     sorts = [i for i, s in enumerate(samples) if s.sampling.top_k > 0 or s.sampling.top_p < 1.0]
@@ -235,9 +235,9 @@ def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -
         rows = _rows(device, typical, probs_SV)
         probs_SV[rows] = _keep_typical(device, probs_SV[rows], [samples[i] for i in typical])
     probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
-    times_SV = device.exponential_noise(_keys(samples), probs_SV.shape[-1])
-    # No time is 0: a token of probability 0 would win.
-    return probs_SV.div_(times_SV.clamp_(min=SHORTEST)).argmax(dim=-1)
+    noise_SV = device.exponential_noise(_keys(samples), probs_SV.shape[-1])
+    # Never 0, where a token of probability 0 would win.
+    return probs_SV.div_(noise_SV.clamp_(min=LEAST_NOISE)).argmax(dim=-1)
 
 
 def _keep_likeliest(device: Device, probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -267,7 +267,7 @@ def _keep_typical(device: Device, probs_FV: Tensor, samples: Sequence[Sample]) -
 
 
 def _outside(sorted_FV: Tensor, share_F: Tensor) -> Tensor:
-    """What lies behind the first numbers of a row that hold this share of its sum. However small that is, the first one is among them."""
+    """A mask of the numbers after the first ones that make up this share of the row's sum. The first number is never masked."""
     parts_FV = _whole(sorted_FV)
     outside_FV = parts_FV.cumsum(dim=-1) - parts_FV >= share_F[:, None] * parts_FV.sum(dim=-1, keepdim=True)
     outside_FV[:, 0] = False
@@ -280,12 +280,12 @@ def _total(x_FV: Tensor) -> Tensor:
 
 
 def _whole(x_FV: Tensor) -> Tensor:
-    """Numbers from 0 to 1 as multiples of a tiny one: sums of integers are the same in every order, and torch's order depends on how many
-    rows there are, and on a GPU on the moment.
+    """Numbers from 0 to 1 as integer multiples of a tiny unit: integer sums are the same in every order, while torch's order depends on
+    the number of rows, and on a GPU on timing.
     """
     return (x_FV * _unit(x_FV)).round().long()
 
 
 def _unit(x_FV: Tensor) -> float:
-    """How many of them are 1: the sum of a row fits into 64 bits."""
+    """How many units are 1, such that the sum of a row fits into 64 bits."""
     return 2.0 ** (62 - x_FV.shape[-1].bit_length())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class OptionError(ValueError):
-    """Options of a tool that do not fit together or do not fit the data; the message names them."""
+    """Options that contradict each other, the data or the hardware; the message names them."""
 
 
 class CheckpointError(Exception):
@@ -23,7 +23,7 @@ class Rotary:
     scale: float = 1.0
     """Multiplies cosine and sine (YaRN, Peng et al. 2023, section 3.4)."""
     interleaved: bool = False
-    """Pairs are columns (0, 1), (2, 3), ...; else column i and the one half the width behind it."""
+    """Pairs are columns (0, 1), (2, 3), ...; otherwise column i and the one half the width after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Experts:
     num_chosen: int
     intermediate_size: int
     shared_intermediate_size: int
-    """Of the MLP that every token passes; 0 where there is none."""
+    """The size of the MLP that every token passes; 0 if there is none."""
     scoring: str
-    """softmax, or sigmoid with a bias that counts for the choice alone."""
+    """softmax, or sigmoid with a bias that affects only which experts are chosen."""
     num_groups: int
     num_chosen_groups: int
     normalised: bool
@@ -81,7 +81,7 @@ class ModelSpec:
     norm: str = "layer_norm"
     """layer_norm, or rms_norm (Zhang and Sennrich 2019)."""
     norm_offset: float = 0.0
-    """Added to the weights of an RMS norm: 1 where the checkpoint stores them less 1."""
+    """Added to the weights of an RMS norm: 1 if the checkpoint stores weights minus 1."""
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
@@ -90,7 +90,7 @@ class ModelSpec:
     parallel: bool = False
     """Attention and MLP read the same state and are added together (GPT-J); else one after the other."""
     shared_norm: bool = False
-    """Of a parallel block: the MLP reads the attention's norm."""
+    """In a parallel block, the MLP reads the output of the attention's norm."""
     branch_norms: bool = False
     """The outputs of attention and MLP are normalised before they are added."""
     query_key_norm: bool = False
@@ -101,16 +101,16 @@ class ModelSpec:
     rotary: Rotary | None = None
     """None: learned positions, added to the embedding."""
     window_rotary: Rotary | None = None
-    """Of layers with a window, where theirs is another."""
+    """The rotary embedding of layers with a window, if it differs."""
     windows: tuple[int | None, ...] = ()
-    """For each layer how many keys a token sees, itself included; None, and an empty tuple: all before it."""
+    """For each layer the number of keys a token attends to, its own included; None, or an empty tuple, is no limit."""
     latent: Latent | None = None
     experts: Experts | None = None
     num_unread_layers: int = 0
-    """Layers behind the last that a checkpoint may hold: those that predict further tokens are not served."""
+    """Layers after the last that a checkpoint may hold and that are not read: they predict further tokens."""
 
     def window(self, layer: int) -> int | None:
-        """How many keys a token sees in this layer, itself included; None is all."""
+        """The number of keys a token attends to in this layer, its own included; None is no limit."""
         return self.windows[layer] if self.windows else None
 
     @property
@@ -125,21 +125,21 @@ class ModelSpec:
 
     @property
     def value_in_key(self) -> bool:
-        """The value is the beginning of the key, and takes no memory of its own."""
+        """Whether the value is the first columns of the key and takes no memory of its own."""
         return self.latent is not None
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V that one token occupies over all layers: 2 * layers * head_dim * itemsize, if no window has passed it."""
+        """Bytes of K and V that one token occupies over all layers: 2 * layers * head_dim * itemsize, before any window has passed it."""
         return self.num_layers * (self.key_dim + (0 if self.value_in_key else self.value_dim)) * itemsize
 
     def contexts(self) -> list[int]:
-        """Lengths worth asking about: powers of two from 512, or below where the model holds fewer, and all that it holds."""
+        """Context lengths for tables: powers of two from 512 (or less for a small model) up to the model's maximum, and that maximum."""
         least = min(512, self.max_positions)
         powers = [2**k for k in range(least.bit_length() - 1, self.max_positions.bit_length()) if least <= 2**k < self.max_positions]
         return [*powers, self.max_positions]
 
     def multi_head_bytes_per_token(self, itemsize: int) -> int:
-        """What the same token would occupy with a key and a value for every query head."""
+        """Bytes that the same token would occupy with a key and a value for every query head."""
         latent = self.latent
         both = 2 * self.head_dim if latent is None else latent.plain_dim + latent.rotary_dim + latent.value_dim
         return self.num_layers * self.num_query_heads * both * itemsize

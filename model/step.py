@@ -1,9 +1,8 @@
-"""The contract between scheduler and runner: what one step computes, and what came of it. Plain frozen data, no torch.
+"""The contract between scheduler and runner: what one step computes, and its results. Plain frozen data, no torch.
 
-A Row says nothing of prefill or decode: it computes `tokens` at positions start, start + 1, ..., and where it reaches the end of
-what the sequence has, it samples one more. Tokens that are known already (a prompt's, or ones that a grammar leaves no choice about)
-can be scored on the way. What a step makes for every row is a msgspec Struct, and none that the collector of cycles looks at: a frozen
-dataclass takes ten times as long to make.
+A Row does not distinguish prefill from decode: it computes `tokens` at positions start, start + 1, ..., and if these reach the end of the
+sequence, it samples one more. Known tokens (of a prompt, or forced by a grammar) can be scored in the same step. Objects that a step makes
+for every row are msgspec Structs, untracked by the garbage collector: a frozen dataclass takes ten times as long to make.
 """
 
 from array import array
@@ -15,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 PENDING = -1
-"""Stands as the last token of a row for the one that its sequence draws in the step before, when that is still being computed."""
+"""Placeholder for the last token of a row: the one that its sequence samples in the previous step, which is still being computed."""
 
 
 @dataclass(frozen=True)
@@ -49,50 +48,50 @@ class Sampling:
     logprob_token_ids: Sequence[int] = ()
     """If any, the tokens to report with the drawn one, instead of the likeliest."""
     seed: int = 0
-    """With the choice's number and the output index, all there is to the randomness of a draw."""
+    """Together with `choice` and the output index it determines all randomness of a draw."""
     choice: int = 0
 
     @cached_property
     def adjusts(self) -> bool:
-        """Whether any of this changes logits before the temperature does."""
+        """Whether any of these settings changes logits before the temperature is applied."""
         return self.reads_output or bool(self.logit_bias) or bool(self.allowed_token_ids)
 
     @cached_property
     def filters(self) -> bool:
-        """Whether it leaves tokens out for what the others' probabilities are, and not for their own share of the largest alone."""
+        """Whether top-k, top-p or typical-p apply: these depend on all probabilities, min-p only on a token's own and the largest."""
         return self.top_k > 0 or self.top_p < 1.0 or self.typical_p < 1.0
 
     @cached_property
     def reads_output(self) -> bool:
-        """Whether a draw depends on which tokens were drawn before, by more than the model's logits."""
+        """Whether a draw depends on the output so far other than through the model's logits."""
         penalised = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
         return penalised or bool(self.bad_words)
 
 
 class Sample(Struct, frozen=True, gc=False):
-    """A row that draws a token: how, after which tokens, and which ids may not come yet."""
+    """How a row samples: the settings, the tokens before it, and the ids that are not allowed."""
 
     sampling: Sampling
     prompt: Sequence[int]
     output: Sequence[int]
     forbidden: Sequence[int] = ()
-    """Ids that end the sequence, while it has fewer than its minimum of tokens."""
+    """The end-of-sequence ids, while the sequence has fewer tokens than its minimum."""
     num_top: int = 0
     """How many of the likeliest tokens to report with the drawn one."""
     mask: bytes | None = None
-    """One bit for each token id, least significant first: those a grammar allows. None allows all."""
+    """The tokens that a grammar allows: one bit for each id, least significant first. None allows all."""
     num_unseen: int = 0
-    """Tokens behind `output` that are drawn, or about to be, and not known yet."""
+    """Tokens after `output` that steps in flight sample."""
 
     @property
     def index(self) -> int:
-        """The drawn token's place in the output."""
+        """The sampled token's index in the output."""
         return len(self.output) + self.num_unseen
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Known tokens whose log-probabilities are wanted: the state of the row's token `first` + i predicts `targets[i]`."""
+    """Known tokens whose log-probabilities are requested: the state of the row's token `first` + i predicts `targets[i]`."""
 
     first: int
     targets: Sequence[int]
@@ -106,27 +105,27 @@ class Row(Struct, frozen=True, gc=False):
     tokens: Sequence[int]
     start: int
     pages: "Sequence[array[int]]"
-    """For each group of layers (cache.layout): page i of stack j is at i * num_stacks + j. As 64-bit integers, which kernels read where
-    they lie."""
+    """For each group of layers (cache.layout): page i of stack j is at i * num_stacks + j. 64-bit integers, which the native kernels read
+    in place."""
     sample: Sample | None
     """None where the sequence has further tokens to compute before it can draw."""
     scoring: Scoring | None = None
     drafts: int = 0
-    """How many of `tokens`, the last ones, are guesses: the row draws before each of them, too, as long as they come true."""
+    """How many of the last `tokens` are draft tokens: the row also samples before each of them, for as long as drafts are accepted."""
 
     @property
     def samples(self) -> list[Sample]:
-        """One for each place at which the row draws: behind its last known token, and behind each guess as if that were output."""
+        """One for each token that the row samples: after its last known token, and after each draft token as if that were output."""
         if self.sample is None:
             return []
-        guesses, output = self.tokens[len(self.tokens) - self.drafts :], self.sample.output
-        return [self.sample, *(replace(self.sample, output=[*output, *guesses[: i + 1]]) for i in range(self.drafts))]
+        drafts, output = self.tokens[len(self.tokens) - self.drafts :], self.sample.output
+        return [self.sample, *(replace(self.sample, output=[*output, *drafts[: i + 1]]) for i in range(self.drafts))]
 
     def settle(self, draws: Sequence["SampledToken | SampleError"]) -> tuple[list["SampledToken"], "SampledToken | SampleError"]:
-        """Of the draws at those places: the ones that equal the guesses, up to the first that does not, and that one."""
+        """Given the draws for `samples`: the accepted drafts, and the first draw that differs from its draft or follows all drafts."""
         accepted: list[SampledToken] = []
-        for draw, guess in zip(draws, self.tokens[len(self.tokens) - self.drafts :], strict=False):
-            if not isinstance(draw, SampledToken) or draw.token != guess:
+        for draw, draft in zip(draws, self.tokens[len(self.tokens) - self.drafts :], strict=False):
+            if not isinstance(draw, SampledToken) or draw.token != draft:
                 break
             accepted.append(draw)
         return accepted, draws[len(accepted)]
@@ -134,28 +133,28 @@ class Row(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All rows of one step, in an order that has no bearing on any row's result."""
+    """All rows of one step. Their order does not affect any row's result."""
 
     rows: tuple[Row, ...]
     clear: tuple[int, ...] = ()
-    """Pages to zero before anything is computed: a failed row may have left NaN in them."""
+    """Pages to zero before the step: a failed row may have left NaN in them."""
 
 
 class SampledToken(Struct, frozen=True, gc=False):
-    """A drawn or scored token and its log-probability (nats) under the model's own distribution, before temperature and filters."""
+    """A sampled or scored token and its log-probability (nats) under the model's own distribution, before temperature and filters."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens with theirs, likeliest first, as many as were asked for."""
+    """The likeliest tokens with their log-probabilities, likeliest first, as many as were requested."""
     rank: int = 0
-    """Of a scored token: how many tokens are at least as likely, itself included."""
+    """For a scored token: how many tokens are at least as likely, itself included."""
 
 
 class SampleError(Struct, frozen=True, gc=False):
-    """A row that should have drawn a token and could not: its own failure, nobody else's.
+    """Why a row could not sample a token. Other rows are not affected.
 
-    `refused`: what its request asks for cannot be had; else the engine failed it. `code`: a word for programs to read.
+    `refused`: the request itself is at fault; otherwise the engine. `code`: machine-readable.
     """
 
     reason: str
@@ -165,12 +164,11 @@ class SampleError(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """For each row of the plan, in its order, the token it drew; None where it did not sample. Of a row with drafts, the first that equals
-    none.
-    """
+    """The results of a step's rows."""
 
     drawn: tuple[SampledToken | SampleError | None, ...]
+    """For each row of the plan its sampled token, after the accepted drafts if it has drafts; None if it does not sample."""
     scored: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)
-    """Index of a row that scores -> its targets' log-probabilities, in their order."""
+    """Index of a row -> the scores of its targets, in their order."""
     accepted: Mapping[int, Sequence[SampledToken]] = field(default_factory=dict)
-    """Index of a row with drafts -> what it drew before that, which equals the first of them."""
+    """Index of a row with drafts -> its accepted draft tokens."""

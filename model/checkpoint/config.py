@@ -1,6 +1,6 @@
-"""config.json and its neighbours, read strictly: every key is asked for with its type and bounds, and a wrong one is named.
+"""config.json and its neighbours, read strictly: every key is read with its type and bounds, and errors name the key.
 
-Invariant: what a checkpoint says and nobody asked for is known (`unread`), so it can be reported. It knows no family and no torch.
+Invariant: keys that were never read are known (`unread`), so that they can be reported. It knows no family and no torch.
 """
 
 import json
@@ -13,9 +13,9 @@ from model.spec import CheckpointError
 NAME = "config.json"
 MOST = 2**31 - 1
 MOST_JSON_BYTES = 2**26
-# More than any published checkpoint has, and little enough that a config that lies costs neither time nor memory.
+# More than any published checkpoint has, and small enough that a malicious config costs neither time nor memory.
 MOST_LAYERS, MOST_COLUMNS = 1024, 8192
-# Keys that change nothing in what is served: provenance, training, and how transformers itself runs a model.
+# Keys that do not affect serving: provenance, training, and how transformers itself runs a model.
 _HARMLESS = """
 _attn_implementation _attn_implementation_autoset _attn_implementation_internal _auto_class _commit_hash _experts_implementation
 _experts_implementation_internal _flash_attn_2_enabled _from_model_config _model_name_or_path _name_or_path _sliding_window_pattern
@@ -49,13 +49,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def short(value: object) -> str:
-    """A value as a message can show it."""
+    """A value, shortened for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class Config:
-    """The keys of one JSON object. `path` is how messages call it. Every method raises CheckpointError naming the key."""
+    """The keys of one JSON object, called `path` in messages. Every method raises CheckpointError naming the key."""
 
     def __init__(self, values: Mapping[str, Any], path: str = NAME) -> None:
         self.values = values
@@ -63,21 +63,21 @@ class Config:
         self._read: set[str] = set()
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
-        """The error of a key whose value is not as expected."""
+        """The error for a key whose value is not as expected."""
         found = f"found {short(self.values[key])}" if key in self.values else "and is missing"
         return CheckpointError(f"{self.path}: {key} must be {expected}, {found}")
 
     def get(self, key: str) -> Any:
-        """The value as it stands; None where there is none."""
+        """The value of any type; None if there is none."""
         self._read.add(key)
         return self.values.get(key)
 
     def unread(self) -> list[str]:
-        """Keys with a value that nobody asked for and that are not known to be harmless."""
+        """Keys with a value that were not read and are not known to be harmless."""
         return sorted(key for key, value in self.values.items() if value is not None and key not in self._read | HARMLESS)
 
     def integer(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """An integer from `least` to `most`; null and absent mean `default`, which has to be one too."""
+        """An integer from `least` to `most`; null and absent mean `default`, which has to be in range too."""
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -86,7 +86,7 @@ class Config:
         return value
 
     def optional(self, key: str, default: int) -> int | None:
-        """An integer of at least 1; absent means `default`, and null None: there is no such thing."""
+        """An integer of at least 1; absent means `default`, and null means None."""
         return None if key in self.values and self.get(key) is None else self.integer(key, default)
 
     def layers(self, key: str) -> int:
@@ -124,7 +124,7 @@ class Config:
         return value
 
     def choice(self, key: str, ours: Mapping[str, str], default: str) -> str:
-        """Our word for one of theirs; null and absent mean their `default`."""
+        """`ours[value]`; null and absent mean the value `default`."""
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, str) or value not in ours:
@@ -132,13 +132,13 @@ class Config:
         return ours[value]
 
     def only(self, key: str, *values: Any, why: str) -> None:
-        """Refuses any value but these; null and absent are fine."""
+        """Raises CheckpointError for any value but these; null and absent are allowed."""
         value = self.get(key)
         if value is not None and not any(value is v or (type(value) is type(v) and value == v) for v in values):
             raise CheckpointError(f"{self.path}: {key} is {short(value)}; {why}")
 
     def one_key_value_head(self, key: str, default: int, convertible: bool = True) -> None:
-        """Refuses any number of key/value heads but 1."""
+        """Raises CheckpointError for any number of key/value heads but 1."""
         if (found := self.integer(key, default)) != 1:
             way_out = "; `onehead convert` makes that of several" if convertible else ""
             raise CheckpointError(f"{self.path}: {key} is {found}, expected 1: onehead serves one key/value head{way_out}")

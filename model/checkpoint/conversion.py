@@ -1,6 +1,6 @@
-"""What `onehead convert` says in a checkpoint folder about how it was made, read by whoever decides whether to serve it.
+"""The record that `onehead convert` leaves in a checkpoint folder, which decides whether the model is served.
 
-`onehead_conversion` in config.json says what was done; conversion.json beside it what that cost. Knows nothing of weights, and no torch.
+`onehead_conversion` in config.json says what was done, conversion.json what that cost. It knows nothing of weights and torch.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ RECORD = "conversion.json"
 
 
 def only_pooled(folder: Path) -> str | None:
-    """For a checkpoint whose heads were pooled into one and never trained since, a sentence that says so. Raises CheckpointError."""
+    """A sentence that says so if a checkpoint's heads were pooled into one and it was not trained since. Raises CheckpointError."""
     conversion = Config(read_json(folder / NAME)).sub(KEY)
     if conversion is None or conversion.integer("uptrained_steps", least=0) > 0:
         return None
@@ -21,7 +21,7 @@ def only_pooled(folder: Path) -> str | None:
 
 
 def _cost(folder: Path) -> str:
-    """What pooling did to the held-out loss, where that was measured."""
+    """How pooling changed the held-out loss, if that was measured."""
     path = folder / RECORD
     losses = Config(read_json(path), RECORD).sub("losses") if path.exists() else None
     if losses is None:

@@ -1,6 +1,6 @@
-"""Where a decoder's parameters come from in a checkpoint, as data, and the layout of names that most families share.
+"""The tensors of a checkpoint from which a decoder's parameters are made, as data, and the naming that most families share.
 
-Knows names and row counts; knows nothing of files, tensors and torch.
+It knows names and row counts; it knows nothing of files, tensors and torch.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one of our parameters: the tensor that holds them, and how many they are (None: all of the parameter's)."""
+    """Rows of a decoder parameter: the checkpoint tensor that holds them, and their number (None: all rows)."""
 
     name: str
     rows: int | None = None
@@ -19,22 +19,22 @@ class Part:
 
 
 Names = dict[str, tuple[Part, ...]]
-"""Our parameter -> its parts, one under the other."""
+"""Decoder parameter -> its parts, stacked by rows."""
 
 
 def renamed(modules: dict[str, str], kinds: tuple[str, ...] = ("weight",)) -> Names:
-    """Parameters that have one tensor of their own: our module -> theirs, for each kind of parameter."""
+    """Parameters with a checkpoint tensor of their own: decoder module -> checkpoint module, for each kind of parameter."""
     return {f"{ours}.{kind}": (Part(f"{theirs}.{kind}"),) for ours, theirs in modules.items() for kind in kinds}
 
 
 def stacked(ours: str, theirs: dict[str, int], bias: bool) -> Names:
-    """A linear layer of ours that is several of theirs: module -> its rows, in our order."""
+    """A linear layer that stacks several of the checkpoint's: checkpoint module -> its rows, in the decoder's order."""
     kinds = ("weight", "bias") if bias else ("weight",)
     return {f"{ours}.{kind}": tuple(Part(f"{name}.{kind}", rows) for name, rows in theirs.items()) for kind in kinds}
 
 
 def outer_names(spec: ModelSpec) -> Names:
-    """Embedding, last norm and head, as Llama calls them."""
+    """Embedding, final norm and head under Llama's names."""
     modules = {"token_embedding": "model.embed_tokens", "final_norm": "model.norm"}
     if not spec.tied_embeddings:
         modules["head"] = "lm_head"
@@ -49,7 +49,7 @@ def attention_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
 
 
 def latent_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
-    """The projections of a layer's latent attention, as DeepSeek calls them."""
+    """The projections of a layer's latent attention under DeepSeek's names."""
     assert spec.latent is not None
     names = renamed({f"{ours}.latent_norm": f"{theirs}.kv_a_layernorm", f"{ours}.key_value_up": f"{theirs}.kv_b_proj"})
     biased = {f"{ours}.key_value_down": f"{theirs}.kv_a_proj_with_mqa"}
@@ -83,7 +83,7 @@ def expert_names(spec: ModelSpec, ours: str, theirs: str) -> Names:
 
 
 def llama_names(spec: ModelSpec, norms: dict[str, str] | None = None) -> Names:
-    """Every parameter of a decoder whose checkpoint is laid out as Llama's. `norms` are a layer's: ours to theirs."""
+    """Every parameter of a decoder with Llama's checkpoint layout. `norms`: a layer's norms, decoder name -> checkpoint name."""
     norms = norms or {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     attention = attention_names if spec.latent is None else latent_names
     names = outer_names(spec)

@@ -1,6 +1,6 @@
-"""How a config turns queries and keys by their positions: transformers 4's and 5's spelling to a Rotary. Plain floats, no torch.
+"""Rotary embeddings from a config, in transformers 4's and 5's spelling, to a Rotary. Plain floats, no torch.
 
-Whatever depends on how long a sequence has become (dynamic NTK) is refused: keys are cached as they were turned.
+Scalings that depend on the length of the sequence so far (dynamic NTK) are refused, because cached keys are already rotated.
 """
 
 import math
@@ -10,11 +10,11 @@ from model.spec import CheckpointError, Rotary
 
 CONTEXT = "original_max_position_embeddings"
 MOST_RADIANS = 1e6
-"""Of one position: more is a config's mistake, and would leave nothing of a position in a float."""
+"""The largest rotation of one position: beyond it a float32 could not tell positions apart, so the config must be wrong."""
 
 
 def rotary(config: Config, dim: int, max_positions: int, default_base: float, *, interleaved: bool = False) -> tuple[Rotary, int]:
-    """How a config turns `dim` columns, and how many positions that holds for.
+    """The rotation of `dim` columns, and the number of positions that it supports.
 
     Reads transformers 5's `rope_parameters`, and 4's `rope_theta` with `rope_scaling`.
     """
@@ -23,13 +23,13 @@ def rotary(config: Config, dim: int, max_positions: int, default_base: float, *,
 
 
 def scaling_of(config: Config) -> Config | None:
-    """The object that says how rotation is scaled, in either spelling. Raises CheckpointError where both are there and differ."""
+    """The object that describes RoPE scaling, in either spelling. Raises CheckpointError if both are there and differ."""
     old, new = config.sub("rope_scaling"), config.sub("rope_parameters")
     if old is not None and new is not None and old.values != new.values:
         raise CheckpointError(f"{config.path}: rope_scaling and rope_parameters differ; expected one of them")
     scaling, context = new or old, config.get(CONTEXT)
     if scaling is not None and context is not None:
-        # Older configs have it beside the object; readers differ about which of two they believe.
+        # Older configs have it outside the object; if there are two, readers disagree about which one counts.
         if scaling.values.get(CONTEXT, context) != context:
             raise CheckpointError(f"{config.path}: {CONTEXT} is {context!r} beside and {scaling.values[CONTEXT]!r} in {scaling.path}")
         scaling = Config({**scaling.values, CONTEXT: context}, scaling.path)
@@ -39,7 +39,7 @@ def scaling_of(config: Config) -> Config | None:
 def rotary_of(
     scaling: Config | None, path: str, dim: int, max_positions: int, base: float, *, interleaved: bool = False
 ) -> tuple[Rotary, int]:
-    """As `rotary`, of the object that says how rotation is scaled, which may name the base too."""
+    """`rotary` for the object that describes RoPE scaling, which may contain the base too."""
     if dim % 2:
         raise CheckpointError(f"{path}: {dim} columns of a head are to be rotated, which go in pairs; expected an even number")
     scaling = Config({}, path) if scaling is None else scaling
@@ -80,7 +80,7 @@ def _linear(scaling: Config, frequencies: tuple[float, ...], base: float, most: 
 
 
 def _llama3(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
-    """Llama 3.1: waves longer than the old context are stretched, short ones kept, those between blended."""
+    """Llama 3.1: wavelengths longer than the original context are stretched, short ones kept, those between blended."""
     factor, low, high = (scaling.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     context = scaling.integer(CONTEXT, most)
     if high <= low:
@@ -120,7 +120,7 @@ def yarn_scale(factor: float, weight: float = 1.0) -> float:
 
 
 def _longrope(scaling: Config, frequencies: tuple[float, ...], base: float, most: int) -> _Scaled:
-    """LongRoPE (arXiv 2402.13753) within its original context. Beyond, every cached key would have to be turned anew."""
+    """LongRoPE (arXiv 2402.13753) within its original context. Beyond it, every cached key would have to be rotated again."""
     context = scaling.integer(CONTEXT, most)
     factor = scaling.number("factor", most / context)
     short = scaling.numbers("short_factor", len(frequencies))

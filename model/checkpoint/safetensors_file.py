@@ -1,7 +1,7 @@
-"""One safetensors file: its header checked in full before a byte of weights is read, its tensors read straight into place.
+"""One safetensors file: its header is checked in full before any weights are read, its tensors are read directly into place.
 
 The format forbids duplicate names and gaps, and loaders disagree about files that have them; here such a file is refused. Invariant:
-a file that passes `SafetensorsFile.open` holds every byte that its header promises. It knows nothing of what the tensors are for.
+a file that passes `SafetensorsFile.open` holds every byte that its header describes. It knows nothing of models.
 """
 
 import json
@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 100 * 2**20
 MAX_DIMENSIONS = 8
 LENGTH = struct.Struct("<Q")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What weights can be made of."""
+"""The dtypes that weights can have."""
 ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2} | {
     "I32": 4,
     "U32": 4,
@@ -46,7 +46,7 @@ class Described(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where one tensor lies in its file."""
+    """The place of a tensor in its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A file whose header holds. `entries` are its tensors."""
+    """A file whose header has been checked. `entries`: its tensors by name."""
 
     path: Path
     entries: dict[str, Entry]
@@ -83,7 +83,7 @@ class SafetensorsFile:
             raise CheckpointError(f"{path}: {error}") from None
 
     def read(self, name: str, into: Tensor, first: int = 0) -> None:
-        """Fills `into`, contiguous, on the CPU and of the tensor's dtype, with its elements from `first` on. Raises CheckpointError."""
+        """Fills `into`, a contiguous CPU tensor of the same dtype, with elements from number `first` on. Raises CheckpointError."""
         entry = self.entries[name]
         buffer = memoryview(cast(Any, into.view(-1).view(torch.uint8).numpy()))
         try:
@@ -136,7 +136,7 @@ def _entry(name: str, value: Any) -> Entry:
 
 
 def _placed(entries: dict[str, Entry], data: int, size: int) -> dict[str, Entry]:
-    """Entries with their place in the file, once they are known to fill it without gap or overlap."""
+    """Entries with their place in the file. Raises CheckpointError if there are gaps or overlaps."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
         if entry.begin != end:

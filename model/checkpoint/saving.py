@@ -29,6 +29,6 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str,
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # The library leaves it to its owner alone; a server may run as someone else.
+    path.chmod(0o644)  # safetensors makes it readable by its owner only; a server may run as another user.
     (folder / MANIFEST).write_text(f"{digest(path)}  {path.name}\n", encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,6 @@
-"""Safetensors <-> Decoder. Every missing, unexpected or misshapen tensor is an error that names it, before a byte of weights is read.
+"""Safetensors -> Decoder. Every missing, unexpected or misshapen tensor is an error that names it, before any weights are read.
 
-Knows files and names; knows nothing of families beyond the name table it is handed. While it loads, memory holds the weights that are
-done and one block more.
+It knows files and names, and of families only the table of names. While loading, memory holds the finished weights and one block more.
 """
 
 import hashlib
@@ -22,18 +21,18 @@ from model.devices.products import Products
 from model.devices.replacement import RowMatrix
 from model.spec import CheckpointError, ModelSpec
 
-# Buffers that older checkpoints carry beside their parameters: causal masks and rotary frequencies, which a decoder computes.
+# Buffers in older checkpoints: causal masks and rotary frequencies, which the decoder computes.
 IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-# The head of a tied checkpoint is the embedding; some files carry it a second time.
+# The head of a tied checkpoint is the embedding; some files contain it a second time.
 TIED_DUPLICATE = "lm_head.weight"
 BLOCK_ELEMENTS = 2**22
 INDEX = "model.safetensors.index.json"
 MANIFEST = "SHA256SUMS"
-"""What `sha256sum *.safetensors` prints. Where a folder has it, its files are held to it."""
+"""What `sha256sum *.safetensors` prints. If a folder has it, its files are verified against it."""
 
 
 Report = Callable[[str, int, int], None]
-"""Is told what a loader is doing, and how many bytes of how many are done: 0 of 0 where it cannot be said."""
+"""(phase of loading, bytes done, bytes in total), with 0 bytes for a phase that is not counted."""
 
 
 class Checkpoint:
@@ -61,15 +60,15 @@ class Checkpoint:
         return self.files[name].entries[name]
 
     def read(self, part: Part) -> Tensor:
-        """A whole part, as ours has it, in its own dtype. Raises CheckpointError, as for values that are no numbers."""
+        """A whole part in the decoder's layout and the checkpoint's dtype. Raises CheckpointError, also for NaN and infinity."""
         entry = self.entry(part.name)
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.fill(part.name, tensor, 0)
         return tensor.T if part.transposed else tensor
 
     def blocks(self, part: Part) -> Iterator[Tensor]:
-        """As `read`, block after block of its rows. A block is overwritten by the next."""
-        if part.transposed:  # No block of our rows lies together.
+        """The same in blocks of rows. A block is overwritten by the next."""
+        if part.transposed:  # No block of rows is contiguous in the file.
             yield self.read(part)
             return
         entry = self.entry(part.name)
@@ -81,14 +80,14 @@ class Checkpoint:
             yield block
 
     def fill(self, name: str, into: Tensor, first: int) -> None:
-        """Reads elements from number `first` on straight into a contiguous tensor of the same dtype."""
+        """Reads elements from number `first` on into a contiguous tensor of the same dtype."""
         self.files[name].read(name, into, first)
-        # One pass that makes no copy: a NaN anywhere is both least and greatest.
+        # aminmax makes no copy, and returns NaN for both if there is one.
         if into.numel() and not all(bound.isfinite() for bound in torch.aminmax(into)):
             raise CheckpointError(f"{self.files[name].path}: {name} holds NaN or infinity; the file is damaged")
 
     def verify(self) -> None:
-        """Holds the files to the folder's manifest, if it has one. Raises CheckpointError naming the one that differs."""
+        """Verifies the files against the folder's manifest, if it has one. Raises CheckpointError naming a file that differs."""
         manifest = self.folder / MANIFEST
         if not manifest.is_file():
             return
@@ -127,7 +126,7 @@ def load_decoder(
     names = family_of(spec.model_type).weight_names(spec)
     check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
     sizes = [sum(checkpoint.entry(part.name).num_bytes for part in parts) for parts in names.values()]
-    report("loading weights", 0, total := sum(sizes))  # The manifest's digests are part of it: they take as long as reading.
+    report("loading weights", 0, total := sum(sizes))  # Before the digests of the manifest, which take as long as reading.
     checkpoint.verify()
     check_tied(checkpoint, spec, names["token_embedding.weight"][0])
     products.replace(decoder, dtype)
@@ -139,7 +138,7 @@ def load_decoder(
 
 
 def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Gives one parameter its values, quantized where its module is. Memory holds them and one block more."""
+    """Reads the values of one parameter, quantized if its module is. Memory holds them and one block more."""
     module_name, _, leaf = name.rpartition(".")
     module = decoder.get_submodule(module_name)
     if isinstance(module, RowMatrix) and leaf == "weight":
@@ -165,7 +164,7 @@ def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part,
 
 
 def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> None:
-    """Every tensor of a checkpoint of this decoder is there, of its shape, and nothing else is. Raises CheckpointError."""
+    """Raises CheckpointError unless a checkpoint has exactly this decoder's tensors, in their shapes."""
     spec, parameters, expected = decoder.spec, dict(decoder.named_parameters()), {}
     for ours, parts in family_of(spec.model_type).weight_names(spec).items():
         for part in parts:
@@ -187,7 +186,7 @@ def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> 
 
 
 def is_ignored(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor that checkpoints may carry is none of a decoder's parameters."""
+    """Whether a tensor is known to occur in checkpoints without being a parameter of the decoder."""
     if name.endswith(IGNORED_SUFFIXES) or (name == TIED_DUPLICATE and spec.tied_embeddings):
         return True
     prefix, _, rest = name.partition("model.layers.")
@@ -197,7 +196,7 @@ def is_ignored(name: str, spec: ModelSpec) -> bool:
 
 
 def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None:
-    """Where a head is stored beside the embedding that it is tied to, they must be the same. Raises CheckpointError."""
+    """Raises CheckpointError if a head is stored that differs from the embedding to which it is tied."""
     if not spec.tied_embeddings or TIED_DUPLICATE not in checkpoint.files:
         return
     head = Part(TIED_DUPLICATE)
@@ -211,7 +210,7 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """The index of a folder: tensor -> file. None where there is none. Raises CheckpointError."""
+    """The index of a folder: tensor -> file. None if there is none. Raises CheckpointError."""
     path = folder / INDEX
     if not path.exists():
         return None
@@ -227,7 +226,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _hint(folder: Path) -> str:
-    """What to do where weights of another format are there instead."""
+    """What to do if the folder has weights in another format."""
     if others := sorted(p.name for pattern in ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
         found = f"; found {others[0]}, which may run code when it is read"
         if others[0].startswith("pytorch_model"):

@@ -1,4 +1,4 @@
-"""Where a model runs: one folder for each device, behind the protocol in device.py, and the attention backends by name.
+"""Where a model runs: one folder for each device, all with the interface of device.py, and the attention backends by name.
 
 Devices never import each other; only the one that is chosen is imported. Each backend is tested against `reference` on ragged batches.
 """

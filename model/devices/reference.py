@@ -1,4 +1,4 @@
-"""The obviously right backend: one row at a time, one softmax over all its keys, in float32. Slow; every other backend is held to it.
+"""The reference backend: one row at a time, one softmax over all its keys, in float32. Slow; every other backend is tested against it.
 
 Shape letters: T tokens of the step, n tokens of a row, H query heads, d columns of a key, v of a value, K keys of a row.
 """
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from cache.pool import KVPool
-from model.batch import Batch, GroupBatch
+from model.batch import Batch
+from model.devices.row_spans import GroupBatch, group_batches
 from model.layers import Rotation
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceBackend:
-    """softmax(q K^T * scale) V with the causal limit and the window of each token, as the papers write it."""
+    """softmax(q K^T * scale) V with the causal limit and the window of each token, as in the papers."""
 
     pool: KVPool
     scale: float
@@ -25,7 +26,7 @@ class ReferenceBackend:
     batch_invariant: ClassVar = False
 
     def plan(self, batch: Batch) -> tuple[GroupBatch, ...]:
-        return batch.groups()
+        return group_batches(batch)
 
     def run(
         self, plan: tuple[GroupBatch, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None

@@ -29,8 +29,8 @@ POINTERS |= {
     "rows_ptr": "*i64",
     "draws_ptr": "*i64",
     "settings_ptr": "*fp64",
-    "times_ptr": "*fp64",
-    "speeds_ptr": "*fp64",
+    "noise_ptr": "*fp64",
+    "scores_ptr": "*fp64",
     "winners_ptr": "*i64",
 }
 FLOATS = "factor", "epsilon", "offset"

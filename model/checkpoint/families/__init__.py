@@ -1,6 +1,6 @@
-"""model_type -> the module that translates such a checkpoint: its config into a ModelSpec, its weight names into ours.
+"""Checkpoint families: model_type -> the module that translates its config to a ModelSpec and its weight names to the decoder's.
 
-A family is data and contains no maths. Families never import each other, and only the one asked for is imported.
+A family is data and contains no maths. Families never import each other; only the family that is needed is imported.
 """
 
 import logging
@@ -45,8 +45,8 @@ def family_of(model_type: object) -> Family:
 
 
 def read_spec(folder: Path, warn: bool = True) -> ModelSpec:
-    """The ModelSpec of a checkpoint folder, from its JSON files alone: no weights are read. What they say beyond that is warned of, unless
-    somebody else will. Raises CheckpointError.
+    """The ModelSpec of a checkpoint folder, from its JSON files alone. `warn`: logs keys that are not supported. Raises
+    CheckpointError.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; expected a checkpoint folder with config.json and model.safetensors")
@@ -54,7 +54,7 @@ def read_spec(folder: Path, warn: bool = True) -> ModelSpec:
 
 
 def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> ModelSpec:
-    """The same of a folder whose config.json would hold `values`."""
+    """`read_spec` for a folder whose config.json would contain `values`."""
     config = Config(values)
     try:
         family = family_of(config.get("model_type"))
@@ -70,7 +70,7 @@ def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> Model
 
 
 def _warn(folder: Path, config: Config) -> None:
-    """Says what a config holds that has no bearing on what is served."""
+    """Logs the keys of a config that have no effect."""
     if config.values.get("auto_map") is not None:
         log.warning("%s: auto_map names code that comes with the checkpoint; it is not run", folder / "config.json")
     if unread := config.unread():
@@ -78,7 +78,7 @@ def _warn(folder: Path, config: Config) -> None:
 
 
 def _check(spec: ModelSpec) -> None:
-    """What no family can have otherwise. Raises CheckpointError."""
+    """Raises CheckpointError for a spec that no family can have."""
     for token in spec.end_token_ids:
         if token >= spec.vocab_size:
             raise CheckpointError(

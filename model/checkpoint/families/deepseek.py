@@ -8,12 +8,12 @@ from model.checkpoint.names import Names, llama_names
 from model.checkpoint.rope import rotary, scaling_of, yarn_scale
 from model.spec import CheckpointError, Experts, Latent, ModelSpec
 
-# Of all layers together.
+# The most experts of all layers together.
 MOST_EXPERTS = 2**16
 
 
 def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
-    """Routing and sizes; None where every layer is dense."""
+    """Routing and sizes; None if every layer is dense."""
     first_layer = config.integer("first_k_dense_replace", 3 if is_v3 else 0, least=0)
     config.only("moe_layer_freq", 1, why="onehead serves experts in every layer behind the dense ones")
     config.only("scoring_func", "sigmoid" if is_v3 else "softmax", why=f"{config.get('model_type')} has another")
@@ -21,7 +21,7 @@ def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
     if method not in (None, "noaux_tc") if is_v3 else method not in (None, "greedy", "group_limited_greedy"):
         raise config.wrong("topk_method", "noaux_tc" if is_v3 else "greedy or group_limited_greedy")
     grouped = is_v3 or method == "group_limited_greedy"
-    normalised = config.flag("norm_topk_prob", is_v3 and "norm_topk_prob" not in config.values)  # Null is no.
+    normalised = config.flag("norm_topk_prob", is_v3 and "norm_topk_prob" not in config.values)  # Null means false.
     if normalised and not is_v3:
         # DeepSeek's own code divides by the sum and then leaves out the scale; transformers' does neither. None is published.
         raise CheckpointError("config.json: norm_topk_prob is True; onehead does not serve that of a deepseek_v2")
@@ -52,7 +52,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_layers = config.layers("num_hidden_layers")
     for key in ("num_key_value_heads", "ep_size", "aux_loss_alpha", "seq_aux", "head_dim"):
-        config.get(key)  # Of training, or without meaning once the latent is the key.
+        config.get(key)  # Training only, or meaningless because the latent is the key.
     latent = Latent(
         rank=config.columns("kv_lora_rank", 512),
         query_rank=config.optional("q_lora_rank", 1536),
@@ -97,5 +97,5 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 
 def weight_names(spec: ModelSpec) -> Names:
-    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     return llama_names(spec)

@@ -1,7 +1,7 @@
-"""falcon: Falcon-7B and its kin. Rotary positions; attention and MLP side by side behind one norm, or one after the other.
+"""falcon: Falcon-7B and its kin. Rotary positions; attention and MLP in parallel after one norm, or in sequence.
 
-The fused projection's rows are the query heads, then K, then V, which is also our order. ALiBi variants have many key/value heads as
-published, and are refused.
+The fused projection's rows are the query heads, then K, then V, which is also the decoder's order. ALiBi variants are
+refused: those published have many key/value heads.
 """
 
 from model.checkpoint.config import Config
@@ -18,7 +18,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     num_heads = config.integer("num_attention_heads")
     if hidden_size % num_heads:
         raise CheckpointError(f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
-    # The newer architecture ignores multi_query and parallel_attn, and counts its key/value heads.
+    # The newer architecture ignores multi_query and parallel_attn, and has a number of key/value heads.
     newer = config.flag("new_decoder_architecture", False)
     multi_query, parallel = config.flag("multi_query", True), config.flag("parallel_attn", True) or newer
     if newer:
@@ -26,12 +26,12 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     elif not multi_query:
         raise CheckpointError(f"config.json: multi_query is False, so there are {num_heads} key/value heads; onehead serves exactly one")
     else:
-        config.get("num_kv_heads")  # Not looked at by this architecture: published configs give 71.
+        config.get("num_kv_heads")  # Ignored by this architecture: published configs say 71.
     config.only("alibi", False, why="onehead rotates positions in this family")
     max_positions = config.integer("max_position_embeddings", 2048)
     rotation, max_positions = rotary(config, hidden_size // num_heads, max_positions, 10000.0)
     bias = config.flag("bias", False)
-    # Only the newer architecture reads this key; there, None is two norms.
+    # Only the newer architecture reads this key; there, null means two norms.
     norms = config.integer("num_ln_in_parallel_attn", 2 if newer else 1)
     if norms > 2 or (norms == 2 and not newer):
         raise config.wrong("num_ln_in_parallel_attn", "1, or 2 with new_decoder_architecture")
@@ -59,7 +59,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 
 def weight_names(spec: ModelSpec) -> Names:
-    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     both = ("weight", "bias")
     names = renamed({"token_embedding": "transformer.word_embeddings"}) | renamed({"final_norm": "transformer.ln_f"}, both)
     if not spec.tied_embeddings:

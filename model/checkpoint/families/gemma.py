@@ -1,4 +1,4 @@
-"""gemma: Gemma-2B and CodeGemma-2B. Llama's block with GeGLU, a scaled embedding, wide heads, and norms stored less one."""
+"""gemma: Gemma-2B and CodeGemma-2B. Llama's block with GeGLU, a scaled embedding, wide heads, and norm weights stored minus one."""
 
 from model.checkpoint.config import Config
 from model.checkpoint.names import Names, llama_names
@@ -16,7 +16,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     config.only("use_bidirectional_attention", False, why="onehead serves causal models")
     head_dim = config.columns("head_dim", 256)
     rotation, max_positions = rotary(config, head_dim, config.integer("max_position_embeddings", 8192), 10000.0)
-    # hidden_activation is where transformers put the true one when hidden_act was found to be wrong.
+    # transformers added hidden_activation when hidden_act turned out to be wrong.
     key = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
     config.get("hidden_act")
     bias = config.flag("attention_bias", False)
@@ -46,5 +46,5 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 
 def weight_names(spec: ModelSpec) -> Names:
-    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     return llama_names(spec)

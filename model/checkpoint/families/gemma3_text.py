@@ -1,5 +1,5 @@
-"""gemma3_text: Gemma-3-270m and 1b. Five layers with a sliding window to one that sees everything, each kind with its own rotation;
-queries and keys are normalised, and so is what attention and MLP add to the stream.
+"""gemma3_text: Gemma-3-270m and 1b. Five layers with a sliding window to one with full attention, each kind with its own rotary
+embedding; queries and keys are normalised, and so are the outputs of attention and MLP.
 """
 
 from model.checkpoint.config import Config
@@ -18,7 +18,7 @@ _NORMS = {
 
 
 def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: from the list of layer types, else every sixth layer sees everything."""
+    """The window of each layer: from the list of layer types, else every sixth layer has full attention."""
     window, pattern = config.integer("sliding_window", 4096), config.integer("sliding_window_pattern", 6)
     types = config.get("layer_types")
     if types is None:
@@ -29,7 +29,7 @@ def _windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _rotations(config: Config, head_dim: int, most: int) -> tuple[tuple[Rotary, int], tuple[Rotary, int]]:
-    """(of layers that see everything, of layers with a window)."""
+    """(rotation of layers with full attention, of layers with a window), each with the positions it supports."""
     base, local_base = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
     scaling, new, local = config.sub("rope_scaling"), config.sub("rope_parameters"), None
     if scaling is not None and new is not None:
@@ -83,7 +83,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 
 def weight_names(spec: ModelSpec) -> Names:
-    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     names = llama_names(spec, _NORMS)
     for layer in range(spec.num_layers):
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):

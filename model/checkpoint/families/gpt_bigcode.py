@@ -1,8 +1,8 @@
 """gpt_bigcode: StarCoder, StarCoderBase, tiny_starcoder, SantaCoder, granite-code-20b and the embedded model; and gpt2 with multi-query
-attention, the layout in which bigcode/santacoder was first published, with code of its own that is neither needed nor run.
+attention, the layout in which bigcode/santacoder was first published (its remote code is not run).
 
-GPT-2's block with one key/value head. The fused projection's rows are the query heads, then K, then V, which is also our order; the first
-layout keeps queries in `q_attn`, the key and the value in `kv_attn`, and its matrices transposed.
+GPT-2's block with one key/value head. The fused projection's rows are the query heads, then K, then V, as in the decoder; the gpt2 layout
+keeps queries in `q_attn`, the key and the value in `kv_attn`, and its matrices transposed.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _ACTIVATIONS = {
 
 
 def _refuse_several_heads(config: Config, num_heads: int) -> None:
-    """Each layout says in its own way that there is one key/value head."""
+    """Raises CheckpointError for several key/value heads, which the two layouts spell differently."""
     first = config.get("model_type") == "gpt2"
     key, expected = ("attention_head_type", "multiquery") if first else ("multi_query", True)
     found = config.get(key) if first else config.flag(key, True)
@@ -43,7 +43,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     config.only("add_cross_attention", False, why="onehead serves decoder-only models")
     config.only("scale_attn_by_inverse_layer_idx", False, why="onehead scales every layer alike")
     for key in ("n_ctx", "num_key_value_heads", "reorder_and_upcast_attn"):
-        config.get(key)  # Said again, or of how numbers are rounded.
+        config.get(key)  # Redundant, or about rounding.
     head_dim = hidden_size // num_heads
     return ModelSpec(
         model_type=config.get("model_type"),
@@ -89,7 +89,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 
 def weight_names(spec: ModelSpec) -> Names:
-    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     both = ("weight", "bias")
     names = renamed({"token_embedding": "transformer.wte", "position_embedding": "transformer.wpe"})
     names |= renamed({"final_norm": "transformer.ln_f"}, both)

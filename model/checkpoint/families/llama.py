@@ -1,4 +1,4 @@
-"""llama and mistral with one key/value head: RMS norms, rotary positions, SwiGLU; Mistral may limit every layer to a window."""
+"""llama and mistral with one key/value head: RMS norms, rotary embeddings, SwiGLU; Mistral may limit every layer to a window."""
 
 from model.checkpoint.config import Config
 from model.checkpoint.names import Names, llama_names
@@ -45,5 +45,5 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 
 def weight_names(spec: ModelSpec) -> Names:
-    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     return llama_names(spec)

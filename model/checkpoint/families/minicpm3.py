@@ -11,7 +11,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_layers = config.layers("num_hidden_layers")
     for key in ("num_key_value_heads", "head_dim"):
-        config.get(key)  # Without meaning once the latent is the key.
+        config.get(key)  # Meaningless because the latent is the key.
     latent = Latent(
         rank=config.columns("kv_lora_rank", 256),
         query_rank=config.optional("q_lora_rank", 768),
@@ -42,7 +42,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         mlp_bias=config.flag("mlp_bias", False),
         gated_mlp=True,
         embedding_scale=config.number("scale_emb", 12.0),
-        # Null is no scale here; only a key that is not there means the published model's.
+        # Null means no scale; an absent key means the published model's value.
         residual_scale=config.number("scale_depth", 1.4 if "scale_depth" not in config.values else num_layers**0.5) / num_layers**0.5,
         logit_scale=config.integer("dim_model_base", 256 if "dim_model_base" not in config.values else hidden_size) / hidden_size,
         rotary=rotation,
@@ -51,5 +51,5 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
 
 
 def weight_names(spec: ModelSpec) -> Names:
-    """Our parameter -> the checkpoint's, for every parameter of a Decoder of this spec."""
+    """Decoder parameter -> its checkpoint tensors, for every parameter of this spec."""
     return llama_names(spec)

@@ -1,4 +1,4 @@
-"""Attention on a CPU by our own kernel (native/attention.cpp): float32 pages are read in place, once for all query heads.
+"""Attention on a CPU by the native kernel (native/attention.cpp): float32 pages are read in place, once for all query heads.
 
 Keys are stored transposed within their page: [d, S]. Invariant: a token's output depends on its own sequence alone, bit for bit.
 
@@ -19,7 +19,7 @@ from model.devices.cpu.native import library, name_of
 from model.layers import Rotation
 
 MULTIPLE = 16
-"""What sizes of pages, keys and values must be multiples of."""
+"""Page size and the columns of keys and values must be multiples of it."""
 
 
 class Step(ctypes.Structure):
@@ -35,7 +35,7 @@ class Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What the layers of one group share: the kernel's Spans, and the lists of pages whose addresses they hold."""
+    """What the layers of one group share: the kernel's Spans, and the page lists to which they point."""
 
     spans: "array[int]"
     pages: "list[array[int]]"
@@ -97,7 +97,7 @@ class NativeBackend:
 
 
 def _plan(batch: Batch, number: int, group: LayerGroup) -> GroupPlan:
-    """Nothing here grows with how long the sequences have become."""
+    """The kernel's lists. The time this takes does not grow with the sequences."""
     spans, all_pages = array("q"), []
     stacks, page_size, window = group.num_stacks, batch.layout.page_size, group.window
     for row, first in zip(batch.rows, batch.firsts, strict=True):

@@ -1,7 +1,7 @@
 """Zeroed memory for weights, in huge pages where the system has them.
 
-A product reads weights as a few long streams, and a processor's own reading ahead stops at the end of a page: of 4 KiB, every 64 lines.
-Invariant: what was given out is never given out again; a chunk lives as long as any tensor in it. It knows nothing of what is stored.
+A product reads weights as a few long streams, and the processor's prefetcher stops at page ends: with pages of 4 KiB, every 64 cache
+lines. Invariant: memory is never handed out twice; a chunk lives as long as any tensor in it. It knows nothing of its contents.
 """
 
 import ctypes
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 HUGE, LINE = 2**21, 64
-"""Bytes of a huge page on the processors that there are kernels for, and of a line of their caches."""
+"""Bytes of a huge page and of a cache line on the supported processors."""
 CHUNK = 32 * HUGE
-"""Bytes that are mapped at once; what is not used of them takes no memory, but for the rest of a huge page."""
+"""Bytes that are mapped at once. The unused rest takes no memory, except for the rest of a huge page."""
 
 
 class HugePages:
-    """Tensors one behind the other in large maps."""
+    """Allocates tensors one after another from large mappings."""
 
     def __init__(self) -> None:
         self._free: Tensor = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor that begins with a line of the cache. Raises MemoryError."""
+        """A contiguous tensor, aligned to a cache line. Raises MemoryError."""
         num_bytes = prod(shape) * dtype.itemsize
         rounded = -(-num_bytes // LINE) * LINE
         if rounded > len(self._free):
@@ -40,7 +40,7 @@ def _map(num_bytes: int) -> Tensor:
     except OSError as error:
         raise MemoryError(f"{num_bytes} bytes for weights cannot be had") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # A kernel without them takes that for a mistake.
+        with suppress(OSError):  # Linux without huge pages rejects the advice.
             mapped.madvise(mmap.MADV_HUGEPAGE)
     skipped = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % HUGE
     return torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=skipped)

@@ -1,8 +1,8 @@
-"""The CPU backend on torch alone: rows with equally many tokens are attended to together by one fused attention.
+"""CPU attention by torch: rows with the same number of tokens are computed together by one fused attention.
 
-With one K and V head, the H queries of a token are H rows of one matrix over the same keys: rows of a single token are stacked that
-way, so K and V are read once for all heads. Longer rows are bound by arithmetic and instead share one mask between the heads. Rows
-are grouped by token count and, roughly, by length, to bound the padding.
+With one K and V head, the H queries of a token are H rows of one matrix over the same keys: rows of a single token are stacked that way,
+so that K and V are read once for all heads. Longer rows are compute-bound and instead share one mask between the heads. Rows are grouped
+by token count and roughly by length, which limits padding.
 
 Shape letters: T tokens of the step, G rows of a bundle, n tokens of a row, H query heads, d columns of a key, v of a value, K keys
 (padded), s stacks of pages, p pages.
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from cache.layout import pages_for
 from cache.pool import KVPool
-from model.batch import Batch, GroupBatch, RowSpan
+from model.batch import Batch
+from model.devices.row_spans import GroupBatch, RowSpan, group_batches
 from model.layers import Rotation
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Rows with equally many tokens. `mask_G1nK` is 0 where a token may see a key and -inf where not."""
+    """Rows with the same number of tokens. `mask_G1nK` is 0 where a token attends to a key, otherwise -inf."""
 
     tokens_Gn: Tensor
     pages_sGp: Tensor
@@ -42,7 +43,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class CpuBackend:
-    """Gathers each bundle's pages and attends to them."""
+    """Gathers each bundle's pages and computes attention over them."""
 
     pool: KVPool
     scale: float
@@ -51,7 +52,7 @@ class CpuBackend:
     batch_invariant: ClassVar = False
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
-        return tuple(self._group(group) for group in batch.groups())
+        return tuple(self._group(group) for group in group_batches(batch))
 
     def _group(self, group: GroupBatch) -> GroupPlan:
         rows_by_shape: dict[tuple[int, int], list[RowSpan]] = defaultdict(list)
@@ -63,7 +64,7 @@ class CpuBackend:
         num_tokens, window = rows[0].num_tokens, rows[0].window
         num_keys = max(row.num_keys for row in rows)
         num_pages = pages_for(num_keys, self.pool.page_size) * num_stacks
-        # Padding repeats pages of the row's own, hidden by the mask: another's could hold a NaN, and 0 * NaN is one.
+        # Padding repeats the row's own pages, masked: another row's could hold a NaN, and 0 * NaN is NaN.
         pages = [(row.pages + row.pages[:num_stacks] * num_pages)[:num_pages] for row in rows]
         pages_sGp = torch.tensor(pages).view(len(rows), -1, num_stacks).permute(2, 0, 1)
         first_G1 = torch.tensor([[row.first] for row in rows])
@@ -86,8 +87,8 @@ class CpuBackend:
         o_THv = q_THd.new_empty(*q_THd.shape[:-1], v_Tv.shape[-1])
         for bundle in group.bundles:
             k_G1Kd = _gather(keys_PSd, bundle.pages_sGp[place.stack], bundle.num_keys, q_THd.dtype)
-            # A value that is the beginning of the key is gathered with it, and attended to whole: torch's fused attention wants equal
-            # widths, and what it does otherwise writes out every head's keys and logits.
+            # A value within the key is gathered with it, and the whole key is used as value: torch's fused attention needs equal
+            # widths; its fallback materialises the keys and logits of every head.
             in_key = self.pool.value_in_key
             v_G1Kv = k_G1Kd if in_key else _gather(values_PSv, bundle.pages_sGp[place.stack], bundle.num_keys, q_THd.dtype)
             q_GnHd = q_THd[bundle.tokens_Gn]
@@ -105,9 +106,9 @@ class CpuBackend:
 
 
 def _gather(pages_PSd: Tensor, pages_Gp: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """The keys or values of a bundle's rows, copied page by page to where they lie side by side, in `dtype`. -> [G, 1, K, d]"""
+    """The keys or values of a bundle's rows, copied page by page to contiguous memory, in `dtype`. -> [G, 1, K, d]"""
     num_rows, num_pages = pages_Gp.shape
-    # index_select copies whole pages; advanced indexing takes 1.6 to 1.8 times as long for the same (docs/bench, 2026-11-20).
+    # index_select copies whole pages; advanced indexing takes 1.6 to 1.8 times as long (docs/bench, 2026-11-20).
     gathered_GPSd = pages_PSd.index_select(0, pages_Gp.flatten()).to(dtype)
     return gathered_GPSd.view(num_rows, 1, num_pages * pages_PSd.shape[1], -1)[:, :, :num_keys]
 

@@ -1,7 +1,7 @@
-"""The kernels' launches, as functions of tensors. Where torch's device is a CPU they run under Triton's interpreter or not at all.
+"""Launches of the kernels besides attention, as functions of tensors. CPU tensors work under Triton's interpreter only.
 
-Invariant: one shape of weights has one compiled kernel, whatever rows come. Triton compiles another one for an address that is no multiple
-of 16, and its sums may go in another order; so rows that do not begin at one are copied to where they do.
+Invariant: weights of one shape use one compiled kernel for any rows. Triton compiles another kernel, which may sum in another order, for
+an address that is no multiple of 16; rows at such an address are copied first.
 
 Shape letters: T rows, G groups, I input and O output columns, S rows of logits, V vocabulary.
 """
@@ -18,7 +18,7 @@ from model.devices.gpu.tiles import choose
 
 ADDRESS_MULTIPLE = 16
 PROGRAMS_PER_PROCESSOR = 2
-"""One computes while the other begins a tile."""
+"""One computes while the other loads its next tile."""
 INTERPRETED_PROGRAMS = 3
 SUMMARY_BLOCK = 4096
 
@@ -32,7 +32,7 @@ def multiply(
     *,
     scale_O: Tensor | None = None,
 ) -> Tensor:
-    """activation(x W^T * scale + b) of every group; gated, of the first half of W's rows, times what the second half gives. -> y_TGO"""
+    """activation(x W^T * scale + b) of every group; gated, activation(first half of the outputs) * second half. -> y_TGO"""
     num_rows, num_groups, num_inputs = x_TGI.shape
     num_outputs = weight_GOI.shape[1] // 2 if gated else weight_GOI.shape[1]
     x_TGI = _in_place(x_TGI)
@@ -41,7 +41,7 @@ def multiply(
         return y_TGO
     tile = choose(num_outputs, x_TGI.element_size())
     num_tiles = -(-num_rows // tile.rows) * -(-num_outputs // tile.columns)
-    # The interpreter multiplies bfloat16's bit patterns as if they were integers.
+    # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
     upcast = x_TGI.device.type == "cpu" and x_TGI.dtype is torch.bfloat16
     product[(min(num_tiles, _num_programs(x_TGI.device)), num_groups)](
         x_TGI, weight_GOI, scale_O, bias_O, y_TGO, num_rows,
@@ -52,12 +52,12 @@ def multiply(
 
 
 def multiply_float8(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """As devices/quantization.float8_product, converting as it reads."""
+    """devices.quantization.float8_product by our kernel, which converts weights as it reads them."""
     return multiply(x_TI[:, None], weight_OI[None], bias_O, scale_O=scale_O)[:, 0]
 
 
 def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, offset: float, *, centred: bool) -> Tensor:
-    """LayerNorm (centred) or RMSNorm of the last axis, whose weights are those given and `offset`."""
+    """LayerNorm (centred) or RMSNorm of the last axis, with weights weight_D + offset."""
     x = _in_place(x)
     y, columns = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     if x.numel():
@@ -68,10 +68,11 @@ def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, off
 
 
 def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(normaliser_S, largest_S, tokens_S) of logits in float32, as model.sampling has them."""
+    """(normaliser_S, largest_S, tokens_S) of float32 logits, see Device.summary."""
     assert logits_SV.dtype is torch.float32
     logits_SV = _in_place(logits_SV)
-    normaliser_S, largest_S = (logits_SV.new_empty(len(logits_SV)) for _ in range(2))  # Each at an address of its own: see above.
+    # Two allocations, so that both addresses are aligned.
+    normaliser_S, largest_S = (logits_SV.new_empty(len(logits_SV)) for _ in range(2))
     tokens_S = torch.empty(len(logits_SV), dtype=torch.long, device=logits_SV.device)
     columns = logits_SV.shape[1]
     if len(logits_SV):
@@ -81,7 +82,7 @@ def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def softmax(x_TE: Tensor) -> Tensor:
-    """Of each row."""
+    """The softmax of each row."""
     return (x_TE - summary(x_TE)[0][:, None]).exp()
 
 
@@ -90,14 +91,14 @@ def _warps(block: int) -> int:
 
 
 def _in_place(x: Tensor) -> Tensor:
-    """x with its rows end to end, from a multiple of 16 on."""
+    """x in contiguous memory at an address that is a multiple of 16."""
     x = x.contiguous()
     return x if x.data_ptr() % ADDRESS_MULTIPLE == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 @cache
 def _num_programs(device: torch.device) -> int:
-    """As many as keep the device busy. Which of them computes a tile changes nothing in it."""
+    """Enough programs to occupy the device. Their number does not affect results."""
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,12 +1,11 @@
-"""The kernel of products: activation(x W^T * t + b) for any number of rows, gated too, and one matrix for each head at once.
+"""The product kernel: activation(x W^T * t + b) for any number of rows, optionally gated, with one matrix for each group (head).
 
-Invariant: a number of y is made by one sequence of multiplications and sums over the inputs, in float32, whatever its row's number, the
-row's place in the tile, and how many rows and programs there are. Programs share the tiles out among themselves; which one takes a tile
-changes nothing in it. The kernel knows nothing of layers and steps.
+Invariant (batch-invariant): an element of y is one sequence of multiplications and sums over the inputs in float32, independent of the
+index of its row, the row's place in the tile, and the number of rows and programs. Programs share out the tiles; which one computes a tile
+does not affect it. The kernel knows nothing of layers and steps.
 
-x [T, G, I], W [G, O, I] and y [T, G, O] lie as their sizes say, but for W, whose steps are given: what a head asks of a latent multiplies
-by columns of the stored matrix. t, a scale for each output channel, is what weights in float8 have. Widths that are no multiples of a
-block are padded by masks.
+x [T, G, I] and y [T, G, O] are contiguous; W [G, O, I] has strides, as latent queries multiply by columns of the stored matrix. t is a
+scale for each output channel, for weights in float8. Widths that are no multiples of a block are padded by masks.
 
 Shape letters: T rows, G groups (heads; 1 for a linear layer), I input and O output columns.
 """
@@ -17,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _activated(x, ACTIVATION: tl.constexpr):
-    """Without tanh, which Triton's interpreter lacks: gelu's approximation is x * sigmoid(2 u) as well as x / 2 * (1 + tanh(u))."""
+    """The activation. GELU's tanh form x / 2 * (1 + tanh(u)) is computed as x * sigmoid(2 u): Triton's interpreter has no tanh."""
     if ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
@@ -33,14 +32,14 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _weights(start_ptr, column_O, input_I, inputs_left, OUTPUTS: tl.constexpr, STEP_O: tl.constexpr, STEP_I: tl.constexpr, like):
-    """A block of W^T, as numbers of the type that x has."""
+    """A block of W^T in x's dtype."""
     pointers = start_ptr + input_I[:, None] * STEP_I + column_O[None, :] * STEP_O
     return tl.load(pointers, mask=(input_I[:, None] < inputs_left) & (column_O[None, :] < OUTPUTS), other=0.0).to(like.dtype)
 
 
 @triton.jit
 def _scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS: tl.constexpr):
-    """A tile's sums by the scales of its columns, and with their biases, where there are any."""
+    """A tile's sums times the scales of its columns, plus their biases, if there are any."""
     if scale_ptr is not None:
         sum_TO *= tl.load(scale_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[None, :]
     if bias_ptr is not None:
@@ -48,7 +47,7 @@ def _scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS: tl.constexpr):
     return sum_TO
 
 
-# A kernel compiled for one row, or for multiples of 16, would be another kernel.
+# Triton would otherwise compile other kernels for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows,
@@ -56,16 +55,16 @@ def product(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, g): of group g's y tiles p, p + programs, ... Gated, W has OUTPUTS rows of the gate, then as many of what it opens."""
+    """Program (p, g): of group g's y tiles p, p + programs, ... Gated, W has OUTPUTS rows for the gate, then as many that it multiplies."""
     group = tl.program_id(1).to(tl.int64)
     num_row_tiles = tl.cdiv(num_rows, BLOCK_T)
     index_I = tl.arange(0, BLOCK_I)
     for tile in range(tl.program_id(0), num_row_tiles * tl.cdiv(OUTPUTS, BLOCK_O), tl.num_programs(0)):
-        # Tiles that take the same weights follow each other, so that memory gives them once.
+        # Tiles with the same weights are adjacent, so that these are read from memory once.
         row_T = tile % num_row_tiles * BLOCK_T + tl.arange(0, BLOCK_T)
         column_O = (tile // num_row_tiles * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
         there_T1 = (row_T < num_rows)[:, None]
-        # In 64 bits: neither x nor W has to count in 32.
+        # 64-bit offsets: x and W may have more than 2**31 elements.
         rows_T = row_T.to(tl.int64)
         x_ptrs = x_ptr + (rows_T * GROUPS + group)[:, None] * INPUTS + index_I[None, :]
         first_ptr = weight_ptr + group * STEP_G

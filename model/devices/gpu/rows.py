@@ -1,6 +1,6 @@
-"""Kernels that take a row each: norms, and what sampling asks of logits.
+"""Kernels with one program for each row: norms, and the summary of logits for sampling.
 
-Invariant: a program has one row and goes through it in one order, given by the row's width. The kernels know nothing of what rows are.
+Invariant: a program processes its row in an order that depends on the row's width alone.
 
 Shape letters: D columns of a normed row, N columns of a block of logits.
 """
@@ -26,9 +26,9 @@ def normalise(x_ptr, weight_ptr, bias_ptr, y_ptr, epsilon, offset, COLUMNS: tl.c
 
 @triton.jit
 def summarise(logits_ptr, normalisers_ptr, largest_ptr, tokens_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program s: the logarithm of the sum of row s's exponentials, its largest number and the first place that has it.
+    """Program s: the logarithm of the sum of row s's exponentials, its largest number and the first index of that.
 
-    A NaN is no largest number, and makes the normaliser one.
+    A NaN makes the normaliser NaN.
     """
     row, index_N = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     start_ptr = logits_ptr + row * COLUMNS

@@ -1,7 +1,7 @@
-"""Kernels of our own for the CPU, compiled when onehead is installed: the same source for AVX-512, for AVX2 and for any processor.
+"""The native CPU kernels, compiled when onehead is installed: the same source for AVX-512, for AVX2 and for any processor.
 
-They are reached through ctypes, on the addresses of torch's tensors, and share torch's OpenMP threads. Invariant: `library` gives the
-widest that this processor runs, or None where none was compiled; the torch path takes over then. It knows nothing of models.
+They are called through ctypes on the addresses of torch's tensors, and share torch's OpenMP threads. Invariant: `library` returns the
+widest version that this processor supports, or None if none was compiled; torch is used then. It knows nothing of models.
 """
 
 import ctypes
@@ -10,19 +10,19 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch  # noqa: F401  (its OpenMP runtime is the one that the kernels find)
+import torch  # noqa: F401  (loads the OpenMP runtime that the kernels use)
 
 log = logging.getLogger("onehead.engine")
 
 FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma"), "portable": ()}
-"""What a processor must have for each, widest first."""
+"""The processor features that each version needs, widest first."""
 INTERFACE = 4
-"""Of the kernels' structs and functions, as product.cpp has it."""
+"""Version of the kernels' structs and functions, the same as in product.cpp."""
 
 
 @cache
 def library(widest: str = "avx512") -> ctypes.CDLL | None:
-    """The kernels, none wider than `widest`."""
+    """The widest version of the kernels up to `widest`."""
     names = list(FEATURES)
     flags = _processor_flags()
     for name in names[names.index(widest) :]:
@@ -50,7 +50,7 @@ def _load(path: str) -> ctypes.CDLL | None:
 
 
 def _processor_flags() -> set[str]:
-    """As Linux names them; none are known elsewhere."""
+    """The processor's features by Linux's names; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -59,5 +59,5 @@ def _processor_flags() -> set[str]:
 
 
 def name_of(kernels: ctypes.CDLL) -> str:
-    """What an answer's last bits depend on: their width of vectors."""
+    """The name of a version: the last bits of answers depend on its vector width."""
     return f"native-{kernels.isa().decode()}"

@@ -1,6 +1,6 @@
-"""Attention on a GPU by Triton kernels of our own: pages are read where they lie, once for all query heads of a tile of tokens.
+"""Attention on a GPU by our Triton kernels: pages are read in place, once for all query heads of a tile of tokens.
 
-Invariant: a token's output depends on its own sequence alone, bit for bit. Triton itself is imported when a backend is made.
+Invariant: a token's output depends on its own sequence alone, bit for bit. Triton is imported when a backend is created.
 """
 
 from cache.pool import KVPool

@@ -1,6 +1,4 @@
-"""TritonBackend: the kernels' launches, and the memory that stays between them.
-
-Where torch's device is a CPU it runs under Triton's interpreter or not at all. It knows nothing of how the kernels do what they do.
+"""TritonBackend: launches of the attention kernels, and their scratch memory. CPU tensors work under Triton's interpreter only.
 
 Shape letters: T tokens of the step, H query heads, d columns of a key, v of a value.
 """
@@ -38,13 +36,13 @@ from model.layers import Rotation
 from model.step import Row
 
 SCRATCH_BYTES = 64 * 2**20
-"""For the parts of split sequences' outputs; more only where one sequence could need it. A step that needs more goes in waves."""
+"""Memory for the partial outputs of splits; more only if one sequence could need it. A step that needs more is computed in waves."""
 JOINED_AT_ONCE = 16
-"""Splits whose parts are summed at once."""
-TURNED_AT_ONCE = 2048
-"""Columns of a token's queries that one program turns."""
+"""Splits whose partial outputs are summed at once."""
+ROTATED_AT_ONCE = 2048
+"""Query columns of a token that one program rotates."""
 LEAST_BLOCK = 16
-"""The least size that a tensor core's instruction takes."""
+"""The smallest block of a tensor core instruction."""
 JOIN_SIZES = ("HEADS", "NUM_V", "BLOCK_V", "BLOCK_M", "SPANS", "TILES")
 
 
@@ -53,9 +51,7 @@ GroupPlan = GroupLists[Tensor]
 
 
 class TritonBackend:
-    """Three launches for each layer: rotation, and keys and values to their slots; attention; where there are splits, the joining of their
-    parts.
-    """
+    """Three launches for each layer: rotation and storing of keys and values; attention; with splits, the reduction of partial outputs."""
 
     name = "triton"
     batch_invariant = True
@@ -70,7 +66,7 @@ class TritonBackend:
         self._sizes = sizes_of(num_heads, first_columns, key_dim - first_columns, value_dim, configuration)
         self._join_sizes = {name: self._sizes[name] for name in JOIN_SIZES} | EXACT
         self._sizes |= {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key}
-        # The interpreter multiplies bfloat16's bit patterns as if they were integers.
+        # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
         self._sizes["UPCAST"] = device.type == "cpu" and pool.compute_dtype == torch.bfloat16
         self._sizes |= configuration.options | EXACT
         self._write_sizes = write_sizes_of(num_heads, key_dim, value_dim) | {"VALUE_IN_KEY": pool.value_in_key} | EXACT
@@ -81,7 +77,7 @@ class TritonBackend:
         self._peaks, self._sums = torch.empty(2, self.capacity * configuration.rows, dtype=torch.float32, device=device)
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
-        """All lists of the step in one copy to the device."""
+        """Uploads all lists of the step in one copy."""
         lists = self._lists(batch.rows, batch.firsts)
         return _laid_out(lists, upload(torch.from_numpy(joined(lists)), self.pool.keys_LPSd.device))
 
@@ -89,12 +85,12 @@ class TritonBackend:
         return plan_groups(rows, firsts, self.pool.layout, self.num_heads, self.configuration, self.capacity)
 
     def contexts(self, longest: int) -> list[int]:
-        """Of each class of contexts the longest."""
+        """The longest context of each class."""
         return [min(num_keys, longest) for num_keys in classes(self.pool.page_size, longest)]
 
     def pack(self, rows: Sequence[Row], num_rows: int) -> tuple[Numbers, Shape] | None:
-        """The lists of a step of single tokens, filled up to `num_rows` rows and to its class of contexts, in one array. None where a wave
-        does not hold them, or where they would be mostly padding.
+        """The lists of a step of single tokens, padded to `num_rows` rows and to its class of contexts, in one array. None if they take
+        several waves, or would be mostly padding.
         """
         shape = shape_of(rows, num_rows, self.pool.page_size)
         if shape is None:
@@ -103,7 +99,7 @@ class TritonBackend:
         return None if any(len(group.waves) > 1 for group in lists) else (filled_up(lists, self._padding(shape)), shape)
 
     def unpack(self, words: Tensor, shape: Shape) -> tuple[GroupPlan, ...]:
-        """The plan whose lists are these on the device."""
+        """The plan for packed lists that are on the device."""
         return _laid_out(self._padding(shape), words)
 
     def _padding(self, shape: Shape) -> list[GroupLists[Numbers]]:
@@ -119,7 +115,7 @@ class TritonBackend:
         return self.attend(plan, layer, q_THd)
 
     def attend(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor) -> Tensor:
-        """`run` behind its writing: queries that are turned and contiguous in each token, over keys and values that lie in their slots."""
+        """The second part of `run`: attention of rotated queries, contiguous in each token, over stored keys and values."""
         place = self.pool.layout.places[layer]
         group, layer_group = plan[place.group], self.pool.layout.groups[place.group]
         keys, values = self.pool.layer(layer)
@@ -140,7 +136,7 @@ class TritonBackend:
     def _store(
         self, keys: Tensor, values: Tensor, slots: Tensor, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None
     ) -> Tensor:
-        """-> q_THd, turned as the keys are; rows of padding are whatever lay there."""
+        """Stores keys and values. -> q_THd, rotated; rows of padding are undefined."""
         key_dim = q_THd.shape[-1]
         if q_THd.stride()[1:] != (key_dim, 1):
             q_THd = q_THd.contiguous()
@@ -159,7 +155,7 @@ class TritonBackend:
 
 
 def sizes_of(num_heads: int, first_columns: int, tail_columns: int, value_dim: int, configuration: Configuration) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+    """Compile-time constants of the attention kernels."""
     return {
         "HEADS": num_heads,
         "NUM_D": first_columns,
@@ -176,19 +172,19 @@ def sizes_of(num_heads: int, first_columns: int, tail_columns: int, value_dim: i
 
 
 def write_sizes_of(num_heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:
-    """What the kernel that stores is compiled for."""
+    """Compile-time constants of the kernel that stores keys and values."""
     block_key = _block(key_dim)
     sizes = {"HEADS": num_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "BLOCK_KEY": block_key, "BLOCK_VALUE": _block(value_dim)}
-    return sizes | {"BLOCK_HEADS": min(_block(num_heads), max(1, TURNED_AT_ONCE // block_key))}
+    return sizes | {"BLOCK_HEADS": min(_block(num_heads), max(1, ROTATED_AT_ONCE // block_key))}
 
 
 def _block(num: int) -> int:
-    """Columns of a block that holds so many."""
+    """Columns of the block for `num` columns: a power of two."""
     return max(LEAST_BLOCK, 1 << (num - 1).bit_length()) if num else 0
 
 
 def _laid_out(lists: list[GroupLists[Numbers]], words: Tensor) -> tuple[GroupPlan, ...]:
-    """Plans of lists of these sizes, whose numbers are on the device."""
+    """Plans of lists of these sizes, from their concatenated numbers on the device."""
     parts = [part for group in lists for part in group.parts]
     tensors = (x.view(part.shape) for x, part in zip(words.split([part.size for part in parts]), parts, strict=True))
     return tuple(GroupPlan(next(tensors), next(tensors), next(tensors), next(tensors), group.waves) for group in lists)

@@ -1,16 +1,16 @@
-"""The two kernels of attention: queries of any number of tokens over one head of paged keys, and what joins the splits of long sequences.
+"""The two attention kernels: queries of any number of tokens over one head of paged keys, and the reduction of splits.
 
 The H queries of a token are H rows of one matrix over the same keys. A sequence's tokens make a matrix of tokens * H rows, row r being
-head r % H of token r // H; a tile is BLOCK_M of these, wherever tokens begin. A program takes one tile through one split: so many
-keys from a multiple of that on. Single tokens, drafts, chunks and what follows a cached prefix are all such tiles.
+head r % H of token r // H; a tile is BLOCK_M of these rows, regardless of token borders. A program computes one tile over one split,
+which is a fixed number of keys. Decode, draft verification, chunked prefill and prefill after a cached prefix are all such tiles.
 
-Invariant: what a row becomes depends on its own sequence alone. Blocks, splits and the groups of splits that are summed at once lie at
-fixed positions of the sequence, not of the tile; whatever a row does not see leaves its sums as they were, bit for bit.
-The kernels know nothing of layers, steps and requests: they get lists that plan.py makes.
+Invariant (batch-invariant): a row's output depends on its own sequence alone. Blocks, splits and the groups of splits that are summed at
+once lie at fixed positions of the sequence, not of the tile; masked keys leave a row's sums unchanged, bit for bit. The kernels know
+nothing of layers, steps and requests: plan.py makes their lists.
 
-A block of keys is a page, or a part of one where pages are large: BLOCK_N divides PAGE. Widths that are no powers of two are padded by
-masks. A key may have a tail behind its first columns, multiplied by a dot of its own; if VALUE_IN_KEY those first columns are the value,
-loaded once. Logits are scaled in float32: a bfloat16 query that was scaled before the product would be rounded twice.
+A block of keys is a page, or a part of a large page: BLOCK_N divides PAGE. Widths that are no powers of two are padded by
+masks. A key may have a tail after its first columns, with a separate dot product; if VALUE_IN_KEY the first columns are also the value,
+loaded once. Logits are scaled in float32: a bfloat16 query scaled before the product would be rounded twice.
 
 Shape letters: M rows of a tile, N keys of a block, D first columns of a key, R its tail's, V of a value, C splits that are summed at once.
 """
@@ -24,8 +24,8 @@ def _columns(
     start_ptr, rows, visible, cols,
     NUM: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of some rows of a matrix, in the queries' type; 0 where a row is not visible (what lies there may be a NaN) or a column
-    only padding.
+    """Some columns of some rows of a matrix in the query dtype; 0 for rows that are not visible (they may hold NaN) and for padding
+    columns.
     """
     pointers = start_ptr + rows[:, None] * STRIDE + cols[None, :]
     if MASKED:
@@ -51,12 +51,12 @@ def _through(
     NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Takes the rows through blocks low .. high - 1: their largest logit, sum of weights and weighted values (Milakov, Gimelshein 2018)."""
+    """Online softmax over blocks low .. high - 1: largest logit, sum of weights and weighted values (Milakov, Gimelshein 2018)."""
     index_N, cols_D, cols_V = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for block in range(low, high):
         position_N = block * BLOCK_N + index_N
         written_N = position_N < num_keys
-        # In 64 bits: the elements of a large pool do not count in 32.
+        # 64-bit offsets: a large pool has more than 2**31 elements.
         page = tl.load(table_ptr + block // (PAGE // BLOCK_N) * num_stacks).to(tl.int64)
         slot = page * PAGE + block % (PAGE // BLOCK_N) * BLOCK_N
         key_ptr = keys_ptr + slot * (NUM_D + NUM_R)
@@ -72,7 +72,7 @@ def _through(
                 seen_MN = seen_MN & (position_N[None, :] > position_M[:, None] - WINDOW)
             s_MN = tl.where(seen_MN, s_MN, float("-inf"))
         new_peak_M = tl.maximum(peak_M, tl.max(s_MN, 1) * factor)
-        # A row that has seen no key yet has no largest logit; less 0, its weights are 0.
+        # A row without keys so far has the largest logit -inf; 0 instead makes its weights 0.
         base_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M) if MASKED else new_peak_M
         weight_MN = tl.exp2(tl.fma(s_MN, factor, -base_M[:, None]))
         shrink_M = tl.exp2(peak_M - base_M)
@@ -86,7 +86,7 @@ def _through(
 
 @triton.jit
 def _bounds(number, split, first_position, last_position, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Blocks low .. high - 1 of this split of so many keys are seen by some row, and inner .. outer - 1 by every row whole."""
+    """Blocks low .. high - 1 of this split are visible to some row, and inner .. outer - 1 to every row as a whole."""
     low, high = number * (split // BLOCK_N), tl.minimum((number + 1) * split, last_position + BLOCK_N) // BLOCK_N
     inner = low
     if WINDOW > 0:
@@ -104,7 +104,7 @@ def attend(
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr, UPCAST: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, i): the tile's rows over split i of those it sees. The output itself where that is the only one, else its part."""
+    """Program (tile, i): the tile's rows over split i of their splits. Stores the output if that is the only split, else a partial one."""
     tile_ptr = tiles_ptr + (first_tile + tl.program_id(0)) * TILES
     number, num_splits = tl.program_id(1), tl.load(tile_ptr + 3)
     if number >= num_splits:
@@ -112,7 +112,7 @@ def attend(
     row, begin, last_row, split = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 5), tl.load(tile_ptr + 6)
     span_ptr = spans_ptr + row * SPANS
     first, num_tokens, start, first_page = tl.load(span_ptr), tl.load(span_ptr + 1), tl.load(span_ptr + 2), tl.load(span_ptr + 3)
-    # Rows behind the tile's last stand for that one, and are not stored.
+    # Rows after the tile's last repeat that one and are not stored.
     index_M, row_M = tl.arange(0, BLOCK_M), tl.minimum(begin + tl.arange(0, BLOCK_M), last_row)
     token_M, head_M = row_M // HEADS, row_M % HEADS
     q_MD = _queries(q_ptr, q_stride, first + token_M, head_M, NUM_D + NUM_R, NUM_D, BLOCK_D, UPCAST)
@@ -148,7 +148,7 @@ def join(
     HEADS: tl.constexpr, NUM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     SPANS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, m): row m of the tile, from its parts. Nothing where the tile has but one split: that has been stored already."""
+    """Program (tile, m): row m of the tile from its partial outputs. Does nothing for a tile with one split, which is stored already."""
     tile_ptr = tiles_ptr + (first_tile + tl.program_id(0)) * TILES
     row, begin, first_split, num_splits = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
     if num_splits <= 1:

@@ -1,10 +1,10 @@
-"""A step's rows -> the lists of numbers that the kernels read: one array of 32-bit integers for a group of layers. No torch, no Triton.
+"""A step's rows -> the lists that the attention kernels read: 32-bit integers for each group of layers. No torch, no Triton.
 
-Invariant: every row of every sequence's matrix of queries is in exactly one tile, and every tile in exactly one wave; no two splits of a
-wave's tiles share a place in the scratch. It knows nothing of devices and of what a slot stores.
+Invariant: every row of every sequence's query matrix is in exactly one tile, and every tile in exactly one wave; no two splits of a wave's
+tiles share a place in the scratch memory. It knows nothing of devices and slot contents.
 
-Work in Python grows with the rows of the step, not with how long their sequences are; the lists' lengths are rounded up, what is added is
-padding that the kernels skip, so that steps of about a size have lists of one size.
+The work in Python grows with the rows of the step, not with the lengths of their sequences. Lengths of lists are rounded up with padding
+that the kernels skip, so that steps of similar size have lists of the same size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,18 +22,18 @@ from model.step import Row
 Numbers = NDArray[np.int32]
 Lists = TypeVar("Lists")
 SPAN_FIELDS = 4
-"""Of a row of the step: index of its first token, number of tokens, position of the first, number of the first page of its table."""
+"""Fields of a row of the step: index of its first token, number of tokens, position of the first, first page of its table."""
 TILE_FIELDS = 7
-"""Of a tile: row of the step, first row of its matrix, first split, number of splits (0: padding), first place in the scratch, last row,
-keys of a split."""
+"""Fields of a tile: row of the step, first row of the query matrix, first split, number of splits (0: padding), first place in the scratch
+memory, last row, keys of a split."""
 MOST_PAGES = 2**18
-"""Of all rows' tables together, 1 MiB: making and copying more takes longer than launches do."""
+"""Limit of all rows' tables together, 1 MiB: making and copying more takes longer than launching kernel by kernel."""
 CLASS_STEP = 2
-"""Contexts of a class are at most this many times as long as those of the one before."""
+"""The factor between the longest contexts of two classes."""
 TILE_BUCKET = 4
 """The number of tiles is a multiple of it."""
 ALIGNMENT = 4
-"""Each list begins at a multiple of it, which is 16 bytes: kernels are compiled for what addresses are multiples of."""
+"""Each list begins at a multiple of it, 16 bytes: kernels are compiled for aligned addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,19 @@ class GroupLists(Generic[Lists]):
     tables: Lists
     """Pages by row of the step: page i of stack j, counted from the first page that is listed, at i * num_stacks + j."""
     slots: Lists
-    """By stack and token; -1 is padding."""
+    """Slots by stack and token; -1 is padding."""
     waves: tuple[Wave, ...]
 
     @property
     def parts(self) -> tuple[Lists, ...]:
-        """The lists, in the order in which they follow each other on the device."""
+        """The lists in the order in which they are concatenated on the device."""
         return self.spans, self.tiles, self.tables, self.slots
 
 
 def plan_groups(
     rows: Sequence[Row], firsts: ArrayLike, layout: CacheLayout, num_heads: int, configuration: Configuration, capacity: int
 ) -> list[GroupLists[Numbers]]:
-    """The lists of every group; `capacity` is how many splits of a tile the scratch holds."""
+    """The lists of every group; `capacity`: the splits of a tile that the scratch memory holds."""
     first_r = np.asarray(firsts, np.int64)
     start_r = np.asarray([row.start for row in rows], np.int64)
     count_r = np.asarray([len(row.tokens) for row in rows], np.int64)
@@ -83,7 +83,7 @@ def plan_groups(
 
 
 def _columns(num_lines: int, columns: Sequence[NDArray[np.int64]]) -> Numbers:
-    """numpy's own `stack` takes ten times as long for so few."""
+    """np.stack of columns, padded with zeros; ten times as fast for small ones."""
     table = np.zeros((num_lines, len(columns)), np.int32)
     for number, column in enumerate(columns):
         table[: len(column), number] = column
@@ -95,11 +95,11 @@ def _first_seen(position: NDArray[np.int64], window: int | None) -> NDArray[np.i
 
 
 def _tables(rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r: NDArray[np.int64]) -> Numbers:
-    """The pages of each row that its tokens see or write, copied from where the row's table has them."""
+    """The pages of each row that its tokens read or write, from the row's page table."""
     length_r1 = (end_r - begin_r)[:, None]
     width = -(-int(length_r1.max()) // ALIGNMENT) * ALIGNMENT
     tables = np.zeros((len(rows), width), np.int32)
-    # A copy of each row's pages to its line would take most of the time that lists take.
+    # Copying each row's pages to its line in Python would take most of the time for the lists.
     pages = b"".join([row.pages[number][begin:end] for row, begin, end in zip(rows, begin_r.tolist(), end_r.tolist(), strict=True)])
     tables[np.arange(width) < length_r1] = np.frombuffer(pages, np.int64)
     return tables
@@ -108,10 +108,10 @@ def _tables(rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r:
 def _tiles(
     start_r: NDArray[np.int64], count_r: NDArray[np.int64], window: int | None, num_heads: int, configuration: Configuration
 ) -> Numbers:
-    """Of every sequence's matrix of queries BLOCK_M rows after the other; those of the first positions, whose splits are short, share no
-    tile with the others. `_waves` fills in the place in the scratch.
+    """Tiles of BLOCK_M rows of every sequence's query matrix. The first positions, whose splits are short, share no tile with the others.
+    `_waves` fills in the place in the scratch memory.
     """
-    # Two segments of each row of the step, of which one is mostly empty.
+    # Two segments of each row of the step, one of which is usually empty.
     borders_r3 = np.zeros((len(start_r), 3), np.int64)
     borders_r3[:, 2] = count_r * num_heads
     borders_r3[:, 1] = np.minimum(np.maximum(configuration.num_short - start_r, 0) * num_heads, borders_r3[:, 2])
@@ -132,16 +132,16 @@ def _tiles(
 
 
 def most_splits(num_keys: int, window: int | None, configuration: Configuration) -> int:
-    """Of a token of a context of at most so many keys."""
+    """The largest number of splits of a token with at most `num_keys` keys."""
     seen = num_keys if window is None else min(num_keys, window)
-    # A window can begin within a split.
+    # A window may begin within a split.
     extra = 0 if window is None else 1
     short = pages_for(min(seen, configuration.num_short), configuration.short_split)
     return max(short, pages_for(seen, configuration.split)) + extra
 
 
 def _waves(tiles: Numbers, capacity: int) -> tuple[Wave, ...]:
-    """Cuts the tiles so that no wave has more parts than the scratch holds, and gives each tile its place there."""
+    """Groups the tiles into waves whose partial outputs fit into the scratch memory, and gives each tile its place there."""
     splits_t = tiles[:, 3]
     parts_t = np.where(splits_t > 1, splits_t, 0)
     ends_t = np.cumsum(parts_t, dtype=np.int64)
@@ -172,7 +172,7 @@ def _slots(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the lists of a step of single tokens, which are those of all such steps of so many rows and contexts within a class."""
+    """Sizes of the lists of a step of single tokens: the same for all steps of `num_rows` rows with contexts of one class."""
 
     num_rows: int
     num_keys: int
@@ -181,10 +181,10 @@ class Shape:
 
 @cache
 def padding_of(shape: Shape, group: LayerGroup, page_size: int, num_heads: int, configuration: Configuration) -> GroupLists[Numbers]:
-    """Lists of padding, with the wave that takes them. Everybody gets the same ones, and writes to none."""
+    """Lists of padding and their wave. They are cached and must not be written to."""
     pages, splits = pages_for(shape.num_keys, page_size), most_splits(shape.num_keys, group.window, configuration)
     if group.window is not None:
-        # As many as a window can begin and end in.
+        # The most pages that a window overlaps.
         pages = min(pages, pages_for(group.window, page_size) + 1)
     num_tiles = pages_for(shape.num_rows * pages_for(num_heads, configuration.rows), TILE_BUCKET) * TILE_BUCKET
     tiles = np.zeros((num_tiles, TILE_FIELDS), np.int32)
@@ -199,7 +199,7 @@ def padding_of(shape: Shape, group: LayerGroup, page_size: int, num_heads: int, 
 
 
 def classes(page_size: int, longest: int) -> Iterator[int]:
-    """The longest contexts of the classes, up to that which this one is in."""
+    """The longest contexts of the classes, up to the class of `longest`."""
     num_keys = page_size
     while num_keys < longest:
         yield num_keys
@@ -208,18 +208,18 @@ def classes(page_size: int, longest: int) -> Iterator[int]:
 
 
 def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape | None:
-    """The smallest class that these rows of one token are in; None where one long row would make all tables too long."""
+    """The smallest class of these rows of one token; None if one long row would make all tables too long."""
     *_, num_keys = classes(page_size, max([row.start for row in rows]) + 1)
     return Shape(num_rows, num_keys) if num_rows * num_keys // page_size <= MOST_PAGES else None
 
 
 def joined(lists: Sequence[GroupLists[Numbers]]) -> Numbers:
-    """All their numbers, one list behind the other."""
+    """The numbers of all lists, concatenated."""
     return np.concatenate([part.ravel() for group in lists for part in group.parts])
 
 
 def filled_up(lists: Sequence[GroupLists[Numbers]], padding: Sequence[GroupLists[Numbers]]) -> Numbers:
-    """The same, as far as there is room in lists of padding: what these hold beyond the padding's sizes is padding itself."""
+    """The numbers of all lists, written into lists of padding. What does not fit there is padding itself."""
     numbers, begin = joined(padding), 0
     for group, larger_group in zip(lists, padding, strict=True):
         for part, larger in zip(group.parts, larger_group.parts, strict=True):

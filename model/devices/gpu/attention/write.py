@@ -1,8 +1,8 @@
-"""The kernel that stores a step's keys and values in their slots, and on the way turns keys and queries by their positions: one launch.
+"""The kernel that applies rotary embeddings to keys and queries and stores keys and values in their slots: one launch.
 
-A key is stored turned, queries go turned to a matrix of their own: computed in float32, as model/layers.Rotation says, and rounded once.
-Where slots are float8 what is beyond its range becomes its largest number, and what is not finite its NaN (cache/pool.py). Invariant: it
-writes to the slots it is given and nowhere else in the pool; slot -1 is padding, and its token is left out. It knows nothing of sequences.
+Rotated queries go to a new matrix. The rotation is computed in float32 as by model.layers.Rotation, and rounded once. Float8 slots
+saturate, and infinities become NaN (cache/pool.py). Invariant: it writes to the given slots and nowhere else in the pool; tokens with
+slot -1 are padding and are skipped. It knows nothing of sequences.
 
 Shape letters: H heads of a program, P pairs of a head's columns.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def _stored(x, DTYPE: tl.constexpr):
     if DTYPE == tl.float8e4nv:  # noqa: SIM300
-        # The instruction that converts saturates, infinities too.
+        # The conversion instruction saturates infinities too.
         x = x.to(tl.float32)
         x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     return x.to(DTYPE)
@@ -22,7 +22,7 @@ def _stored(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _put(pointers, x, there):
-    """Whatever is written, in the type of what it is written to."""
+    """Stores x in the dtype of the pointers."""
     tl.store(pointers, _stored(x, pointers.dtype.element_ty), mask=there)
 
 
@@ -33,11 +33,11 @@ def _copy(x_ptr, y_ptr, NUM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x_ptr, y_ptr, cosine_ptr, sine_ptr, head_H,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token. Pairs that came interleaved leave as halves."""
+    """Rotates some heads of a token. Interleaved pairs come out as halves."""
     PAIRS: tl.constexpr = KEY_DIM // 2
     pair_P = tl.arange(0, BLOCK_KEY // 2)
     cosine_1P = tl.load(cosine_ptr + pair_P, mask=pair_P < PAIRS).to(tl.float32)[None, :]
@@ -57,7 +57,7 @@ def scatter(
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, 0): token t's key, and its value unless that is the key's beginning. Where there are cosines, (t, 1 + i): block i of its
+    """Program (t, 0): token t's key, and its value unless that is part of the key. With a rotation, program (t, 1 + i): block i of its
     query heads.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -72,11 +72,11 @@ def scatter(
         if cosine_ptr is None:
             _copy(key_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
         else:
-            _turn(key_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+            _rotate(key_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY, INTERLEAVED)
         if not VALUE_IN_KEY:
             _copy(v_ptr + token * v_stride, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
     elif cosine_ptr is not None:
-        # A name of its own: for Triton 3.6 one that both branches set has one type.
+        # Not the names of the other branch: Triton 3.6 requires one type for a name that both branches set.
         query_ptr, query_to_ptr = q_ptr + token * q_stride, turned_ptr + token * (HEADS * KEY_DIM)
         head_H = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        _turn(query_ptr, query_to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+        _rotate(query_ptr, query_to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)
