@@ -159,16 +159,23 @@ def test_tgis_clients_raise_by_the_status_where_there_is_no_such_route(embedded_
 
 
 def test_hugging_face_grammar_and_chat(hub: InferenceClient) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"], "additionalProperties": False}
-    text = hub.text_generation("x = ", grammar={"type": "json", "value": schema}, max_new_tokens=30, return_full_text=False)
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    json_grammar: Any = {"type": "json", "value": schema}
+    text = hub.text_generation("x = ", grammar=json_grammar, max_new_tokens=30, return_full_text=False)
     assert isinstance(json.loads(text)["a"], int)
-    regex = hub.text_generation("x = ", grammar={"type": "regex", "value": "[0-9]{3}"}, max_new_tokens=8, return_full_text=False)
+    digits: Any = {"type": "regex", "value": "[0-9]{3}"}
+    regex = hub.text_generation("x = ", grammar=digits, max_new_tokens=8, return_full_text=False)
     assert len(regex) == 3 and regex.isdigit()
     answer = hub.chat_completion(MESSAGES, max_tokens=6)
     assert answer.choices[0].message.role == "assistant" and answer.usage.completion_tokens == 6
     streamed = hub.chat_completion(MESSAGES, max_tokens=6, temperature=0, stream=True)
     whole = hub.chat_completion(MESSAGES, max_tokens=6, temperature=0).choices[0].message.content
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == whole
-    shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     constrained = hub.chat_completion(MESSAGES, max_tokens=30, response_format=shape)
-    assert isinstance(json.loads(constrained.choices[0].message.content)["a"], int)
+    assert isinstance(json.loads(constrained.choices[0].message.content or "")["a"], int)

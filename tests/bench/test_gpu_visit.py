@@ -16,7 +16,8 @@ from bench.gpu import check, embedded_model, profile, sweep
 from bench.gpu.common import Part, make_checkpoint
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
-from model.step import StepPlan
+from model.runner.runner import ModelRunner
+from model.step import Sample, Sampling, StepPlan
 from scripts import embedded_corpus
 from tests.support.attention_cases import Case
 from tests.support.paths import ROOT
@@ -86,7 +87,7 @@ def test_a_check_finds_what_is_wrong(part: Part, monkeypatch: pytest.MonkeyPatch
             check.attention(part)
             assert "AssertionError" in part.found["attention"]["4x32 float32"]["failed"], wrong
 
-    class Stale(check.ModelRunner):
+    class Stale(ModelRunner):
         def run(self, plan: StepPlan) -> Any:
             return super().run(StepPlan(tuple(check.rows_of([1] * len(plan.rows), plan.rows[0].sample))))  # type: ignore[arg-type]
 
@@ -189,5 +190,5 @@ def test_every_package_of_the_corpus_is_named_once() -> None:
 
 
 def test_a_step_of_the_visit_is_a_decode_step() -> None:
-    rows = check.rows_of([1, 65, 200], check.Sample(check.Sampling(), [1], []))
+    rows = check.rows_of([1, 65, 200], Sample(Sampling(), [1], []))
     assert [len(row.pages[0]) for row in rows] == [1, 2, 4] and len({page for row in rows for page in row.pages[0]}) == 7

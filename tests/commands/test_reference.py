@@ -120,7 +120,7 @@ class Cross:
     k: int
     v: int
 
-    def draw(self, dtype: torch.dtype, shared: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def draw(self, dtype: torch.dtype, shared: bool) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self.m)
         heads = () if shared else (self.h,)
 

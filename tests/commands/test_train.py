@@ -18,6 +18,7 @@ from commands.held_out import decoder_logits
 from commands.options import OF_A_NEW_MODEL, TrainOptions
 from commands.pictures import MISSING
 from commands.train import train
+from commands.train.export import export
 from commands.train.state import TrainState
 from model.checkpoint.families import read_spec
 from model.spec import CheckpointError, OptionError
@@ -147,7 +148,7 @@ def test_the_multi_head_twin_is_transformers_and_is_refused_by_name(options: Tra
     training = train.Training(options)
     for _ in training.run():
         pass
-    train.export(options, training.decoder, training.tokenizer, training.state)
+    export(options, training.decoder, training.tokenizer, training.state)
     model = AutoModelForCausalLM.from_pretrained(options.output, dtype=torch.float32)
     assert model.config.multi_query is False
     decoder = training.decoder.to(torch.bfloat16).float()

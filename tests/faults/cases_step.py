@@ -57,7 +57,7 @@ def sampling_fails(scene: Scene) -> None:
 
 def grammar_fails(scene: Scene) -> None:
     scene.traces = True
-    grammar = {"grammar": {"type": "regex", "value": "[a-z]{30}"}, "ignore_eos": None}
+    grammar: dict[str, object] = {"grammar": {"type": "regex", "value": "[a-z]{30}"}, "ignore_eos": None}
     one_fails(scene, Rule("grammar_fails", marker=MARKED), "grammar_error", grammar)
 
 

@@ -50,7 +50,7 @@ def detokenizer_fails(rules: Rules, rule: Rule) -> None:
             raise RuntimeError("a fault of the suite's: no text for this token")
         return sound(detokenizer, token)
 
-    Detokenizer.push = push  # type: ignore[method-assign]
+    Detokenizer.push = push  # type: ignore[method-assign, assignment]
 
 
 def main() -> int:

@@ -267,8 +267,8 @@ def install(faults: Faults) -> None:
 
     markers: list[tuple[Rule, list[int]]] = []
     FaultyPipe.faults = faults
-    worker.load, worker.Connection = faulty_load, FaultyPipe  # type: ignore[misc]
-    grammar.Grammars.constraint = faulty_constraint  # type: ignore[method-assign]
+    worker.load, worker.Connection = faulty_load, FaultyPipe  # type: ignore[misc, attr-defined]
+    grammar.Grammars.constraint = faulty_constraint  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from server import protocol
 from server.errors import MalformedBody, NotFound, StreamExpired
 from server.http.stream_buffer import EVENT_OVERHEAD, Reader, StreamBuffer
-from server.supervision.supervisor import SequenceEvent
+from server.supervision.journal import SequenceEvent
 from tests.simulation.model import chain
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Choice:
         else:
             self.over = True
             world.note(f"sequence {self.id}: failed, {delivery.code} {delivery.reason}")
+            assert isinstance(delivery, protocol.Failed)
             request.fail(self, delivery)
 
 

@@ -225,7 +225,7 @@ def _retention(random: Random) -> Retention:
 
 
 def _calls(random: Random, kinds: tuple[str, ...]) -> list[Call]:
-    calls = []
+    calls: list[Call] = []
     late = 70.0 if "pause" in kinds else 0.0
     spread = SPREADS[int(random() * len(SPREADS))]
     priorities = random() < 0.3

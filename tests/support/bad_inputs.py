@@ -319,8 +319,8 @@ def value_cases() -> Iterator[Case]:
             yield with_members(id, path, f'"{field}":{json.dumps(value)}', status, words if status == OK else (named, *words))
     for path in ALL:
         for id, kind, value, status, words in CONSTRAINTS:
-            field = {"grammar": {"type": kind, "value": value}} if path == GENERATE else {"structured_outputs": {kind: value}}
-            yield with_members(id, path, json.dumps(field)[1:-1], status, words)
+            constraint: Any = {"grammar": {"type": kind, "value": value}} if path == GENERATE else {"structured_outputs": {kind: value}}
+            yield with_members(id, path, json.dumps(constraint)[1:-1], status, words)
     for path, name in itertools.product(OPENAI, UNKNOWN_MODELS):
         yield with_members("B55", path, f'"model":{json.dumps(name)}', 404, ("no such model",), "model_not_found")
 

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -125,8 +126,7 @@ def _drafter_for(sequence: Any) -> Any:
 
 
 def submit(core: EngineCore, id: int, case: Case, salt: str = "") -> None:
-    scheduler, wishes = core.scheduler, {"num_top": case.num_top, "score_prompt": case.scored}
-    scheduler.submit(id, case.prompt, case.tokens, case.sampling, salt=salt, **wishes)
+    core.scheduler.submit(id, case.prompt, case.tokens, case.sampling, salt=salt, num_top=case.num_top, score_prompt=case.scored)
 
 
 def step(core: EngineCore, traces: dict[int, Trace]) -> list[int]:
@@ -287,12 +287,12 @@ def passes() -> dict[str, Pass]:
     """Every pass but the reference, by name."""
     found: dict[str, Pass] = {}
     for size in BATCHES:
-        found[f"batch{size}"] = lambda *rest, size=size: batches(*rest, size)
+        found[f"batch{size}"] = partial(batches, size=size)
     for budget in (*BUDGETS, None):
-        found[f"steps{budget or ''}"] = lambda *rest, budget=budget: budgets(*rest, budget)
+        found[f"steps{budget or ''}"] = partial(budgets, step_tokens=budget)
     found |= {"prefix": prefixes, "preemption": preemptions}
     for size in (1, 7):
-        found[f"threads2x{size}"] = lambda *rest, size=size: threads(*rest, 2, size)
+        found[f"threads2x{size}"] = partial(threads, number=2, size=size)
     return found | ({"speculation": speculation} if can_speculate() else {})
 
 

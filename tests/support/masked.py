@@ -14,7 +14,7 @@ VARIABLE = "TEST_PROCESSOR_FLAGS"
 def mask(flags: str) -> None:
     """Hides all other CPU features, or all kernels, from this process."""
     if flags == "none":
-        native.find_spec = lambda name: None
+        native.find_spec = lambda name: None  # type: ignore[attr-defined, assignment]
     native._processor_flags = lambda: set(flags.split(","))
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-BASES = (("santacoder", 0), ("llama", 2), ("gemma3_text", 1), ("deepseek_v3", 0), ("falcon", 1))
+BASES: tuple[tuple[str, int], ...] = (("santacoder", 0), ("llama", 2), ("gemma3_text", 1), ("deepseek_v3", 0), ("falcon", 1))
 BASES += (("mistral", 3), ("minicpm3", 2), ("deepseek_v2", 2), ("gemma", 3))
 SECONDS = 20
 LONGEST_LINE = 600

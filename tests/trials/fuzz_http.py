@@ -54,7 +54,27 @@ REQUIRED |= {"/v1/completions": {"prompt": "def f"}, "/v1/chat/completions": {"m
 REQUIRED |= {"/infill": {"input_prefix": "def f", "input_suffix": "x"}, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}}
 MOST = {"max_tokens": 8, "max_completion_tokens": 8, "max_new_tokens": 8, "n_predict": 8, "n": 3, "best_of": 3}
 LENGTHS = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_tokens", "/infill": "n_predict"}
-EXTREMES = [None, True, 0, -1, 2**31, 2**63, 10**400, 1e308, 5e-324, -0.0, "", "\0", "1", "\ud800", [], {}, [[]], [None], {"": None}]
+EXTREMES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    2**31,
+    2**63,
+    10**400,
+    1e308,
+    5e-324,
+    -0.0,
+    "",
+    "\0",
+    "1",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+]
 JSON_VALUES: SearchStrategy[Any] = st.recursive(
     st.sampled_from(EXTREMES) | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
@@ -162,9 +182,10 @@ def schema_requests(operation: Any, mode: Any) -> SearchStrategy[bytes]:
             known["data"] = json.dumps(bounded(parts["json"])).encode()
             known["headers"] = {"content-type": "application/json", **known.get("headers", {})}
         prepared = requests.Request(**known).prepare()
-        body = prepared.body.encode() if isinstance(prepared.body, str) else prepared.body or b""
+        body: Any = prepared.body.encode() if isinstance(prepared.body, str) else prepared.body or b""
         lines = [f"{prepared.method} {prepared.path_url} HTTP/1.1", "host: x"]
-        lines += [f"{name}: {value}" for name, value in prepared.headers.items()]
+        headers: dict[str, Any] = dict(prepared.headers)
+        lines += [f"{name}: {value}" for name, value in headers.items()]
         return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + body
 
     return operation.as_strategy(generation_mode=mode).map(raw)  # type: ignore[no-any-return]

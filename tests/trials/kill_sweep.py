@@ -137,9 +137,10 @@ async def run_round(target: Target, questions: list[Ask], oracles: list[Answer],
     if how == "prefill" or index == 0:
         await asyncio.sleep(PREFILL_DELAYS[index % len(PREFILL_DELAYS)])
         moment.set()
-    answering = asyncio.gather(*tasks)
+    answering: asyncio.Future[Any] = asyncio.gather(*tasks)
     # Where the stream fails before its index, the strike falls behind the last answer and the judge says why.
-    await asyncio.wait([asyncio.create_task(moment.wait()), answering], return_when=asyncio.FIRST_COMPLETED)
+    ends: list[asyncio.Future[Any]] = [asyncio.create_task(moment.wait()), answering]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     round.reached = list(counts)
     await WAYS[how](target, round)
     round.ready = await target.server.until_ready()

@@ -104,7 +104,8 @@ class Joined:
 async def cut_httpx(client: httpx.AsyncClient, cut: Cut) -> Joined:
     """Reads `index` events (or one on each connection), leaves, and comes back until there is nothing more."""
     joined = Joined(cut, Answer(cut.question))
-    method, path, body, headers = "POST", cut.question.path, cut.question.body, {}
+    method, path, headers = "POST", cut.question.path, dict[str, str]()
+    body: dict[str, Any] | None = cut.question.body
     while not joined.stopped and joined.connections < 10 * cut.question.tokens:
         leave_after = cut.index if joined.connections == 0 else 1 if cut.kind == "each" else None
         async with aconnect_sse(client, method, path, json=body, headers=headers) as source:
@@ -278,7 +279,7 @@ def cuts_of(oracles: list[Answer], kinds: tuple[str, ...]) -> list[Cut]:
 
 
 def checks_of(name: str, results: list[Joined], oracles: dict[str, Answer]) -> list[Check]:
-    problems = [(each.cut, problem) for each in results if (problem := each.problem(oracles[each.cut.question.prompt]))]
+    problems = [(each.cut, problem) for each in results if (problem := each.problem(oracles[str(each.cut.question.prompt)]))]
     wrong = {cut for cut, _ in problems}
     groups: dict[tuple[str, str], list[Joined]] = {}
     for each in results:
@@ -305,7 +306,7 @@ async def run(options: argparse.Namespace, scratch: Path) -> int:
     try:
         info = await server.info()
         oracles = [await ask(server.port, question) for question in asks(4, options.tokens, seed=9)]
-        by_prompt = {oracle.ask.prompt: oracle for oracle in oracles}
+        by_prompt: dict[str, Answer] = {str(oracle.ask.prompt): oracle for oracle in oracles}
         for name in ("httpx", "chromium") if options.client == "all" else (options.client,):
             if name == "httpx":
                 results = await all_httpx(server, cuts_of(oracles, ("behind", "each")))
@@ -314,7 +315,7 @@ async def run(options: argparse.Namespace, scratch: Path) -> int:
             checks += checks_of(name, results, by_prompt)
             result["cuts"][name] = [
                 {"dialect": r.cut.question.dialect, "kind": r.cut.kind, "index": r.cut.index, "connections": r.connections}
-                | {"problem": r.problem(by_prompt[r.cut.question.prompt])}
+                | {"problem": r.problem(by_prompt[str(r.cut.question.prompt)])}
                 for r in results
             ]
         idle = await server.until_idle()

@@ -98,8 +98,10 @@ def engines_of(series: Series) -> list[Slope]:
             at_age.append(sorted(ages)[len(ages) // 2])
     among = slope(f"engines at the age of {series.same_age:.0f} s, MiB", began, at_age)
     last, start = len(series.lives) - 1, series.lives[-1][0]
-    ages = [(s["time"] - start, s["engine_rss"] / MIB) for s in series.samples if s["life"] == last and "engine_rss" in s]
-    settled = [(age, rss) for age, rss in ages if age >= series.settled]
+    of_last: list[tuple[float, float]] = [
+        (s["time"] - start, s["engine_rss"] / MIB) for s in series.samples if s["life"] == last and "engine_rss" in s
+    ]
+    settled = [(age, rss) for age, rss in of_last if age >= series.settled]
     times, values = medians([age for age, _ in settled], [rss for _, rss in settled], min(AGE_BIN, series.settled / 2))
     return [among, slope("the last engine, MiB", [age / HOUR for age in times], values)]
 

@@ -17,7 +17,7 @@ from model.devices.gpu.attention import kernels, write
 from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
 from model.devices.gpu.attention.configurations import TABLE
 
-INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
+INSTRUCTIONS: tuple[str, ...] = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
 INSTRUCTIONS += ("cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16")
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""

@@ -107,7 +107,7 @@ def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtyp
     x_TI, linear = made_linear(num_rows, inputs, outputs, dtype)
     bias_O = linear.bias
     for given in (bias_O, None):
-        linear.bias = given
+        linear.bias = given  # type: ignore[assignment]
         linear.arithmetic = HOST
         expected_TO = linear(x_TI)
         linear.arithmetic = GpuDevice("cpu").products(dtype, "fp8", False).arithmetic

@@ -146,7 +146,7 @@ def test_norms_are_torchs_and_a_row_has_its_own_bits(columns: int, dtype: torch.
     torch.manual_seed(columns)
     x, weight, bias = torch.randn(7, 3, columns).to(dtype) * 3 + 1, torch.randn(columns).to(dtype), torch.randn(columns).to(dtype)
     shape, wide = (columns,), [a.float() for a in (x, weight, bias)]
-    assert near(norm(x, weight, bias, 1e-5, 0.0, centred=True), F.layer_norm(wide[0], shape, *wide[1:], 1e-5), NEAR[dtype])
+    assert near(norm(x, weight, bias, 1e-5, 0.0, centred=True), F.layer_norm(wide[0], shape, wide[1], wide[2], 1e-5), NEAR[dtype])
     assert near(norm(x, weight, None, 1e-6, 1.0, centred=False), F.rms_norm(wide[0], shape, wide[1] + 1, 1e-6), NEAR[dtype])
     check_invariance(lambda x: norm(x, weight, bias, 1e-5, 0.0, centred=True), x[0, 0], 20)
 

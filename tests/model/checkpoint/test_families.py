@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,13 @@ def test_what_transformers_writes_beside_the_model_is_no_warning(checkpoint: Fam
     """The folder as `transformers` wrote it, and with the keys of its own that other versions of it add."""
     values = json.loads((checkpoint.folder / "config.json").read_text())
     values.pop("auto_map", None)  # Code of the checkpoint's own, which has a warning of its own.
-    own = {"_name_or_path": "x", "_model_name_or_path": "x", "_commit_hash": "0", "_attn_implementation": "sdpa", "architectures": ["X"]}
+    own: dict[str, Any] = {
+        "_name_or_path": "x",
+        "_model_name_or_path": "x",
+        "_commit_hash": "0",
+        "_attn_implementation": "sdpa",
+        "architectures": ["X"],
+    }
     own |= {"transformers_version": "4.57.1", "torch_dtype": "float32", "dtype": "float32", "gradient_checkpointing": False}
     spec_of(checkpoint.folder, values | own)
     assert caplog.messages == []

@@ -4,6 +4,7 @@ import json
 import random
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,10 +106,12 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(value_in_key: bo
         for name in ("reference", find_device("cpu").backend_for(_pool(layout, allocator, dtype, value_in_key), 4)):
             pool = _pool(layout, allocator, dtype, value_in_key)
             backend = create_backend(name, pool, 0.001, 4)
-            outputs.append(backend.run(backend.plan(batch), 1, *(x.to(dtype) for x in (q_THd, k_Td, v_Tv))).float())
+            outputs.append(backend.run(backend.plan(batch), 1, q_THd.to(dtype), k_Td.to(dtype), v_Tv.to(dtype)).float())
             pools.append(pool)
         assert backend.name == "torch"
-        assert torch.allclose(*outputs, rtol=1e-5 if dtype is torch.float32 else 2e-2, atol=1e-3 if dtype is torch.float32 else 4.0)
+        assert torch.allclose(
+            outputs[0], outputs[1], rtol=1e-5 if dtype is torch.float32 else 2e-2, atol=1e-3 if dtype is torch.float32 else 4.0
+        )
         assert torch.equal(*(pool.keys_LPSd.view(torch.uint8) for pool in pools))
         assert pools[0].keys_LPSd.float().abs().max() == 448 and pools[0].keys_LPSd.dtype is FLOAT8
 
@@ -149,7 +152,8 @@ def test_the_plan_counts_what_the_runner_takes(family: str, tmp_path: Path) -> N
 @torch.inference_mode()
 def test_a_numerical_error_fails_its_row_alone_and_its_pages_are_cleared(tmp_path: Path) -> None:
     runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "fp8")
-    runner.decoder.token_embedding.scale.data[7] = torch.nan
+    embedding: Any = runner.decoder.token_embedding
+    embedding.scale.data[7] = torch.nan
     fine = Row(1, [1, 2], 0, [array("q", [1])], Sample(GREEDY, [1], []))
     broken, whole = runner.run(StepPlan((Row(0, [7, 1], 0, [array("q", [0])], Sample(GREEDY, [1], [])), fine))).drawn
     assert isinstance(broken, SampleError) and isinstance(whole, SampledToken)

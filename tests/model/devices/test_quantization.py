@@ -5,6 +5,7 @@ import subprocess
 import sys
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,8 @@ def make_runner(folder: Path, quantization: str) -> ModelRunner:
 
 def test_a_numerical_error_fails_its_row_alone(tmp_path: Path) -> None:
     runner = make_runner(make_checkpoint(SHAPES[3], tmp_path).folder, "int8")
-    runner.decoder.token_embedding.scale.data[7] = torch.nan
+    embedding: Any = runner.decoder.token_embedding
+    embedding.scale.data[7] = torch.nan
     sample = Sample(Sampling(temperature=0.0), [1], [])
     broken, fine = runner.run(StepPlan((Row(0, [7, 1], 0, [array("q", [0])], sample), Row(1, [1, 2], 0, [array("q", [1])], sample)))).drawn
     assert isinstance(broken, SampleError) and isinstance(fine, SampledToken)

@@ -336,7 +336,7 @@ def test_a_guess_that_is_not_a_number_harms_nobody(tmp_path: Path) -> None:
     def poisoned(ids_T: torch.Tensor) -> torch.Tensor:
         return torch.where((ids_T == 99)[:, None], torch.nan, embed(ids_T))
 
-    runner.decoder.token_embedding.forward = poisoned  # type: ignore[method-assign]
+    runner.decoder.token_embedding.forward = poisoned  # type: ignore[method-assign, assignment]
     requests = [([id + 1] * 20, Sampling(temperature=0.0, bad_words=((99,),))) for id in range(4)]
     without, _ = outcomes(runner, runner.pool.layout, requests, None)
     guessed, scheduler = outcomes(runner, runner.pool.layout, requests, lambda sequence: Wrong(sequence.prompt))

@@ -1,7 +1,7 @@
 """A fault of one request affects no other: too little memory, a row that cannot be sampled, a grammar that fails."""
 
 import random
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -109,8 +109,10 @@ def test_a_device_that_fails_is_no_rows_fault(monkeypatch: pytest.MonkeyPatch, e
 
 def test_a_grammar_that_breaks_ends_its_own_sequence() -> None:
     class Broken:
-        mask = None
-        forced: ClassVar[list[int]] = []
+        mask: bytes | None = None
+
+        def __init__(self) -> None:
+            self.forced: list[int] = []
 
         def advance(self, token: int) -> None:
             raise RuntimeError("inside a library")

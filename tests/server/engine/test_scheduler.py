@@ -29,7 +29,7 @@ def forced_after(output: list[int]) -> list[int]:
 class Forcing:
     """The simulated grammar as a constraint. It masks nothing."""
 
-    mask = None
+    mask: bytes | None = None
 
     def __init__(self, output: list[int]) -> None:
         self.output: list[int] = []

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import protocol
-from server.generation.request import Request
-from server.generation.stream import Choice, ChoiceDetokenizer, Piece
+from server.generation.request import Choice, Request
+from server.generation.stream import ChoiceDetokenizer, Piece
 from server.text.codec import TextCodec
 from tests.server.text.test_codec import byte_ids
 from tests.support.checkpoints import make_tokenizer

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -58,8 +59,9 @@ async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check
     served = serve(tmp_path, names=names)
     while not served.generation.admission.accepting:
         await asyncio.sleep(0)
+    inputs: dict[str, Any]
     inputs, messages = {"inputs": "a", "parameters": {"max_new_tokens": 2}}, [{"role": "user", "content": "a"}]
-    openai = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": messages, "max_tokens": 2}}
+    openai: dict[str, Any] = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": messages, "max_tokens": 2}}
     tokens = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
         for path in ("/", "/generate", "/generate_stream", "/tokenize"):

@@ -9,12 +9,12 @@ import httpx
 import msgspec
 import pytest
 from fastapi import FastAPI
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from server import protocol
 from server.config import ServerSection
 from server.generation.request import Request
-from server.http import app as application
 from server.http.exchange import Dialect, exchange_of
 from server.http.routes import Access, Route, RouteTable
 from server.http.tgi.generate import TgiRoutes
@@ -70,7 +70,7 @@ async def test_a_route_that_generates_without_being_declared_to_is_an_error(tmp_
             self.generation.start([Request([1], protocol.Sampling())], exchange_of(http).reserved)
             return JSONResponse({})
 
-        more.__annotations__ = {"http": application.Request, "return": Response}
+        more.__annotations__ = {"http": HttpRequest, "return": Response}
         return [*declared(self), Route("/generate_more", ("POST",), more, Dialect.TGI)]
 
     monkeypatch.setattr(TgiRoutes, "routes", routes)

@@ -127,6 +127,7 @@ def sentencepiece_model(folder: Path, kind: str, **more: Any) -> None:
     import sentencepiece
 
     folder.mkdir()
+    given: dict[str, Any] = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     lines = [line for line in Path(__file__).read_text(encoding="utf-8").splitlines() if line.strip()]
     with (folder / "tokenizer.model").open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
@@ -135,7 +136,7 @@ def sentencepiece_model(folder: Path, kind: str, **more: Any) -> None:
             model_type=kind,
             vocab_size=500,
             minloglevel=2,
-            **{"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False} | more,
+            **given | more,
         )
 
 

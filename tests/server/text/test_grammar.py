@@ -229,7 +229,7 @@ def test_a_constrained_stream_outlives_the_engine(embedded_folder: Path) -> None
     server = ServerProcess(embedded_folder)
     try:
         grammar = {"type": "regex", "value": "([0-9]{4}-[a-f]{4} ){40}"}
-        parameters = {"max_new_tokens": 300, "grammar": grammar, "do_sample": True, "seed": 3}
+        parameters: dict[str, Any] = {"max_new_tokens": 300, "grammar": grammar, "do_sample": True, "seed": 3}
         whole = server.text("x", **parameters)
         assert len(whole) > 300
         stream = server.stream("x", **parameters)

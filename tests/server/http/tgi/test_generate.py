@@ -47,7 +47,7 @@ def test_stream_events_have_the_shape_that_tgi_clients_parse(server: ServerProce
 
 
 def test_all_routes_give_the_same_text(server: ServerProcess) -> None:
-    parameters = {"max_new_tokens": 12}
+    parameters: dict[str, Any] = {"max_new_tokens": 12}
     status, whole = server.post("/generate", {"inputs": "def f", "parameters": parameters})
     assert status == 200 and set(whole) == {"generated_text"}
     (root,) = server.post("/", {"inputs": "def f", "parameters": {**parameters, "return_full_text": False}})[1]
