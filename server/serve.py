@@ -121,7 +121,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         drain = Drain(http, engine.generation, section.drain_timeout, section.lb_grace)
         loop.set_exception_handler(FileLimitHandler())
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP; keep it ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:  # Ignored by the parent, as shells do for background jobs: keep it.
                 loop.add_signal_handler(number, drain.on_signal, number)
         # Excludes the objects of start-up from garbage collections, which would else delay requests by about 0.1 s.
         gc.collect()

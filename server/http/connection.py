@@ -179,9 +179,8 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._bytes_without_body = 0
-        if (
-            self.cycle.response_complete
-        ):  # Refused before the body arrived; the rest is read so that closing the socket does not discard the response.
+        if self.cycle.response_complete:
+            # Refused before the body arrived; the rest is read so that closing the socket does not discard the response.
             self._ignored_bytes += len(body)
             if self._ignored_bytes > MAX_IGNORED_BYTES:
                 self.transport.abort()

@@ -88,9 +88,8 @@ class ChatTemplate:
             )
         except Refusal as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
-        except (
-            Exception
-        ) as error:  # The template may raise anything; the log gets the error's type alone, since its text may hold messages.
+        except Exception as error:
+            # The template may raise anything; the log gets the error's type alone, since its text may hold messages.
             log.warning("the chat template failed with %s", type(error).__name__)
             raise InvalidRequest("the model's chat template cannot be applied to these messages", param="messages") from None
         if len(prompt) > MAX_PROMPT_CHARS:

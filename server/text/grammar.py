@@ -62,9 +62,8 @@ class GrammarCompiler:
         except ValueError as error:
             raise InvalidRequest(f"`{source.field}` {error}", param=source.field) from None
         check = self._checks.get(grammar)
-        if check is None or (
-            check.done() and check.exception() is not None
-        ):  # An exception says nothing about the grammar: check it again.
+        # An exception of a check says nothing about the grammar, which is then checked again.
+        if check is None or (check.done() and check.exception() is not None):
             if len(self._checks) >= CACHED:
                 del self._checks[next(iter(self._checks))]
             check = self._checks[grammar] = asyncio.get_running_loop().run_in_executor(self._thread, self._check, grammar)
