@@ -341,7 +341,8 @@ def used_codes() -> set[str]:
 
 def used_exit_codes() -> set[int]:
     """Every exit status that an error has or a constant EXIT_... names."""
-    found = {cls.exit_code for cls in (errors.OneheadError, *errors.OneheadError.__subclasses__())} | {0, 1}
+    classes: list[type[errors.OneheadError]] = [errors.OneheadError, *errors.OneheadError.__subclasses__()]
+    found = {cls.exit_code for cls in classes} | {0, 1}
     for folder in ("server", "commands"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             found |= {int(number) for number in re.findall(r"^EXIT_\w+ = (\d+)$", path.read_text(), re.MULTILINE)}
