@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant("the last token is not computed", PrefixReuse, "find", "sequence.num_skippable", "sequence.num_tokens"),
     # --- guesses
     Mutant("a wrong guess is taken for computed", Sequence, "on_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
-    Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != guess", "False"),
+    Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != draft", "False"),
     Mutant(
         "NaN left by a guess",
         Scheduler,
