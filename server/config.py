@@ -62,6 +62,8 @@ def _check_digest(value: str) -> str:
 
 
 Seconds = Annotated[float, Field(gt=0, le=3600)]
+File = Annotated[Path, AfterValidator(Path.absolute)]
+"""A file that is read again while the server runs, when the working directory may be gone."""
 Digest = Annotated[str, AfterValidator(_check_digest)]
 Size = TypeAliasType("Size", Annotated[float, BeforeValidator(_parse_memory)])
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_words)]
@@ -81,7 +83,7 @@ class ServerSection(Section):
     log_format: Literal["text", "json"] = Field("text", description="log lines for people, or one JSON object each")
     log_prompts: bool = Field(False, description="log the text of prompts")
     api_keys: Digests = Field((), description="SHA-256 digests, in hex, of the keys that clients must send one of; default: none is needed")
-    api_keys_file: Path | None = Field(
+    api_keys_file: File | None = Field(
         None, description="TOML file of keys, each a [[key]] table with its `name` and `sha256`; SIGHUP has it read again"
     )
     metrics_key: Digest | None = Field(None, description="SHA-256 digest of the key to /metrics; default: none is needed")
@@ -192,13 +194,20 @@ class EngineSettings(BaseSettings):
         return found
 
 
+def _check_host(value: str) -> str:
+    """An empty host would listen on every interface."""
+    if not value.strip():
+        raise ValueError(f"must be an address to listen on, like 127.0.0.1, or 0.0.0.0 for every interface; got {value!r}")
+    return value
+
+
 class ServeSettings(EngineSettings):
     """onehead serve: a checkpoint on HTTP."""
 
     by_position: ClassVar[str] = "model"
 
     server: ServerSection = Field(ServerSection(), description="the HTTP side")
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: Annotated[str, AfterValidator(_check_host)] = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 
 

@@ -1,4 +1,4 @@
-"""The engine process: receives messages, runs steps, sends events. `python -m server.engine.worker FD` on an inherited pipe.
+"""The engine process: receives messages, runs steps, sends events. server/child_process.py runs it, on an inherited pipe.
 
 Invariant: it runs until Shutdown or until the other end of the pipe is closed. An exception in a step ends the process, and the
 supervisor replays its sequences; an exception in a submission fails that sequence alone. A thread sends heartbeats.
@@ -22,7 +22,6 @@ from model.checkpoint.families import read_spec
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import SampledToken
 from server import logs, protocol
-from server.child_process import die_with_parent
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
 from server.engine.grammar import Grammars
@@ -267,7 +266,6 @@ def _refusal(error: Exception) -> protocol.Refused:
 
 def main() -> None:
     """Entry point: receives Start, answers Ready or Refused, then serves."""
-    die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # The parent handles signals sent to the process group: it drains first.
     pipe = Connection(int(sys.argv[1]))

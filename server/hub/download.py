@@ -42,7 +42,8 @@ def resolved(settings: Settings, check: Check) -> Settings:
 
     folder = resolve(settings.model, check=check_all)
     check_all(folder)
-    return settings.found_in(folder)
+    # An engine that is started later, after a crash, must find the same folder: whatever the working directory, and a link, is by then.
+    return settings.found_in(folder.resolve())
 
 
 def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Check | None = None) -> Path:

@@ -1,5 +1,5 @@
-"""Converts a checkpoint's older tokenizer files to a tokenizer.json with `transformers`, in a process of its own:
-`python -m server.hub.tokenizer_conversion FOLDER FILE`.
+"""Converts a checkpoint's older tokenizer files to a tokenizer.json with `transformers`, in a process of its own, which
+server/child_process.py starts with two arguments, FOLDER and FILE.
 
 Invariant: FILE tokenizes text as FOLDER's own files do, or it is not written and one line of output gives the reason. Nothing is
 downloaded, and no code of the folder is run. It knows nothing of where the result is cached.
@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from server.child_process import die_with_parent
 from server.errors import ConfigurationError
 
 # Classes that transformers 4 used by model type if the folder names none; transformers 5 has no such defaults.
@@ -113,7 +112,6 @@ def _check(folder: Path, tokenizer: Any) -> None:
 
 
 def main() -> None:
-    die_with_parent()
     folder, file = Path(sys.argv[1]), Path(sys.argv[2])
     made = _converted(folder)
     try:

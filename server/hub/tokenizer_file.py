@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from server.child_process import WORKING_DIRECTORY, child_command
 from server.config import cache_folder
 from server.errors import ConfigurationError, ResourceError
 from server.hub.tokenizer_conversion import NOT_WRITTEN, description, is_sentencepiece
@@ -146,10 +147,16 @@ def _terminable() -> Iterator[None]:
 
 def _run(seen: str, made: str) -> str:
     """Runs the child process. Returns why it refused the folder, empty on success. Raises ResourceError if it could not write."""
-    command = [sys.executable, "-P", "-m", "server.hub.tokenizer_conversion", seen, made]
+    command = child_command("server.hub.tokenizer_conversion", seen, made)
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=CONVERSION_SECONDS
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CONVERSION_SECONDS,
+            cwd=WORKING_DIRECTORY,
         )
     except subprocess.TimeoutExpired:
         return f"it took more than {CONVERSION_SECONDS:g} s"

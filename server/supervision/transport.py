@@ -12,7 +12,6 @@ import queue
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
@@ -20,6 +19,7 @@ from multiprocessing import Pipe
 import msgspec
 
 from server import protocol
+from server.child_process import WORKING_DIRECTORY, child_command
 from server.supervision.processors import engine_environment
 
 log = logging.getLogger("onehead.supervisor")
@@ -76,8 +76,14 @@ class EngineProcess:
         # A second descriptor for reading without blocking; the writing thread's own calls block.
         self._socket = socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
         # A process group of its own: Ctrl-C in a terminal must reach only this process, which drains first.
-        command = [sys.executable, "-P", "-m", ENGINE_MODULE, str(fd)]
-        self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0, env=engine_environment())
+        self.process = subprocess.Popen(
+            child_command(ENGINE_MODULE, str(fd)),
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            cwd=WORKING_DIRECTORY,
+            env=engine_environment(),
+        )
         theirs.close()  # The child holds the only copy now, so the pipe ends when the child does.
         try:
             threading.Thread(target=self._write, daemon=True).start()

@@ -239,3 +239,15 @@ def test_a_key_in_place_of_its_digest_is_refused_and_not_repeated(given: str) ->
     with pytest.raises(ConfigurationError) as error:
         load(ServeSettings, ["--server.api_keys", given], "onehead serve")
     assert "sha256sum" in str(error.value) and "password" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", [["--host", ""], ["--host", " "], ["--host="]])
+def test_an_empty_host_is_not_every_interface(given: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"^host: must be an address to listen on.*0\.0\.0\.0"):
+        settings(*given)
+
+
+def test_an_empty_host_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEHEAD_HOST", "")
+    with pytest.raises(ConfigurationError, match="^host: must be an address"):
+        settings()
