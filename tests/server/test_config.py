@@ -249,5 +249,5 @@ def test_an_empty_host_is_not_every_interface(given: list[str]) -> None:
 
 def test_an_empty_host_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEHEAD_HOST", "")
-    with pytest.raises(ConfigurationError, match="^host: must be an address"):
+    with pytest.raises(ConfigurationError, match=r"^host: must be an address"):
         settings()
