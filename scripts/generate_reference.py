@@ -46,15 +46,15 @@ CODES = {
     "admission_error": "An internal error while the engine took the request in.",
     "cancelled": "The resumable stream was cancelled (only ever an event).",
     "context_length_exceeded": "Prompt and output are longer than the model or the cache allows.",
-    "engine_unavailable": "No engine is ready: one is being replaced, or the server gave up.",
-    "future_event": "`Last-Event-ID` or `after` names an event that has not been sent yet.",
-    "grammar_error": "The request's grammar became too expensive to follow, or failed.",
+    "engine_unavailable": "No engine has been ready for `server.recovery_timeout`, or the server gave up.",
+    "future_event": "`Last-Event-ID` or `after` names an event that the stream does not have yet.",
+    "grammar_error": "An internal error while the request's grammar was applied.",
     "idempotency_conflict": "A request with this `Idempotency-Key` is being answered already.",
     "invalid_api_key": "No key, or one that is not valid.",
     "invalid_event_id": "`Last-Event-ID` or `after` is not an event of this stream.",
     "model_not_found": "`model` is none of the names that `GET /v1/models` lists.",
     "out_of_memory": "The memory does not hold what this request needs for its next token.",
-    "queue_timeout": "The request's own `timeout_s` was over before its turn came.",
+    "queue_timeout": "The request's own `timeout_s` passed before the engine had started it.",
     "queue_too_long": "The estimated wait is longer than `server.max_queue_wait`.",
     "request_quarantined": "Engines crashed twice while they ran this request alone.",
     "resume_gap": "Events after the last one that the client saw are not kept any more.",
@@ -63,7 +63,7 @@ CODES = {
     "stream_not_found": "There is no such resumable stream, or it belongs to another key.",
     "text_error": "An internal error while tokens were turned into text.",
     "tokenization_timeout": "Tokenizing the prompt took longer than `server.tokenize_timeout`.",
-    "too_many_requests": "`engine.max_running` plus `server.max_waiting` requests are open.",
+    "too_many_requests": "`engine.max_running` plus `server.max_waiting` sequences (choices of requests) are open.",
     "too_many_waiting_tokens": "`server.max_waiting_tokens` prompt tokens are waiting.",
 }
 
@@ -370,12 +370,14 @@ def errors_page() -> str:
 and `/infill` in OpenAI's, `{{"error": {{"message", "type", "param", "code"}}}}`; [HTTP](http.md) says it for
 each route. What is refused before it is a request (400, 408, 431, 503) has OpenAI's form on every route.
 404 and 405 have no `error_type`, so that TGI's clients go by the status. Every reply has the request's id
-in `x-request-id`. An error after a stream's first token is the stream's last event.
+in `x-request-id`. An error after a stream's first token is an event, the last one; OpenAI's streams still
+send `[DONE]` after it.
 
 {table("TGI | OpenAI | `error_type` | `type` | when", sorted(statuses))}
 ## Code words
 
-`code` in OpenAI's form, for programs. Where no word applies, it is the status.
+`code` in OpenAI's form, for programs. Where no word applies, it is the status: for example
+400 for a grammar that became too complex in the middle of an answer.
 
 {table("code | meaning", [[code(word), text] for word, text in sorted(CODES.items())])}"""
 

@@ -21,7 +21,9 @@ def child_command(module: str, *arguments: str) -> list[str]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Has Linux kill this process when its parent ends; a busy process would notice that only later. Ends it if that happened already."""
+    """Has Linux kill this process when its parent ends, or ends it if that has happened already. While it computes, it would see the
+    closed pipe only later.
+    """
     if sys.platform == "linux":
         import ctypes
 

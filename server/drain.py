@@ -1,7 +1,8 @@
 """HttpServer and Drain: graceful shutdown on a signal.
 
-The first signal refuses new requests and lets open ones finish; a second one ends them with an error event. Invariant: bytes written to
-a client get time to arrive, and no client can keep the process running.
+The first signal refuses new requests and lets open ones finish; a second one ends them with an error event. What follows, in order:
+`Drain._finish` stops the supervisor and the HTTP server, which aborts connections with unsent bytes after a time; then `serve` closes the
+engine process. Invariant: bytes written to a client get time to arrive, and no client can keep the process running.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from server.generation.generation import Generation
 log = logging.getLogger("onehead")
 
 FLUSH_SECONDS = 1.0
+"""Time that clients get at least to receive what was written, before their connections are aborted."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -57,7 +59,9 @@ class Drain:
         if self._task is None:
             self.generation.admission.draining = True
             log.info(
-                "draining for up to %g s: %d requests are open; a second signal ends them", self.timeout, self.generation.admission.num_open
+                "draining for up to %g s: %d sequences are open; a second signal ends them",
+                self.timeout,
+                self.generation.admission.num_open,
             )
             # Ctrl-C in a terminal skips the grace period.
             self._task = asyncio.create_task(self._drain(0.0 if number == signal.SIGINT else self.grace))

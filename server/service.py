@@ -83,7 +83,7 @@ class SupervisedEngine:
         self._watch = asyncio.create_task(self._pass_time(every_tick))
 
     async def _pass_time(self, every_tick: tuple[Callable[[], None], ...]) -> None:
-        """Passes elapsed time to the supervisor. Time for which this process itself did not run is not held against the engine."""
+        """Passes elapsed time to the supervisor. Time in which this process did not run does not count as time without progress."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(self._tick)

@@ -1,8 +1,9 @@
 """Prefix reuse: computed blocks, and blocks claimed by a running sequence.
 
-A sequence claims the blocks that it is about to compute; a new sequence with the same prefix waits for them instead of computing them
-again. Invariant: a claimed block belongs to one running sequence, which has all its tokens and has not computed it. This module
-allocates no pages and does not decide which sequence runs.
+A block is `cache.page_size` consecutive tokens after a given prefix, and their pages in every page group (cache.prefix.Block). A sequence
+claims the blocks that it is about to compute; a new sequence with the same prefix waits for them instead of computing them again.
+Invariant: a claimed block belongs to one running sequence, which has all its tokens and has not computed it. This module allocates no
+pages and does not decide which sequence runs.
 """
 
 from cache.layout import CacheLayout

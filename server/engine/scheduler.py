@@ -122,10 +122,10 @@ class Scheduler:
         constraint: Constraint | None = None,
         salt: str = "",
     ) -> None:
-        """Adds a sequence to the queue. Raises NeverFits, and ValueError for an empty prompt, a used id or nothing to generate."""
+        """Adds a sequence to the queue. Raises NeverFits; ValueError for an empty prompt, an id in use, or an output that is complete."""
         output = list(output or ())
         if not prompt or max_new_tokens <= len(output) or id in self.running or id in self.waiting:
-            raise ValueError(f"sequence {id}: {len(prompt)} prompt tokens, {len(output)} of {max_new_tokens} generated, or a used id")
+            raise ValueError(f"sequence {id}: {len(prompt)} prompt tokens, {len(output)} of {max_new_tokens} generated, or the id is used")
         sequence = Sequence(
             id,
             prompt,
@@ -142,7 +142,7 @@ class Scheduler:
             salt,
         )
         if sequence.most_tokens > self._capacity:
-            raise NeverFits(f"sequence {id} may need {sequence.most_tokens} tokens; at most {self._capacity} fit")
+            raise NeverFits(f"this request may need {sequence.most_tokens} tokens; at most {self._capacity} fit")
         if self._drafter_for is not None and constraint is None:
             sequence.drafter = self._drafter_for(sequence)
         self.waiting.put(sequence)

@@ -1,9 +1,10 @@
 """Sequence: tokens, and how many of them are computed. There are no phases: this is all the state of a request in the engine.
 
-Its tokens are the prompt, the output and the forced tokens: those that a grammar leaves no choice about, and accepted draft tokens.
-Forced tokens are computed like any others and become output once the hidden state before them has scored them. A token that a step in
-flight samples counts as a token before its value is known, and tokens that a step in flight computes count as computed. Invariant:
-0 <= num_computed < num_tokens while the sequence is open, and its page table has a slot for every computed token.
+Its tokens are the prompt, the output and `forced`: tokens that are known before they become output, because a grammar leaves no choice
+about them or because they are accepted draft tokens. A grammar's forced tokens become output once a step has computed their
+log-probabilities; accepted draft tokens have theirs, and become output at once. A token that a step in flight samples counts as a token
+before its value is known, and tokens that a step in flight computes count as computed. Invariant: 0 <= num_computed < num_tokens while
+the sequence is open, and its page table has a slot for every computed token.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Sequence:
     score_prompt: bool = False
     constraint: Constraint | None = None
     salt: str = ""
-    """Only sequences with the same salt share pages."""
+    """The caller and the client's `cache_salt`. Only sequences with the same salt share pages."""
     num_computed: int = 0
     num_unseen: int = 0
     """Tokens that steps in flight sample."""
@@ -61,6 +62,7 @@ class Sequence:
     num_cached: int = 0
     """Prompt tokens found in the prefix cache when it was first admitted."""
     forced: list[int] = field(default_factory=list)
+    """Known tokens that are not output yet: those that a grammar forces, and accepted draft tokens."""
     claims: list[bytes] = field(default_factory=list)
     """Hashes of the blocks that it is about to compute, for which other sequences wait."""
     published: list[Block] = field(default_factory=list)
@@ -188,7 +190,7 @@ class Sequence:
         return self.prompt[start:end] + generated[max(0, start - split) : max(0, end - split)]
 
     def _scoring(self, start: int, end: int) -> Scoring | None:
-        """What the hidden states of positions start .. end - 1 score: prompt tokens without a score, and forced tokens."""
+        """The tokens whose log-probabilities a step over positions start .. end - 1 returns: unscored prompt tokens and `forced`."""
         unscored = self.num_scored if self.num_scored < len(self.prompt) else len(self.prompt) + len(self.output)
         first, last = max(unscored, start + 1), min(end, self.num_tokens - 1)
         if first > last:

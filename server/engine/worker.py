@@ -267,7 +267,8 @@ def _refusal(error: Exception) -> protocol.Refused:
 def main() -> None:
     """Entry point: receives Start, answers Ready or Refused, then serves."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # The parent handles signals sent to the process group: it drains first.
+        # A service manager may signal every process of the service; only the API process reacts, and drains first.
+        signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
     try:
         start = protocol.decode_to_engine(pipe.recv_bytes())

@@ -1,7 +1,7 @@
 """Admission: accepts or refuses a request by the number of open requests, waiting tokens and the estimated queue wait; decides readiness.
 
-Invariant: every admitted request is counted exactly once at any time: by its Reservation until its sequences are submitted, by the
-supervisor from then on. It knows nothing of HTTP, text or sampling.
+Invariant: no request is counted twice: its Reservation counts it until its sequences are submitted, the supervisor from then on. While
+its body is still arriving it is not counted (Reservation.release). It knows nothing of HTTP, text or sampling.
 """
 
 import random
@@ -18,8 +18,8 @@ RETRY_SECONDS = 5
 """Value of Retry-After while the server is shutting down or its engine is being replaced."""
 RATE_WINDOW = 64
 """Number of finished requests whose running times give the estimate of the queue wait."""
-NUMERICAL_ERRORS, SICK_SECONDS = 10, 60.0
-"""The server is not ready while this many requests have failed by non-finite logits within the last so many seconds."""
+MAX_NUMERICAL_ERRORS, NUMERICAL_ERROR_SECONDS = 10, 60.0
+"""The server is not ready once this many requests have failed by non-finite logits within this time."""
 
 
 class Reservation:
@@ -60,14 +60,14 @@ class Admission:
         """Prompt tokens of the waiting sequences."""
         self.run_seconds: deque[float] = deque(maxlen=RATE_WINDOW)
         """Running times, in seconds, of the most recently finished requests."""
-        self._numerical_errors: deque[float] = deque(maxlen=NUMERICAL_ERRORS)
+        self._numerical_errors: deque[float] = deque(maxlen=MAX_NUMERICAL_ERRORS)
 
     @property
     def accepting(self) -> bool:
         """Whether the server is ready: the engine runs, there is no drain, and logits have been finite."""
         errors = self._numerical_errors
-        sick = len(errors) == NUMERICAL_ERRORS and time.monotonic() - errors[0] < SICK_SECONDS
-        return self.supervisor.state is State.READY and not self.draining and not sick
+        failing = len(errors) == MAX_NUMERICAL_ERRORS and time.monotonic() - errors[0] < NUMERICAL_ERROR_SECONDS
+        return self.supervisor.state is State.READY and not self.draining and not failing
 
     @property
     def num_open(self) -> int:
@@ -95,7 +95,7 @@ class Admission:
         most_tokens, num_open = self.section.max_waiting_tokens, self.num_open + self.num_reserved
         if num_open + num_sequences > self.max_open:
             raise Overloaded(
-                f"{num_open} requests are open, and at most {self.max_open} are allowed; try again later",
+                f"{num_open} sequences (choices of requests) are open, and at most {self.max_open} are allowed; try again later",
                 self._retry_after(),
                 code="too_many_requests",
             )

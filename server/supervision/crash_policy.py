@@ -1,8 +1,8 @@
 """CrashPolicy: counts engine crashes, attributes them to requests, and decides when to stop restarting the engine.
 
-A sequence that was running in several crashes becomes a suspect, and the supervisor runs it alone; if the engine crashes again,
-the sequence is quarantined. A crash while nothing was running may have been caused by accepting a submission, so after several of
-these, submissions are sent one at a time. Invariant: a newly generated token resets the counts. It does no I/O and reads no clock.
+A sequence that was running in SUSPECT_CRASHES crashes becomes a suspect, and the supervisor runs it alone; after CRASHES_ALONE crashes
+alone it is quarantined. A crash while nothing was running may have been caused by accepting a submission, so after several of these,
+submissions are sent one at a time. Invariant: a newly generated token resets the counts. It does no I/O and reads no clock.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from server.supervision.journal import OpenSequence
 
 MAX_UNATTRIBUTED_CRASHES = 3
-"""Consecutive crashes that no request can have caused, after which the engine is not restarted."""
+"""Consecutive crashes that are attributed to no request, after which the engine is not restarted."""
 ONE_AT_A_TIME_CRASHES = 2
 """Consecutive unattributed crashes after which submissions are sent one at a time."""
 MAX_CRASHES = 12
@@ -22,7 +22,9 @@ SUSPECT_CRASHES = 2
 CRASHES_ALONE = 2
 """Crashes while a sequence was the only one in the engine, since its last token, after which it is quarantined."""
 BACKOFF_SECONDS = 0.5
-MAX_BACKOFF_SECONDS = 8.0
+"""Seconds to wait before the restart after ONE_AT_A_TIME_CRASHES unattributed crashes in a row; other restarts are immediate."""
+SPAWN_RETRY_SECONDS = 8.0
+"""Seconds to wait before the next attempt when the engine process could not be spawned."""
 
 
 class CrashPolicy:
@@ -44,7 +46,7 @@ class CrashPolicy:
     @property
     def backoff(self) -> float:
         """Seconds to wait before the next restart."""
-        return min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (self._unattributed - 2)) if self._unattributed >= 2 else 0.0
+        return BACKOFF_SECONDS if self._unattributed >= ONE_AT_A_TIME_CRASHES else 0.0
 
     @property
     def give_up_reason(self) -> str:

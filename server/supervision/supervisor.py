@@ -2,9 +2,9 @@
 
 It journals each token before delivering it. When an engine exits, makes no progress or violates the protocol, it starts the next one
 and submits every open sequence again with the tokens generated so far, so streams continue at the next token. A sequence suspected of
-crashing engines is run alone and quarantined if it crashes another. Invariant: every submitted sequence that is not cancelled gets
-exactly one final event, a Token with `finish` or a Failed. Sans-I/O: `spawn` makes engines, `tick` passes time, and all methods are
-called from one thread.
+crashing engines is run alone, and quarantined after CRASHES_ALONE crashes while it ran alone. Invariant: every submitted sequence that
+is not cancelled gets exactly one final event, a Token with `finish` or a Failed. Sans-I/O: `spawn` makes engines, `tick` passes time,
+and all methods are called from one thread.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from server import protocol
-from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, SUSPECT_CRASHES, CrashPolicy
+from server.supervision.crash_policy import SPAWN_RETRY_SECONDS, SUSPECT_CRASHES, CrashPolicy
 from server.supervision.journal import OpenSequence, SequenceEvent
 
 log = logging.getLogger("onehead.supervisor")
@@ -51,15 +51,19 @@ class State(Enum):
 
 
 LIVE = (State.STARTING, State.READY)
+"""The states that are not final: an engine runs, or is being loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """In seconds: without progress until the engine is killed, for loading, and without an engine until open sequences fail."""
+    """Limits on the engine, in seconds."""
 
     stall: float
+    """An engine that makes no progress for this long is killed."""
     start: float
+    """An engine that is not loaded after this long is killed."""
     recovery: float
+    """Open sequences fail once no engine has been ready for this long."""
 
 
 class Supervisor:
@@ -87,6 +91,7 @@ class Supervisor:
         self._down_seconds = 0.0
         """Seconds since an engine was last ready."""
         self._backoff = 0.0
+        """Seconds until the next engine is spawned, while there is none."""
         self.crash_policy = CrashPolicy()
         self._next_id = 0
         self._phase = self._crash_reason = ""
@@ -97,8 +102,10 @@ class Supervisor:
         """Whether the current engine was ever sent a sequence."""
         self._one_at_a_time = False
         """Whether the next sequence is sent only once the engine runs all those sent before."""
-        self._last_unproven_id = 0
-        """Sequences up to this id may have crashed an engine when they were submitted; one-at-a-time mode lasts until all of them run."""
+        self._last_open_id = 0
+        """The last id when this engine became ready. Sequences up to it may have crashed an engine when they were submitted, so
+        one-at-a-time mode lasts until each of them runs or has ended.
+        """
         self.state = State.STARTING
         self.reason = ""
         self.ready: protocol.Ready | None = None
@@ -204,11 +211,11 @@ class Supervisor:
             case protocol.Refused() if self.ready is None:
                 self.lacks_resource = message.resource
                 self._end(State.REFUSED, message.reason, "engine_unavailable")
-        # An engine that is refused after one was ready is restarted when it exits.
+            # After an engine was ready, one that refuses to load counts as a crash when it exits.
 
     def _on_ready(self, ready: protocol.Ready) -> None:
         self.ready = ready
-        self._one_at_a_time, self._last_unproven_id = self.crash_policy.one_at_a_time, self._next_id
+        self._one_at_a_time, self._last_open_id = self.crash_policy.one_at_a_time, self._next_id
         self._down_seconds, self._crash_reason, self._phase = 0.0, "", ""
         self._set_state(State.READY)
         self._dispatch()
@@ -292,7 +299,7 @@ class Supervisor:
         self._engine, self._kill_reason, self._isolated, self._phase = None, "", None, ""
         self._epoch += 1
         if culprit is not None:
-            log.error("request %d is quarantined: it crashed the engine %d times", culprit.submit.id, culprit.crashes)
+            log.error("sequence %d is quarantined: it crashed the engine %d times", culprit.submit.id, culprit.crashes)
             reason = "this request crashed the engine more than once and will not be retried"
             self._on_failed(protocol.Failed(culprit.submit.id, reason, code="request_quarantined"))
         for sequence in self.open.values():
@@ -311,7 +318,7 @@ class Supervisor:
         except OSError as error:
             log.error("the engine cannot be restarted: %s", error.strerror)
             self.crash_policy.record_failed_start()
-            self._backoff = MAX_BACKOFF_SECONDS
+            self._backoff = SPAWN_RETRY_SECONDS
             if self.crash_policy.give_up_reason:
                 self._end(State.GAVE_UP, f"the engine cannot be restarted: {error.strerror}", "engine_unavailable")
 
@@ -331,10 +338,10 @@ class Supervisor:
             self._send(sequence)
 
     def _continue_one_at_a_time(self) -> None:
-        """In one-at-a-time mode: ends the mode if all unproven sequences run, and sends what may be sent now."""
+        """In one-at-a-time mode: ends the mode if each sequence up to `_last_open_id` runs, and sends what may be sent now."""
         if self._one_at_a_time and self._engine is not None and self.state is State.READY and self._isolated is None:
-            unproven = (id <= self._last_unproven_id and not sequence.started for id, sequence in self.open.items())
-            self._one_at_a_time = self.crash_policy.one_at_a_time or any(unproven)
+            untried = (id <= self._last_open_id and not sequence.started for id, sequence in self.open.items())
+            self._one_at_a_time = self.crash_policy.one_at_a_time or any(untried)
             self._send_next(list(self.open.values()))
 
     def _end_isolation(self, sequence: OpenSequence) -> None:

@@ -1,6 +1,7 @@
 """EngineProcess: starts an engine process, and sends and receives its messages over a pipe.
 
-The event loop reads. A thread writes, because a stopped engine does not empty its pipe, and then waits for the process to exit.
+The event loop reads. A thread writes, because writing to a stopped engine blocks; after the last message it waits for the process to
+exit.
 Invariant: every message is delivered in order, then the exit status, once. It knows nothing of requests.
 """
 
@@ -25,6 +26,7 @@ from server.supervision.processors import engine_environment
 log = logging.getLogger("onehead.supervisor")
 
 EXIT_SECONDS = 1.0
+"""Time for an engine that has closed its pipe to exit by itself; then it is killed."""
 ENGINE_MODULE = "server.engine.worker"
 READ_BYTES = 2**18
 """Bytes read before the event loop runs other tasks."""
