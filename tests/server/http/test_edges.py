@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from server import protocol
-from server.generation.admission import NUMERICAL_ERRORS
+from server.generation.admission import MAX_NUMERICAL_ERRORS
 from server.http.tgi.generate import TgiReply
 from tests.server.http.test_streams import Client, request_of
 from tests.support.fake_engine import FakeEngine, serve
@@ -159,7 +159,7 @@ async def test_a_key_of_a_detached_stream_is_still_in_use(tokenizer_folder: Path
 
 async def test_many_numerical_errors_make_it_not_ready(tokenizer_folder: Path) -> None:
     served = await ready(tokenizer_folder)
-    for _ in range(NUMERICAL_ERRORS):
+    for _ in range(MAX_NUMERICAL_ERRORS):
         assert (await Client(served).request("GET", "/ready")).status_code == 200
         served.generation.admission.record_numerical_error()
     response = await Client(served).request("GET", "/ready")
