@@ -13,7 +13,16 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 
 # The library reads "None" and "null" as no value, and a prompt may be just that.
 NO_NONE = "\0"
-TYPES = {"Path": "PATH", "str": "TEXT", "int": "N", "float": "NUMBER", "bool": "{true,false}", "Size": "SIZE", "tuple[str,...]": "A,B,..."}
+TYPES = {
+    "Path": "PATH",
+    "str": "TEXT",
+    "int": "N",
+    "float": "NUMBER",
+    "bool": "{true,false}",
+    "Size": "SIZE",
+    "tuple[str,...]": "A,B,...",
+    "tuple[{IPv4Network,IPv6Network},...]": "A,B,...",
+}
 TYPES |= {"list[int]": "N,N,...", "list[float]": "NUMBER,..."}
 DEFAULTS = {NO_NONE: "none", "": "none", "None": "none", "()": "none", "[]": "none", "True": "true", "False": "false"}
 EXIT_USAGE = 2

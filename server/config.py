@@ -8,6 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -54,6 +55,13 @@ def _parse_words(value: object) -> object:
     return words
 
 
+def _parse_network(value: object) -> object:
+    try:
+        return ip_network(str(value))
+    except ValueError as error:
+        raise ValueError(f"must be networks such as 10.0.0.0/8 or addresses: {error}") from None
+
+
 def _check_digest(value: str) -> str:
     """The message does not repeat the value: it may be the key itself."""
     if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
@@ -67,6 +75,8 @@ File = Annotated[Path, AfterValidator(Path.absolute)]
 Digest = Annotated[str, AfterValidator(_check_digest)]
 Size = TypeAliasType("Size", Annotated[float, BeforeValidator(_parse_memory)])
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_words)]
+Network = Annotated[IPv4Network | IPv6Network, BeforeValidator(_parse_network)]
+Networks = Annotated[tuple[Network, ...], NoDecode, BeforeValidator(_parse_words)]
 Digests = Annotated[tuple[Digest, ...], NoDecode, BeforeValidator(_parse_words)]
 
 
@@ -87,6 +97,9 @@ class ServerSection(Section):
         None, description="TOML file of keys, each a [[key]] table with its `name` and `sha256`; SIGHUP has it read again"
     )
     metrics_key: Digest | None = Field(None, description="SHA-256 digest of the key to /metrics; default: none is needed")
+    trusted_proxies: Networks = Field(
+        (), description="networks, like 10.0.0.0/8, of proxies whose X-Forwarded-For names the client; default: none is believed"
+    )
     root_path: str = Field(
         "", pattern="^(/[^/ ]+)*$", description="path prefix, like /llm, that a reverse proxy passes on; none where it removes the prefix"
     )

@@ -25,11 +25,13 @@ MAX_NUMERICAL_ERRORS, NUMERICAL_ERROR_SECONDS = 10, 60.0
 class Reservation:
     """An admitted request of one caller. It counts as an open request until its sequences are submitted or it is released.
 
-    `caller` decides which requests may share cached prefixes: the digest of an API key, or a constant where there are no keys.
+    `caller` decides which requests may share cached prefixes: the digest of an API key, or a constant where there are no keys. `client`
+    is who shares the server with others: a key, or an address where there are no keys.
     """
 
-    def __init__(self, admission: "Admission", caller: str) -> None:
+    def __init__(self, admission: "Admission", caller: str, client: str) -> None:
         self.caller = caller
+        self.client = client
         self.choices: list[Choice] = []
         """Sequences submitted for the request."""
         self._admission: Admission | None = admission
@@ -74,10 +76,10 @@ class Admission:
         """Sequences that have not ended."""
         return len(self.supervisor.open)
 
-    def reserve(self, caller: str) -> Reservation:
+    def reserve(self, caller: str, client: str = "") -> Reservation:
         """Admits a request before its body is read. Raises Unavailable or Overloaded."""
         self.check()
-        return Reservation(self, caller)
+        return Reservation(self, caller, client)
 
     def check(self, num_sequences: int = 1, num_tokens: int = 1) -> None:
         """Raises Unavailable or Overloaded if so many more sequences and prompt tokens are over a bound now."""

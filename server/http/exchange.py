@@ -38,6 +38,10 @@ class Exchange:
     caller: str = NO_CALLER
     """SHA-256 digest of the request's API key: requests of one caller share cached prefixes and can read each other's streams."""
     key_name: str = ""
+    address: str = ""
+    """The client's address, behind trusted proxies too (server/http/client_address.py)."""
+    client: str = ""
+    """Who shares the server with others: the key's name, else its digest; the group of the address where no key is needed."""
     error: RequestError | None = None
     """Why the request is refused before its body is read; None if it is not."""
     claim: tuple[str, bytes] | None = None

@@ -18,6 +18,7 @@ from server.errors import Conflict, NotFound, RequestError, Unauthorized
 from server.generation.admission import Admission
 from server.generation.generation import Generation
 from server.generation.request import speeds
+from server.http.client_address import client_address, client_group
 from server.http.connection import SAFETY_HEADERS
 from server.http.errors import refusal
 from server.http.exchange import NO_CALLER, Exchange, exchange_of
@@ -43,6 +44,7 @@ class FrontDoor:
         self.api_keys = Keys(section.api_keys, section.api_keys_file)
         self._metrics_keys = {section.metrics_key: ""} if section.metrics_key else None
         self._root_path = section.root_path
+        self._trusted_proxies = section.trusted_proxies
         self._claims: set[tuple[str, bytes]] = set()
         """(caller, Idempotency-Key) of the requests in progress."""
 
@@ -85,7 +87,7 @@ class FrontDoor:
                 raise NotFound("no such route; GET /docs lists those there are")
             exchange.claim, exchange.claims = self._claim(scope, exchange), self._claims
             if scope["method"] == "POST" and route is not None and route.generates:
-                exchange.reservation = self.generation.admission.reserve(exchange.caller)
+                exchange.reservation = self.generation.admission.reserve(exchange.caller, exchange.client)
         except RequestError as error:
             # Without its traceback, whose frames refer to this exchange: only the garbage collector would free that cycle.
             exchange.error = error.with_traceback(None)
@@ -107,8 +109,10 @@ class FrontDoor:
                 return self.api_keys.names
 
     def _identify(self, scope: Scope, exchange: Exchange, route: Route | None) -> None:
-        """Sets the caller to the digest of the request's key, if the route needs one. Raises Unauthorized."""
+        """Sets the caller to the digest of the request's key, if the route needs one, and who the client is. Raises Unauthorized."""
         exchange.caller = NO_CALLER
+        exchange.address = client_address(scope, self._trusted_proxies)
+        exchange.client = client_group(exchange.address)
         keys = self.keys(route)
         if keys is None:
             return
@@ -119,6 +123,7 @@ class FrontDoor:
         if digest not in keys or scheme.lower() != b"bearer":
             raise Unauthorized("a valid key is needed: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
         exchange.caller, exchange.key_name = digest, keys[digest]
+        exchange.client = exchange.key_name or digest
 
     def _claim(self, scope: Scope, exchange: Exchange) -> tuple[str, bytes] | None:
         """Claims the request's Idempotency-Key, if it has one. Raises Conflict while another request holds it."""
@@ -167,8 +172,8 @@ class LoggedResponse:
         if path.startswith(STREAMS):
             path = f"{STREAMS}..."  # A stream can be read by its id, so the id is kept out of the log.
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
-        client, choices = self._scope.get("client"), exchange.reservation.choices if exchange.reservation else ()
-        details = {"client": client and client[0], "key": exchange.key_name, **speeds(choices)}
+        choices = exchange.reservation.choices if exchange.reservation else ()
+        details = {"client": exchange.address, "key": exchange.key_name, **speeds(choices)}
         details = {name: value for name, value in details.items() if value}
         level = logging.DEBUG if route is not None and route.probe else logging.INFO
         words = "".join(f" {name}={value}" for name, value in details.items())

@@ -1,0 +1,78 @@
+"""X-Forwarded-For is believed only of trusted proxies, from the right; IPv6 addresses of one network are one client."""
+
+import hashlib
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.http.client_address import client_address, client_group
+from tests.server.http.test_routes import make
+
+DIGEST = hashlib.sha256(b"key").hexdigest()
+TRUSTED = (ip_network("10.0.0.0/8"), ip_network("fd00::/8"))
+
+
+def scope(peer: str | None, *forwarded: str) -> dict[str, Any]:
+    headers = [(b"x-forwarded-for", value.encode("latin-1")) for value in forwarded]
+    return {"client": peer and (peer, 1234), "headers": [(b"host", b"x"), *headers]}
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "expected"),
+    [
+        ("1.2.3.4", [], "1.2.3.4"),
+        ("1.2.3.4", ["5.6.7.8"], "1.2.3.4"),  # Not a proxy: it may write what it likes.
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("10.0.0.1", ["5.6.7.8"], "5.6.7.8"),
+        ("10.0.0.1", ["9.9.9.9, 5.6.7.8"], "5.6.7.8"),  # The first was written by the client itself.
+        ("10.0.0.1", ["9.9.9.9", "5.6.7.8, 10.0.0.2"], "5.6.7.8"),
+        ("10.0.0.1", ["10.0.0.3, 10.0.0.2"], "10.0.0.3"),
+        ("10.0.0.1", ["5.6.7.8, nonsense"], "10.0.0.1"),
+        ("10.0.0.1", ["nonsense, 10.0.0.2"], "10.0.0.2"),
+        ("10.0.0.1", ["5.6.7.8:443"], "5.6.7.8"),
+        ("fd00::1", ["[2001:db8::7]:443"], "2001:db8::7"),
+        ("::ffff:10.0.0.1", ["5.6.7.8"], "5.6.7.8"),
+        ("a socket's path", ["5.6.7.8"], "a socket's path"),
+        (None, ["5.6.7.8"], ""),
+    ],
+)
+def test_the_rightmost_address_that_is_not_trusted(peer: str | None, forwarded: list[str], expected: str) -> None:
+    assert client_address(scope(peer, *forwarded), TRUSTED) == expected
+
+
+def test_nothing_is_believed_where_no_proxy_is_trusted() -> None:
+    assert client_address(scope("10.0.0.1", "5.6.7.8"), ()) == "10.0.0.1"
+
+
+def test_addresses_that_one_host_may_choose_among_are_one_client() -> None:
+    assert client_group("2001:db8::7") == client_group("2001:db8::ffff:1") == "2001:db8::/64"
+    assert client_group("2001:db8:0:1::7") != client_group("2001:db8::7")
+    assert client_group("::ffff:1.2.3.4") == client_group("1.2.3.4") == "1.2.3.4"
+    assert client_group("testclient") == "testclient" and client_group("") == ""
+
+
+@pytest.mark.parametrize(
+    ("trusted", "keys", "address", "client"),
+    [
+        ((), (), "10.0.0.1", "10.0.0.1"),
+        (("10.0.0.0/8",), (), "2001:db8::7", "2001:db8::/64"),
+        (("10.0.0.0/8",), (DIGEST,), "2001:db8::7", DIGEST),
+    ],
+)
+async def test_the_access_line_and_the_admission_are_given_the_same_client(
+    trusted: Any, keys: Any, address: str, client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = await make(tmp_path, trusted_proxies=trusted, api_keys=keys)
+    reserved = []
+    reserve = served.generation.admission.reserve
+    monkeypatch.setattr(served.generation.admission, "reserve", lambda *given: reserved.append(given) or reserve(*given))
+    transport = httpx.ASGITransport(served.app, client=("10.0.0.1", 1))
+    headers = {"authorization": "Bearer key", "x-forwarded-for": "2001:db8::7"}
+    with caplog.at_level("INFO", logger="onehead.access"):
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:
+            assert (await http.post("/generate", json={"inputs": "def", "parameters": {"max_new_tokens": 2}})).status_code == 200
+    assert reserved == [(keys[0] if keys else "", client)]
+    assert f" client={address} " in caplog.text
