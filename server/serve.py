@@ -3,41 +3,14 @@
 Invariant: the port is bound before the model is loaded, and the engine process has ended when `serve` returns.
 """
 
-import asyncio
-import contextlib
-import errno
-import gc
-import ipaddress
-import logging
-import math
-import resource
-import signal
 import socket
-import time
-from importlib.metadata import version
-from typing import Any
-
-import uvicorn
 
 from server import logs
-from server.config import ServerSection, ServeSettings
-from server.drain import FLUSH_SECONDS, SIGNALS, Drain, HttpServer
+from server.config import ServeSettings
 from server.errors import ResourceError
-from server.http.app import create_app, with_cors
-from server.http.connection import connection_class
-from server.http.front import FrontDoor
 from server.http.model_names import ModelNames
-from server.http.stream_buffer import Retention, StreamStore
 from server.hub.download import model_id
-from server.load_log import LoadLog
 from server.service import SupervisedEngine
-from server.supervision.supervisor import State
-
-EXIT_STREAMS_CUT = 75
-FILE_LIMIT_LOG_SECONDS = 10.0
-OTHER_FILES = 64
-"""Estimate of the open files of the process besides its connections."""
-log = logging.getLogger("onehead")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -54,52 +27,6 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def raise_file_limit(max_connections: int) -> int:
-    """Raises this process's limit of open files for so many connections. Returns the number of connections that it allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + OTHER_FILES
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft < wanted:
-        log.warning("this process may have %d files open, which limits server.max_connections to %d", soft, soft - OTHER_FILES)
-    return max(1, min(max_connections, soft - OTHER_FILES))
-
-
-class FileLimitHandler:
-    """Exception handler of the event loop: logs that accept() failed for lack of open files at intervals, not for every failure. (asyncio
-    retries each second.)
-    """
-
-    def __init__(self) -> None:
-        self._logged_at = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-        elif time.monotonic() - self._logged_at >= FILE_LIMIT_LOG_SECONDS:
-            self._logged_at = time.monotonic()
-            log.error("no connection can be accepted: %s; lower server.max_connections, or allow this process more files", error.strerror)
-
-
-def http_server(door: FrontDoor, section: ServerSection) -> HttpServer:
-    """The uvicorn server of the application."""
-    config = uvicorn.Config(
-        with_cors(door, section.cors_origins),
-        http=connection_class(section, raise_file_limit(section.max_connections), door),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=30,
-    )
-    return HttpServer(config)
-
-
 async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     """Serves until a signal, or until the engine is given up. Returns the exit status. Raises OneheadError if it cannot serve."""
     section = settings.server
@@ -107,64 +34,11 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         name = model_id(settings.model)
         names = ModelNames.of((section.model_name or name, *section.served_model_names), (settings.given, name))
         engine = SupervisedEngine(settings, section, names.shown)
-        retention = Retention(
-            section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
-        )
-        store = StreamStore(retention)
-        door = create_app(engine.generation, section, names, version("onehead"), store)
-        loop = asyncio.get_running_loop()
-        # SIGHUP reloads the keys under nohup too, else a removed key would stay valid.
-        loop.add_signal_handler(signal.SIGHUP, door.api_keys.reload)
-        http = http_server(door, section)
-        load = LoadLog(engine.generation, time.monotonic())
-        engine.start(lambda: store.sweep(time.monotonic()), lambda: _observe(engine, store, sink), lambda: load.tick(time.monotonic()))
-        drain = Drain(http, engine.generation, section.drain_timeout, section.lb_grace)
-        loop.set_exception_handler(FileLimitHandler())
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # Ignored by the parent, as shells do for background jobs: keep it.
-                loop.add_signal_handler(number, drain.on_signal, number)
-        # Excludes the objects of start-up from garbage collections, which would else delay requests by about 0.1 s.
-        gc.collect()
-        gc.freeze()
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        engine.start()
         try:
-            await _announce(engine, names.shown, door, sink, listener)
-            await engine.wait_for(State.STOPPED)
-            engine.generation.raise_if_over()
+            # FastAPI and uvicorn are imported while the engine process imports torch.
+            from server.web_server import WebServer
+
+            return await WebServer(engine, section, names, sink).run(listener)
         finally:
-            if not http.should_exit:  # Without a drain, responses get a moment to be flushed.
-                http.end(FLUSH_SECONDS)
             await engine.close()
-            await serving
-    return EXIT_STREAMS_CUT if drain.cut or http.cut else 0
-
-
-def _observe(engine: SupervisedEngine, store: StreamStore, sink: logs.Sink) -> None:
-    """Updates the metrics that do not change with requests."""
-    metrics = engine.metrics
-    metrics.streams_detached.set(store.num_detached)
-    metrics.resume_bytes.set(store.num_bytes)
-    metrics.reach(metrics.log_lines_dropped, sink.num_dropped)
-    metrics.reach(metrics.requests_quarantined, engine.supervisor.crash_policy.num_quarantined)
-
-
-async def _announce(engine: SupervisedEngine, name: str, door: FrontDoor, sink: logs.Sink, listener: socket.socket) -> None:
-    """Waits for the engine, logs what is served, and prints one line with the URL."""
-    if await engine.wait_for(State.READY) is not State.READY:
-        return
-    ready = engine.generation.ready
-    host, port = listener.getsockname()[:2]
-    weights = ready.dtype if ready.quantization == "none" else ready.quantization
-    log.info(
-        f"{name}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}, "
-        f"by {ready.kernels}, {'batch-invariant' if ready.deterministic else 'not batch-invariant'}; "
-        f"cache {ready.kv_bytes_per_token} bytes per token in {ready.kv_dtype}, {ready.num_pages} pages of {ready.page_size}, "
-        f"up to {ready.capacity} tokens a sequence"
-    )
-    if door.api_keys.names is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        log.warning("every host that reaches this port can use it: no key is needed (server.api_keys, server.api_keys_file)")
-    line = f"onehead serves {name} on http://{f'[{host}]' if ':' in host else host}:{port}"
-    if isinstance(sink.formatter, logs.JsonFormatter):  # A log collector that reads both outputs must find JSON only.
-        line = sink.format(log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None))
-    with contextlib.suppress(OSError):  # Standard output may be closed; serve anyway.
-        print(line, flush=True)

@@ -64,32 +64,31 @@ class SupervisedEngine:
         self._crashed_at: float | None = None
         self._tick = min(TICK_SECONDS, section.stall_after / 10)
         self._watch: asyncio.Task[None] | None = None
+        self.every_tick: list[Callable[[], None]] = []
+        """Called at the intervals at which the engine is watched."""
         self.metrics = Metrics(name)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid if self._process else 0, registry=self.metrics.registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_engine_event, timeouts)
         self.generation = Generation(self.supervisor, codec, self.metrics, section, settings.engine.max_running)
 
-    def start(self, *every_tick: Callable[[], None]) -> None:
-        """Spawns the engine and watches it; the functions `every_tick` are called at the same intervals.
-
-        Raises ResourceError or ConfigurationError.
-        """
+    def start(self) -> None:
+        """Spawns the engine and watches it. Raises ResourceError or ConfigurationError."""
         try:
             self.supervisor.start()
         except OSError as error:
             raise ResourceError(f"no engine can be started: {error.strerror}") from None
         _ = self.generation.compiler  # Created while the engine loads: later it would block the event loop for seconds.
-        self._watch = asyncio.create_task(self._pass_time(every_tick))
+        self._watch = asyncio.create_task(self._pass_time())
 
-    async def _pass_time(self, every_tick: tuple[Callable[[], None], ...]) -> None:
+    async def _pass_time(self) -> None:
         """Passes elapsed time to the supervisor. Time in which this process did not run does not count as time without progress."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(self._tick)
             now = time.monotonic()
             elapsed, last = min(now - last, 2 * self._tick), now
-            calls: list[Callable[[], None]] = [partial(self.supervisor.tick, elapsed), *every_tick]
+            calls: list[Callable[[], None]] = [partial(self.supervisor.tick, elapsed), *self.every_tick]
             for call in calls:
                 try:
                     call()

@@ -132,17 +132,20 @@ def load_report(pipe: Connection, sink: logs.Sink) -> "Report":
     """A callback that sends the loading phase to the API process, shows the bytes of weights on a terminal, and logs how long each phase
     took.
     """
-    last, began = "starting", time.perf_counter()
+    last, began, sent = "starting", time.perf_counter(), ""
 
     def report(phase: str, done: int, total: int) -> None:
-        nonlocal last, began
+        nonlocal last, began, sent
         if phase != last:
             log.info("%s took %.2f s", last, time.perf_counter() - began)
             last, began = phase, time.perf_counter()
             if total:
                 log.info("%s, %d bytes", phase, total)
         sink.show(f"{phase}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB" if total else "")
-        pipe.send_bytes(protocol.encode(protocol.Loading(f"{phase} {100 * done // total} %" if total else phase)))
+        text = f"{phase} {100 * done // total} %" if total else phase
+        if text != sent:
+            pipe.send_bytes(protocol.encode(protocol.Loading(text)))
+        sent = text
 
     return report
 
