@@ -8,6 +8,7 @@ import socket
 from server import logs
 from server.config import ServeSettings
 from server.errors import ResourceError
+from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.hub.download import model_id
 from server.service import SupervisedEngine
@@ -33,12 +34,13 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     with bind(settings.host, settings.port) as listener:
         name = model_id(settings.model)
         names = ModelNames.of((section.model_name or name, *section.served_model_names), (settings.given, name))
+        keys = Keys(section.api_keys, section.api_keys_file)
         engine = SupervisedEngine(settings, section, names.shown)
         engine.start()
         try:
             # FastAPI and uvicorn are imported while the engine process imports torch.
             from server.web_server import WebServer
 
-            return await WebServer(engine, section, names, sink).run(listener)
+            return await WebServer(engine, section, keys, names, sink).run(listener)
         finally:
             await engine.close()

@@ -25,6 +25,7 @@ from server.drain import FLUSH_SECONDS, SIGNALS, Drain, HttpServer
 from server.http.app import create_app, with_cors
 from server.http.connection import connection_class
 from server.http.front import FrontDoor
+from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.load_log import LoadLog
@@ -85,9 +86,9 @@ def http_server(door: FrontDoor, section: ServerSection) -> HttpServer:
 
 
 class WebServer:
-    """Serves one engine over HTTP. Raises ConfigurationError for a file of keys that cannot be used."""
+    """Serves one engine over HTTP. Raises ConfigurationError for a chat template that is not valid."""
 
-    def __init__(self, engine: SupervisedEngine, section: ServerSection, names: ModelNames, sink: logs.Sink) -> None:
+    def __init__(self, engine: SupervisedEngine, section: ServerSection, keys: Keys, names: ModelNames, sink: logs.Sink) -> None:
         self._engine = engine
         self._names = names
         self._sink = sink
@@ -95,7 +96,7 @@ class WebServer:
             section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
         )
         self._store = StreamStore(retention)
-        self._door = create_app(engine.generation, section, names, version("onehead"), self._store)
+        self._door = create_app(engine.generation, section, keys, names, version("onehead"), self._store)
         self._http = http_server(self._door, section)
         self._drain = Drain(self._http, engine.generation, section.drain_timeout, section.lb_grace)
         load = LoadLog(engine.generation, time.monotonic())

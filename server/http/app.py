@@ -17,6 +17,7 @@ from server.http.answer import Answers
 from server.http.documentation import documentation_routes
 from server.http.errors import refusal
 from server.http.front import FrontDoor
+from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.openai.routes import OpenAIRoutes
 from server.http.ops import OpsRoutes
@@ -30,7 +31,9 @@ from server.text.chat_template import ChatTemplate
 log = logging.getLogger("onehead.api")
 
 
-def create_app(generation: Generation, section: ServerSection, names: ModelNames, version: str, store: StreamStore) -> FrontDoor:
+def create_app(
+    generation: Generation, section: ServerSection, keys: Keys, names: ModelNames, version: str, store: StreamStore
+) -> FrontDoor:
     """The application that `onehead serve` runs. `store` holds the events of resumable streams."""
     about = "Text generation with Multi-Query Attention."
     app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
@@ -53,7 +56,7 @@ def create_app(generation: Generation, section: ServerSection, names: ModelNames
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_disconnected)
     app.add_exception_handler(Exception, _unexpected)
-    door = FrontDoor(app, table, generation, section)
+    door = FrontDoor(app, table, generation, section, keys)
     return door
 
 

@@ -37,11 +37,11 @@ CLIENT_GONE = 499
 class FrontDoor:
     """Wraps the application; see the module."""
 
-    def __init__(self, app: ASGIApp, table: RouteTable, generation: Generation, section: ServerSection) -> None:
+    def __init__(self, app: ASGIApp, table: RouteTable, generation: Generation, section: ServerSection, keys: Keys) -> None:
         self.app = app
         self.table = table
         self.generation = generation
-        self.api_keys = Keys(section.api_keys, section.api_keys_file)
+        self.api_keys = keys
         self._metrics_keys = {section.metrics_key: ""} if section.metrics_key else None
         self._root_path = section.root_path
         self._trusted_proxies = section.trusted_proxies

@@ -14,6 +14,7 @@ from server.config import ServerSection
 from server.generation.generation import Generation
 from server.http.app import create_app
 from server.http.front import FrontDoor
+from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.metrics import Metrics
@@ -218,6 +219,7 @@ def serve(
 
     supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.on_engine_event(step), Timeouts(10.0, 600.0, 60.0))
     generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, section.model_copy(update={"max_waiting": 0}), max_open)
-    app = create_app(generation, section, names, "0", StreamStore(Retention()))
+    keys = Keys(section.api_keys, section.api_keys_file)
+    app = create_app(generation, section, keys, names, "0", StreamStore(Retention()))
     supervisor.start()
     return Served(engine, supervisor, generation, app)
