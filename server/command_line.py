@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_settings import BaseSettings, CliSettingsSource
 
-# The library reads "None" and "null" as no value, and a prompt may be just that.
+# By default pydantic-settings reads "None" and "null" as None; a prompt may be one of these words.
 NO_NONE = "\0"
 TYPES = {
     "Path": "PATH",
@@ -65,8 +65,8 @@ def command_line(cls: type[BaseSettings], argv: list[str], prog: str) -> CliSett
 
 
 def _as_declared(argv: list[str], names: dict[str, str], prog: str) -> list[str]:
-    """Arguments whose options have the names that they were declared with. One that has none exits with 2, in a line with the nearest
-    name.
+    """The arguments with every option spelt as it was declared (--log-level and --log_level alike). An unknown option exits with 2, in a
+    line that names the nearest one.
     """
     end = argv.index("--") if "--" in argv else len(argv)
     return [_option(argument, names, prog) if argument.startswith("--") else argument for argument in argv[:end]] + argv[end:]
@@ -86,8 +86,8 @@ def _option(argument: str, names: dict[str, str], prog: str) -> str:
 
 
 def _as_written(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """An argument whose help names Python's types and values -> one that names them as they are typed. A default that the description
-    states stands in the place of Python's.
+    """Rewrites the help of an argument: types and defaults as they are typed on a command line, not as Python shows them. `; default: X` in
+    the description of an option replaces the default that the library shows.
     """
     if "metavar" in kwargs:
         kwargs["metavar"] = TYPES.get(kwargs["metavar"], kwargs["metavar"])

@@ -1,4 +1,4 @@
-"""Every option, typed, with its bounds; the only reader of argv, the environment and TOML files.
+"""Every option, typed, with its bounds; the only module that reads options from argv, the environment and TOML files.
 
 Precedence: command line, then ONEHEAD_SECTION__OPTION, then the file given by --config, then the defaults below. A key that is not
 an option is an error that names it, wherever it stands. Each component is handed its own section and sees no other.
@@ -48,10 +48,10 @@ def _parse_memory(value: object) -> object:
 
 
 def _parse_words(value: object) -> object:
-    """'a,b' to ('a', 'b'); lists pass through. A text without a word is no way to say none: it is a variable that was not set."""
+    """'a,b' to ('a', 'b'); lists pass through. An empty text is refused: it usually comes from a shell variable that is not set."""
     words = tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else value
     if isinstance(value, str) and not words:
-        raise ValueError("is given, and empty; leave it out where none is meant")
+        raise ValueError("is empty; leave the option out if you do not need it")
     return words
 
 
@@ -92,7 +92,9 @@ class ServerSection(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log lines shown")
     log_format: Literal["text", "json"] = Field("text", description="log lines for people, or one JSON object each")
     log_prompts: bool = Field(False, description="log the text of prompts")
-    api_keys: Digests = Field((), description="SHA-256 digests, in hex, of the keys that clients must send one of; default: none is needed")
+    api_keys: Digests = Field(
+        (), description="SHA-256 digests, in hex, of the accepted keys; each request must have one of the keys; default: none is needed"
+    )
     api_keys_file: File | None = Field(
         None, description="TOML file of keys, each a [[key]] table with its `name` and `sha256`; SIGHUP has it read again"
     )
@@ -104,7 +106,9 @@ class ServerSection(Section):
         "", pattern="^(/[^/ ]+)*$", description="path prefix, like /llm, that a reverse proxy passes on; none where it removes the prefix"
     )
     cors_origins: Words = Field((), description="origins whose pages may call from a browser; default: none")
-    max_waiting: int = Field(1024, ge=0, le=100_000, description="requests that may wait beyond engine.max_running; more get 429")
+    max_waiting: int = Field(
+        1024, ge=0, le=100_000, description="sequences (choices of requests) that may wait beyond engine.max_running; more get 429"
+    )
     max_waiting_tokens: int = Field(1_000_000, ge=1, description="prompt tokens that may wait; more get 429")
     max_queue_wait: float = Field(600.0, gt=0, le=86400, description="seconds that a request may have to wait, by estimate; more get 429")
     max_connections: int = Field(4096, ge=1, le=1_000_000, description="open connections; more get 503")
@@ -115,24 +119,26 @@ class ServerSection(Section):
     grammar_timeout: float = Field(2.0, gt=0, le=60, description="seconds that a request's grammar may take to compile")
     open_objects: bool = Field(
         False,
-        description="objects of a JSON schema that name properties and leave out additionalProperties take any others too, as the standard "
-        "says; default: they take none",
+        description="true: objects of a JSON schema that name properties and leave out additionalProperties take any others too, as the "
+        "standard says; false: they take none",
     )
     tokenize_timeout: float = Field(5.0, gt=0, le=600, description="seconds that a prompt may take to tokenize")
     header_timeout: Seconds = Field(10.0, description="seconds that the head of a request may take to arrive")
-    body_timeout: Seconds = Field(30.0, description="seconds that its body may take")
+    body_timeout: Seconds = Field(30.0, description="seconds that the body of a request may take to arrive")
     write_timeout: Seconds = Field(30.0, description="seconds after which a client that takes nothing is dropped")
     keep_alive: Seconds = Field(15.0, description="seconds of silence in a stream before a comment is sent")
     stall_after: Seconds = Field(10.0, description="seconds without progress after which an engine is replaced")
     start_timeout: float = Field(600.0, gt=0, le=86400, description="seconds that an engine may take to load")
-    recovery_timeout: Seconds = Field(60.0, description="seconds that open requests wait for an engine that is replaced")
+    recovery_timeout: Seconds = Field(60.0, description="seconds that open requests wait for a new engine after a crash, before they fail")
     drain_timeout: float = Field(60.0, ge=0, le=3600, description="seconds that running streams get to finish at shutdown")
     lb_grace: float = Field(5.0, ge=0, le=3600, description="seconds after SIGTERM in which late requests still get a 503")
     resume_retention: float = Field(60.0, ge=0, le=86400, description="seconds that a resumable stream is kept after its end")
     resume_memory: int = Field(64 * 2**20, ge=2**16, description="bytes of all resumable streams")
     resume_stream_bytes: int = Field(2**20, ge=2**10, description="bytes of one resumable stream")
     detach_grace: float = Field(30.0, ge=0, le=86400, description="seconds that a resumable stream goes on without a reader")
-    max_detached: int = Field(64, ge=0, description="resumable streams without a reader; beyond, the longest without is ended")
+    max_detached: int = Field(
+        64, ge=0, description="most resumable streams without a reader; above it, the one without a reader for longest is cancelled"
+    )
 
 
 class EngineSection(Section):
@@ -145,18 +151,19 @@ class EngineSection(Section):
     )
     deterministic: bool = Field(
         False,
-        description="the same bits whatever else is computed: on a GPU by products of our own; refused where it cannot be had",
+        description="batch-invariant, the same bits whatever else is computed: on a GPU by slower kernels for matrix products; refused "
+        "where it cannot be had",
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads; default: OMP_NUM_THREADS, else the processors that may be used (affinity, CPU quota)"
     )
     max_context: int | None = Field(None, ge=1, description="most tokens of prompt and output; default: the checkpoint's positions")
     max_running: int = Field(64, ge=1, le=4096, description="sequences computed together")
-    step_tokens: int = Field(512, ge=1, le=65536, description="most tokens computed in one step")
+    step_tokens: int = Field(512, ge=1, le=65536, description="most tokens computed in one step; at least max_running")
     speculation: Literal["none", "ngram"] = Field(
         "none",
-        description="ngram: guess tokens from the text so far and check several in one step; changes no output, but on torch's "
-        "kernels the last bits",
+        description="ngram: guess tokens from the text so far and check several in one step; no output changes where kernels are "
+        "batch-invariant, elsewhere the last bits may",
     )
     serve_pooled: bool = Field(False, description="serve a converted checkpoint whose heads were only pooled, and not trained since")
 
@@ -173,7 +180,9 @@ class CacheSection(Section):
         None, description="a share up to 1.0 of free memory, or bytes (2GiB); default: 0.4 on a CPU, 0.9 on a GPU"
     )
     pages: int | None = Field(None, ge=1, description="exact number of pages, instead of memory")
-    page_size: int = Field(64, ge=1, le=1024, description="tokens of a page")
+    page_size: int = Field(
+        64, ge=1, le=1024, description="tokens of a page; native kernels: a multiple of 16 on a CPU, a power of two from 16 on on a GPU"
+    )
 
 
 class EngineSettings(BaseSettings):
@@ -191,13 +200,13 @@ class EngineSettings(BaseSettings):
         EMBEDDED_MODEL, description="checkpoint folder, or org/name[@revision] of the Hugging Face hub; default: the embedded model"
     )
     config: Path | None = Field(None, description="TOML file of options")
-    engine: EngineSection = Field(EngineSection(), description="the computing side")
-    cache: CacheSection = Field(CacheSection(), description="the key/value cache")
+    engine: EngineSection = Field(EngineSection(), description="options of the engine process")
+    cache: CacheSection = Field(CacheSection(), description="options of the KV cache")
     _given: str | None = PrivateAttr(None)
 
     @property
     def given(self) -> str:
-        """What --model was given, also where `model` has become the folder that this repository is cached in."""
+        """The value of --model, also after `model` was replaced by the folder of the downloaded repository."""
         return self._given or str(self.model)
 
     def found_in(self, folder: Path) -> Self:
@@ -219,13 +228,13 @@ class ServeSettings(EngineSettings):
 
     by_position: ClassVar[str] = "model"
 
-    server: ServerSection = Field(ServerSection(), description="the HTTP side")
+    server: ServerSection = Field(ServerSection(), description="options of the HTTP server")
     host: Annotated[str, AfterValidator(_check_host)] = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 
 
 class DeploymentFile(TomlConfigSettingsSource):
-    """The TOML file. It describes the server, so the keys of `serve` that another command lacks are no misspellings there."""
+    """The TOML file. It is written for the server: other commands read it too, and ignore the options of `serve` that they lack."""
 
     def __call__(self) -> dict[str, Any]:
         values = super().__call__()
@@ -310,7 +319,7 @@ def _variables(cls: type[BaseSettings]) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept, by the conventions of the desktop. Raises ConfigurationError where there is no such place."""
+    """The folder of caches, by the XDG convention. Raises ConfigurationError if there is neither XDG_CACHE_HOME nor a home folder."""
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(chosen) if chosen.startswith("/") else Path.home() / ".cache") / "onehead"

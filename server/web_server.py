@@ -127,7 +127,7 @@ class WebServer:
         return EXIT_STREAMS_CUT if self._drain.cut or self._http.cut else 0
 
     def _observe(self) -> None:
-        """Updates the metrics that do not change with requests."""
+        """Copies into the metrics what is counted by objects that do not know them."""
         metrics = self._engine.metrics
         metrics.streams_detached.set(self._store.num_detached)
         metrics.resume_bytes.set(self._store.num_bytes)

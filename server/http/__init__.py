@@ -1,1 +1,1 @@
-"""HTTP: one module for each dialect and what they share. Imports no torch, no model and no engine."""
+"""HTTP: a package for each dialect and what they share. Imports no torch and no engine, and of `model` only plain data."""

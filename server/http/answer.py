@@ -50,7 +50,7 @@ class Reply(Protocol):
 
 @dataclass(slots=True)
 class OutputToken:
-    """One generated token as replies show it. `top`: (id, log-probability) of the most likely tokens in its place."""
+    """One generated token as replies show it. `top`: (id, log-probability) of the most likely tokens at its position."""
 
     id: int
     logprob: float | None

@@ -1,6 +1,6 @@
 """Reads the body of a request as a pydantic model: checks size, UTF-8, JSON, nesting, then the schema.
 
-Invariant: every refusal is a RequestError with a message of this module, not of a library. It knows nothing of what the fields mean.
+Invariant: every refusal is a RequestError with a message of this server, not of a library. It knows nothing of what the fields mean.
 """
 
 import difflib

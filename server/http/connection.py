@@ -44,10 +44,14 @@ class _Refused(Exception):
 
 
 class Door(Protocol):
-    """Interface of the outermost application layer towards connections. Both methods take the ASGI scope of a request and do not block."""
+    """What a connection calls of the outermost application layer (front.FrontDoor). Both methods take the ASGI scope of a request and do
+    not block.
+    """
 
-    def admits(self, scope: Any, /) -> bool:
-        """Whether the application will process the request; False if it only sends a refusal."""
+    def decide(self, scope: Any, /) -> bool:
+        """Admits or refuses the request before its body is read. Returns whether the application will process it; False if it only
+        sends a refusal.
+        """
 
     def on_incomplete_body(self, scope: Any, /) -> None:
         """Called for an admitted request whose body has not been received completely."""
@@ -106,7 +110,7 @@ class Connection(HttpToolsProtocol):
         if self._in_head and self._head_bytes > self.limits.max_header_bytes:
             self._refuse(431, "headers_too_large", self._largest_head())
         elif not self._in_head and self._bytes_without_body > self.limits.max_header_bytes + MAX_READ_BYTES:
-            self._refuse(400, "invalid_http", "the body's chunks have more around them than in them")
+            self._refuse(400, "invalid_http", "the chunked body has too many bytes of framing; send larger chunks")
         elif self._timer is None and self.timeout_keep_alive_task is None and not self._busy:
             # Empty lines are no request; without a timer they would keep the connection open.
             self._start_timer("head", self.limits.header_timeout)
@@ -141,7 +145,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle  # `self.cycle` is the request that was read last, which may be queued after this one.
         self._unset_keepalive_if_required()
-        admitted = self.door.admits(cycle.scope)
+        admitted = self.door.decide(cycle.scope)
         if admitted or self.pipeline or self.transport.get_write_buffer_size():
             super()._start_asgi_task(cycle, app)
             return

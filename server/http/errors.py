@@ -9,7 +9,7 @@ from server.errors import RequestError
 from server.http.exchange import Dialect, exchange_of
 
 _OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens"}
-"""Fields that shared error messages name as TGI does -> OpenAI's names of them."""
+"""Messages that both dialects send name fields as TGI does: TGI's name -> OpenAI's."""
 
 
 def error_status(error: RequestError, dialect: Dialect) -> int:

@@ -1,6 +1,7 @@
 """Exchange: the state of one HTTP request and its response that the HTTP layers share.
 
-Invariant: it is the only entry that this server adds to an ASGI scope; layers pass each other nothing else about a request.
+Invariant: it is the only entry that this server adds to an ASGI scope; layers pass each other nothing else about a request, but for the
+path, from which FrontDoor removes server.root_path, and the log's request id.
 """
 
 import time
@@ -44,10 +45,10 @@ class Exchange:
     """Who shares the server with others: the key's name, else its digest; the group of the address where no key is needed."""
     error: RequestError | None = None
     """Why the request is refused before its body is read; None if it is not."""
-    claim: tuple[str, bytes] | None = None
+    idempotency_key: tuple[str, bytes] | None = None
     """(caller, Idempotency-Key), which no other request may use until this one has been answered."""
-    claims: set[tuple[str, bytes]] = field(default_factory=set)
-    """The claims of all requests in progress."""
+    keys_in_use: set[tuple[str, bytes]] = field(default_factory=set)
+    """The idempotency keys of all requests in progress."""
     reservation: Reservation | None = None
     """The admission of a request to a route that generates."""
     outlives_response: bool = False
@@ -57,14 +58,14 @@ class Exchange:
     write: Send | None = None
     """uvicorn's `send`. Streams write to it directly, because each middleware in between costs time for every token."""
     decided: bool = False
-    """Whether FrontDoor.admits has been called."""
+    """Whether FrontDoor.decide has been called."""
 
     def release(self) -> None:
         """Releases the reservation and the Idempotency-Key. Idempotent."""
         if self.reservation is not None:
             self.reservation.release()
-        if self.claim is not None:
-            self.claims.discard(self.claim)
+        if self.idempotency_key is not None:
+            self.keys_in_use.discard(self.idempotency_key)
 
     @property
     def reserved(self) -> Reservation:

@@ -115,7 +115,7 @@ class LimitedBody(DeliveryBody):
     `timeout`; one that still waits is answered 504. Default: none.
     """
     cache_salt: Salt | None = None
-    """Requests share the KV cache of common prefixes only with requests of the same salt. Default: no salt."""
+    """Requests share the KV cache of common prefixes only with requests of the same API key and the same salt. Default: no salt."""
 
 
 class SamplingBody(Body):
@@ -146,8 +146,8 @@ class SamplingBody(Body):
     allowed_token_ids: TokenIds | None = None
     """Only these token ids may be generated. Default: all of the vocabulary."""
     seed: Seed = None
-    """Seed of the random draws: the same request with the same seed gets the same tokens. 0 to 2**63 - 1. -1, the default: drawn at random
-    for each request.
+    """Seed of the random draws: the same request with the same seed gets the same tokens where GET /info has `deterministic: true`, and
+    nearly always elsewhere. 0 to 2**63 - 1. -1, the default: drawn at random for each request.
     """
     min_tokens: Count | None = None
     """Tokens to generate before a stop token, a stop string or the end of sequence may end the output. Default: 0."""

@@ -45,7 +45,7 @@ class FrontDoor:
         self._metrics_keys = {section.metrics_key: ""} if section.metrics_key else None
         self._root_path = section.root_path
         self._trusted_proxies = section.trusted_proxies
-        self._claims: set[tuple[str, bytes]] = set()
+        self._keys_in_use: set[tuple[str, bytes]] = set()
         """(caller, Idempotency-Key) of the requests in progress."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +54,7 @@ class FrontDoor:
             return
         exchange = exchange_of(scope)
         if not exchange.decided:
-            self.admits(scope)
+            self.decide(scope)
         current_request_id.set(exchange.request_id)
         response = LoggedResponse(scope, exchange, send, self.generation.admission)
         try:
@@ -70,8 +70,11 @@ class FrontDoor:
                 exchange.release()
             response.log(self.table.find(scope["path"]))
 
-    def admits(self, scope: Scope) -> bool:
-        """Decides, once for each request, whether the application processes it; if not, sets `Exchange.error`. Does not block."""
+    def decide(self, scope: Scope) -> bool:
+        """Decides, once for each request, whether the application processes it; if not, sets `Exchange.error`. Does not block.
+
+        It removes server.root_path from the scope's path, sets the caller, takes the Idempotency-Key and reserves the admission.
+        """
         exchange = exchange_of(scope)
         exchange.decided = True
         if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
@@ -85,7 +88,7 @@ class FrontDoor:
             if not path.isprintable():
                 # A router's pattern ignores a final line end, so that it would route another path than the one checked here.
                 raise NotFound("no such route; GET /docs lists those there are")
-            exchange.claim, exchange.claims = self._claim(scope, exchange), self._claims
+            exchange.idempotency_key, exchange.keys_in_use = self._take_key(scope, exchange), self._keys_in_use
             if scope["method"] == "POST" and route is not None and route.generates:
                 exchange.reservation = self.generation.admission.reserve(exchange.caller, exchange.client)
         except RequestError as error:
@@ -125,16 +128,16 @@ class FrontDoor:
         exchange.caller, exchange.key_name = digest, keys[digest]
         exchange.client = exchange.key_name or digest
 
-    def _claim(self, scope: Scope, exchange: Exchange) -> tuple[str, bytes] | None:
-        """Claims the request's Idempotency-Key, if it has one. Raises Conflict while another request holds it."""
+    def _take_key(self, scope: Scope, exchange: Exchange) -> tuple[str, bytes] | None:
+        """Reserves the request's Idempotency-Key, if it has one. Raises Conflict while another request in progress has it."""
         keys = [value for name, value in scope["headers"] if name == b"idempotency-key"]
         if not keys or scope["method"] != "POST":
             return None
-        claim = (exchange.caller, b",".join(keys))
-        if claim in self._claims:
+        key = (exchange.caller, b",".join(keys))
+        if key in self._keys_in_use:
             raise Conflict("a request with this Idempotency-Key is being answered already", code="idempotency_conflict")
-        self._claims.add(claim)
-        return claim
+        self._keys_in_use.add(key)
+        return key
 
 
 class LoggedResponse:

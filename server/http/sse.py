@@ -32,7 +32,7 @@ def event(data: Any) -> bytes:
 async def with_error_events(
     events: AsyncIterator[list[bytes]], error_event: Callable[[RequestError], bytes], last: bytes = b""
 ) -> AsyncIterator[list[bytes]]:
-    """Batches of `events`; an error becomes an event, and `last` is sent at the end in any case."""
+    """Batches of `events`; an error becomes an event, and `last` is sent at the end unless the task is cancelled."""
     try:
         async for each in events:
             yield each

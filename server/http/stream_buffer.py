@@ -20,15 +20,18 @@ MAX_EXPIRED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Bounds: seconds that an ended stream is kept, bytes of one stream and of all, seconds that a running stream may be without a reader,
-    and the number of such streams.
-    """
+    """The bounds of a StreamStore."""
 
     seconds: float = 60.0
+    """Time for which an ended stream is kept."""
     stream_bytes: int = 2**20
+    """Most bytes of one stream."""
     total_bytes: int = 64 * 2**20
+    """Most bytes of all streams."""
     detach_seconds: float = 30.0
+    """Time after which a running stream without a reader is cancelled."""
     max_detached: int = 64
+    """Most running streams without a reader."""
 
 
 class Reader:
@@ -147,7 +150,9 @@ class StreamStore:
         raise NotFound("there is no such stream", code="stream_not_found")
 
     def append(self, buffer: StreamBuffer, event: bytes) -> None:
-        """Adds an event. Over a bound it drops the oldest data: ended streams first, then events of this stream."""
+        """Adds an event. Over `stream_bytes` it drops the oldest events of this stream; over `total_bytes` whole ended streams, the oldest
+        first, and then the oldest events of this stream.
+        """
         self.num_bytes += buffer.append(event)
         while buffer.num_bytes > self.retention.stream_bytes and (freed := buffer.drop_oldest()):
             self.num_bytes -= freed
@@ -183,7 +188,7 @@ class StreamStore:
             buffer.reader = None
             if not buffer.ended:
                 buffer.idle_since = now
-                self._detach_oldest()
+                self._cancel_longest_detached()
 
     def sweep(self, now: float) -> None:
         """Drops streams that ended `seconds` ago; cancels running ones without a reader for `detach_seconds`."""
@@ -199,7 +204,8 @@ class StreamStore:
     def _detached(self) -> list[StreamBuffer]:
         return [buffer for buffer in self._streams.values() if buffer.reader is None and not buffer.ended]
 
-    def _detach_oldest(self) -> None:
+    def _cancel_longest_detached(self) -> None:
+        """Cancels the streams that have been without a reader for longest, down to `max_detached`."""
         detached = sorted(self._detached(), key=lambda buffer: buffer.idle_since)
         for buffer in detached[: max(0, len(detached) - self.retention.max_detached)]:
             buffer.stop(f"more than {self.retention.max_detached} streams have no reader")

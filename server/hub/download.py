@@ -59,7 +59,7 @@ def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Che
     folder = repository.fetch(SMALL_FILES)
     if not weights:
         return folder
-    if check is not None and not _has_files(folder, WEIGHTS[:1]):  # A folder with weights is checked by its reader.
+    if check is not None and not _has_files(folder, WEIGHTS[:1]):  # With cached weights nothing is saved: the caller checks then.
         try:
             check(folder)
         except ConfigurationError as error:
@@ -124,7 +124,7 @@ class Repository:
         from huggingface_hub import HfApi
 
         log.info("%s: looking it up on the Hugging Face hub", self.name)
-        for client in ("httpx", "httpx2"):  # It logs all URLs, also signed ones that permit a download.
+        for client in ("httpx", "httpx2"):  # The HTTP client logs all URLs, also signed ones that permit a download.
             logging.getLogger(client).setLevel(logging.WARNING)
         with _interruptible():
             # snapshot_download sends the same request, but without a timeout.

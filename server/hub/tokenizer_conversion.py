@@ -16,7 +16,7 @@ from server.errors import ConfigurationError
 # Classes that transformers 4 used by model type if the folder names none; transformers 5 has no such defaults.
 UNNAMED = {"gpt_bigcode": "GPT2Tokenizer"}
 FEWEST_TOKENS = 256
-ADVICE = 'name the class that does in tokenizer_config.json, as in {"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}'
+ADVICE = 'name the right class in tokenizer_config.json, as in {"tokenizer_class": "LlamaTokenizer", "add_bos_token": true}'
 PROBES = (
     "def add(x, y): return x + 12",
     "def f():\n    return 1\n",
@@ -47,8 +47,8 @@ def convert(folder: Path) -> Any:
     code = described.get("auto_map") or {}
     if isinstance(code, list) or "AutoTokenizer" in code:
         raise ConfigurationError("tokenizer_config.json: auto_map names code that comes with the checkpoint, which is not run")
-    # For some model types AutoTokenizer ignores the named class and expects a tokenizer.json; without one it does not read GPT-2's
-    # vocabulary, and reads SentencePiece's differently.
+    # For some model types AutoTokenizer ignores the named class and expects a tokenizer.json. Where there is none, it does not find the
+    # vocabulary of GPT-2's files, and tokenizes otherwise than SentencePiece with a .model file.
     name = described.get("tokenizer_class") or UNNAMED.get(_read(folder / "config.json").get("model_type", ""))
     fast = transformers.PreTrainedTokenizerFast
     named = getattr(transformers, str(name).removesuffix("Fast"), None)
@@ -106,8 +106,8 @@ def _check(folder: Path, tokenizer: Any) -> None:
                 if tokenizer.encode(probe, add_special_tokens=False) != processor.encode(probe):
                     text = json.dumps(probe, ensure_ascii=False)
                     raise ConfigurationError(
-                        f"{kind.__name__} does not read {path.name} as SentencePiece does, for one {text}; "
-                        f"{ADVICE}; or put a tokenizer.json that does into the folder"
+                        f"{kind.__name__} does not read {path.name} as SentencePiece does, for example {text}; "
+                        f"{ADVICE}; or put a right tokenizer.json into the folder"
                     )
 
 

@@ -1,7 +1,8 @@
 """Finds the tokenizer.json of a checkpoint folder: its own, or one that is converted once from older tokenizer files and cached.
 
 Invariant: the cache key covers every file and version that the conversion depends on. `transformers` converts in a child process, which
-ends with this one. Blocks: to be called before the event loop starts. It knows nothing of what a tokenizer does.
+ends with this one. A conversion blocks for up to a minute: `server.hub.download.resolved` does it before the event loop starts, and later
+calls find the result in the cache. It knows nothing of what a tokenizer does.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ from server.text.codec import TextCodec
 WINDOW = 16
 """Tokens at the end of a prompt that `cut_last_token` decodes."""
 # Prefix, suffix, middle and file separator of StarCoder and Granite, of SantaCoder, and of CodeGemma.
-DIALECTS = (
+MARKS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<filename>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ""),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_separator|>"),
@@ -35,7 +35,7 @@ class FillInTheMiddle:
         self._codec = codec
         self._marks: tuple[int, int, int] | None = None
         self._separator: int | None = None
-        for *marks, separator in DIALECTS:
+        for *marks, separator in MARKS:
             prefix, suffix, middle = (codec.token_id(mark) for mark in marks)
             if prefix is not None and suffix is not None and middle is not None:
                 self._marks = prefix, suffix, middle
@@ -48,15 +48,15 @@ class FillInTheMiddle:
         Raises InvalidRequest that names `field` if the tokenizer has no fill-in-the-middle tokens.
         """
         if self._marks is None:
-            spoken = ", ".join(dialect[0] for dialect in DIALECTS)
-            raise InvalidRequest(f"`{field}`: this model cannot fill in the middle, for its tokenizer has none of {spoken}", param=field)
-        begin, then, fill = self._marks
+            known = ", ".join(marks[0] for marks in MARKS)
+            raise InvalidRequest(f"`{field}`: this model cannot fill in the middle, for its tokenizer has none of {known}", param=field)
+        prefix_id, suffix_id, middle_id = self._marks
         prefix_ids = self._codec.encode_plain(prefix)
         healed = ""
         if heal:
             prefix_ids, healed = cut_last_token(self._codec, prefix_ids, prefix, min_kept=0)
         context = [id for name, text in extra for id in self._file(name, text)]
-        prompt = [*self._codec.opening, *context, begin, *prefix_ids, then, *self._codec.encode_plain(suffix), fill]
+        prompt = [*self._codec.opening, *context, prefix_id, *prefix_ids, suffix_id, *self._codec.encode_plain(suffix), middle_id]
         stops = (*self._marks, *(() if self._separator is None else (self._separator,)))
         return Filling(prompt, healed, stops)
 

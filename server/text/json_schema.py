@@ -1,7 +1,8 @@
 """Prepares JSON schemas for llguidance: rewrites keywords that it does not follow exactly, or refuses them with keyword, value and place.
 
-Objects without `additionalProperties` are closed; a oneOf with exclusive branches becomes an anyOf; unknown formats are annotations, as in
-the standard. Invariant: every value that satisfies the prepared schema satisfies the given one. No I/O.
+An object that names properties and leaves out `additionalProperties` is closed: it gets `additionalProperties` false, unless it is
+combined with other schemas, or is the target of a $ref that is. A oneOf with exclusive branches becomes an anyOf. An unknown format is not
+enforced, as in the standard. Invariant: every value that satisfies the prepared schema satisfies the given one. No I/O.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_MULTIPLE = 1000
-"""Largest multipleOf, its digits read as an integer: the lexer has a state for each remainder."""
+"""Largest multipleOf without its decimal point (0.25 counts as 25): the lexer has a state for each remainder."""
 MAX_BRANCHES = 64
 """Largest number of branches of a oneOf: each pair of them is compared."""
 EXACT = 2**53
@@ -84,7 +85,8 @@ class _SchemaRewriter:
         self._known_forms: dict[int, set[str]] = {}
 
     def run(self) -> Node:
-        for _ in range(4):  # An open schema opens those that it refers to.
+        # A $ref in a schema that stays open keeps its target open too. Each round finds these one reference further on, four at most.
+        for _ in range(4):
             num_open = len(self._open_references)
             prepared: Node = self._schema(self._root, "#", self._closing)
             if len(self._open_references) == num_open:
@@ -124,7 +126,7 @@ class _SchemaRewriter:
         is_open = prepared.get("additionalProperties") is not False or "patternProperties" in node
         if is_open and node.get("minProperties", 0) > len(required) + 1:
             raise _refuse(
-                f"{at}/minProperties", node["minProperties"], "keys that the schema does not name may repeat; require some by name"
+                f"{at}/minProperties", node["minProperties"], "it would count names that may repeat; list more names under `required`"
             )
         return prepared | ({"allOf": prepared.get("allOf", []) + besides} if besides else {})
 
@@ -166,11 +168,13 @@ class _SchemaRewriter:
         if len(objects) > 1:
             key = next((name for name in objects[0] if not _overlap([self._forms(properties.get(name)) for properties in objects])), "")
         if _overlap([form for form in forms if form != {"{"} or not key] + [{"{"}] * bool(key)):
-            raise _refuse(at, nodes, "two branches may hold for one value; use anyOf, or tell them apart by a const")
+            raise _refuse(at, nodes, "one value could satisfy two branches; use anyOf, or give each branch a property with its own const")
         return key
 
     def _forms(self, node: Any) -> set[str]:
-        """The JSON texts of a schema's values if it lists them, else their possible first characters. Cached."""
+        """The forms of a schema, by which `_overlap` compares it with others: the JSON text and ";" of each value that const or enum
+        lists; for any other schema the first characters that the JSON of its values can have. Cached.
+        """
         if id(node) not in self._known_forms:
             self._known_forms[id(node)] = _written_forms(self._resolved(node))
         return self._known_forms[id(node)]
@@ -182,7 +186,7 @@ def _zero(text: str) -> float:
 
 
 def _written_forms(node: Node) -> set[str]:
-    """The forms (see `_forms`) of a schema that is not a reference; listed values end in `;`."""
+    """The forms (see `_forms`) of a schema that is not a reference."""
     if {"const", "enum"} & node.keys():
         values = json.loads(json.dumps(node.get("enum", [node.get("const")])), parse_int=_zero, parse_float=_zero)
         return {json.dumps(value, sort_keys=True) + ";" for value in values}
@@ -193,6 +197,7 @@ def _written_forms(node: Node) -> set[str]:
 def _overlap(values: list[set[str]]) -> bool:
     """Whether two of the schemas with these forms may have a value in common."""
     seen: set[str] = set()
+    """The forms of earlier schemas, and "?c" where one of their listed values begins with c."""
     for forms in values:
         if any(form in seen or form[0] in seen or f"?{form}" in seen for form in forms):
             return True
@@ -210,7 +215,7 @@ def _check(node: Node, at: str) -> None:
         if any(abs(float(number)) >= EXACT for number in numbers):
             raise _refuse(f"{at}/{key}", node[key], f"numbers from {EXACT} on are not exact; use a text, or leave the bound out")
         if re.search(r"(?<!\\)(?:\\\\)*\\u00|\x7f", text):
-            raise _refuse(f"{at}/{key}", node[key], "it holds a control character, which is never written")
+            raise _refuse(f"{at}/{key}", node[key], "it holds a control character, which cannot be generated")
     if multiple := abs(node.get("multipleOf", 0)):
         scaled, digits = float(multiple), 0
         while scaled % 1:

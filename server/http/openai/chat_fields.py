@@ -48,13 +48,13 @@ class ChatBody(GenerationBody):
     messages: list[Message] = Field(min_length=1, max_length=1024)
     """The conversation, oldest message first. 1 to 1024 messages."""
     max_tokens: fields.Positive | None = None
-    """Most tokens to generate for each output. Default: what the context still holds."""
+    """Most tokens to generate for each output. Default: as many as still fit into the context."""
     max_completion_tokens: fields.Positive | None = None
     """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
     """Return the log-probability of each output token. Default: false."""
     top_logprobs: fields.NumTop | None = None
-    """Return this many most likely tokens in each output token's place; only with `logprobs`. Default: 0."""
+    """Return this many most likely tokens at each position of the output; only with `logprobs`. Default: 0."""
     add_generation_prompt: bool | None = None
     """Whether the chat template begins the assistant's answer after the last message. Default: true."""
     # Accepted at the values that change nothing.

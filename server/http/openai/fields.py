@@ -82,11 +82,11 @@ class GenerationBody(SamplingBody, LimitedBody):
     skip_special_tokens: bool | None = None
     """Whether special tokens are left out of the text. Default: true."""
     prompt_logprobs: fields.NumTop | None = None
-    """Also return the log-probability of each prompt token, and this many most likely tokens in its place. Not with `stream`. Default:
+    """Also return the log-probability of each prompt token, and this many most likely tokens at its position. Not with `stream`. Default:
     none.
     """
     logprob_token_ids: Annotated[list[fields.TokenId], Field(min_length=1, max_length=128)] | None = None
-    """Return the log-probabilities of these token ids in each output token's place, after that of the token itself, instead of those of the
+    """Return, at each position of the output, the log-probability of the chosen token and then those of these token ids, not those of the
     most likely tokens; only with `logprobs`. 1 to 128 ids. Default: none.
     """
     return_tokens_as_token_ids: bool | None = None
@@ -142,7 +142,7 @@ class GenerationBody(SamplingBody, LimitedBody):
             if getattr(self, name) and self.num_top is None:
                 raise ValueError(f"`{name}` is allowed only with `logprobs`")
         if self.source() is not None and self.logprob_token_ids:
-            # Tokens that a grammar forces are scored like prompt tokens, for which the engine has no log-probabilities of chosen ids.
+            # Tokens that a grammar forces get log-probabilities as prompt tokens do, for which the engine returns none of chosen ids.
             raise ValueError("`logprob_token_ids` cannot be combined with a constraint on the output")
         return self
 
@@ -249,7 +249,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     """Whether the text of each choice begins with its prompt. Default: false."""
     logprobs: fields.NumTop | None = None
-    """Return the log-probability of each output token, and this many most likely tokens in its place. Default: none."""
+    """Return the log-probability of each output token, and this many most likely tokens at its position. Default: none."""
     best_of: fields.Choices | None = None
     """Number of outputs generated for each prompt, of which the `n` with the highest mean log-probability are returned; at least `n`. Not
     above `n` with `stream`. Default: `n`.

@@ -57,7 +57,9 @@ class InfillReply(Reply):
         return cls(body, model_id, generation.start([request], reservation))
 
     def take(self, piece: Piece) -> None:
-        """Adds a piece. `end` becomes the last piece, also one that completes a line with less than `n_indent` indentation."""
+        """Adds a piece. `end` becomes the last piece: the sequence's last one, or the one after which a line is known to be indented by
+        less than `n_indent`.
+        """
         self.text += piece.text
         self.num_tokens += piece.token is not None
         cut = self._outdent()

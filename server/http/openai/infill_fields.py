@@ -31,7 +31,7 @@ class InfillBody(DeliveryBody):
     prompt: fields.Text | None = None
     """The beginning of the text in the gap, which the answer continues. Default: empty."""
     n_predict: Annotated[int, Field(ge=-1, lt=2**31), fields.INTEGRAL] | None = None
-    """Most tokens to generate. -1, the default: what the context still holds."""
+    """Most tokens to generate. -1, the default: as many as still fit into the context."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """Divides the logits before sampling. 0: always the most likely token (greedy). Default: 0.8."""
     top_k: fields.TopK | None = None
@@ -49,8 +49,8 @@ class InfillBody(DeliveryBody):
     frequency_penalty: fields.Penalty | None = None
     """Subtracted from a token's logit once for each time the token occurs in the output. Default: 0."""
     seed: fields.Seed = None
-    """Seed of the random draws: the same request with the same seed gets the same tokens. -1, the default: drawn at random for each
-    request.
+    """Seed of the random draws: the same request with the same seed gets the same tokens where GET /info has `deterministic: true`, and
+    nearly always elsewhere. -1, the default: drawn at random for each request.
     """
     stop: list[fields.StopString] | None = None
     """Texts of 1 to 1024 characters that end the output and are left out of it; up to server.max_stop_strings (16). Default: none."""
@@ -61,7 +61,9 @@ class InfillBody(DeliveryBody):
     word. Default: true.
     """
     n_indent: fields.Count | None = None
-    """The answer ends before its first whole line that is indented by fewer spaces and tabs than this. 0, the default: it does not."""
+    """The answer ends before the first new line that is indented by fewer spaces and tabs than this; blank lines, and the line that the
+    prefix has begun, do not count. 0, the default: it does not.
+    """
     samplers: list[Literal["top_k", "top_p", "min_p", "temperature", "infill"]] | None = None
     """Samplers to use; `top_k`, `top_p`, `min_p` and `temperature` are off when not in this list. `infill` is accepted and adds nothing to
     `token_healing`. Default: all.

@@ -65,7 +65,7 @@ class OpenAIRoutes:
     async def chat(self, http: HttpRequest) -> Response:
         """Write the next message of a conversation.
 
-        The checkpoint's own chat template makes the prompt; a checkpoint without one is used by /v1/completions.
+        The checkpoint's own chat template makes the prompt; for a checkpoint without one use /v1/completions.
         """
         body = await read_model(http, ChatBody, self.section.max_body_bytes)
         delivery = Delivery.of(http, bool(body.stream), body.resumable, sse.DONE)

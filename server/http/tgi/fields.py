@@ -14,13 +14,13 @@ class Parameters(SamplingBody):
     """How to generate. Null is the default of every field."""
 
     do_sample: bool | None = None
-    """Whether tokens are drawn at random. Default: true without `parameters`; with them, true if `temperature`, `top_p`, `typical_p`,
-    `top_k` or `min_p` is set to a value that only sampling can honour, else false (greedy).
+    """Whether tokens are drawn at random. Default: true without `parameters`; with them, true if `temperature`, `top_p` or `typical_p` is
+    set to another value than 1.0, or `top_k` or `min_p` to one above 0; else false (greedy).
     """
     temperature: float | None = Field(default=None, gt=0, le=2)
     """Divides the logits before sampling. Default: 1.0."""
     max_new_tokens: fields.Positive | None = None
-    """Most tokens to generate. Default: what the context still holds."""
+    """Most tokens to generate. Default: as many as still fit into the context."""
     stop: list[fields.StopString] | None = Field(default=None, fail_fast=True)
     """Texts of 1 to 1024 characters that end the output, and stay at its end; up to server.max_stop_strings (16). Default: none."""
     truncate: fields.Positive | None = None
@@ -34,7 +34,7 @@ class Parameters(SamplingBody):
     decoder_input_details: bool | None = None
     """Also return the log-probability of each prompt token, in `details.prefill`. Not when streaming. Default: false."""
     top_n_tokens: Annotated[int, Field(ge=0, le=MAX_TOP_N_TOKENS), fields.INTEGRAL] | None = None
-    """Return this many most likely tokens in each output token's place. Default: 0."""
+    """Return this many most likely tokens at each position of the output. Default: 0."""
     best_of: fields.Choices | None = None
     """Generate this many outputs and return the one with the highest mean log-probability. Above 1 only with sampling, without `seed` and
     without streaming. Default: 1.
@@ -66,7 +66,7 @@ class Parameters(SamplingBody):
 
     @property
     def samples(self) -> bool:
-        """Whether to sample, by TGI's rule: `do_sample` is true, or a parameter has a value that only sampling can honour."""
+        """Whether to sample, by TGI's rule: `do_sample` is true, or a parameter has a value that would change random draws."""
         warped = any(value not in (None, 1.0) for value in (self.temperature, self.top_p, self.typical_p))
         return bool(self.do_sample) or warped or (self.top_k or 0) > 0 or bool(self.min_p)
 

@@ -161,7 +161,9 @@ def test_a_sentencepiece_model_is_read_as_sentencepiece_does(tmp_path: Path, mod
 @pytest.mark.parametrize(("kind", "described"), [("bpe", None), ("bpe", {"tokenizer_class": "LLaMATokenizer"}), ("unigram", LLAMA)])
 def test_one_that_the_library_reads_otherwise_is_refused(tmp_path: Path, kind: str, described: dict[str, Any] | None) -> None:
     sentencepiece_model(tmp_path / "a", kind)
-    with pytest.raises(ConfigurationError, match=r"does not read tokenizer\.model as SentencePiece does, for one .*; name the class"):
+    with pytest.raises(
+        ConfigurationError, match=r"does not read tokenizer\.model as SentencePiece does, for example .*; name the right class"
+    ):
         convert(describe(tmp_path / "a", "llama", described))
 
 
@@ -177,7 +179,9 @@ def test_one_that_the_library_reads_otherwise_is_refused(tmp_path: Path, kind: s
 )
 def test_a_normaliser_that_the_library_drops_is_refused_with_the_text_it_shows_on(tmp_path: Path, more: Any, probe: str) -> None:
     sentencepiece_model(tmp_path / "a", "bpe", **more)
-    with pytest.raises(ConfigurationError, match=f"as SentencePiece does, for one {probe}; name the class .* or put a tokenizer.json"):
+    with pytest.raises(
+        ConfigurationError, match=f"as SentencePiece does, for example {probe}; name the right class .* or put a right tokenizer.json"
+    ):
         convert(describe(tmp_path / "a", "llama", LLAMA))
 
 
