@@ -1,8 +1,9 @@
 """CacheLayout: which layers' keys and values share a page, and how many pages a sequence takes. Pure arithmetic, no torch.
 
-A page holds K and V of `page_size` tokens in `layers_per_page` layers. Layers that keep the same positions form a group; a model without
-sliding windows is one group whose pages hold all layers. With windows, every group's layers are stacked into pages of equal size (the
-greatest common divisor of the groups' sizes), so that one free list serves all groups and no memory is reserved for either kind.
+A page holds K and V of `page_size` tokens in `layers_per_page` layers. Layers that keep K and V of the same token positions, because they
+have the same window or none, form a group; a model without sliding windows is one group whose pages hold all layers. With windows, every
+group's layers are stacked into pages of equal size (the greatest common divisor of the groups' sizes), so that one free list serves all
+groups and no memory is reserved for either kind.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that keep the same positions."""
+    """Layers that keep keys and values of the same token positions."""
 
     layers: tuple[int, ...]
     window: int | None
@@ -65,8 +66,8 @@ class CacheLayout:
         return cls(page_size, groups, per_page, tuple(places[layer] for layer in range(num_layers)))
 
     @property
-    def pages_per_step(self) -> int:
-        """Pages that the next `page_size` tokens of a sequence take."""
+    def pages_per_block(self) -> int:
+        """Pages that `page_size` consecutive tokens of a sequence take, in all groups together."""
         return sum(group.num_stacks for group in self.groups)
 
     def most_pages(self, num_tokens: int, step_tokens: int = 1) -> int:

@@ -1,8 +1,8 @@
 """PrefixCache: full pages of computed tokens, shared by all sequences that begin with the same tokens.
 
 The contents of a page depend only on its tokens and all tokens before them. A page is therefore identified by a hash of the previous page's
-hash and its own tokens (as in vLLM's automatic prefix caching); the first page's hash includes a salt, so that tenants with different salts
-share nothing. Invariant: exactly the pages listed here are kept by the allocator, and they hold what their hash says; the tokens themselves
+hash and its own tokens (as in vLLM's automatic prefix caching); the first page's hash includes a salt, so that sequences of different
+salts share nothing. Invariant: exactly the pages in it are kept by the allocator, and they hold what their hash says; the tokens themselves
 are compared on a hit. It knows nothing of sequences and tensors.
 """
 
@@ -21,6 +21,7 @@ class Link:
     """One full page of tokens, after all before it."""
 
     name: bytes
+    """The hash of the tokens and of all before them."""
     tokens: bytes
 
 
@@ -95,7 +96,9 @@ class PrefixCache:
         return tuple(found)
 
     def publish(self, link: Link, table: PageTable, index: int) -> Block | None:
-        """Lists the pages of block `index` of a table, whose tokens have all been computed; returns None if the block is listed already."""
+        """Adds the pages of block `index` of a table, whose tokens have all been computed. A block in the cache that has lost pages is
+        replaced if this one has all. Returns None if nothing was added.
+        """
         old = self._blocks.get(link.name)
         pages = table.block(index)
         if old is not None and DROPPED in old.pages and DROPPED not in pages:
@@ -132,7 +135,5 @@ class PrefixCache:
         """What is inconsistent, in words; empty when all is well."""
         listed = {page: block for block in self._blocks.values() for page in block.pages if page != DROPPED}
         if listed != self._block_of or listed.keys() != self._allocator.kept:
-            return ["pages are listed as prefixes and not kept, or the other way round"]
-        return (
-            ["a block is listed of which nothing is left"] if any(set(block.pages) == {DROPPED} for block in self._blocks.values()) else []
-        )
+            return ["the pages in the prefix cache and those that the allocator keeps differ"]
+        return ["a block in the prefix cache has no pages"] if any(set(block.pages) == {DROPPED} for block in self._blocks.values()) else []

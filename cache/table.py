@@ -35,21 +35,23 @@ class PageTable:
         """Every page it owns."""
         return [page for page in chain(*self.pages) if page != DROPPED]
 
-    def missing(self, num_tokens: int, num_computed: int) -> int:
-        """Pages to allocate so that `num_tokens` tokens have slots; in layers with a window only the first `num_computed` tokens."""
+    def missing(self, num_tokens: int, end: int) -> int:
+        """Pages to allocate so that `num_tokens` tokens have slots; in layers with a window only the tokens before `end`, the position
+        after the last token that the next step computes.
+        """
         if num_tokens <= self.room:
             return 0
-        counts = (self._goal(group, num_tokens, num_computed) for group in self._layout.groups)
+        counts = (self._goal(group, num_tokens, end) for group in self._layout.groups)
         return sum(max(0, count - len(pages)) for count, pages in zip(counts, self.pages, strict=True))
 
-    def _goal(self, group: LayerGroup, num_tokens: int, num_computed: int) -> int:
-        return pages_for(num_tokens if group.window is None else num_computed, self._layout.page_size) * group.num_stacks
+    def _goal(self, group: LayerGroup, num_tokens: int, end: int) -> int:
+        return pages_for(num_tokens if group.window is None else end, self._layout.page_size) * group.num_stacks
 
-    def grow(self, num_tokens: int, num_computed: int) -> None:
+    def grow(self, num_tokens: int, end: int) -> None:
         """Allocates the pages that `missing` counts. Raises OutOfPages, and then changes nothing."""
-        taken = iter(self._allocator.allocate(self.missing(num_tokens, num_computed)))
+        taken = iter(self._allocator.allocate(self.missing(num_tokens, end)))
         for group, pages in zip(self._layout.groups, self.pages, strict=True):
-            pages.extend(next(taken) for _ in range(self._goal(group, num_tokens, num_computed) - len(pages)))
+            pages.extend(next(taken) for _ in range(self._goal(group, num_tokens, end) - len(pages)))
         self._measure()
 
     def _measure(self) -> None:

@@ -3,8 +3,8 @@
 The layer projects; which tokens attend to which is up to the `attend` callable it is given, which owns the KV cache (in serving) or the
 causal mask (in training). It knows nothing of pages and sequences; it passes the rotation of positions on.
 
-Shape letters: T tokens of the step, D hidden size, H query heads, d head size, c columns of the latent, p of a head without position,
-r with it, v of a head's value.
+Shape letters: T tokens of the step, D hidden size, H query heads, d head size, E = H * d columns of all queries, c columns of the latent, p
+columns of a head that are not rotated, r that are, v columns of a head's value.
 """
 
 from collections.abc import Callable

@@ -38,7 +38,9 @@ class Router(Linear):
 
 
 class MLP(nn.Module):
-    """x_TD -> activation(x W_up + b) W_down + b; gated, the rows of `up` are the gate's, then those that it multiplies."""
+    """x_TD -> activation(x W_up + b) W_down + b. If gated, `up` is two matrices stacked: the gate's rows, then the rows whose product the
+    activated gate multiplies.
+    """
 
     def __init__(self, spec: ModelSpec, intermediate_size: int | None = None) -> None:
         super().__init__()

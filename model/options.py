@@ -19,10 +19,10 @@ class EngineOptions:
     memory: float | None
     """Bytes, or a share up to 1.0 of what is free; None for the device's default share."""
     max_context: int
-    """Most tokens of a sequence; 0 in options that have not met a checkpoint yet, for its number of positions."""
+    """Most tokens of a sequence. 0 stands for the checkpoint's number of positions, until the engine has read the checkpoint."""
     max_running: int
     step_tokens: int
-    """The most tokens of a step: a larger pool would never be used."""
+    """The most tokens computed in one step. It also bounds how many pages layers with a window can use."""
     quantization: str = "none"
     deterministic: bool = False
     """Requires batch-invariant kernels: on a GPU products of ours instead of cuBLAS's."""

@@ -20,10 +20,12 @@ log = logging.getLogger("onehead.engine")
 
 NOT_FINITE = SampleError("the logits of this request are not finite", code="numerical_error")
 NOT_SAMPLED = SampleError("an internal error in drawing this request's token", code="sampling_error")
-NOTHING_ALLOWED = SampleError("what it asks for leaves no token that is allowed", refused=True)
+NOTHING_ALLOWED = SampleError("allowed_token_ids, bad_words, min_tokens or its grammar exclude every token", refused=True)
 LEAST_NOISE = 1e-300
 DRAWN_AT_ONCE = 64
-"""Rows that are sampled together: sorting takes a dozen 64-bit numbers for each of their logits."""
+"""Random draws that are computed at a time, where the device has no kernel for them: they take about a dozen 64-bit numbers for each of
+their logits.
+"""
 GREEDY_BELOW = 1e-5
 """Temperatures below this take the likeliest token: dividing by them would overflow."""
 
@@ -62,7 +64,7 @@ def _parts(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> "lis
     except Exception:
         device.raise_if_broken()
         if len(samples) == 1:
-            log.exception("a row could not be sampled")
+            log.exception("the token of one sequence could not be drawn; only its request fails")
             return [NOT_SAMPLED]
         return [part for i, sample in enumerate(samples) for part in _parts(device, logits_SV[i : i + 1], [sample])]
 

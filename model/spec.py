@@ -129,7 +129,9 @@ class ModelSpec:
         return self.latent is not None
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V that one token occupies over all layers: 2 * layers * head_dim * itemsize, before any window has passed it."""
+        """Bytes of K and V that one token takes over all layers, as long as it is within every layer's window. With latent attention the
+        value lies in the key.
+        """
         return self.num_layers * (self.key_dim + (0 if self.value_in_key else self.value_dim)) * itemsize
 
     def contexts(self) -> list[int]:

@@ -50,6 +50,7 @@ class Sampling:
     seed: int = 0
     """Together with `choice` and the output index it determines all randomness of a draw."""
     choice: int = 0
+    """Which of the `n` outputs of a request this is."""
 
     @cached_property
     def adjusts(self) -> bool:

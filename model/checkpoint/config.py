@@ -140,7 +140,7 @@ class Config:
     def one_key_value_head(self, key: str, default: int, convertible: bool = True) -> None:
         """Raises CheckpointError for any number of key/value heads but 1."""
         if (found := self.integer(key, default)) != 1:
-            way_out = "; `onehead convert` makes that of several" if convertible else ""
+            way_out = "; `onehead convert` can pool several into one" if convertible else ""
             raise CheckpointError(f"{self.path}: {key} is {found}, expected 1: onehead serves one key/value head{way_out}")
 
     def sub(self, key: str) -> "Config | None":

@@ -29,7 +29,7 @@ class Backend(Protocol):
         ...
 
     def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Td: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Stores K and V of the step's tokens in their slots, then attends: a token at position p sees 0 .. p of its own row. With a
-        rotation, Q and K are rotated first. -> o_THd.
+        """Stores K and V of the step's tokens in their slots, then attends: a token at position p attends to positions 0 .. p of its
+        sequence, or to those of them within the layer's window. With a rotation, Q and K are rotated first. -> o_THd.
         """
         ...

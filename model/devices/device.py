@@ -38,7 +38,9 @@ class Stream(Protocol):
     """A device's queue of work. What is enqueued runs after everything enqueued before it, possibly after `enqueue` has returned."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Runs `work`, which touches the device and nothing else. Raises what launching work can raise, MemoryError excepted."""
+        """Runs `work`, which touches the device and nothing else. Raises the errors of launching it; lack of memory is one of torch's
+        RuntimeErrors (see `lack_of_memory`).
+        """
 
     def mark(self) -> Event:
         """The point after everything enqueued so far."""

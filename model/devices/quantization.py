@@ -55,7 +55,7 @@ def integer_product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def column_product(x_T1: Tensor, weight_O1: Tensor) -> Tensor:
-    """`integer_product` of single columns: torch's takes a transposed column for a row."""
+    """`integer_product` of single columns, which torch._int_mm mistakes for rows when they are transposed."""
     return x_T1.int() * weight_O1.int().T
 
 

@@ -70,7 +70,8 @@ class QuantizedEmbedding(QuantizedMatrix):
 def quantize_modules(root: nn.Module, kind: str, dtype: torch.dtype, arithmetic: Arithmetic = HOST) -> None:
     """Puts quantized modules, still without values, in the place of every linear layer and table.
 
-    Routers, which decide and are small, stay in float, and so does what heads apply rows of (latent attention's second projection).
+    Routers stay in float, because rounding could change which experts they choose; so do the HeadProjections of latent attention, whose
+    rows each head applies separately.
     """
     by_type: dict[type[nn.Module], Any] = {Linear: QuantizedLinear, Embedding: QuantizedEmbedding}
 

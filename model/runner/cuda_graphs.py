@@ -29,7 +29,9 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 ALIGNMENT = 4
 """Lists begin at multiples of it, as a backend's own do."""
 FIELDS = 3
-"""Lists before a backend's: token ids, positions, and for pending ids their places among the tokens drawn by the step before."""
+"""Number of int32 lists, one number for each row, that precede the backend's: token ids, positions, and for a token that the previous step
+draws its index in drawn_S (else PENDING).
+"""
 
 Numbers = NDArray[np.int32]
 
@@ -51,7 +53,7 @@ class ListedBackend(Backend, Protocol):
 
 
 class CudaGraphs:
-    """The graphs of one decoder. `drawn_S` holds the tokens drawn by the step before."""
+    """The graphs of one decoder. `drawn_S` holds the tokens drawn by the previous step."""
 
     def __init__(self, decoder: Decoder, backend: ListedBackend, device: Device, stream: Stream, drawn_S: Tensor, most_rows: int) -> None:
         self._decoder, self._backend, self._device, self._stream, self._drawn_S = decoder, backend, device, stream, drawn_S

@@ -1,8 +1,8 @@
 """ModelRunner: weights, KV pool and attention backend, which compute a StepPlan.
 
-It computes and decides nothing: which rows and which pages is the scheduler's choice. A step is launched; on a device with a stream the
-next one can be planned and launched while it computes. A token that the step before draws is then taken on the device, from where every
-step leaves what it drew. Invariant: between two calls it holds of any sequence that token, and what lies in the pool's pages.
+It makes no scheduling decisions: the scheduler chooses rows and pages. On a device with a stream, the next step can be planned and launched
+while one computes. A row that continues with a token that the previous step draws takes it on the device, from `_drawn_S`, into which every
+step copies its tokens. Invariant: between two calls, that token and the pool's pages are all the state it has of a sequence.
 
 Shape letters: T tokens of the step, S draws, D hidden size, V vocabulary.
 """
@@ -70,7 +70,7 @@ class ModelRunner:
 
     @classmethod
     def load(cls, folder: Path, spec: ModelSpec, options: EngineOptions, report: Report = lambda *_: None) -> "ModelRunner":
-        """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and MemoryError where not one page fits."""
+        """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and MemoryError as `over`."""
         device = find_device(options.device)
         device.use_threads(options.threads)
         dtype: torch.dtype = device.default_dtype if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -87,7 +87,9 @@ class ModelRunner:
 
     @classmethod
     def over(cls, decoder: Decoder, dtype: torch.dtype, device: Device, options: EngineOptions) -> "ModelRunner":
-        """A runner of a loaded decoder, with a cache in `dtype` or float8. Raises MemoryError where not one page fits."""
+        """A runner of a loaded decoder, with a cache in `dtype` or float8. Raises MemoryError if the memory for the cache is not there, or
+        if its pages cannot hold one token of a sequence.
+        """
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
         stored_as = _stored_as(options, dtype)
@@ -98,7 +100,7 @@ class ModelRunner:
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
             allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
-            needed = layout.pages_per_step
+            needed = layout.pages_per_block
             raise MemoryError(f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}, {needed * page_bytes} bytes")
         wanted = num_pages * page_bytes
         if device.overcommits and wanted > free:
@@ -197,7 +199,7 @@ class ModelRunner:
         return pending
 
     def _pending_tokens(self, batch: Batch, sources: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Indices of the step's pending tokens, and in drawn_S. None where no token is ever pending."""
+        """Indices of the pending tokens among the step's tokens, and of their values in drawn_S. None where no token is ever pending."""
         if sources is None:
             return None
         rows = [i for i, source in enumerate(sources) if source >= 0]
@@ -268,7 +270,7 @@ def _step_bytes(decoder: Decoder, dtype: torch.dtype, device: Device, options: E
     """Bytes that steps take besides weights and cache, measured over the smallest cache: the largest step, and the largest captured one."""
 
     def prepare() -> Any:
-        pool = _pool(decoder.spec, layout, layout.pages_per_step, dtype, device.torch_device, options)
+        pool = _pool(decoder.spec, layout, layout.pages_per_block, dtype, device.torch_device, options)
         return partial(_try, ModelRunner(decoder, pool, _backend(decoder.spec, pool, device), device))
 
     limits = options.max_running, options.max_context
@@ -310,7 +312,7 @@ def _check_options(spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, 
     if not options.deterministic:
         return
     layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-    pool = _pool(spec, layout, layout.pages_per_step, dtype, torch.device("meta"), options)
+    pool = _pool(spec, layout, layout.pages_per_block, dtype, torch.device("meta"), options)
     found = device.backend_for(pool, spec.num_query_heads)
     if found != device.invariant_backend:
         raise OptionError(
@@ -332,7 +334,9 @@ def _products(options: EngineOptions, dtype: torch.dtype, device: Device) -> Pro
 
 
 def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: EngineOptions, device: Device, free: int) -> int:
-    """Pages that the options allow, and no more than requests can use. Raises MemoryError for more memory than the device has."""
+    """Pages that the options allow, and no more than max_running sequences of the longest context can use at once. Raises MemoryError for
+    more memory than the device has.
+    """
     memory = options.memory or device.default_cache_share
     if memory > (total := device.memory()[1]):
         raise MemoryError(f"cache.memory is {memory / 2**30:.2f} GiB, and {device.name} has {total / 2**30:.2f} GiB in all; lower it")

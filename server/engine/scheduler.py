@@ -281,7 +281,7 @@ class Scheduler:
         needed = sequence.table.missing(sequence.num_tokens, end) - len(shared)
         # Cached pages without an owner stop being available.
         needed += sum(page != DROPPED and not self.allocator.owners(page) for page in shared)
-        return needed + len(self.running) * self.limits.layout.pages_per_step <= self.allocator.num_available
+        return needed + len(self.running) * self.limits.layout.pages_per_block <= self.allocator.num_available
 
     def take_started(self) -> list[Sequence]:
         """Sequences admitted for the first time since the last call."""

@@ -38,7 +38,7 @@ def make_pool(decoder: Decoder, num_pages: int, page_size: int) -> KVPool:
     spec = decoder.spec
     layout = CacheLayout.of(spec.num_layers, spec.windows, page_size)
     dims = spec.key_dim, spec.value_dim
-    return KVPool.allocate(layout, num_pages * layout.pages_per_step, *dims, torch.float32, CPU, value_in_key=spec.value_in_key)
+    return KVPool.allocate(layout, num_pages * layout.pages_per_block, *dims, torch.float32, CPU, value_in_key=spec.value_in_key)
 
 
 def random_ids(checkpoint: TinyCheckpoint, count: int, seed: int = 0) -> list[int]:
@@ -170,7 +170,7 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(tiny_checkpoint:
         torch.manual_seed(seed)
         page_size, num_heads, head_dim = rng.choice([1, 4, 16]), rng.choice([1, 4, 12]), rng.choice([16, 40])
         layout = CacheLayout.of(spec.num_layers, rng.choice([(), (None, 7, None), (30,) * 3]), page_size)
-        allocator = PageAllocator(400 * layout.pages_per_step)
+        allocator = PageAllocator(400 * layout.pages_per_block)
         rows = []
         for id in range(rng.randint(1, 9)):
             start, count = rng.choice([0, 0, rng.randrange(60)]), rng.choice([1, 1, rng.randint(1, 30)])

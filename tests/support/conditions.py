@@ -205,8 +205,8 @@ def _steal_or_give_back(core: EngineCore, stolen: PageTable) -> None:
     layout, num_free = core.scheduler.limits.layout, core.scheduler.allocator.num_available
     if stolen.owned:
         stolen.release()
-    elif num_free >= layout.pages_per_step:
-        tokens = num_free // layout.pages_per_step * layout.page_size
+    elif num_free >= layout.pages_per_block:
+        tokens = num_free // layout.pages_per_block * layout.page_size
         stolen.grow(tokens, tokens)
 
 

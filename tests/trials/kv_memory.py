@@ -36,7 +36,7 @@ def allocated_bytes_per_token(spec: ModelSpec) -> float:
     """Bytes of a pool over the tokens that it has slots for in every layer."""
     layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
     dims = spec.key_dim, spec.value_dim
-    pages = 3 * layout.pages_per_step
+    pages = 3 * layout.pages_per_block
     pool = KVPool.allocate(layout, pages, *dims, torch.bfloat16, torch.device("cpu"), value_in_key=spec.value_in_key)
     return pool.num_bytes / (3 * PAGE_SIZE)
 

@@ -82,5 +82,5 @@ def _check(spec: ModelSpec) -> None:
     for token in spec.end_token_ids:
         if token >= spec.vocab_size:
             raise CheckpointError(
-                f"config.json: vocab_size is {spec.vocab_size}, and eos_token_id {token}, of it or of generation_config.json, is not below"
+                f"eos_token_id {token} of config.json or generation_config.json, expected below vocab_size {spec.vocab_size} of config.json"
             )

@@ -15,8 +15,9 @@ MOST_EXPERTS = 2**16
 def _experts(config: Config, is_v3: bool, num_layers: int) -> Experts | None:
     """Routing and sizes; None if every layer is dense."""
     first_layer = config.integer("first_k_dense_replace", 3 if is_v3 else 0, least=0)
-    config.only("moe_layer_freq", 1, why="onehead serves experts in every layer behind the dense ones")
-    config.only("scoring_func", "sigmoid" if is_v3 else "softmax", why=f"{config.get('model_type')} has another")
+    config.only("moe_layer_freq", 1, why="onehead serves experts in every layer after the dense ones")
+    scoring = "sigmoid" if is_v3 else "softmax"
+    config.only("scoring_func", scoring, why=f"expected {scoring}")
     method = config.get("topk_method")
     if method not in (None, "noaux_tc") if is_v3 else method not in (None, "greedy", "group_limited_greedy"):
         raise config.wrong("topk_method", "noaux_tc" if is_v3 else "greedy or group_limited_greedy")

@@ -27,7 +27,7 @@ def spec_from_config(config: Config, end_token_ids: tuple[int, ...]) -> ModelSpe
         raise CheckpointError(f"config.json: multi_query is False, so there are {num_heads} key/value heads; onehead serves exactly one")
     else:
         config.get("num_kv_heads")  # Ignored by this architecture: published configs say 71.
-    config.only("alibi", False, why="onehead rotates positions in this family")
+    config.only("alibi", False, why="ALiBi is not supported; falcon is served with rotary positions only")
     max_positions = config.integer("max_position_embeddings", 2048)
     rotation, max_positions = rotary(config, hidden_size // num_heads, max_positions, 10000.0)
     bias = config.flag("bias", False)

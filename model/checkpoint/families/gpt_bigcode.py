@@ -30,7 +30,7 @@ def _refuse_several_heads(config: Config, num_heads: int) -> None:
     if found != expected:
         raise CheckpointError(
             f"config.json: {key} is {found!r}, so there are {num_heads} key/value heads, expected {expected!r}: "
-            "onehead serves one key/value head; `onehead convert` makes that of several"
+            "onehead serves one key/value head; `onehead convert` can pool several into one"
         )
 
 

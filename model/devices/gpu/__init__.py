@@ -1,4 +1,5 @@
-"""The GPU: attention, products, norms and draws by our Triton kernels, each row's bits from that row alone; streams, graphs and memory.
+"""The GPU: our Triton kernels, each batch-invariant, for attention, draws and products of fp8 weights, and with engine.deterministic for
+all products and norms, which are else cuBLAS's and torch's; streams, graphs and memory.
 
 Triton is imported by the modules that launch kernels, never from here.
 """

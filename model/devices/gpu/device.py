@@ -150,7 +150,7 @@ class GpuDevice(Device):
         return summary(logits_SV)
 
     def exponential_noise(self, keys: Sequence[Key], count: int) -> Tensor:
-        """Not a CPU's numbers: the host would take longer for those than the GPU for the step."""
+        """Other numbers than on a CPU: to generate the CPU's on the host would take longer than a step of the GPU."""
         if not self._has_kernels:
             return super().exponential_noise(keys, count)
         from model.devices.gpu.draw import exponential_noise_SV
@@ -166,7 +166,7 @@ class GpuDevice(Device):
         return gumbel_max_S
 
     def largest(self, logits_FV: Tensor, count: int) -> Tensor:
-        """torch's topk takes other ones of equal logits where there are many rows, so they are made unequal first."""
+        """torch's topk chooses among equal logits differently for large batches, so `order` makes them unequal first."""
         return order(logits_FV).topk(count, dim=-1).indices
 
     def raise_if_broken(self) -> None:

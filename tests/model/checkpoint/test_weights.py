@@ -187,7 +187,7 @@ def test_a_truncated_file_and_other_formats_are_refused(folder: Path) -> None:
         ({"n_positions": True}, "n_positions must be an integer"),
         ({"activation_function": "mish"}, "activation_function must be one of gelu, .*, found 'mish'"),
         ({"add_cross_attention": True}, "add_cross_attention"),
-        ({"eos_token_id": 300}, "vocab_size is 300, and eos_token_id 300"),
+        ({"eos_token_id": 300}, "eos_token_id 300 of config.json or generation_config.json, expected below vocab_size 300"),
         ({"eos_token_id": "x"}, "eos_token_id must be an id"),
     ],
 )

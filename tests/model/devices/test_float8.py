@@ -91,7 +91,7 @@ def test_the_cpu_backend_equals_the_reference_on_ragged_batches(value_in_key: bo
         torch.manual_seed(seed)
         dtype = rng.choice([torch.float32, torch.bfloat16])
         layout = CacheLayout.of(3, rng.choice([(), (None, 7, None)]), rng.choice([4, 16]))
-        allocator = PageAllocator(200 * layout.pages_per_step)
+        allocator = PageAllocator(200 * layout.pages_per_block)
         rows = []
         for id in range(rng.randint(2, 6)):
             start, count = rng.choice([0, rng.randrange(60)]), rng.choice([1, 1, rng.randint(1, 30)])

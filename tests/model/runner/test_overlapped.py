@@ -43,7 +43,7 @@ def overlapped(folder: Path, stream: RecordingStream, *, captured: bool, num_pag
     if captured:
         assert runner.capture(MAX_CONTEXT) > 0
         runner.warm_up(MAX_CONTEXT)
-    limits = Limits(num_pages * pool.layout.pages_per_step, pool.layout, MAX_CONTEXT, max_running, 64)
+    limits = Limits(num_pages * pool.layout.pages_per_block, pool.layout, MAX_CONTEXT, max_running, 64)
     return EngineCore(Scheduler(limits), runner)
 
 

@@ -206,4 +206,4 @@ def test_integrity_names_a_prefix_that_is_not_kept() -> None:
     cache = Cache(20)
     cache.compute([*range(8)])
     cache.allocator.forget(next(iter(cache.allocator.kept)))
-    assert cache.prefixes.integrity() == ["pages are listed as prefixes and not kept, or the other way round"]
+    assert cache.prefixes.integrity() == ["the pages in the prefix cache and those that the allocator keeps differ"]

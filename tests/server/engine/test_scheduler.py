@@ -76,7 +76,7 @@ class History:
         max_running = rng.randint(1, 8)
         layout = one_group(page_size) if rng.random() < 0.5 else self.windowed(page_size)
         self.limits = Limits(
-            num_pages * layout.pages_per_step, layout, rng.randint(20, 200), max_running, rng.randint(max_running, max_running + 24)
+            num_pages * layout.pages_per_block, layout, rng.randint(20, 200), max_running, rng.randint(max_running, max_running + 24)
         )
         self.scheduler = Scheduler(self.limits)
         self.priorities = rng.random() < 0.3

@@ -86,7 +86,9 @@ def _through(
 
 @triton.jit
 def _bounds(number, split, first_position, last_position, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Blocks low .. high - 1 of this split are visible to some row, and inner .. outer - 1 to every row as a whole."""
+    """In blocks low .. high - 1 of this split some row attends to some key; in inner .. outer - 1 every row attends to every key, so these
+    need no mask.
+    """
     low, high = number * (split // BLOCK_N), tl.minimum((number + 1) * split, last_position + BLOCK_N) // BLOCK_N
     inner = low
     if WINDOW > 0:
