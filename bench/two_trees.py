@@ -1,0 +1,172 @@
+"""Two checkouts of this repository, serving the same model in turns: what a change costs or gains over HTTP.
+
+    python -m bench.two_trees --old FOLDER --new FOLDER --output FILE [--model FOLDER] [--rounds 5] [--streams 1,8,32] [-- SERVE_OPTIONS]
+
+Three kinds of requests are measured: plain completions, chat, and completions bound by a JSON schema. Both servers run at the same time,
+and each case is sent to one after the other, in alternating order, so the machine's drift reaches both. Figures are output tokens per
+second, medians over the rounds, and the median of the rounds' ratios new / old; start to ready and memory are measured beside them. Each
+checkout needs its compiled kernels; both run in this Python environment.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.processes import children, served_port
+from tests.support.report import progress, show
+
+OUTPUT_TOKENS = 64
+REQUESTS_PER_STREAM = 4
+STARTS = 5
+"""Starts of each server that are timed; one more is measured under load."""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "address": {"type": "object", "properties": {"street": {"type": "string"}, "number": {"type": "integer"}}},
+    },
+    "required": ["name", "age", "tags", "address"],
+}
+
+
+def body(kind: str, number: int) -> tuple[str, dict[str, Any]]:
+    """Path and body of a streamed request of one kind; requests differ by their number."""
+    common: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.8, "seed": number, "stream": True}
+    common |= {"stream_options": {"include_usage": True}}
+    if kind == "chat":
+        return "/v1/chat/completions", common | {"messages": [{"role": "user", "content": f"Write function {number}."}], "ignore_eos": True}
+    prompt = {"prompt": f"def function_{number}(self):"}
+    if kind == "json":
+        wrapped = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+        return "/v1/completions", common | prompt | {"response_format": wrapped}
+    return "/v1/completions", common | prompt | {"ignore_eos": True}
+
+
+class Server:
+    """`onehead serve` of one checkout."""
+
+    def __init__(self, tree: Path, model: Path | None, options: list[str]) -> None:
+        named = ["--model", str(model)] if model else []
+        module = "commands.cli" if (tree / "commands").is_dir() else "server.cli"  # Before commands/ was a package of its own.
+        command = [sys.executable, "-m", module, "serve", "--port", "0", "--server.lb_grace", "0", *named, *options]
+        began = time.perf_counter()
+        environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
+        self.process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        port = served_port(self.process.stdout.readline())
+        if port is None:
+            raise SystemExit(f"the server of {tree} did not start")
+        self.seconds_to_ready = time.perf_counter() - began
+        self.port = port
+
+    def megabytes(self) -> float:
+        """Proportional set size of the server and all its child processes: pages that processes share count once."""
+        pids, total = [self.process.pid], 0
+        while pids:
+            pid = pids.pop()
+            pids += children(pid)
+            found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+            total += int(found[1]) if found else 0
+        return total / 1024
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+
+
+async def tokens(port: int, kind: str, number: int) -> int:
+    """Sends one request, reads its stream to the end, and returns the number of its output tokens."""
+    path, values = body(kind, number)
+    data = json.dumps(values).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + data)
+    answer = await reader.read(-1)
+    writer.close()
+    usage = re.findall(rb'"completion_tokens":\s*(\d+)', answer)
+    if not answer.startswith(b"HTTP/1.1 200") or not usage:
+        raise SystemExit(f"{path}: {answer[:2000].decode(errors='replace')}")
+    return int(usage[-1])
+
+
+async def rate(port: int, kind: str, streams: int, first: int) -> float:
+    """Output tokens per second of so many clients, each of which sends its requests one after the other."""
+
+    async def client(index: int) -> int:
+        numbers = range(first + index * REQUESTS_PER_STREAM, first + (index + 1) * REQUESTS_PER_STREAM)
+        return sum([await tokens(port, kind, number) for number in numbers])
+
+    began = time.perf_counter()
+    total = sum(await asyncio.gather(*[client(index) for index in range(streams)]))
+    return total / (time.perf_counter() - began)
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m bench.two_trees", description="two checkouts' servers in turns")
+    parser.add_argument("--old", type=Path, required=True, help="checkout to compare with")
+    parser.add_argument("--new", type=Path, required=True, help="checkout that is judged")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the result")
+    parser.add_argument("--model", type=Path, help="checkpoint folder; default: the embedded model")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each case on each server")
+    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["plain", "chat", "json"])
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    return parser.parse_args(own), sys.argv[len(own) + 2 :]
+
+
+def measure(options: argparse.Namespace, servers: dict[str, Server]) -> list[dict[str, Any]]:
+    """The rates of every case on both servers."""
+    cases = [(kind, streams) for kind in options.kinds for streams in options.streams]
+    results: list[dict[str, Any]] = [{"kind": kind, "streams": streams, "old": [], "new": []} for kind, streams in cases]
+    with progress() as bar:
+        task = bar.add_task("rounds", total=(options.rounds + 1) * len(cases))
+        for number in range(options.rounds + 1):
+            for result in results:
+                for name in ("old", "new") if number % 2 else ("new", "old"):
+                    found = asyncio.run(rate(servers[name].port, result["kind"], result["streams"], 1000 * number))
+                    if number:  # The first round warms up.
+                        result[name].append(found)
+                bar.advance(task)
+    return results
+
+
+def main() -> None:
+    options, serve_options = arguments()
+    trees = {"old": options.old, "new": options.new}
+    starts: dict[str, list[float]] = {name: [] for name in trees}
+    for number in range(STARTS):
+        for name in sorted(trees, reverse=number % 2 == 0):
+            server = Server(trees[name], options.model, serve_options)
+            starts[name].append(server.seconds_to_ready)
+            server.stop()
+    servers = {name: Server(tree, options.model, serve_options) for name, tree in trees.items()}
+    try:
+        results = measure(options, servers)
+        memory = {name: server.megabytes() for name, server in servers.items()}
+    finally:
+        for server in servers.values():
+            server.stop()
+    report = {"command": sys.argv, "starts": starts, "megabytes": memory, "cases": results}
+    options.output.write_text(json.dumps(report))
+    rows = [["start to ready, s", *[f"{statistics.median(starts[name]):.2f}" for name in trees], ""]]
+    rows += [["memory, MB", *[f"{memory[name]:.0f}" for name in trees], ""]]
+    for result in results:
+        ratio = statistics.median(new / old for old, new in zip(result["old"], result["new"], strict=True))
+        medians = [f"{statistics.median(result[name]):.0f}" for name in trees]
+        rows.append([f"{result['kind']}, {result['streams']} streams, tokens/s", *medians, f"{ratio:.3f}"])
+    show(["case", "old", "new", "new / old"], rows)
+
+
+if __name__ == "__main__":
+    main()
