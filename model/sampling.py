@@ -198,19 +198,18 @@ def _adjust_row(device: Device, logits_V: Tensor, sample: Sample) -> None:
     if banned:
         # Instead of assigning by index, which copies the number to a GPU and waits for it.
         logits_V.index_fill_(0, device.upload(banned), -torch.inf)
-    if s.allowed_token_ids:
-        allowed_V = torch.zeros_like(logits_V, dtype=torch.bool)
-        allowed_V.index_fill_(0, device.upload(s.allowed_token_ids), True)
-        logits_V.masked_fill_(~allowed_V, -torch.inf)
-    if sample.mask is not None:
-        bits = np.unpackbits(np.frombuffer(sample.mask, np.uint8), count=len(logits_V), bitorder="little")
+    for mask in filter(None, (s.allowed_tokens, sample.mask)):
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(logits_V), bitorder="little")
         logits_V.masked_fill_(device.upload(torch.from_numpy(bits)) == 0, -torch.inf)
 
 
 def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
     """Whether `output` ends with all of `word` but its last token."""
     length = len(word) - 1
-    return length <= len(output) and list(output[len(output) - length :]) == list(word[:-1])
+    if not 0 < length <= len(output):
+        return length == 0
+    # The last token alone decides almost always, without a copy of the output's end.
+    return output[-1] == word[-2] and list(output[-length:]) == list(word[:-1])
 
 
 def _keys(samples: Sequence[Sample]) -> list[Key]:

@@ -6,7 +6,7 @@ for every row are msgspec Structs, untracked by the garbage collector: a frozen 
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,6 +15,14 @@ from msgspec.structs import replace
 
 PENDING = -1
 """Placeholder for the last token of a row: the one that its sequence samples in the previous step, which is still being computed."""
+
+
+def bitmap(ids: Collection[int]) -> bytes:
+    """One bit for each id, least significant first, up to the largest of them; empty without ids."""
+    bits = bytearray(max(ids, default=-8) // 8 + 1)
+    for id in ids:
+        bits[id // 8] |= 1 << id % 8
+    return bytes(bits)
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,10 @@ class Sampling:
     """Subtracted once where the token occurs in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
-    allowed_token_ids: Sequence[int] = ()
-    """If any, the only tokens that can be drawn."""
+    allowed_tokens: bytes = b""
+    """The only tokens that can be drawn: one bit for each id, least significant first. Empty allows all. A bitmap because it is sent with
+    every sequence and read for every draw: it is bounded by the vocabulary, and repeated ids cost nothing.
+    """
     bad_words: Sequence[Sequence[int]] = ()
     """Token sequences that must not occur in the output: the last token of one is not drawn where the others stand."""
     logprob_token_ids: Sequence[int] = ()
@@ -55,7 +65,7 @@ class Sampling:
     @cached_property
     def adjusts(self) -> bool:
         """Whether any of these settings changes logits before the temperature is applied."""
-        return self.reads_output or bool(self.logit_bias) or bool(self.allowed_token_ids)
+        return self.reads_output or bool(self.logit_bias) or bool(self.allowed_tokens)
 
     @cached_property
     def filters(self) -> bool:

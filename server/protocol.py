@@ -8,8 +8,9 @@ import msgspec
 
 from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
+from model.step import bitmap as bitmap
 
-VERSION = 11
+VERSION = 12
 MAX_FRAME_BYTES = 64 * 2**20
 
 

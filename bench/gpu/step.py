@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.gpu.common import Part, engine
 from cache.layout import pages_for
-from model.step import Row, Sample, SampleError, Sampling, StepPlan
+from model.step import Row, Sample, SampleError, Sampling, StepPlan, bitmap
 from tests.support.report import Found
 
 CASES = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (256, 8192))
@@ -43,7 +43,7 @@ def kinds(vocab_size: int) -> dict[str, list[Sample]]:
         "typical_p": asking(Sampling(typical_p=0.9)),
         "penalties": asking(Sampling(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.5)),
         "logit_bias": asking(Sampling(logit_bias={5: 1.0})),
-        "allowed_token_ids": asking(Sampling(allowed_token_ids=[4, 5, 6])),
+        "allowed_token_ids": asking(Sampling(allowed_tokens=bitmap([4, 5, 6]))),
         "bad_words": asking(Sampling(bad_words=[[3, 7], [8]])),
         "forbidden": asking(Sampling(), forbidden=[0]),
         "num_top": asking(Sampling(), num_top=5),

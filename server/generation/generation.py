@@ -15,6 +15,7 @@ from server import protocol
 from server.config import ServerSection
 from server.errors import ConfigurationError, EngineGaveUp, InvalidRequest, RequestError, ResourceError, Unavailable
 from server.generation.admission import Admission, Reservation
+from server.generation.price import price
 from server.generation.request import Request
 from server.generation.stream import OpenStreams
 from server.metrics import Metrics
@@ -84,6 +85,7 @@ class Generation:
         """
         try:
             submits = [self._submission(request, reservation.caller) for request in requests]
+            cost = price(submits, self.max_total_tokens)
             if len(requests) > self.admission.max_open:
                 raise InvalidRequest(
                     f"{len(requests)} sequences are requested at once; at most {self.admission.max_open} are allowed", param="n"
@@ -92,7 +94,7 @@ class Generation:
             self.metrics.requests.labels("refused").inc()
             raise
         reservation.release()  # From here on the supervisor counts the submitted sequences.
-        self.admission.check(len(requests), sum(len(request.prompt) for request in requests))
+        self.admission.check(len(requests), cost.prompt_tokens)
         for prompt in {id(request.prompt): request.prompt for request in requests}.values():
             self.metrics.prompt_tokens.inc(len(prompt))
             if self.section.log_prompts:
@@ -110,14 +112,15 @@ class Generation:
         if request.grammar and (request.min_new_tokens or request.ignore_eos):
             raise InvalidRequest("`min_tokens` and `ignore_eos` cannot be combined with a grammar, which decides where the text ends")
         stop_token_ids = sorted({*request.stop_token_ids, *(() if request.ignore_eos else self.end_token_ids)})
-        allowed = request.sampling.allowed_token_ids
+        allowed = int.from_bytes(request.sampling.allowed_tokens, "little")
         if allowed and request.grammar:
             raise InvalidRequest("`allowed_token_ids` cannot be combined with a grammar", param="allowed_token_ids")
-        if allowed and request.min_new_tokens and set(allowed) <= set(stop_token_ids):
+        if allowed and request.min_new_tokens and not allowed & ~int.from_bytes(protocol.bitmap(stop_token_ids), "little"):
             raise InvalidRequest(
                 "`allowed_token_ids` holds only tokens that end the text, and `min_tokens` forbids them", param="min_tokens"
             )
-        self._check_ids(request)
+        if request.sampling.choice == 0:  # Further choices of a prompt share its ids and those of all fields.
+            self._check_ids(request)
         return protocol.Submit(
             id=0,
             prompt=request.prompt,
@@ -141,11 +144,11 @@ class Generation:
             ("prompt", request.prompt),
             ("stop_token_ids", request.stop_token_ids),
             ("logit_bias", sampling.logit_bias),
-            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("allowed_token_ids", (int.from_bytes(sampling.allowed_tokens, "little").bit_length() - 1,)),
             ("logprob_token_ids", sampling.logprob_token_ids),
         ):
-            if (unknown := next((id for id in ids if id >= vocab_size), None)) is not None:
-                raise InvalidRequest(f"`{name}` holds the token id {unknown}, which is not below the vocabulary's {vocab_size}", param=name)
+            if (largest := max(ids, default=0)) >= vocab_size:
+                raise InvalidRequest(f"`{name}` holds the token id {largest}, which is not below the vocabulary's {vocab_size}", param=name)
         if sampling.top_k > vocab_size:
             raise InvalidRequest(f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}", param="top_k")
 

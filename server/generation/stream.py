@@ -131,7 +131,7 @@ class OpenStreams:
             """Records the times at which tokens arrive, not those at which the client reads them."""
             now = time.monotonic()
             if isinstance(event, protocol.PromptScores):
-                choice.prompt_scores.extend(event.scores)
+                choice.scores.append(protocol.encode(event.scores))
                 return
             if isinstance(event, protocol.Token):
                 if choice.num_tokens == 0:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from server.errors import InvalidRequest, RequestError
 from server.generation.request import Choice
@@ -18,6 +18,7 @@ from server.http import sse
 from server.http.disconnect import unless_disconnected
 from server.http.errors import error_body
 from server.http.exchange import Dialect, exchange_of
+from server.http.pieces import JsonAnswers
 from server.http.streams import StreamPublisher
 
 
@@ -41,7 +42,7 @@ class Reply(Protocol):
         return []
 
     def full_response(self) -> Any:
-        """The JSON value of a reply that is not streamed, after its last piece."""
+        """The JSON value of a reply that is not streamed, after its last piece; as server.http.pieces takes it."""
 
     def headers(self, streamed: bool) -> dict[str, str]:
         """Headers of the response; called after the last piece unless it is streamed."""
@@ -107,6 +108,7 @@ class Answers:
     """Sends answers, resumable ones by `publisher`."""
 
     publisher: StreamPublisher
+    json_answers: JsonAnswers = field(default_factory=JsonAnswers)
 
     async def answer(self, http: HttpRequest, reply: Reply, delivery: Delivery) -> Response:
         """The response of a started request. Raises RequestError for a failure before the first piece."""
@@ -116,7 +118,7 @@ class Answers:
                 return self.publisher.publish(http, _events(reply, None), close, error_event, reply.headers(streamed=True), delivery.last)
             if not delivery.stream:
                 value = await unless_disconnected(http, full_response(reply))
-                return JSONResponse(value, headers=reply.headers(streamed=False))
+                return await self.json_answers.response(value, reply.headers(streamed=False))
             first = await unless_disconnected(http, reply.streams.first_piece(self.publisher.keep_alive))
             events = sse.with_error_events(_events(reply, first), error_event, delivery.last)
             return sse.EventResponse(events, close, reply.headers(streamed=True), self.publisher.keep_alive)
@@ -148,10 +150,10 @@ async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[list[bytes
     if chunks:
         yield [sse.event(chunk) for chunk in chunks]
     async for piece in reply.streams:
-        chunks = reply.chunks(piece)
-        while len(chunks) < sse.MAX_EVENTS_PER_WRITE and (more := reply.streams.take()) is not None:
-            chunks += reply.chunks(more)
-        if chunks:
-            yield [sse.event(chunk) for chunk in chunks]
+        events = [*map(sse.event, reply.chunks(piece))]
+        while len(events) < sse.MAX_EVENTS_PER_WRITE and not sse.is_large(events) and (more := reply.streams.take()) is not None:
+            events += map(sse.event, reply.chunks(more))
+        if events:
+            yield events
     if chunks := reply.last_chunks():
         yield [sse.event(chunk) for chunk in chunks]

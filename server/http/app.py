@@ -45,7 +45,7 @@ def create_app(
             *TgiRoutes(generation, section, names.shown, version, answers).routes(),
             *OpenAIRoutes(generation, section, names, chat_template, answers).routes(),
             *StreamRoutes(publisher).routes(),
-            *TokenRoutes(generation, section, names, chat_template).routes(),
+            *TokenRoutes(generation, section, names, chat_template, answers.json_answers).routes(),
             *OpsRoutes(generation, version).routes(),
             *documentation_routes(app, lambda path: door.keys(table.find(path)) is not None),
         ]

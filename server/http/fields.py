@@ -13,12 +13,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from server import protocol
+from server.generation.price import MAX_TOP
+from server.http.body import MAX_KEYS
 from server.text.grammar import Source
 
 MAX_CHOICES = 128
-MAX_TOP = 20
 Value = TypeVar("Value")
 Empty = Field(default=None, max_length=0)
+ANY_JSON = object()
+"""Marks fields that take any JSON value. server.http.body bounds them with the whole body: its bytes, depth, values and containers."""
+Json = Annotated[Any, ANY_JSON]
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
@@ -47,13 +51,20 @@ Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), INTEGRAL]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP), INTEGRAL]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), INTEGRAL]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopStrings = Annotated[list[StopString], Field(max_length=256, fail_fast=True)]
+"""At most the largest value of server.max_stop_strings, which is the bound of a server."""
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=1024)]
+Name = Annotated[str, Field(max_length=1024)]
+"""A name, a key of an object, or an opaque value."""
+JsonObject = Annotated[dict[Name, Json], Field(max_length=MAX_KEYS)]
 Text = Annotated[str, Field(max_length=2**24)]
-LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
-StopTokenIds = Annotated[list[TokenId], Field(max_length=128)]
+LogitBias = Annotated[dict[Name, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+StopTokenIds = Annotated[list[TokenId], Field(max_length=128, fail_fast=True)]
 TruncatePromptTokens = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
+AllowedTokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**24)]], Field(min_length=1, max_length=2**20, fail_fast=True)]
+"""Ids below 2**24, larger than any vocabulary: they become a bitmap."""
 
 
 class Body(BaseModel):
@@ -143,7 +154,7 @@ class SamplingBody(Body):
     """Added to the logits of these tokens: token ids, as strings of decimal digits, to biases from -100 to 100. Up to 1024 tokens. Default:
     none.
     """
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
     """Only these token ids may be generated. Default: all of the vocabulary."""
     seed: Seed = None
     """Seed of the random draws: the same request with the same seed gets the same tokens where GET /info has `deterministic: true`, and
@@ -170,7 +181,7 @@ class SamplingBody(Body):
             frequency_penalty=default(self.frequency_penalty, 0.0),
             presence_penalty=default(self.presence_penalty, 0.0),
             logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
-            allowed_token_ids=self.allowed_token_ids or [],
+            allowed_tokens=protocol.bitmap({*(self.allowed_token_ids or ())}),
             seed=secrets.randbits(63) if self.seed is None else self.seed,
         )
 
@@ -184,7 +195,7 @@ class JsonSchema(Body):
     """A description of the schema. It changes nothing in the answer."""
     strict: bool | None = None
     """Accepted for OpenAI's clients: the output always follows the schema."""
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     """The JSON Schema that the output follows. Required."""
 
 
@@ -195,13 +206,13 @@ class Format(Body):
 
     type: str = Field(max_length=32)
     """`text` (no constraint), `json` or `json_object` (a JSON object, or what the schema in `value` says), `json_schema`, or `regex`."""
-    value: Any = None
+    value: Json = None
     """For `json` and `json_object` a JSON Schema; for `regex` a regular expression that the whole output matches; for `json_schema` what
     `json_schema` holds.
     """
     json_schema: JsonSchema | None = None
     """The schema of the type `json_schema`."""
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     """For `json_object` and `json` the JSON Schema that the object follows, as llama.cpp takes it."""
 
     def source(self, field: str) -> Source | None:

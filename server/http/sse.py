@@ -15,18 +15,25 @@ from server.http.exchange import exchange_of
 
 log = logging.getLogger("onehead.api")
 
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder(enc_hook=list).encode
+"""Iterators are encoded as arrays."""
 
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
 MAX_EVENTS_PER_WRITE = 32
 """Largest number of events in one write. After that many, other tasks run, even if writing never blocks."""
+LARGE_BYTES = 2**16
 DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any) -> bytes:
     """An event with JSON data, which has no line breaks and so fits in one data line."""
     return b"data: " + _encode(data) + b"\n\n"
+
+
+def is_large(events: list[bytes]) -> bool:
+    """Whether other tasks should run after these events: one with log-probabilities of a prompt takes milliseconds to make."""
+    return bool(events) and len(events[-1]) > LARGE_BYTES
 
 
 async def with_error_events(
@@ -92,7 +99,7 @@ class EventResponse(StreamingResponse):
         num_sent = 0
         async for batch in self._events:
             num_sent += len(batch)
-            if num_sent >= MAX_EVENTS_PER_WRITE:
+            if num_sent >= MAX_EVENTS_PER_WRITE or is_large(batch):
                 num_sent = 0
                 await asyncio.sleep(0)  # Writes to a closed connection never block: let the disconnect be noticed.
             await self._send_part(b"".join(batch))

@@ -1,7 +1,5 @@
 """Request bodies of /tokenize and /detokenize."""
 
-from typing import Any
-
 from pydantic import Field, model_validator
 
 from server.http import fields
@@ -14,11 +12,11 @@ class TokenizeBody(Body):
 
     inputs: str | None = Field(default=None, min_length=1, max_length=2**24)
     """Text to tokenize, answered as TGI does: a list of tokens with their places in the text."""
-    parameters: dict[str, Any] | None = None
+    parameters: fields.JsonObject | None = None
     """Accepted beside `inputs` for TGI's clients, which send the body of /generate; it changes nothing."""
     prompt: fields.Text | None = None
     """Text to tokenize, answered as vLLM does: an object with the token ids."""
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
     """A conversation to tokenize with the checkpoint's chat template, answered as vLLM does. 1 to 1024 messages."""
     model: str | None = Field(default=None, max_length=1024)
     """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""

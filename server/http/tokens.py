@@ -1,7 +1,7 @@
 """POST /tokenize, whose body selects TGI's or vLLM's dialect, and POST /detokenize."""
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from server.config import ServerSection
 from server.errors import InvalidRequest
@@ -9,6 +9,7 @@ from server.generation.generation import Generation
 from server.http.body import check, read_model, read_value
 from server.http.exchange import Dialect, exchange_of
 from server.http.model_names import ModelNames
+from server.http.pieces import JsonAnswers
 from server.http.routes import Route
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from server.text.chat_template import ChatTemplate
@@ -17,10 +18,13 @@ from server.text.chat_template import ChatTemplate
 class TokenRoutes:
     """Handlers of both routes."""
 
-    def __init__(self, generation: Generation, section: ServerSection, names: ModelNames, chat_template: ChatTemplate) -> None:
+    def __init__(
+        self, generation: Generation, section: ServerSection, names: ModelNames, chat_template: ChatTemplate, answers: JsonAnswers
+    ) -> None:
         self.generation = generation
         self.names = names
         self.section = section
+        self.answers = answers
         self.chat_template = chat_template
 
     def routes(self) -> list[Route]:
@@ -42,7 +46,9 @@ class TokenRoutes:
         if body.inputs is not None:
             text = body.inputs  # `model` is not checked, as on TGI's other routes.
             tokens = await self.generation.tokenizing(len(text), codec.encode_with_offsets, text)
-            return JSONResponse([{"id": id, "text": text[start:end], "start": start, "stop": end} for id, start, end in tokens])
+            return await self.answers.response(
+                {"id": id, "text": text[start:end], "start": start, "stop": end} for id, start, end in tokens
+            )
         self.names.resolve(body.model)
         if body.messages is not None:
             messages = [message.plain() for message in body.messages]
@@ -51,8 +57,9 @@ class TokenRoutes:
         else:
             text = body.prompt or ""
             ids = await self.generation.tokenizing(len(text), codec.encode_bare if body.add_special_tokens is False else codec.encode, text)
-        names = [codec.tokenizer.id_to_token(id) for id in ids] if body.return_token_strs else None
-        return JSONResponse({"count": len(ids), "max_model_len": self.generation.max_total_tokens, "tokens": ids, "token_strs": names})
+        names = map(codec.tokenizer.id_to_token, ids) if body.return_token_strs else None
+        answer = {"count": len(ids), "max_model_len": self.generation.max_total_tokens, "tokens": iter(ids), "token_strs": names}
+        return await self.answers.response(answer)
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Turn token ids into text."""
@@ -61,4 +68,7 @@ class TokenRoutes:
         largest, vocab_size = max(body.tokens), self.generation.ready.vocab_size
         if largest >= vocab_size:
             raise InvalidRequest(f"`tokens` holds the id {largest}, which is not below the vocabulary's {vocab_size}", param="tokens")
-        return JSONResponse({"prompt": self.generation.codec.decode(body.tokens)})
+        # decode_batch releases the GIL, decode does not.
+        decode = self.generation.codec.tokenizer.decode_batch
+        (text,) = await self.generation.tokenizing(len(body.tokens), decode, [body.tokens], skip_special_tokens=False)
+        return await self.answers.response({"prompt": text})

@@ -3,7 +3,7 @@
 import codecs
 import json
 import re
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders
@@ -49,6 +49,10 @@ class TextCodec:
         end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
         self._raw_bytes: dict[int, bytes] = {}
+        self.token_text = cache(lambda id: self.decode([id]))
+        """The text of a single token."""
+        self.token_bytes = cache(self._token_bytes)
+        """The UTF-8 bytes of a token for clients; a token may be part of a character."""
 
     @property
     def largest_id(self) -> int:
@@ -94,8 +98,7 @@ class TextCodec:
         id: int | None = self.tokenizer.token_to_id(token)
         return id
 
-    def token_bytes(self, id: int) -> bytes:
-        """The UTF-8 bytes of a token for clients; a token may be part of a character."""
+    def _token_bytes(self, id: int) -> bytes:
         text = self.tokenizer.id_to_token(id)
         if text is None or id in self.special_ids:
             return (text or "").encode()

@@ -14,12 +14,16 @@ FILLED = protocol.Sampling(
     frequency_penalty=0.2,
     presence_penalty=0.3,
     logit_bias={5: -1.5},
-    allowed_token_ids=[1, 2],
+    allowed_tokens=b"\6",
     bad_words=[[3, 4]],
     logprob_token_ids=[6],
     seed=2**62,
     choice=7,
 )
+
+
+def test_a_bitmap_has_a_bit_for_each_id() -> None:
+    assert [protocol.bitmap(ids) for ids in ((), [0], [9, 1, 2, 9])] == [b"", b"\1", b"\6\2"]
 
 
 def test_every_field_of_a_draw_reaches_the_engine() -> None:

@@ -33,7 +33,9 @@ class ChatReply(OpenAIReply):
         prompt = await generation.tokenizing(num_chars, template.encode, messages, body.add_generation_prompt is not False)
         prompt = body.truncated(prompt, generation.max_total_tokens)
         grammar = await generation.grammar(body.source())
-        request = replace(body.request(generation.codec, prompt), grammar=grammar)
+        request = body.request(generation.codec, prompt)
+        sampling = replace(request.sampling, bad_words=await body.bad_word_ids(generation))
+        request = replace(request, grammar=grammar, sampling=sampling)
         return cls(body, model_id, generation, generation.start(with_choices(request, body.n or 1), reservation))
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -71,14 +73,15 @@ class ChatReply(OpenAIReply):
         prompt = self.prompt_logprobs(self.outputs[0]) | self.prompt_token_ids(self.outputs[0])
         return self.head | {"choices": choices, "usage": self.usage} | prompt
 
-    def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, list[Any]] | None:
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
         if self.body.num_top is None:
             return None
-        content = [
-            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(id, logprob) for id, logprob in token.top]}
-            for token in tokens
-        ]
-        return {"content": content}
+        return {
+            "content": (
+                self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(id, logprob) for id, logprob in token.top]}
+                for token in tokens
+            )
+        }
 
     def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self.token_name(id), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}

@@ -18,6 +18,9 @@ class TextPart(Body):
     """The text."""
 
 
+Parts = Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
+
+
 def _in_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(fields.text_or_list(value), str) else value
 
@@ -27,13 +30,13 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     """The author of the message. The checkpoint's chat template decides which roles may follow each other."""
-    content: Annotated[list[TextPart] | None, BeforeValidator(_in_parts, str | list[TextPart] | None)] = None
+    content: Annotated[Parts | None, BeforeValidator(_in_parts, fields.Text | Parts | None)] = None
     """The text, or a list of parts which are joined. Special tokens are not recognised in it. Only an assistant's message may have none."""
     name: str | None = Field(default=None, max_length=256)
     """The author's name, for chat templates that use it."""
-    tool_calls: list[Any] | None = Empty
+    tool_calls: list[fields.Json] | None = Empty
     """Tools are not supported: only an empty list is accepted."""
-    annotations: list[Any] | None = Empty
+    annotations: list[fields.Json] | None = Empty
     """Annotations are not supported: only an empty list is accepted."""
 
     def plain(self) -> dict[str, str]:
@@ -45,7 +48,7 @@ class Message(Body):
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions. Null is the default of every field but `messages`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=1024)
+    messages: list[Message] = Field(min_length=1, max_length=1024, fail_fast=True)
     """The conversation, oldest message first. 1 to 1024 messages."""
     max_tokens: fields.Positive | None = None
     """Most tokens to generate for each output. Default: as many as still fit into the context."""
@@ -58,21 +61,21 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     """Whether the chat template begins the assistant's answer after the last message. Default: true."""
     # Accepted at the values that change nothing.
-    tools: list[Any] | None = Empty
+    tools: list[fields.Json] | None = Empty
     """Tools are not supported: only an empty list is accepted."""
     tool_choice: Literal["none", "auto"] | None = None
     """Tools are not supported: only `none` and `auto` are accepted."""
     parallel_tool_calls: bool | None = None
     """Tools are not supported: accepted for OpenAI's clients, changes nothing."""
-    functions: list[Any] | None = Empty
+    functions: list[fields.Json] | None = Empty
     """Functions are not supported: only an empty list is accepted."""
     function_call: Literal["none", "auto"] | None = None
     """Functions are not supported: only `none` and `auto` are accepted."""
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = Field(default=None, max_length=16, fail_fast=True)
     """Only text is supported."""
     continue_final_message: Literal[False] | None = None
     """Not supported: only false is accepted."""
-    chat_template_kwargs: dict[str, Any] | None = Empty
+    chat_template_kwargs: dict[fields.Name, fields.Json] | None = Empty
     """Not supported: only an empty object is accepted."""
 
     @model_validator(mode="after")

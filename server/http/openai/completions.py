@@ -1,7 +1,8 @@
 """/v1/completions: converts prompts to requests, and pieces to text_completion objects."""
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +13,7 @@ from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken
 from server.http.openai.fields import CompletionBody
 from server.http.openai.replies import OpenAIReply
+from server.protocol import PromptScore
 from server.text.codec import Detokenizer
 from server.text.fim import FillInTheMiddle, cut_last_token
 
@@ -36,11 +38,13 @@ class CompletionReply(OpenAIReply):
     ) -> "CompletionReply":
         """Encodes the prompts and starts their sequences. Raises RequestError."""
         grammar = await generation.grammar(body.source())
+        bad_words = await body.bad_word_ids(generation)
         requests: list[Request] = []
         prompts: list[str] = []
         for prompt in body.prompt:
             request, text = await _request(generation, fim, body, prompt, healing=not grammar)
-            requests += with_choices(replace(request, grammar=grammar), body.best_of or body.n or 1)
+            request = replace(request, grammar=grammar, sampling=replace(request.sampling, bad_words=bad_words))
+            requests += with_choices(request, body.best_of or body.n or 1, all_score=bool(body.stream))
             if body.echo:
                 prompts.append(text)
         return cls(body, model_id, generation, generation.start(requests, reservation), prompts)
@@ -55,32 +59,28 @@ class CompletionReply(OpenAIReply):
         choice = {
             "index": piece.choice,
             "text": text,
-            "logprobs": self._logprobs(output, tokens, with_prompt=begins),
+            "logprobs": self._logprobs(output, tokens, output.choice.prompt_scores if begins else None),
         }
         choice |= self.ending(output) | self.token_ids(tokens)
         return [self.chunk([choice | self.prompt_token_ids(output) if begins else choice])]
 
     def full_response(self) -> dict[str, Any]:
         wanted = self.body.n or 1
-        choices: list[dict[str, Any]] = []
+        shown: list[tuple[Output, Output]] = []
         for begin in range(0, len(self.outputs), self.per_prompt):
             outputs = self.outputs[begin : begin + self.per_prompt]
-            if wanted < len(outputs):
-                outputs = sorted(outputs, key=lambda output: -output.mean_logprob)[:wanted]
-            for output in outputs:
-                choice = {
-                    "index": len(choices),
-                    "text": self._echo(output) + output.text,
-                    "logprobs": self._logprobs(output, output.tokens, with_prompt=True),
-                }
-                choices.append(
-                    choice
-                    | self.ending(output)
-                    | self.prompt_logprobs(output)
-                    | self.token_ids(output.tokens)
-                    | self.prompt_token_ids(output)
-                )
-        return self.head | {"choices": choices, "usage": self.usage}
+            best = sorted(outputs, key=lambda output: -output.mean_logprob)[:wanted] if wanted < len(outputs) else outputs
+            shown += ((output, outputs[0]) for output in best)
+        return self.head | {"choices": [partial(self._choice, i, *outputs) for i, outputs in enumerate(shown)], "usage": self.usage}
+
+    def _choice(self, index: int, output: Output, first: Output) -> dict[str, Any]:
+        """A choice of a reply that is not streamed. `first`: the output of the same prompt that has the prompt's scores."""
+        choice = {
+            "index": index,
+            "text": self._echo(output) + output.text,
+            "logprobs": self._logprobs(output, output.tokens, first.choice.prompt_scores),
+        }
+        return choice | self.ending(output) | self.prompt_logprobs(first) | self.token_ids(output.tokens) | self.prompt_token_ids(output)
 
     def _echo(self, output: Output) -> str:
         return self.prompts[output.choice.index // self.per_prompt] if self.prompts else ""
@@ -89,8 +89,8 @@ class CompletionReply(OpenAIReply):
         """The text offset of the output's first token. With token healing the first tokens repeat the removed end of the prompt."""
         return len(self._echo(output)) - len(output.choice.request.healed)
 
-    def _logprobs(self, output: Output, tokens: list[OutputToken], with_prompt: bool) -> dict[str, list[Any]] | None:
-        """OpenAI's legacy `logprobs`: parallel lists; with `echo` the prompt's tokens come first."""
+    def _logprobs(self, output: Output, tokens: list[OutputToken], scores: Iterable[PromptScore] | None) -> dict[str, Any] | None:
+        """OpenAI's legacy `logprobs`: parallel lists; with `echo` the prompt's tokens come first, where `scores` are given."""
         count, choice = self.body.logprobs, output.choice
         if count is None:
             return None
@@ -98,18 +98,18 @@ class CompletionReply(OpenAIReply):
         *offsets, self.next_offsets[choice.index] = text_offsets(
             self.detokenizers[choice.index], tokens, self.next_offsets[choice.index], skipped
         )
-        if with_prompt and self.body.echo:
-            scored = [OutputToken(score.token, score.logprob, score.top[:count]) for score in choice.prompt_scores]
+        if scores is not None and self.body.echo:
+            scored = [OutputToken(score.token, score.logprob, score.top[:count]) for score in scores]
             prompt = [OutputToken(choice.request.prompt[0], None), *scored]
             *within, end = text_offsets(Detokenizer(self.codec), prompt)
             # Special tokens that the tokenizer adds before the text, such as BOS, have no place in it: their offsets are below 0.
             offsets = [place + self._first_offset(output) - end for place in within] + offsets
             tokens = prompt + tokens
         return {
-            "text_offset": [max(0, offset) for offset in offsets],
-            "token_logprobs": [token.logprob for token in tokens],
-            "tokens": [self.token_name(token.id) for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": (max(0, offset) for offset in offsets),
+            "token_logprobs": (token.logprob for token in tokens),
+            "tokens": (self.token_name(token.id) for token in tokens),
+            "top_logprobs": map(self._top, tokens),
         }
 
     def _top(self, token: OutputToken) -> dict[str, float] | None:
@@ -132,13 +132,14 @@ async def _request(
     """The internal request of one prompt, without its grammar, and the text for `echo`."""
     codec, healed, text = generation.codec, "", ""
     stops: tuple[int, ...] = ()
+    num_chars = sum(map(len, body.prompt))  # Many short texts take as long as a long one.
     if body.suffix is not None and isinstance(prompt, str):
         heal = healing if body.token_healing is None else body.token_healing
         filling = await generation.tokenizing(len(prompt) + len(body.suffix), fim.fill, prompt, body.suffix, heal)
         ids, healed, stops = filling.prompt, filling.healed, filling.stop_token_ids
     else:
         encode = codec.encode_bare if body.add_special_tokens is False else codec.encode
-        whole = prompt if isinstance(prompt, list) else await generation.tokenizing(len(prompt), encode, prompt)
+        whole = prompt if isinstance(prompt, list) else await generation.tokenizing(num_chars, encode, prompt)
         ids = body.truncated(whole, generation.max_total_tokens)
         if body.echo:
             text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else codec.decode(ids)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from server.generation.generation import Generation
 from server.generation.request import Request
 from server.http import fields
 from server.http.fields import Body, Format, LimitedBody, SamplingBody, default
@@ -36,15 +37,15 @@ class StreamOptions(Body):
 class StructuredOutputs(Body):
     """A constraint on the output, in vLLM's form: exactly one of the fields is set."""
 
-    json_: Any = Field(default=None, alias="json")
+    json_: fields.Json = Field(default=None, alias="json")
     """A JSON Schema that the output follows, as an object or as a string of JSON."""
     json_object: Literal[True] | None = None
     """True: the output is a JSON object of any kind."""
-    regex: str | None = None
+    regex: fields.Text | None = None
     """A regular expression that the whole output matches."""
-    choice: list[fields.Word] | None = Field(default=None, min_length=1, max_length=1024)
+    choice: list[fields.Word] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
     """Texts, one of which is the output. 1 to 1024 texts of 1 to 256 characters."""
-    grammar: str | None = None
+    grammar: fields.Text | None = None
     """A grammar in Lark's syntax (as llguidance reads it) that the output follows."""
 
     def source(self) -> Source:
@@ -73,9 +74,9 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Divides the logits before sampling. 0: always the most likely token (greedy). Default: the checkpoint's generation_config.json, else
     1.0; the defaults of `top_k`, `top_p`, `min_p`, `typical_p` and `repetition_penalty` come from that file too, where it has them.
     """
-    bad_words: list[fields.Word] | None = Field(default=None, max_length=128)
+    bad_words: list[fields.Word] | None = Field(default=None, max_length=128, fail_fast=True)
     """Texts of 1 to 256 characters whose token sequences are never generated. Up to 128. Default: none."""
-    stop: Annotated[list[fields.StopString] | None, BeforeValidator(_in_list, list[fields.StopString] | fields.StopString | None)] = None
+    stop: Annotated[fields.StopStrings | None, BeforeValidator(_in_list, fields.StopStrings | fields.StopString | None)] = None
     """Texts that end the output, one or a list, of 1 to 1024 characters each, up to server.max_stop_strings (16). Default: none."""
     include_stop_str_in_output: bool | None = None
     """Whether the stop string or stop token that ended the output is part of its text. Default: false."""
@@ -85,7 +86,7 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Also return the log-probability of each prompt token, and this many most likely tokens at its position. Not with `stream`. Default:
     none.
     """
-    logprob_token_ids: Annotated[list[fields.TokenId], Field(min_length=1, max_length=128)] | None = None
+    logprob_token_ids: Annotated[list[fields.TokenId], Field(min_length=1, max_length=128, fail_fast=True)] | None = None
     """Return, at each position of the output, the log-probability of the chosen token and then those of these token ids, not those of the
     most likely tokens; only with `logprobs`. 1 to 128 ids. Default: none.
     """
@@ -105,7 +106,7 @@ class GenerationBody(SamplingBody, LimitedBody):
     """vLLM's constraints on the output: exactly one of its fields. Not with `response_format`. Default: none."""
     return_token_ids: bool | None = None
     """Whether the answer has the token ids of the prompt and of the output. Default: false."""
-    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
+    request_id: Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
     """Becomes the part of the answer's `id` after the hyphen: 1 to 64 letters, digits, `_` and `-`. Default: a random one."""
     # Accepted without effect: fields that clients send by default.
     user: str | None = Field(default=None, max_length=1024)
@@ -114,7 +115,7 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Accepted for OpenAI's clients; it changes nothing."""
     prompt_cache_key: str | None = Field(default=None, max_length=1024)
     """Accepted for OpenAI's clients; it changes nothing: prompts that share a prefix share its KV cache anyway."""
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    metadata: dict[fields.Name, fields.Name] | None = Field(default=None, max_length=16)
     """Accepted for OpenAI's clients; it changes nothing. Up to 16 keys."""
     store: Literal[False] | None = None
     """Answers are not stored: only false is accepted."""
@@ -172,12 +173,16 @@ class GenerationBody(SamplingBody, LimitedBody):
             kept = max(1, capacity - (self.max_output_tokens or 1))
         return prompt if kept is None else prompt[-kept:]
 
+    async def bad_word_ids(self, generation: Generation) -> list[list[int]]:
+        """The token sequences of `bad_words`. Encoded once for all sequences of a request."""
+        words = self.bad_words or []
+        return await generation.tokenizing(2 * sum(map(len, words)), _spellings, generation.codec, words)
+
     def request(self, codec: TextCodec, prompt: list[int]) -> Request:
-        """The internal request. Sampling parameters default to the checkpoint's generation_config.json, as in vLLM."""
+        """The internal request, without its bad words. Sampling parameters default to those of generation_config.json, as in vLLM."""
         defaults = codec.files.sampling_defaults
         sampling = replace(
             self.sampling(default(self.temperature, defaults.get("temperature", 1.0)), defaults),
-            bad_words=[ids for word in self.bad_words or () for ids in bad_word_ids(codec, word)],
             logprob_token_ids=self.logprob_token_ids or [],
         )
         return Request(
@@ -199,10 +204,16 @@ class GenerationBody(SamplingBody, LimitedBody):
         )
 
 
-def bad_word_ids(codec: TextCodec, word: str) -> list[list[int]]:
-    """The token sequences that spell a word: at the beginning of a text, and after a space."""
-    found = [codec.encode_plain(word), codec.encode_plain(" " + word.lstrip())]
-    return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+def _spellings(codec: TextCodec, words: list[str]) -> list[list[int]]:
+    """The token sequences that spell the words: at the beginning of a text, and after a space."""
+    found: list[list[int]] = []
+    for word in words:
+        spelt = codec.encode_plain(word), codec.encode_plain(" " + word.lstrip())
+        found += [ids for i, ids in enumerate(spelt) if ids and ids not in spelt[:i]]
+    return found
+
+
+Prompts = Annotated[list[fields.Text | fields.TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -236,7 +247,7 @@ def _check_ids(ids: list[Any], name: str) -> None:
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions. Null is the default of every field but `prompt`."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts, str | list[str] | fields.TokenIds | list[fields.TokenIds])]
+    prompt: Annotated[Prompts, BeforeValidator(_prompts, fields.Text | list[fields.Text] | fields.TokenIds | list[fields.TokenIds])]
     """The text to continue, or its token ids; or a list of up to 256 texts, or of lists of token ids. Each prompt gets `n` outputs; all
     together up to 1024.
     """

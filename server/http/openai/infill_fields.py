@@ -1,6 +1,6 @@
 """Request body of /infill, in llama.cpp's form."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ class ExtraFile(Body):
     """Name of the file. Default: none."""
     text: fields.Text
     """Content of the file."""
-    time: Any = None  # Accepted without effect: editors send it in different forms.
+    time: fields.Json = None  # Accepted without effect: editors send it in different forms.
     """When the editor saw the file. Accepted for llama.cpp's editors; it changes nothing."""
 
 
@@ -26,7 +26,7 @@ class InfillBody(DeliveryBody):
     """Text before the gap."""
     input_suffix: fields.Text
     """Text after the gap."""
-    input_extra: list[ExtraFile] | None = Field(default=None, max_length=256)
+    input_extra: list[ExtraFile] | None = Field(default=None, max_length=256, fail_fast=True)
     """Other files, placed before the prefix as context. Up to 256. Default: none."""
     prompt: fields.Text | None = None
     """The beginning of the text in the gap, which the answer continues. Default: empty."""
@@ -52,7 +52,7 @@ class InfillBody(DeliveryBody):
     """Seed of the random draws: the same request with the same seed gets the same tokens where GET /info has `deterministic: true`, and
     nearly always elsewhere. -1, the default: drawn at random for each request.
     """
-    stop: list[fields.StopString] | None = None
+    stop: fields.StopStrings | None = None
     """Texts of 1 to 1024 characters that end the output and are left out of it; up to server.max_stop_strings (16). Default: none."""
     t_max_predict_ms: fields.Positive | None = None
     """Time limit in milliseconds, waiting included, after which the answer ends with what it has. Default: none."""
@@ -64,11 +64,11 @@ class InfillBody(DeliveryBody):
     """The answer ends before the first new line that is indented by fewer spaces and tabs than this; blank lines, and the line that the
     prefix has begun, do not count. 0, the default: it does not.
     """
-    samplers: list[Literal["top_k", "top_p", "min_p", "temperature", "infill"]] | None = None
+    samplers: list[Literal["top_k", "top_p", "min_p", "temperature", "infill"]] | None = Field(default=None, max_length=64, fail_fast=True)
     """Samplers to use; `top_k`, `top_p`, `min_p` and `temperature` are off when not in this list. `infill` is accepted and adds nothing to
     `token_healing`. Default: all.
     """
-    response_fields: list[Annotated[str, Field(max_length=128)]] | None = Field(default=None, max_length=64)
+    response_fields: list[Annotated[str, Field(max_length=128)]] | None = Field(default=None, max_length=64, fail_fast=True)
     """Return only these fields of the answer; `a/b` is the field `b` of the object `a`. Default: all."""
     cache_prompt: bool | None = None
     """False: the KV cache of this request is shared with no other. Default: true."""

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from server.generation.generation import Generation
@@ -10,6 +11,7 @@ from server.generation.request import prompt_tokens
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken, Reply
 from server.http.openai.fields import GenerationBody
+from server.protocol import PromptScore
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "timeout": "timeout"}
 
@@ -69,13 +71,9 @@ class OpenAIReply(Reply):
         options = self.body.stream_options
         return [self.head | {"choices": [], "usage": self.usage}] if options is not None and options.include_usage else []
 
-    def token_text(self, id: int) -> str:
-        """The text of a single token."""
-        return self.codec.decode([id])
-
     def token_name(self, id: int) -> str:
         """A token as `logprobs` shows it."""
-        return f"token_id:{id}" if self.body.return_tokens_as_token_ids else self.token_text(id)
+        return f"token_id:{id}" if self.body.return_tokens_as_token_ids else self.codec.token_text(id)
 
     def prompt_logprobs(self, output: Output) -> dict[str, Any]:
         """vLLM's `prompt_logprobs`: null for the first prompt token; for each other one a map by id of the token and the most likely ones
@@ -84,14 +82,14 @@ class OpenAIReply(Reply):
         count = self.body.prompt_logprobs
         if count is None:
             return {"prompt_logprobs": None}
-        entries: list[dict[str, Any] | None] = [None]
-        for score in output.choice.prompt_scores:
-            top = {id: (rank, logprob) for rank, (id, logprob) in enumerate(score.top[:count], 1)}
-            top.setdefault(score.token, (score.rank, score.logprob))
-            entries.append(
-                {str(id): {"logprob": logprob, "rank": rank, "decoded_token": self.token_text(id)} for id, (rank, logprob) in top.items()}
-            )
-        return {"prompt_logprobs": entries}
+        rows = (self._prompt_row(score, count) for score in output.choice.prompt_scores)
+        return {"prompt_logprobs": chain([None], rows)}
+
+    def _prompt_row(self, score: PromptScore, count: int) -> dict[str, Any]:
+        top = {id: (rank, logprob) for rank, (id, logprob) in enumerate(score.top[:count], 1)}
+        top.setdefault(score.token, (score.rank, score.logprob))
+        text = self.codec.token_text
+        return {str(id): {"logprob": logprob, "rank": rank, "decoded_token": text(id)} for id, (rank, logprob) in top.items()}
 
     def token_ids(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         """vLLM's `token_ids`: the ids of these tokens, if `return_token_ids` asks for them."""

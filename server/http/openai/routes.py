@@ -4,6 +4,7 @@ The modules completions, chat and infill convert requests and replies; this one 
 dialect.
 """
 
+import json
 import time
 from typing import Any
 
@@ -25,6 +26,7 @@ from server.http.openai.completions import CompletionReply
 from server.http.openai.fields import CompletionBody, GenerationBody
 from server.http.openai.infill import InfillReply
 from server.http.openai.infill_fields import InfillBody
+from server.http.pieces import pieces
 from server.http.routes import Route
 from server.text.chat_template import ChatTemplate
 from server.text.fim import FillInTheMiddle
@@ -118,7 +120,7 @@ class OpenAIRoutes:
         else:
             raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
         try:
-            return await full_response(reply)
+            return json.loads("".join(pieces(await full_response(reply))))
         finally:
             reply.streams.close()
 

@@ -21,7 +21,7 @@ class Parameters(SamplingBody):
     """Divides the logits before sampling. Default: 1.0."""
     max_new_tokens: fields.Positive | None = None
     """Most tokens to generate. Default: as many as still fit into the context."""
-    stop: list[fields.StopString] | None = Field(default=None, fail_fast=True)
+    stop: fields.StopStrings | None = None
     """Texts of 1 to 1024 characters that end the output, and stay at its end; up to server.max_stop_strings (16). Default: none."""
     truncate: fields.Positive | None = None
     """Keep only this many tokens of the prompt, its last ones. Default: all."""

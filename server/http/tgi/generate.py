@@ -7,6 +7,7 @@ nothing of OpenAI's dialect.
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.generation.generation import Generation
-from server.generation.request import Choice, Request, with_choices
+from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http import fields
 from server.http.answer import Answers, Delivery, Output, OutputToken, Reply, check_stops
@@ -210,7 +211,7 @@ class TgiReply(Reply):
         return self.outputs[piece.choice].take(piece)
 
     def _token(self, id: int, logprob: float | None) -> dict[str, Any]:
-        return {"id": id, "text": self.codec.decode([id]), "logprob": logprob}
+        return {"id": id, "text": self.codec.token_text(id), "logprob": logprob}
 
     def _top(self, top: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
         return [self._token(id, logprob) | {"special": id in self.codec.special_ids} for id, logprob in top]
@@ -226,16 +227,17 @@ class TgiReply(Reply):
         return [value] if self.in_list else value
 
     def _details(self, output: Output) -> dict[str, Any]:
-        details = self._summary(output) | {"prefill": self._prefill(output.choice), "tokens": [*map(_generated, output.tokens)]}
+        details = self._summary(output) | {"prefill": self._prefill(), "tokens": map(_generated, output.tokens)}
         return details | (
-            {"top_tokens": [self._top(token.top) for token in output.tokens]} if self.parameters.top_n_tokens and output.tokens else {}
+            {"top_tokens": (self._top(token.top) for token in output.tokens)} if self.parameters.top_n_tokens and output.tokens else {}
         )
 
-    def _prefill(self, choice: Choice) -> list[dict[str, Any]]:
-        if not self.parameters.decoder_input_details:
-            return []
-        scores = [(score.token, score.logprob) for score in choice.prompt_scores]
-        return [self._token(id, logprob) for id, logprob in [(choice.request.prompt[0], None), *scores]]
+    def _prefill(self) -> Iterator[dict[str, Any]]:
+        """The prompt's tokens, which the first of several sequences has scored."""
+        choice = self.outputs[0].choice
+        scores = ((score.token, score.logprob) for score in choice.prompt_scores)
+        rows = chain([(choice.request.prompt[0], None)], scores) if self.parameters.decoder_input_details else ()
+        return (self._token(id, logprob) for id, logprob in rows)
 
     def _summary(self, output: Output) -> dict[str, Any]:
         seed = output.choice.request.sampling.seed if self.parameters.samples else None
