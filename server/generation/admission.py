@@ -93,7 +93,7 @@ class Admission:
         if self.draining or self.supervisor.state not in LIVE:
             raise Unavailable("the server is shutting down", retry_after=RETRY_SECONDS, code="server_shutting_down")
         if self.supervisor.recovery_overdue:
-            raise Unavailable("the engine is not back yet; try again later", retry_after=RETRY_SECONDS, code="engine_unavailable")
+            raise Unavailable(self.supervisor.absence, retry_after=RETRY_SECONDS, code="engine_unavailable")
         most_tokens, num_open = self.section.max_waiting_tokens, self.num_open + self.num_reserved
         if num_open + num_sequences > self.max_open:
             raise Overloaded(

@@ -2,7 +2,8 @@
 
 A sequence that was running in SUSPECT_CRASHES crashes becomes a suspect, and the supervisor runs it alone; after CRASHES_ALONE crashes
 alone it is quarantined. A crash while nothing was running may have been caused by accepting a submission, so after several of these,
-submissions are sent one at a time. Invariant: a newly generated token resets the counts. It does no I/O and reads no clock.
+submissions are sent one at a time. An engine that ends before it is ready is a failed load, which no request can have caused.
+Invariant: a newly generated token resets the counts of crashes, a ready engine that of failed loads. It does no I/O and reads no clock.
 """
 
 from collections.abc import Iterable
@@ -13,6 +14,8 @@ MAX_UNATTRIBUTED_CRASHES = 3
 """Consecutive crashes that are attributed to no request, after which the engine is not restarted."""
 ONE_AT_A_TIME_CRASHES = 2
 """Consecutive unattributed crashes after which submissions are sent one at a time."""
+MIN_LOADS = 3
+"""Consecutive failed loads before which the engine is never given up."""
 MAX_CRASHES = 12
 """Consecutive crashes of any kind, without a new token, after which the engine is not restarted."""
 MAX_QUARANTINES = 3
@@ -22,9 +25,10 @@ SUSPECT_CRASHES = 2
 CRASHES_ALONE = 2
 """Crashes while a sequence was the only one in the engine, since its last token, after which it is quarantined."""
 BACKOFF_SECONDS = 0.5
-"""Seconds to wait before the restart after ONE_AT_A_TIME_CRASHES unattributed crashes in a row; other restarts are immediate."""
-SPAWN_RETRY_SECONDS = 8.0
-"""Seconds to wait before the next attempt when the engine process could not be spawned."""
+"""Seconds to wait before the restart after ONE_AT_A_TIME_CRASHES unattributed crashes in a row, and after a failed load; doubled with each
+further failed load in a row. Other restarts are immediate.
+"""
+MAX_BACKOFF_SECONDS = 8.0
 
 
 class CrashPolicy:
@@ -33,6 +37,8 @@ class CrashPolicy:
     def __init__(self) -> None:
         self.reset()
         self.num_quarantined = 0
+        self.failed_loads = 0
+        """Engines in a row that ended before they were ready, or could not be spawned."""
 
     def reset(self) -> None:
         """Called when the engine makes progress."""
@@ -46,6 +52,8 @@ class CrashPolicy:
     @property
     def backoff(self) -> float:
         """Seconds to wait before the next restart."""
+        if self.failed_loads:
+            return min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (self.failed_loads - 1))
         return BACKOFF_SECONDS if self._unattributed >= ONE_AT_A_TIME_CRASHES else 0.0
 
     @property
@@ -76,8 +84,3 @@ class CrashPolicy:
         self._quarantines += 1
         self.num_quarantined += 1
         return alone
-
-    def record_failed_start(self) -> None:
-        """Counts an engine process that could not be spawned."""
-        self._total += 1
-        self._unattributed += 1

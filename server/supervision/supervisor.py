@@ -2,9 +2,9 @@
 
 It journals each token before delivering it. When an engine exits, makes no progress or violates the protocol, it starts the next one
 and submits every open sequence again with the tokens generated so far, so streams continue at the next token. A sequence suspected of
-crashing engines is run alone, and quarantined after CRASHES_ALONE crashes while it ran alone. Invariant: every submitted sequence that
-is not cancelled gets exactly one final event, a Token with `finish` or a Failed. Sans-I/O: `spawn` makes engines, `tick` passes time,
-and all methods are called from one thread.
+crashing engines is run alone, and quarantined after CRASHES_ALONE crashes while it ran alone. An engine that cannot be loaded is tried
+again until the recovery timeout. Invariant: every submitted sequence that is not cancelled gets exactly one final event, a Token with
+`finish` or a Failed. Sans-I/O: `spawn` makes engines, `tick` passes time, and all methods are called from one thread.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from server import protocol
-from server.supervision.crash_policy import SPAWN_RETRY_SECONDS, SUSPECT_CRASHES, CrashPolicy
+from server.supervision.crash_policy import MIN_LOADS, SUSPECT_CRASHES, CrashPolicy
 from server.supervision.journal import OpenSequence, SequenceEvent
 
 log = logging.getLogger("onehead.supervisor")
@@ -85,6 +85,7 @@ class Supervisor:
         self._kill_reason = ""
         """Why the engine was killed, until it has exited; its messages are ignored meanwhile."""
         self._progress = -1
+        self._is_loaded = self._is_refused = False  # Of the current engine.
         self._silent_seconds = 0.0
         self._ready_seconds = 0.0
         self._loading_seconds = 0.0
@@ -118,6 +119,12 @@ class Supervisor:
         return self.ready is not None and self._down_seconds >= self._timeouts.recovery
 
     @property
+    def absence(self) -> str:
+        """Why requests are failed while `recovery_overdue`, for clients."""
+        cause = f": it {self._crash_reason}" if self.crash_policy.failed_loads else ""
+        return f"the engine is not back yet{cause}; try again later"
+
+    @property
     def status(self) -> str:
         """The state of the engine in words, for logs and error messages."""
         if self.state is not State.STARTING:
@@ -129,7 +136,7 @@ class Supervisor:
         """Spawns an engine under a new epoch; messages of older epochs are ignored. Raises OSError."""
         self._epoch += 1
         epoch = self._epoch
-        self._kill_reason, self._progress, self._any_sent = "", -1, False
+        self._kill_reason, self._progress, self._any_sent, self._is_loaded, self._is_refused = "", -1, False, False, False
         self._silent_seconds = self._ready_seconds = self._loading_seconds = 0.0
         self._engine = self._spawn(
             lambda message: self._on_message(epoch, message),
@@ -180,7 +187,7 @@ class Supervisor:
         was_overdue = self.recovery_overdue
         self._down_seconds += elapsed
         if self.recovery_overdue and not was_overdue:
-            self._fail_all("the engine is not back yet; try again later", "engine_unavailable")
+            self._fail_all(self.absence, "engine_unavailable")
         if self._engine is None:
             self._backoff -= elapsed
             if self._backoff <= 0.0:
@@ -208,13 +215,20 @@ class Supervisor:
                 self._phase = message.phase
             case protocol.Ready():
                 self._on_ready(message)
-            case protocol.Refused() if self.ready is None:
-                self.lacks_resource = message.resource
-                self._end(State.REFUSED, message.reason, "engine_unavailable")
-            # After an engine was ready, one that refuses to load counts as a crash when it exits.
+            case protocol.Refused():
+                self._on_refused(message)
+
+    def _on_refused(self, refused: protocol.Refused) -> None:
+        self.lacks_resource = refused.resource
+        if self.ready is None:
+            self._end(State.REFUSED, refused.reason, "engine_unavailable")
+        else:
+            self._is_refused = True
+            self._kill(f"could not be loaded: {refused.reason}")
 
     def _on_ready(self, ready: protocol.Ready) -> None:
         self.ready = ready
+        self._is_loaded, self.crash_policy.failed_loads = True, 0
         self._one_at_a_time, self._last_open_id = self.crash_policy.one_at_a_time, self._next_id
         self._down_seconds, self._crash_reason, self._phase = 0.0, "", ""
         self._set_state(State.READY)
@@ -293,8 +307,11 @@ class Supervisor:
     def _on_exit(self, epoch: int, status: int) -> None:
         if epoch != self._epoch or self.state not in LIVE:
             return
-        self._crash_reason = self._kill_reason or f"ended with status {status}"
+        self._crash_reason = self._kill_reason or f"ended with status {status}{'' if self._is_loaded else ' while it was loaded'}"
         log.error("the engine %s; %d sequences are open", self._crash_reason, len(self.open))
+        if not self._is_loaded:
+            self._on_failed_load()
+            return
         culprit = self.crash_policy.record_crash(self.open.values(), self._one_at_a_time or self._isolated is not None, self._any_sent)
         self._engine, self._kill_reason, self._isolated, self._phase = None, "", None, ""
         self._epoch += 1
@@ -306,7 +323,21 @@ class Supervisor:
             sequence.sent = sequence.started = sequence.stale = False
         if self.crash_policy.give_up_reason:
             self._end(State.GAVE_UP, self.crash_policy.give_up_reason, "engine_unavailable")
-            return
+        else:
+            self._restart()
+
+    def _on_failed_load(self) -> None:
+        """Tries again after a pause that grows; gives up after the recovery timeout, or where no engine was ever ready."""
+        self._engine, self._kill_reason, self._phase = None, "", ""
+        self._epoch += 1
+        self.crash_policy.failed_loads += 1
+        if self.crash_policy.failed_loads >= MIN_LOADS and (self.ready is None or self.recovery_overdue):
+            reason = f"{self.crash_policy.failed_loads} engines in a row did not get ready; the last one {self._crash_reason}"
+            self._end(State.REFUSED if self._is_refused else State.GAVE_UP, reason, "engine_unavailable")
+        else:
+            self._restart()
+
+    def _restart(self) -> None:
         self._set_state(State.STARTING)
         self._backoff = self.crash_policy.backoff
         if self._backoff == 0.0:
@@ -316,11 +347,9 @@ class Supervisor:
         try:
             self.start()
         except OSError as error:
-            log.error("the engine cannot be restarted: %s", error.strerror)
-            self.crash_policy.record_failed_start()
-            self._backoff = SPAWN_RETRY_SECONDS
-            if self.crash_policy.give_up_reason:
-                self._end(State.GAVE_UP, f"the engine cannot be restarted: {error.strerror}", "engine_unavailable")
+            self._crash_reason = f"could not be started: {error.strerror}"
+            log.error("the engine %s", self._crash_reason)
+            self._on_failed_load()
 
     def _dispatch(self) -> None:
         """Sends the first suspect alone if there is one, otherwise every open sequence."""

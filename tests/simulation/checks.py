@@ -6,7 +6,7 @@ Every token is the oracle's; every failure has a planted cause; all pages and by
 from heapq import heappop
 from typing import TYPE_CHECKING, Any
 
-from server.supervision.crash_policy import CRASHES_ALONE, SPAWN_RETRY_SECONDS
+from server.supervision.crash_policy import CRASHES_ALONE, MAX_BACKOFF_SECONDS
 from server.supervision.supervisor import LIVE, State
 from tests.server.engine.test_scheduler import forced_after
 from tests.simulation.front import Choice, Follower, Request, Violation
@@ -121,7 +121,7 @@ def _check_excuse(world: "World", outcome: str, choice: Choice) -> None:
 
 def check_idle(world: "World", heap: list[Any]) -> None:
     """With every request ended, the engine becomes idle and owns no page, or is gone for good."""
-    most = world.now + 2 * (PATIENCE.start + PATIENCE.stall) + SPAWN_RETRY_SECONDS
+    most = world.now + 2 * (PATIENCE.start + PATIENCE.stall) + MAX_BACKOFF_SECONDS
     while not _at_rest(world):
         world.now, _, callback, argument = heappop(heap)
         callback(argument)

@@ -13,7 +13,7 @@ from typing import Any
 
 from server import protocol
 from server.http.stream_buffer import StreamStore
-from server.supervision.crash_policy import MAX_QUARANTINES, MAX_UNATTRIBUTED_CRASHES, SPAWN_RETRY_SECONDS
+from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, MAX_QUARANTINES, MAX_UNATTRIBUTED_CRASHES
 from server.supervision.supervisor import LIVE, State, Supervisor
 from tests.simulation import model as simulation_model
 from tests.simulation.checks import check_ends, check_idle, check_outcome
@@ -273,7 +273,7 @@ class World:
                 raise Violation(f"READY with {len(supervisor.open)} open, and nothing has moved for {self._unmoved:.1f} s")
         else:
             self._unmoved = 0.0
-        if self.healed and self.unsettled and self.now - self._last_news > PATIENCE.start + SPAWN_RETRY_SECONDS + SLACK_SECONDS:
+        if self.healed and self.unsettled and self.now - self._last_news > PATIENCE.start + MAX_BACKOFF_SECONDS + SLACK_SECONDS:
             raise Violation(f"{self.unsettled} requests are open, and nothing has come for {self.now - self._last_news:.1f} s")
 
     # --- the scenario

@@ -9,10 +9,10 @@ from server import protocol
 from server.supervision.crash_policy import (
     BACKOFF_SECONDS,
     CRASHES_ALONE,
+    MAX_BACKOFF_SECONDS,
     MAX_QUARANTINES,
     MAX_UNATTRIBUTED_CRASHES,
     ONE_AT_A_TIME_CRASHES,
-    SPAWN_RETRY_SECONDS,
     SUSPECT_CRASHES,
 )
 from server.supervision.journal import SequenceEvent
@@ -227,7 +227,7 @@ def test_it_gives_up_after_deaths_without_a_token_and_tells_everyone() -> None:
     bench = Bench()
     id = bench.submit(max_new=100)
     for _ in range(MAX_UNATTRIBUTED_CRASHES):
-        bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.kill()
     assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_UNATTRIBUTED_CRASHES
     (failed,) = bench.delivered[id]
@@ -243,7 +243,7 @@ def test_the_request_that_no_engine_survives_taking_in_is_found_and_the_others_f
     while bench.supervisor.open and len(bench.engines) < 20:
         if ids[place] in bench.engine.open:
             bench.engine.kill()
-            bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+            bench.supervisor.tick(MAX_BACKOFF_SECONDS)
             bench.engine.on_message(READY)
         else:
             bench.engine.step()
@@ -262,7 +262,7 @@ def careful_bench() -> Bench:
     bench.engine.on_message(READY)
     for _ in range(ONE_AT_A_TIME_CRASHES):
         bench.engine.kill()
-        bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
     return bench
 
@@ -289,7 +289,7 @@ def test_care_outlives_a_client_that_leaves() -> None:
     assert list(bench.engine.open) == [poison]
     for _ in range(CRASHES_ALONE):
         bench.engine.kill()
-        bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
     (failed,) = bench.delivered[poison]
     assert isinstance(failed, protocol.Failed) and failed.code == "request_quarantined" and other in bench.engine.open
@@ -339,7 +339,7 @@ def test_an_engine_that_never_loads_is_replaced_and_the_waiting_are_told_in_time
     assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable" and bench.supervisor.recovery_overdue
     assert len(bench.engines) == 2
     bench.supervisor.tick(PATIENCE.start)
-    bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+    bench.supervisor.tick(MAX_BACKOFF_SECONDS)
     assert len(bench.engines) == 3
     bench.engine.on_message(READY)
     assert not bench.supervisor.recovery_overdue and bench.supervisor.state is State.READY
@@ -360,7 +360,7 @@ def test_the_request_that_kills_engines_is_found_and_the_others_finish(place: in
             bench.engine.on_message(started(list(bench.engine.open)))
             bench.engine.kill()
             deaths += 1
-            bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+            bench.supervisor.tick(MAX_BACKOFF_SECONDS)
             bench.engine.on_message(READY)
         else:
             bench.engine.step()
@@ -379,7 +379,7 @@ def test_an_engine_that_dies_of_every_request_is_given_up() -> None:
             break
         if not bench.supervisor.open:
             bench.submit()
-        bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
         bench.engine.on_message(started(list(bench.engine.open)))
         bench.engine.kill()
@@ -390,11 +390,11 @@ def test_a_suspect_that_its_client_cancels_frees_the_others() -> None:
     bench = Bench()
     first, second = bench.submit(), bench.submit()
     for _ in range(SUSPECT_CRASHES):
-        bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
         bench.engine.on_message(READY)
         bench.engine.on_message(started([first, second]))
         bench.engine.kill()
-    bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+    bench.supervisor.tick(MAX_BACKOFF_SECONDS)
     bench.engine.on_message(READY)
     assert list(bench.engine.open) == [first]
     bench.supervisor.cancel(first)
@@ -414,7 +414,7 @@ def test_an_engine_that_cannot_be_spawned_is_tried_again() -> None:
     bench.fail_spawns = 1
     bench.engine.kill()
     assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1
-    bench.supervisor.tick(SPAWN_RETRY_SECONDS)
+    bench.supervisor.tick(MAX_BACKOFF_SECONDS)
     bench.engine.on_message(READY)
     assert bench.supervisor.state is State.READY and len(bench.engines) == 2
 
