@@ -20,8 +20,9 @@ from server.errors import ResourceError
 from server.generation.generation import Generation
 from server.metrics import Metrics
 from server.protocol import EngineOptions
+from server.supervision.crash_policy import Timeouts
 from server.supervision.processors import available_processors, engine_threads
-from server.supervision.supervisor import State, Supervisor, Timeouts
+from server.supervision.supervisor import State, Supervisor
 from server.supervision.transport import EngineProcess
 from server.text.codec import TextCodec
 

@@ -7,6 +7,7 @@ Invariant: a newly generated token resets the counts of crashes, a ready engine 
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from server.supervision.journal import OpenSequence
 
@@ -29,6 +30,18 @@ BACKOFF_SECONDS = 0.5
 further failed load in a row. Other restarts are immediate.
 """
 MAX_BACKOFF_SECONDS = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Limits on the engine, in seconds."""
+
+    stall: float
+    """An engine that makes no progress for this long is killed."""
+    start: float
+    """An engine that is not loaded after this long is killed."""
+    recovery: float
+    """Open sequences fail once no engine has been ready for this long."""
 
 
 class CrashPolicy:

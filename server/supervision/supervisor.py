@@ -9,14 +9,13 @@ again until the recovery timeout. Invariant: every submitted sequence that is no
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import msgspec
 
 from server import protocol
-from server.supervision.crash_policy import MIN_LOADS, SUSPECT_CRASHES, CrashPolicy
+from server.supervision.crash_policy import MIN_LOADS, SUSPECT_CRASHES, CrashPolicy, Timeouts
 from server.supervision.journal import OpenSequence, SequenceEvent
 
 log = logging.getLogger("onehead.supervisor")
@@ -52,18 +51,6 @@ class State(Enum):
 
 LIVE = (State.STARTING, State.READY)
 """The states that are not final: an engine runs, or is being loaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Limits on the engine, in seconds."""
-
-    stall: float
-    """An engine that makes no progress for this long is killed."""
-    start: float
-    """An engine that is not loaded after this long is killed."""
-    recovery: float
-    """Open sequences fail once no engine has been ready for this long."""
 
 
 class Supervisor:

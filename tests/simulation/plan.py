@@ -9,8 +9,7 @@ from functools import lru_cache
 
 from cache.layout import CacheLayout
 from server.http.stream_buffer import Retention
-from server.supervision.crash_policy import MAX_QUARANTINES
-from server.supervision.supervisor import Timeouts
+from server.supervision.crash_policy import MAX_QUARANTINES, Timeouts
 from tests.simulation.engine import ENTERING, Script
 from tests.simulation.front import Choice
 

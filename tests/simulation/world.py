@@ -13,7 +13,7 @@ from typing import Any
 
 from server import protocol
 from server.http.stream_buffer import StreamStore
-from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, MAX_QUARANTINES, MAX_UNATTRIBUTED_CRASHES
+from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, MAX_QUARANTINES, MAX_UNATTRIBUTED_CRASHES, MIN_LOADS
 from server.supervision.supervisor import LIVE, State, Supervisor
 from tests.simulation import model as simulation_model
 from tests.simulation.checks import check_ends, check_idle, check_outcome
@@ -198,12 +198,12 @@ class World:
         for choice in had:
             if choice.id in engine.announced or self.supervisor._one_at_a_time or self.supervisor._isolated:
                 choice.deaths.append(len(had))
-        if self.supervisor.state in LIVE:
+        self._last_news = self.now
+        if self.supervisor.state in LIVE and engine.loaded:
             self._die_in_row()
 
     def _die_in_row(self) -> None:
         self.deaths_in_row += 1
-        self._last_news = self.now
         if self.deaths_in_row > MAX_UNATTRIBUTED_CRASHES + 2 * MAX_QUARANTINES + len(self.choices):
             raise Violation(f"{self.deaths_in_row} deaths without a token, and no end")
 
@@ -218,7 +218,7 @@ class World:
                 raise OSError(11, "simulated")
         except OSError:
             self.seen["spawn: failed"] += 1
-            self._die_in_row()
+            self._last_news = self.now
             raise
         script = Script() if self.healed else self.scenario.script(len(self.engines))
         self.engines.append(SimulatedEngine(self, script, on_message, on_exit))
@@ -233,12 +233,22 @@ class World:
         self.note(f"state {state.value} {self.supervisor.reason}")
         if self.state in FINAL:
             raise Violation(f"{state} behind {self.state}, which is final")
-        if state is State.GAVE_UP:
-            if self.deaths_in_row < MAX_UNATTRIBUTED_CRASHES and self.supervisor.crash_policy.num_quarantined < MAX_QUARANTINES:
-                raise Violation(f"given up after {self.deaths_in_row} deaths")
-            self.seen["path: given up"] += 1
+        if state in (State.GAVE_UP, State.REFUSED):
+            self._check_giving_up(state)
         self._last_news = self.now
         self.state = state
+
+    def _check_giving_up(self, state: State) -> None:
+        """After enough deaths, or after failed loads for as long as requests wait; a first engine that is refused is final."""
+        policy = self.supervisor.crash_policy
+        never_ready = self.supervisor.ready is None
+        refused_first = never_ready and state is State.REFUSED
+        loads = policy.failed_loads >= MIN_LOADS and (never_ready or self.supervisor.recovery_overdue)
+        died = self.deaths_in_row >= MAX_UNATTRIBUTED_CRASHES or policy.num_quarantined >= MAX_QUARANTINES
+        if not (refused_first or loads or (died and state is State.GAVE_UP)):
+            raise Violation(f"given up after {self.deaths_in_row} deaths and {policy.failed_loads} failed loads")
+        self.seen["path: given up"] += 1
+        self.seen["path: given up as it cannot be loaded"] += loads and not never_ready
 
     def _on_news(self, news: protocol.Tokens | protocol.Started) -> None:
         if type(news) is protocol.Tokens and news.gauges.pages_used > self.scenario.pages:

@@ -18,7 +18,8 @@ from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.metrics import Metrics
-from server.supervision.supervisor import State, Supervisor, Timeouts
+from server.supervision.crash_policy import Timeouts
+from server.supervision.supervisor import State, Supervisor
 from server.text.codec import TextCodec
 from tests.support.hash_model import next_token, oracle
 

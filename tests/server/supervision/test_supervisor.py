@@ -12,11 +12,13 @@ from server.supervision.crash_policy import (
     MAX_BACKOFF_SECONDS,
     MAX_QUARANTINES,
     MAX_UNATTRIBUTED_CRASHES,
+    MIN_LOADS,
     ONE_AT_A_TIME_CRASHES,
     SUSPECT_CRASHES,
+    Timeouts,
 )
 from server.supervision.journal import SequenceEvent
-from server.supervision.supervisor import STABLE_SECONDS, State, Supervisor, Timeouts
+from server.supervision.supervisor import STABLE_SECONDS, State, Supervisor
 from tests.support.fake_engine import READY
 from tests.support.hash_model import next_token, oracle
 
@@ -171,16 +173,89 @@ def test_its_status_says_how_far_an_engine_is_and_why_it_replaces_another() -> N
     assert supervisor.status == "stopped"
 
 
-def test_an_engine_that_loaded_once_and_then_cannot_is_a_death_like_any_other() -> None:
+def refuse(bench: Bench) -> None:
+    """The current engine cannot be loaded."""
+    bench.engine.on_message(protocol.Refused("config.json: no such file"))
+
+
+def die_loading(bench: Bench) -> None:
+    bench.engine.on_exit(1)
+
+
+FAILED_LOADS = {
+    refuse: (State.REFUSED, "could not be loaded: config.json: no such file"),
+    die_loading: (State.GAVE_UP, "ended with status 1 while it was loaded"),
+}
+
+
+@pytest.mark.parametrize("fail", FAILED_LOADS, ids=lambda fail: fail.__name__)
+def test_a_reload_that_fails_is_tried_until_requests_wait_no_more_and_says_its_reason(fail: Callable[[Bench], None]) -> None:
+    state, reason = FAILED_LOADS[fail]
+    bench = Bench()
+    supervisor = bench.supervisor
+    bench.engine.on_message(READY)
+    id = bench.submit(max_new=100)
+    bench.engine.step()
+    bench.engine.kill()
+    waited, pauses = 0.0, []
+    while supervisor.state is State.STARTING:
+        number = len(bench.engines)
+        fail(bench)
+        pause = 0.0
+        while supervisor.state is State.STARTING and len(bench.engines) == number:
+            assert supervisor.status == f"restarting after the engine {reason}: starting"
+            supervisor.tick(BACKOFF_SECONDS)
+            pause += BACKOFF_SECONDS
+        pauses.append(pause)
+        waited += pause
+        assert waited < PATIENCE.recovery + 2 * MAX_BACKOFF_SECONDS
+    assert supervisor.state is state and supervisor.reason.endswith(f"the last one {reason}")
+    assert waited >= PATIENCE.recovery and pauses[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0], "with pauses that grow"
+    *_, failed = bench.delivered[id]
+    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable" and reason in failed.reason
+    (late,) = bench.delivered[bench.submit()]
+    assert isinstance(late, protocol.Failed) and reason in late.reason
+
+
+@pytest.mark.parametrize("fail", FAILED_LOADS, ids=lambda fail: fail.__name__)
+def test_a_reload_that_fails_for_a_while_costs_no_request_anything(fail: Callable[[Bench], None]) -> None:
     bench = Bench()
     bench.engine.on_message(READY)
-    bench.submit()
+    id = bench.submit(seed=5, ends=False)
+    bench.engine.step()
     bench.engine.kill()
-    bench.engine.on_message(protocol.Refused("no memory just now"))
-    bench.engine.on_exit(0)
-    assert bench.supervisor.state is State.STARTING and len(bench.engines) == 2
-    bench.supervisor.tick(BACKOFF_SECONDS)
-    assert len(bench.engines) == 3, "the second in a row waits a little"
+    for _ in range(3 * MAX_UNATTRIBUTED_CRASHES - 4):
+        fail(bench)
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+    bench.engine.on_message(READY)
+    assert bench.supervisor.crash_policy.failed_loads == 0 and list(bench.engine.open) == [id], "and none is sent by itself"
+    while bench.supervisor.open:
+        bench.engine.step()
+    assert bench.tokens(id) == oracle([1, 2, 5], 10, 0, frozenset(), 5, 0.0)
+
+
+def test_a_slow_load_is_tried_more_than_once_although_requests_wait_no_more() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    bench.engine.kill()
+    for number in range(2, 2 + MIN_LOADS):
+        assert bench.supervisor.state is State.STARTING and len(bench.engines) == number
+        bench.supervisor.tick(2 * PATIENCE.recovery)
+        refuse(bench)
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+    assert bench.supervisor.state is State.REFUSED
+
+
+def test_a_first_engine_that_ends_while_it_loads_is_tried_again_and_then_given_up_and_everyone_told() -> None:
+    bench = Bench()
+    id = bench.submit()
+    for _ in range(MIN_LOADS):
+        assert bench.supervisor.state is State.STARTING
+        die_loading(bench)
+        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+    assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MIN_LOADS
+    (failed,) = bench.delivered[id]
+    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable"
 
 
 @pytest.mark.parametrize("ending", ["stop", "refuse"])
@@ -223,15 +298,13 @@ def test_a_repeated_token_is_dropped_and_one_left_out_costs_the_engine_its_life(
     assert bench.engine.open[id].output == [10, 11]
 
 
-def test_it_gives_up_after_deaths_without_a_token_and_tells_everyone() -> None:
+def test_it_gives_up_after_deaths_without_a_token() -> None:
     bench = Bench()
-    id = bench.submit(max_new=100)
     for _ in range(MAX_UNATTRIBUTED_CRASHES):
-        bench.supervisor.tick(MAX_BACKOFF_SECONDS)
+        bench.supervisor.tick(BACKOFF_SECONDS)
+        bench.engine.on_message(READY)
         bench.engine.kill()
     assert bench.supervisor.state is State.GAVE_UP and len(bench.engines) == MAX_UNATTRIBUTED_CRASHES
-    (failed,) = bench.delivered[id]
-    assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable"
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
