@@ -64,6 +64,7 @@ def puppet(pipe: Connection, pace: float) -> None:
         deterministic=True,
         multi_head_bytes_per_token=1,
         sequences=[(8192, 1)],
+        digest="",
     )
     pipe.send_bytes(protocol.encode(ready))
     open_: dict[int, int] = {}

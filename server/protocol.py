@@ -38,6 +38,8 @@ class Start(Message, frozen=True):
     """Interval between two Heartbeats."""
     log_level: str
     log_format: str
+    digest: str = ""
+    """The digest of the model that must be loaded, where an earlier engine has loaded one; empty for any."""
 
 
 class Submit(Message, frozen=True):
@@ -107,6 +109,8 @@ class Ready(Message, frozen=True):
     """KV cache bytes of a token if every query head had its own key/value head."""
     sequences: list[tuple[int, int]]
     """(context length, number of sequences of that length that fit the KV cache at once)"""
+    digest: str
+    """Of the model: what model/checkpoint/identity.py covers."""
 
 
 class Refused(Message, frozen=True):

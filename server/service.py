@@ -98,11 +98,11 @@ class SupervisedEngine:
 
     def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
         ready = self.supervisor.ready
-        # A restarted engine gets the same pool size and device as the first one, by which open requests were admitted.
+        # A restarted engine gets the pool size and device of the first one, by which open requests were admitted, and must load the same model.
         start = self._start
         if ready is not None:
             options = dataclasses.replace(start.options, pages=ready.num_pages, device=ready.device)
-            start = msgspec.structs.replace(start, options=options)
+            start = msgspec.structs.replace(start, options=options, digest=ready.digest)
         if self._num_spawned:
             self.metrics.engine_restarts.inc()
         self._num_spawned += 1

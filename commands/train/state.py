@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from commands.options import TrainOptions
-from model.checkpoint.weights import Checkpoint, digest
+from model.checkpoint.identity import file_digest
+from model.checkpoint.weights import Checkpoint
 from model.decoder import Decoder
 from model.spec import OptionError
 
@@ -92,7 +93,7 @@ def make_folder(folder: Path) -> None:
 def source_digest(folder: Path) -> str:
     """SHA-256 of what training takes from a checkpoint folder. A verified manifest would say the same of the weights."""
     paths = {file.path for file in Checkpoint(folder).files.values()} | {folder / name for name in SOURCE_FILES}
-    lines = [f"{digest(path)}  {path.name}\n" for path in sorted(paths) if path.is_file()]
+    lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(paths) if path.is_file()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

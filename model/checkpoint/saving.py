@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.families import family_of
-from model.checkpoint.weights import MANIFEST, digest
+from model.checkpoint.identity import file_digest
+from model.checkpoint.weights import MANIFEST
 from model.decoder import Decoder
 
 
@@ -30,5 +31,5 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str,
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes it readable by its owner only; a server may run as another user.
-    (folder / MANIFEST).write_text(f"{digest(path)}  {path.name}\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(f"{file_digest(path)}  {path.name}\n", encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -3,7 +3,6 @@
 It knows files and names, and of families only the table of names. While loading, memory holds the finished weights and one block more.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, chain
 from math import prod
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from model.checkpoint.config import read_json
 from model.checkpoint.families import family_of
+from model.checkpoint.identity import INDEX, file_digest
 from model.checkpoint.names import Part
 from model.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile
 from model.decoder import Decoder, meta_decoder
@@ -26,7 +26,6 @@ IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # The head of a tied checkpoint is the embedding; some files contain it a second time.
 TIED_DUPLICATE = "lm_head.weight"
 BLOCK_ELEMENTS = 2**22
-INDEX = "model.safetensors.index.json"
 MANIFEST = "SHA256SUMS"
 """What `sha256sum *.safetensors` prints. If a folder has it, its files are verified against it."""
 
@@ -99,14 +98,8 @@ class Checkpoint:
         for path in sorted({file.path for file in self.files.values()}):
             if path.name not in sums:
                 raise CheckpointError(f"{manifest}: says nothing of {path.name}; remove it, or write it anew with sha256sum")
-            if digest(path) != sums[path.name].lower():
+            if file_digest(path) != sums[path.name].lower():
                 raise CheckpointError(f"{path}: its contents are not what {MANIFEST} says; fetch the file again")
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_decoder(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from model.checkpoint.conversion import only_pooled
 from model.checkpoint.families import read_spec
+from model.checkpoint.identity import ModelFiles
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import SampledToken
 from server import logs, protocol
@@ -39,6 +40,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     """Loads the engine; checks the config before it imports torch. Raises CheckpointError, OptionError or MemoryError."""
     folder = Path(start.model)
     spec = read_spec(folder)
+    files = ModelFiles(folder, Path(start.tokenizer))  # Hashed in threads while torch is imported and the weights are read.
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
     _check_tokenizer(start, spec)
@@ -70,6 +72,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         deterministic=runner.deterministic,
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
         sequences=_sequences(limits, spec.contexts()),
+        digest=_same_model(start, files.digest(spec)),
     )
     drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.options.speculation == "ngram" else None
     return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
@@ -121,6 +124,14 @@ def _check_tokenizer(start: protocol.Start, spec: ModelSpec) -> None:
         )
 
 
+def _same_model(start: protocol.Start, digest: str) -> str:
+    """The digest of the model that was loaded. Raises CheckpointError if the server began with another one."""
+    if start.digest not in ("", digest):
+        what = "the config, tokenizer or weights are not those that the server began with"
+        raise CheckpointError(f"{start.model}: {what}; put the same files back, or restart the server to serve these")
+    return digest
+
+
 def _max_context(start: protocol.Start, spec: ModelSpec) -> int:
     asked, positions = start.options.max_context, spec.max_positions
     if asked > positions:
@@ -166,7 +177,7 @@ class Worker:
         def beat() -> None:
             with contextlib.suppress(OSError):  # The pipe is closed; the message loop ends too.
                 while True:
-                    self._send(protocol.Heartbeat(self.core.runner.progress + self._num_handled))
+                    self.send(protocol.Heartbeat(self.core.runner.progress + self._num_handled))
                     time.sleep(seconds)
 
         threading.Thread(target=beat, daemon=True, name="heartbeat").start()
@@ -192,7 +203,7 @@ class Worker:
         """Sends Started for sequences that are in a step for the first time, before it is computed."""
         started = self.core.scheduler.take_started()
         if started:
-            self._send(protocol.Started([s.id for s in started], [s.num_cached for s in started]))
+            self.send(protocol.Started([s.id for s in started], [s.num_cached for s in started]))
 
     def _send_events(self, events: list[TokenEvent | PromptScored], step_seconds: float) -> None:
         """Sends the events of a step: scores, then tokens, then failures, as a sequence may get tokens before it fails."""
@@ -200,7 +211,7 @@ class Worker:
         for event in events:
             if isinstance(event, PromptScored):
                 scores = [protocol.PromptScore(s.token, s.logprob, s.rank, list(s.top)) for s in event.scores]
-                self._send(protocol.PromptScores(event.id, event.first, scores))
+                self.send(protocol.PromptScores(event.id, event.first, scores))
             elif isinstance(event.drawn, SampledToken):
                 drawn = event.drawn
                 tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, list(drawn.top)))
@@ -208,7 +219,7 @@ class Worker:
                 failures.append(protocol.Failed(event.id, event.drawn.reason, event.drawn.refused, event.drawn.code))
         self._report(tokens, step_seconds)
         for failed in failures:
-            self._send(failed)
+            self.send(failed)
 
     def _handle(self, message: protocol.ToEngine) -> None:
         if isinstance(message, protocol.Cancel):
@@ -230,12 +241,12 @@ class Worker:
                     salt=message.salt,
                 )
             except (NeverFits, ConstraintFailed) as error:
-                self._send(protocol.Failed(message.id, str(error), refused=isinstance(error, ConstraintFailed)))
+                self.send(protocol.Failed(message.id, str(error), refused=isinstance(error, ConstraintFailed)))
             except (KeyboardInterrupt, SystemExit, MemoryError):
                 raise
             except BaseException:  # A panic of a Rust library is not an Exception.
                 log.exception("sequence %d cannot be admitted", message.id)
-                self._send(protocol.Failed(message.id, "an internal error in admitting this request", code="admission_error"))
+                self.send(protocol.Failed(message.id, "an internal error in admitting this request", code="admission_error"))
 
     def _report(self, tokens: list[protocol.Token], step_seconds: float) -> None:
         scheduler = self.core.scheduler
@@ -251,20 +262,23 @@ class Worker:
             accepted_tokens=scheduler.num_accepted_tokens,
             step_seconds=step_seconds,
         )
-        self._send(protocol.Tokens(tokens, gauges))
+        self.send(protocol.Tokens(tokens, gauges))
 
-    def _send(self, message: protocol.FromEngine) -> None:
+    def send(self, message: protocol.FromEngine) -> None:
         with self._sending:
             self.pipe.send_bytes(protocol.encode(message))
 
 
-def _refusal(error: Exception) -> protocol.Refused:
+def _refusal(error: Exception, start: protocol.Start) -> protocol.Refused:
     """The Refused message for an error while loading. An unexpected error is logged with its traceback."""
+    reason = str(error)
+    if start.digest:  # Clients are told why there is no engine any more: with the names of files, without their paths.
+        reason = reason.replace(start.tokenizer, "tokenizer.json").replace(f"{start.model}/", "").replace(start.model, "the model's folder")
     if isinstance(error, CheckpointError | OptionError):
-        return protocol.Refused(str(error))
+        return protocol.Refused(reason)
     if not isinstance(error, MemoryError):
         log.error("the model could not be loaded", exc_info=error)
-    return protocol.Refused(f"the model could not be loaded: {error}", resource=isinstance(error, MemoryError | RuntimeError))
+    return protocol.Refused(f"the model could not be loaded: {reason}", resource=isinstance(error, MemoryError | RuntimeError))
 
 
 def main() -> None:
@@ -280,14 +294,15 @@ def main() -> None:
         sink = logs.configure(start.log_level, start.log_format)
         try:
             core, ready, grammars = load(start, report := load_report(pipe, sink))
+            worker = Worker(pipe, core, grammars)
+            worker.start_heartbeat(start.heartbeat_seconds)  # Before Ready: an engine that cannot start a thread is refused.
             report("starting to serve", 0, 0)
         except Exception as error:
-            pipe.send_bytes(protocol.encode(_refusal(error)))
-            return
-        pipe.send_bytes(protocol.encode(ready))
+            pipe.send_bytes(protocol.encode(_refusal(error, start)))
+            logging.shutdown()
+            os._exit(0)  # Threads that still hash files are not waited for.
+        worker.send(ready)
         gc.freeze()  # Excludes what is loaded from garbage collection, whose pauses would delay steps.
-        worker = Worker(pipe, core, grammars)
-        worker.start_heartbeat(start.heartbeat_seconds)
         try:
             worker.serve()
         except (EOFError, ConnectionError):

@@ -66,7 +66,7 @@ class CrashPolicy:
     def backoff(self) -> float:
         """Seconds to wait before the next restart."""
         if self.failed_loads:
-            return min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (self.failed_loads - 1))
+            return min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** (self.failed_loads - 1))
         return BACKOFF_SECONDS if self._unattributed >= ONE_AT_A_TIME_CRASHES else 0.0
 
     @property

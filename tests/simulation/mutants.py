@@ -129,7 +129,7 @@ MUTANTS = (
         "sequence.table.release()",
     ),
     Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and _is_corrupt", "if False and _is_corrupt"),
-    Mutant("a failure goes before its tokens", Worker, "_send_events", "failures.append(", "self._send("),
+    Mutant("a failure goes before its tokens", Worker, "_send_events", "failures.append(", "self.send("),
     Mutant("guesses are lost with memory", core, "_without_drafts", "drafts=0", "drafts=row.drafts"),
     # --- streams
     Mutant("resumed one event too early", StreamBuffer, "after", "max(0, seen + 1 - first)", "max(0, seen - first)"),

@@ -43,6 +43,7 @@ READY = protocol.Ready(
     deterministic=False,
     multi_head_bytes_per_token=256,
     sequences=[(32, 8), (64, 4)],
+    digest="0" * 64,
 )
 KILLED = -9
 NAMES = ModelNames(("tiny",))

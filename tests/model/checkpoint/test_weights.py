@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint.families import gpt_bigcode, read_spec
+from model.checkpoint.identity import file_digest
 from model.checkpoint.saving import save_decoder
-from model.checkpoint.weights import digest, load_decoder
+from model.checkpoint.weights import load_decoder
 from model.spec import CheckpointError
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_values_beyond_the_range_of_the_dtype_are_refused(folder: Path) -> None:
 
 def test_a_manifest_is_held_to(folder: Path) -> None:
     path = folder / "model.safetensors"
-    (folder / "SHA256SUMS").write_text(f"{digest(path)} *model.safetensors\n")
+    (folder / "SHA256SUMS").write_text(f"{file_digest(path)} *model.safetensors\n")
     load(folder)
     data = bytearray(path.read_bytes())
     data[-100] ^= 1

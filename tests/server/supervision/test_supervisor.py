@@ -182,7 +182,7 @@ def die_loading(bench: Bench) -> None:
     bench.engine.on_exit(1)
 
 
-FAILED_LOADS = {
+FAILED_LOADS: dict[Callable[[Bench], None], tuple[State, str]] = {
     refuse: (State.REFUSED, "could not be loaded: config.json: no such file"),
     die_loading: (State.GAVE_UP, "ended with status 1 while it was loaded"),
 }

@@ -1,0 +1,54 @@
+"""ModelFiles: the digest of a model, by which another one under the same path is recognised.
+
+It covers the spec that was read from config.json and generation_config.json, and every byte of tokenizer.json and of the weight files.
+They are hashed in threads while the rest of the engine is loaded. Invariant: models whose tensors differ have different digests, and files
+that are replaced while they are loaded are an error. It imports no torch.
+"""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from model.checkpoint.config import read_json
+from model.spec import CheckpointError, ModelSpec
+
+INDEX = "model.safetensors.index.json"
+THREADS = 4
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class ModelFiles:
+    """The tokenizer and the weight files of a folder, being hashed. Files that are missing are left to their readers to report."""
+
+    def __init__(self, folder: Path, tokenizer: Path) -> None:
+        index = folder / INDEX
+        names = read_json(index).get("weight_map") if index.exists() else {"": "model.safetensors"}
+        wanted = {str(name) for name in names.values()} if isinstance(names, dict) else set()
+        weights = [folder / name for name in sorted(wanted & {*os.listdir(folder)})]
+        self._found = {path: _state(path) for path in (tokenizer, index, *weights) if path.is_file()}
+        pool = ThreadPoolExecutor(THREADS)
+        self._digests = [pool.submit(file_digest, path) for path in self._found if path != index]
+        pool.shutdown(wait=False)
+
+    def digest(self, spec: ModelSpec) -> str:
+        """The digest of the model, once its files have been hashed. Raises CheckpointError where one was replaced meanwhile."""
+        try:
+            parts = [repr(spec), *(hashed.result() for hashed in self._digests)]
+            changed = [path for path, state in self._found.items() if _state(path) != state]
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
+        if changed:
+            raise CheckpointError(f"{changed[0]}: was replaced while it was loaded")
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
