@@ -98,7 +98,7 @@ class SupervisedEngine:
 
     def _spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> EngineProcess:
         ready = self.supervisor.ready
-        # A restarted engine gets the pool size and device of the first one, by which open requests were admitted, and must load the same model.
+        # A restarted engine gets the first one's pool size and device, by which open requests were admitted, and its model.
         start = self._start
         if ready is not None:
             options = dataclasses.replace(start.options, pages=ready.num_pages, device=ready.device)

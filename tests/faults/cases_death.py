@@ -110,7 +110,7 @@ def unavailable(exchanges: list[Exchange], status: int) -> None:
 
 
 def every_load_fails(scene: Scene) -> None:
-    scene.start(rules=(PACE, Rule("die_loading", from_engine=2)))
+    scene.start("--server.recovery_timeout", "2", rules=(PACE, Rule("die_loading", from_engine=2)))
     exchanges = scene.ask_all(scene.asks(8, 200, stream=True))
     for exchange in exchanges:
         exchange.reach(3)
