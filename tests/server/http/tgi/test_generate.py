@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ServerProcess, alive, children, kill, wait_until
+from tests.support.processes import ServerProcess, alive, kill, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +202,13 @@ def test_streams_outlive_the_engine(tiny_folder: Path) -> None:
 
 
 def kill_engines(server: ServerProcess) -> None:
-    """Kills three engines in a row before they generate a token."""
-    for _ in range(3):
+    """Kills three ready engines in a row before they generate a token."""
+    for number in range(3):
+        wait_until(lambda restarts=number: server.metric("onehead_engine_restarts_total") == restarts, "the next one")
+        wait_until(lambda: server.get("/ready")[0] == 200, "ready")
         engine = server.engine_pid
         kill(engine)
         wait_until(lambda dead=engine: not alive(dead), "the engine is dead")
-        wait_until(
-            lambda dead=engine: server.process.poll() is not None or children(server.process.pid) not in ([], [dead]), "the next one"
-        )
 
 
 def test_an_engine_that_keeps_dying_ends_the_server_with_70(tiny_folder: Path) -> None:
