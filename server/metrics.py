@@ -64,7 +64,9 @@ class Metrics:
         self.kv_pages_cached = self._gauge("kv_pages_cached", "KV cache pages held by no open request but kept in the prefix cache.")
         self.kv_pages_total = self._gauge("kv_pages_total", "Total number of KV cache pages.")
         self.kv_cache_usage_ratio = self._gauge("kv_cache_usage_ratio", "Fraction of KV cache pages held by open requests, from 0 to 1.")
-        self.preemptions = self._counter("preemptions", "Preemptions of running sequences for lack of KV cache pages.")
+        self.preemptions = self._counter(
+            "preemptions", "Preemptions of running sequences, for lack of KV cache pages or for another client's share."
+        )
         self.prefix_cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_cache_hits = self._counter("prefix_cache_hits", "Prompt tokens served from the prefix cache.")
         self.drafted_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens proposed by speculative decoding.")

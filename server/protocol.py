@@ -10,7 +10,7 @@ from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
 from model.step import bitmap as bitmap
 
-VERSION = 12
+VERSION = 13
 MAX_FRAME_BYTES = 64 * 2**20
 
 
@@ -42,6 +42,18 @@ class Start(Message, frozen=True):
     """The digest of the model that must be loaded, where an earlier engine has loaded one; empty for any."""
 
 
+class Share(Part, frozen=True):
+    """Whose sequence it is, and that client's share of the engine."""
+
+    client: str = ""
+    weight: float = 1.0
+    """Clients that always have sequences waiting get tokens in proportion to their weights."""
+    max_running: int = 0
+    """Sequences that the client may have running; 0 for no limit."""
+    rank: int = 0
+    """Order against the sequences of all clients, before their shares: the lowest is served first."""
+
+
 class Submit(Message, frozen=True):
     """A sequence to generate. `output` holds the tokens it has already: a sequence replayed after a crash continues after them."""
 
@@ -53,7 +65,7 @@ class Submit(Message, frozen=True):
     stop_token_ids: list[int]
     sampling: Sampling
     priority: int = 0
-    """The lowest is served first."""
+    """Order among the client's own waiting sequences: the lowest is served first."""
     num_top: int = 0
     """Most likely tokens to report with each output token, and with each prompt token if the prompt is scored."""
     score_prompt: bool = False
@@ -63,6 +75,7 @@ class Submit(Message, frozen=True):
     """Token healing: text cut off the end of the prompt, which the output must begin with; empty for none."""
     salt: str = ""
     """Only sequences with the same salt share pages."""
+    share: Share = Share()
 
 
 class Cancel(Message, frozen=True):

@@ -9,6 +9,7 @@ pages and does not decide which sequence runs.
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.prefix import Block, PrefixCache
+from cache.table import DROPPED
 from server.engine.sequence import Sequence
 
 
@@ -17,6 +18,7 @@ class PrefixReuse:
 
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
         self.prefixes = PrefixCache(allocator, layout)
+        self._allocator = allocator
         self._page_size = layout.page_size
         self._claims: dict[bytes, int] = {}
         """Hash of a block -> id of the running sequence that is about to compute it."""
@@ -27,6 +29,13 @@ class PrefixReuse:
         links = sequence.links(most, self._page_size)
         blocks = self.prefixes.match(links)
         return None if len(blocks) < most and links[len(blocks)].name in self._claims else blocks
+
+    def pages_needed(self, sequence: Sequence, blocks: list[Block], most: int) -> int:
+        """Pages that a new sequence with these cached blocks takes from the pool to compute up to `most` of its tokens."""
+        shared = [page for pages in self.prefixes.prefix(blocks) for page in pages]
+        needed = sequence.table.missing(sequence.num_tokens, min(sequence.num_tokens, len(blocks) * self._page_size + most)) - len(shared)
+        # Cached pages without an owner stop being available.
+        return needed + sum(page != DROPPED and not self._allocator.owners(page) for page in shared)
 
     def begin(self, sequence: Sequence, blocks: list[Block]) -> None:
         """Gives a sequence the pages of cached blocks, and claims the blocks of its tokens that no other sequence has claimed."""

@@ -2,9 +2,13 @@
 
 A step plan gives each running sequence some of its pending tokens. Chunked prefill, decode, preemption by recompute and replay after
 a crash all follow from that rule. A step may be planned while the previous one is in flight: nothing is preempted then, and a sequence
-that ends keeps its pages until no step in flight has a row of it. Progress: sequences are ordered by (priority, arrival); only the last
-one is ever preempted, its pages are usable in the same step, and admission ensures that the first fits the pool. So the first always
-finishes, and by induction every sequence does.
+that ends keeps its pages until no step in flight has a row of it. Clients share the steps fairly (fair_shares).
+
+Progress: pages that are missing are taken from the last running sequence by (rank, arrival), and can be used in the same step; for
+another client's share a sequence is preempted only if it has generated a token since it was last preempted. So such preemptions come to
+an end, as tokens are never taken back; from then on the first running sequence is never preempted and finishes. A waiting sequence is
+admitted, as its client's counter stays while those of others grow until it is the smallest, nothing is admitted before it from then on,
+and it fits the pool alone. Those with a better rank, or a better priority of the same client, go first for as long as any come.
 """
 
 import logging
@@ -15,39 +19,23 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.prefix import Block
-from cache.table import DROPPED, PageTable
+from cache.table import PageTable
 from model.step import Row, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.drafts import MAX_SPECULATIVE_STEP, Drafter, divide
+from server.engine.fair_shares import FairShares, step_counts
+from server.engine.limits import Limits as Limits
+from server.engine.limits import NeverFits as NeverFits
 from server.engine.prefix_reuse import PrefixReuse
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
 from server.engine.waiting_queue import WaitingQueue
+from server.protocol import Share
 
 log = logging.getLogger("onehead.engine")
 
 _key = attrgetter("key")
-
-
-class NeverFits(Exception):
-    """A sequence may need more tokens than the context or the whole KV cache holds, so it could not run even alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The resources of a scheduler. `step_tokens`, the token budget of a step, is at least `max_running`."""
-
-    num_pages: int
-    layout: CacheLayout
-    max_context: int
-    max_running: int
-    step_tokens: int
-
-    @property
-    def capacity(self) -> int:
-        """The most tokens that one sequence can have."""
-        return self.layout.most_tokens(self.num_pages, self.step_tokens, self.max_context)
+EVERYBODY = Share()
 
 
 class TokenEvent(Struct, frozen=True, gc=False):
@@ -85,6 +73,7 @@ class Scheduler:
         self.allocator = PageAllocator(limits.num_pages)
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}
+        self._shares = FairShares(limits.max_running, limits.num_pages, self.running, self.waiting)
         self._ended_in_flight: set[Sequence] = set()
         """Sequences that have ended and hold their pages until their last row in flight is committed."""
         self._in_flight: deque[list[Sequence]] = deque()
@@ -116,6 +105,7 @@ class Scheduler:
         min_new_tokens: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         *,
+        share: Share = EVERYBODY,
         priority: int = 0,
         num_top: int = 0,
         score_prompt: bool = False,
@@ -140,6 +130,8 @@ class Scheduler:
             score_prompt,
             constraint,
             salt,
+            share.rank,
+            self._shares.account(share.client, share.weight, share.max_running, share.rank),
         )
         if sequence.most_tokens > self._capacity:
             raise NeverFits(f"this request may need {sequence.most_tokens} tokens; at most {self._capacity} fit")
@@ -168,31 +160,49 @@ class Scheduler:
         """Plans the next step: every running sequence gets one token of the budget, the first ones more if pending, then sequences are
         admitted from the queue. The plan is empty if nothing can be computed before the step in flight is committed.
         """
+        if self._has_to_make_place():
+            return StepPlan(())
         counts: dict[int, int] = {}
-        budget = self.limits.step_tokens
         preemptions = self.num_preemptions
         ready = sorted([sequence for sequence in self.running.values() if not sequence.needs_pending_token], key=_key)
         num_others = len(self.running) - len(ready)
         if num_others and self._would_alternate(ready):
             # Two groups of sequences would alternate for ever, each in steps that cost as much as one with all of them.
             return StepPlan(())
+        # One token of the budget is left for a sequence that waits.
+        kept = bool(self.waiting and len(self.running) < self.limits.max_running)
+        wanted = step_counts(ready, self.limits.step_tokens - len(ready) - kept)
         for sequence in ready:
             if sequence.id not in self.running:
                 break  # Preempted for an earlier one, as are all after it.
-            count = sequence.num_pending
-            if count > 1:
-                count = min(count, budget - (len(self.running) - num_others - len(counts) - 1))
+            count = wanted[sequence.id]
             if sequence.num_tokens > sequence.table.room and not self._make_room(sequence, count):
                 if self._in_flight:
                     return StepPlan(())
                 break
             counts[sequence.id] = count
-            budget -= count
+        budget = self.limits.step_tokens - sum(counts.values())
         # If pages were just too few, no sequence is admitted.
         while budget and self.num_preemptions == preemptions and (admitted := self._admit(budget)):
             counts[admitted.id] = min(admitted.num_pending, budget)
             budget -= counts[admitted.id]
         return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {}) if counts else StepPlan(())
+
+    def _has_to_make_place(self) -> bool:
+        """Preempts sequences of clients that were served more, if the first waiting sequence finds no place or pages. True if that has
+        to be done but a step in flight forbids it.
+        """
+        waiter = self._shares.next()
+        if waiter is None or not self._shares.is_behind(waiter.account) or (blocks := self._prefix_reuse.find(waiter)) is None:
+            return False
+        needed = waiter.table.missing(waiter.num_tokens, waiter.num_tokens)
+        places, pages = len(self.running) + 1 - self.limits.max_running, self._lacking(waiter, blocks, waiter.num_tokens)
+        victims = self._shares.victims(waiter, places, pages, needed)
+        if self._in_flight:
+            return bool(victims)
+        for sequence in victims:
+            self._preempt(sequence, waiter)
+        return False
 
     def _would_alternate(self, ready: list[Sequence]) -> bool:
         """Whether all these sequences, and some that wait for a token in flight, can be planned only every other step."""
@@ -236,14 +246,16 @@ class Scheduler:
             if self._in_flight:
                 return False
             last = max(self.running.values(), key=_key)
-            self._preempt(last)
+            self._preempt(last, sequence)
             if last is sequence:
                 return False
         sequence.table.grow(sequence.num_tokens, end)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Returns a sequence to the queue and frees its pages. It keeps its tokens, which are recomputed later."""
+    def _preempt(self, sequence: Sequence, cause: Sequence) -> None:
+        """Returns a sequence to the queue and frees its pages for another one. It keeps its tokens, which are recomputed later."""
+        sequence.payer, sequence.preempted_at = cause.account, len(sequence.output)
+        sequence.num_paid = max(sequence.num_paid, sequence.num_computed)
         del self.running[sequence.id]
         self._prefix_reuse.release_claims(sequence)
         sequence.table.release()
@@ -253,11 +265,11 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Sequence | None:
         """Admits the first waiting sequence, with slots for up to `budget` of its tokens, if max_running and the pool allow it."""
-        sequence = self.waiting.first()
+        sequence = self._shares.next()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
         blocks = self._prefix_reuse.find(sequence)
-        if blocks is None or not self._fits(sequence, blocks, budget):
+        if blocks is None or self._lacking(sequence, blocks, budget) > 0:
             return None
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
@@ -273,15 +285,14 @@ class Scheduler:
             self._started.append(sequence)
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed
+            sequence.account.charge(len(sequence.prompt) - sequence.num_cached)
+        elif sequence.payer is not None:
+            sequence.payer.charge(max(0, sequence.num_paid - sequence.num_computed))
 
-    def _fits(self, sequence: Sequence, blocks: list[Block], budget: int) -> bool:
-        """Whether the pool has pages for a new sequence with these cached blocks, and spare pages for each running one."""
-        shared = [page for pages in self._prefix_reuse.prefixes.prefix(blocks) for page in pages]
-        end = min(sequence.num_tokens, len(blocks) * self.limits.layout.page_size + budget)
-        needed = sequence.table.missing(sequence.num_tokens, end) - len(shared)
-        # Cached pages without an owner stop being available.
-        needed += sum(page != DROPPED and not self.allocator.owners(page) for page in shared)
-        return needed + len(self.running) * self.limits.layout.pages_per_block <= self.allocator.num_available
+    def _lacking(self, sequence: Sequence, blocks: list[Block], budget: int) -> int:
+        """Pages that the pool lacks for a new sequence with these cached blocks, and for spare pages of each running one."""
+        needed = self._prefix_reuse.pages_needed(sequence, blocks, budget)
+        return needed + len(self.running) * self.limits.layout.pages_per_block - self.allocator.num_available
 
     def take_started(self) -> list[Sequence]:
         """Sequences admitted for the first time since the last call."""
@@ -366,6 +377,7 @@ class Scheduler:
             if isinstance(outcome, SampledToken):
                 try:
                     finish = sequence.append(outcome.token)
+                    sequence.account.charge(0, 1)
                 except ConstraintFailed as error:
                     outcome = SampleError(str(error), refused=True)
                 except (KeyboardInterrupt, SystemExit, MemoryError):

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from cache.prefix import Block, Chain, Link
 from cache.table import PageTable
 from model.step import PENDING, Row, Sample, SampledToken, Sampling, Scoring
+from server.engine.account import Account
 from server.engine.drafts import Drafter
 
 
@@ -47,11 +48,21 @@ class Sequence:
     sampling: Sampling
     table: PageTable
     priority: int = 0
+    """Orders the waiting sequences of its client; the lowest is served first."""
     num_top: int = 0
     score_prompt: bool = False
     constraint: Constraint | None = None
     salt: str = ""
     """The caller and the client's `cache_salt`. Only sequences with the same salt share pages."""
+    rank: int = 0
+    """Orders it against those of all clients, before their shares."""
+    account: Account = field(default_factory=Account)
+    payer: Account | None = None
+    """The client for whose sequence it was last preempted, which is charged for what is computed again."""
+    num_paid: int = 0
+    """Tokens that were computed when it was last preempted."""
+    preempted_at: int = -1
+    """Length of the output when it was last preempted."""
     num_computed: int = 0
     num_unseen: int = 0
     """Tokens that steps in flight sample."""
@@ -78,7 +89,9 @@ class Sequence:
     """Prompt tokens that are scored or need no score; the first never needs one."""
     forbidden: tuple[int, ...] = field(init=False)
     key: tuple[int, int] = field(init=False)
-    """Order of service: the smallest (priority, id) first."""
+    """Order in the running set: the last one is preempted if pages are missing."""
+    turn: tuple[int, int, int] = field(init=False)
+    """Order among the waiting sequences of its client."""
     num_tokens: int = field(init=False)
     """Tokens of the prompt, the output, `forced` and `num_unseen`: cached, as every step reads it several times."""
     most_tokens: int = field(init=False)
@@ -89,7 +102,8 @@ class Sequence:
     """The last Sample, reused while only the length of the output changes."""
 
     def __post_init__(self) -> None:
-        self.key = self.priority, self.id
+        self.key = self.rank, self.id
+        self.turn = self.rank, self.priority, self.id
         self.chain = Chain(self.salt)
         self.forbidden = tuple(sorted(self.stop_token_ids))
         self.num_scored = 1 if self.score_prompt else len(self.prompt)

@@ -234,6 +234,7 @@ class Worker:
                     message.output,
                     message.min_new_tokens,
                     frozenset(message.stop_token_ids),
+                    share=message.share,
                     priority=message.priority,
                     num_top=message.num_top,
                     score_prompt=message.score_prompt,

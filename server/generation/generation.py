@@ -84,7 +84,7 @@ class Generation:
         Raises InvalidRequest, Overloaded or Unavailable.
         """
         try:
-            submits = [self._submission(request, reservation.caller) for request in requests]
+            submits = [self._submission(request, reservation) for request in requests]
             cost = price(submits, self.max_total_tokens)
             if len(requests) > self.admission.max_open:
                 raise InvalidRequest(
@@ -103,7 +103,7 @@ class Generation:
         reservation.choices += streams.choices
         return streams
 
-    def _submission(self, request: Request, caller: str) -> protocol.Submit:
+    def _submission(self, request: Request, reservation: Reservation) -> protocol.Submit:
         max_new_tokens = self._max_new_tokens(request)
         if request.min_new_tokens > max_new_tokens:
             raise InvalidRequest(
@@ -134,7 +134,8 @@ class Generation:
             score_prompt=request.score_prompt,
             grammar=request.grammar,
             healed=request.healed,
-            salt=f"{caller}:{request.salt}",
+            salt=f"{reservation.caller}:{request.salt}",
+            share=protocol.Share(reservation.client),
         )
 
     def _check_ids(self, request: Request) -> None:

@@ -349,7 +349,7 @@ class Supervisor:
         unsent = [sequence for sequence in sequences if not sequence.sent]
         if self._one_at_a_time and unsent:
             starting = any(other.sent and not other.started for other in self.open.values())
-            unsent = [] if starting else [min(unsent, key=lambda sequence: (sequence.submit.priority, sequence.submit.id))]
+            unsent = [] if starting else [min(unsent, key=lambda sequence: (sequence.submit.share.rank, sequence.submit.id))]
         for sequence in unsent:
             self._send(sequence)
 

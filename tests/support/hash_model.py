@@ -71,6 +71,8 @@ class HashModel(Immediate):
     def _states_before(self, row: Row) -> list[int]:
         """The states before a row: computed for this sequence, or read from its pages."""
         states = self.states.setdefault(row.sequence, [])
+        if len(states) > row.start and 0 in states:
+            states.clear()  # A position outside the window of a row further on may be inside that of a sequence computed again.
         del states[row.start :]
         for position in range(len(states), row.start):
             seen = [kind for kind in self._kinds() if position >= self.layout.groups[kind[0]].first_seen(row.start)]

@@ -150,7 +150,7 @@ def test_who_waits_for_one_that_leaves_computes_it(how: str) -> None:
     if how == "cancelled":
         scheduler.cancel(0)
     else:
-        scheduler._preempt(scheduler.running[0])
+        scheduler._preempt(scheduler.running[0], scheduler.running[0])
     run(scheduler, core)
     assert scheduler.num_hit_tokens == (16 if how == "cancelled" else 160)
 
@@ -160,7 +160,7 @@ def test_a_sequence_that_was_preempted_finds_its_own_pages() -> None:
     core = EngineCore(scheduler, HashModel(one_group(4)))
     scheduler.submit(0, list(range(30)), 8, Sampling())
     core.step()
-    scheduler._preempt(scheduler.running[0])
+    scheduler._preempt(scheduler.running[0], scheduler.running[0])
     (row,) = scheduler.plan().rows
     assert (row.start, len(row.tokens)) == (28, 3)
 

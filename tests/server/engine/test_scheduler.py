@@ -11,6 +11,7 @@ from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
 from server.engine.sequence import Sequence
+from server.protocol import Share
 from tests.support.hash_model import HashModel, Next, next_token, one_group, oracle
 from tests.support.integrity import integrity
 
@@ -144,7 +145,7 @@ class History:
                 done,
                 min_new,
                 stops,
-                priority=rng.randint(-1, 1) if self.priorities else 0,
+                share=self.share(),
                 score_prompt=scores,
                 constraint=Forcing(list(done)) if forces else None,
             )
@@ -155,6 +156,9 @@ class History:
             return
         self.outputs[id] = list(done)
         self.computed_bound += len(prompt) + max_new
+
+    def share(self) -> Share:
+        return Share(rank=self.rng.randint(-1, 1) if self.priorities else 0)
 
     def cancel(self) -> None:
         victim = self.rng.choice([*self.scheduler.running, *self.scheduler.waiting])
@@ -382,7 +386,7 @@ def test_those_who_leave_the_queue_leave_no_trace() -> None:
     for id in range(1, 2000):
         scheduler.submit(id, [1, 2], 2, Sampling(), priority=9)
         scheduler.cancel(id)
-    assert len(scheduler.waiting._heap) < 200 and not scheduler.waiting
+    assert sum(map(len, scheduler.waiting._heaps.values())) < 200 and not scheduler.waiting
 
 
 def test_pages_are_shared_with_a_sequence_that_still_runs() -> None:
