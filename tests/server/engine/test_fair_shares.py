@@ -1,7 +1,7 @@
 """Clients share an engine by the tokens that they were served; none starves, and none gains by waiting or leaving."""
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -142,30 +142,31 @@ def test_a_newcomer_is_served_at_once_though_another_client_holds_and_awaits_eve
     assert integrity(demand.scheduler) == []
 
 
+def tokens_of(demand: Demand, steps: int | None = None) -> dict[int, list[int]]:
+    """The tokens of every sequence in so many steps, or to the end."""
+    outputs: dict[int, list[int]] = defaultdict(list)
+    while demand.scheduler.has_work if steps is None else steps:
+        steps = None if steps is None else steps - 1
+        for event in demand.step([]):
+            assert isinstance(event.drawn, SampledToken)
+            outputs[event.id].append(event.drawn.token)
+    return outputs
+
+
 def test_the_newest_sequence_of_the_client_that_was_served_most_makes_place_and_goes_on_as_if_alone() -> None:
-    demand = Demand([ALICE, BOB], 3, max_running=4)
-    alone = Demand([ALICE, BOB], 3, max_running=4)
-    outputs: dict[int, list[int]] = {}
+    demand, alone = (Demand([ALICE, BOB], 3, max_running=4) for _ in range(2))
     for _ in range(4):
         demand.submit(ALICE, 5, 120)
-    for _ in range(40):
-        for event in demand.step([]):
-            outputs.setdefault(event.id, []).append(event.drawn.token)
+    before = tokens_of(demand, 40)
     demand.submit(BOB, 5, 120)
-    while 4 in demand.scheduler.waiting:
-        for event in demand.step([]):
-            outputs.setdefault(event.id, []).append(event.drawn.token)
+    now = tokens_of(demand, 40)
     assert list(demand.scheduler.running) == [0, 1, 2, 4] and list(demand.scheduler.waiting) == [3]
-    while demand.scheduler.has_work:
-        for event in demand.step([]):
-            outputs.setdefault(event.id, []).append(event.drawn.token)
-    expected: dict[int, list[int]] = {}
-    for _ in range(4):
+    after = tokens_of(demand)
+    expected = {}
+    for id in range(4):
         alone.submit(ALICE, 5, 120)
-        while alone.scheduler.has_work:
-            for event in alone.step([]):
-                expected.setdefault(event.id, []).append(event.drawn.token)
-    assert {id: outputs[id] for id in range(4)} == expected
+        expected[id] = tokens_of(alone)[id]
+    assert {id: before[id] + now[id] + after[id] for id in range(4)} == expected
 
 
 def test_idle_time_is_not_saved_and_alone_is_no_debt() -> None:
