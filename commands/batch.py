@@ -1,16 +1,20 @@
 """`onehead batch IN OUT`: a file of requests to a file of answers, without a server, in OpenAI's batch format.
 
 Answers are kept in OUT.partial as they come, so a run that was killed goes on where it stopped; OUT appears when the last is there, in
-the order of IN. Invariant: every line of IN has exactly one line in OUT.
+the order of IN. Invariant: every line of IN has exactly one line in OUT, and one model has made all of them.
 """
 
 import asyncio
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import sys
 import uuid
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,9 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from server.config import EngineSettings, ServerSection
-from server.errors import MalformedBody, RequestError, UsageError
+from server.config import EngineSettings, Seconds, ServerSection
+from server.errors import EngineGaveUp, MalformedBody, Overloaded, RequestError, ResourceError, Unavailable, UsageError
+from server.generation.generation import Generation
 from server.http.answer import Answers
 from server.http.body import parse
 from server.http.errors import error_body, error_status
@@ -30,7 +35,7 @@ from server.http.stream_buffer import Retention, StreamStore
 from server.http.streams import StreamPublisher
 from server.hub.download import model_id
 from server.service import running_engine
-from server.supervision.supervisor import State
+from server.supervision.supervisor import LIVE
 from server.text.chat_template import ChatTemplate
 
 MAX_OPEN = 100_000
@@ -44,6 +49,7 @@ class BatchSettings(EngineSettings):
 
     input: CliPositionalArg[Path] = Field(description="requests, one JSON object a line: custom_id, method, url, body")
     output: CliPositionalArg[Path] = Field(description="answers, in the same order")
+    recovery_timeout: Seconds = Field(600.0, description="seconds that requests wait for an engine that is replaced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +67,19 @@ def check_files(settings: BatchSettings) -> None:
     nothing.
     """
     source, output = settings.input, settings.output
-    if output.is_dir() or not output.parent.is_dir():
-        raise UsageError(f"{output}: is not a file that can be written")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
+    try:
+        target = output.resolve()  # A link is written through, not replaced.
+        if not target.parent.is_dir():
+            raise UsageError(f"{output}: is not a file that can be written")
+        for written in (target, _partial(target), _whole(target)):
+            if written.exists() and source.exists() and written.samefile(source):
+                raise UsageError(f"{written}: is the file of requests, {source}, and would be overwritten; give another OUTPUT")
+            if os.path.lexists(written) and not written.is_file():
+                raise UsageError(f"{written}: is not a file that can be written")
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other.
+        raise UsageError(f"{output}: {getattr(error, 'strerror', None) or 'is a link to itself'}") from None
+    if not os.access(target.parent, os.W_OK | os.X_OK):
         raise UsageError(f"{output}: cannot be written; its folder is read-only")
-    for written in (output, _partial(output), _whole(output)):
-        if written.exists() and source.exists() and written.samefile(source):
-            raise UsageError(f"{written}: is the file of requests, {source}, and would be overwritten; give another OUTPUT")
 
 
 def _partial(output: Path) -> Path:
@@ -118,77 +130,146 @@ def _line(where: str, text: bytes) -> Line:
 
 
 class Journal:
-    """The answers so far, in a file that survives a kill: a last line that was cut is forgotten. `maker` is a digest of the model and
-    its settings: answers of two of them are not mixed.
+    """The answers so far, in a file that survives a kill: a last line that was cut is forgotten. Each has a `maker`, the digest of what
+    answers depend on besides their requests: answers of two of them are not mixed. It is locked while it is open.
     """
 
-    def __init__(self, path: Path, lines: list[Line], maker: str) -> None:
+    def __init__(self, path: Path, lines: list[Line]) -> None:
+        """Raises UsageError for a file that another run writes, that cannot be opened, or that holds answers to other requests."""
         self.path = path
-        self.maker = maker
         self.answers: dict[str, dict[str, Any]] = {}
-        wanted = {line.digest for line in lines}
+        self._makers: set[str] = set()
+        with contextlib.ExitStack() as opened:
+            self._file = self._open(opened)
+            self._file.truncate(self._read({line.digest for line in lines}, self._file.read()))
+            opened.pop_all()  # It stays open.
+
+    def _open(self, opened: contextlib.ExitStack) -> FileIO:
+        """The file, locked, at its begin."""
+        try:
+            file = opened.enter_context(FileIO(self.path, "a+"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.seek(0)
+        except BlockingIOError:
+            raise UsageError(f"{self.path}: another run of this command writes it; wait for its end, or give another OUTPUT") from None
+        except OSError as error:
+            raise UsageError(f"{self.path}: {error.strerror}") from None
+        return file
+
+    def _read(self, wanted: set[str], data: bytes) -> int:
+        """Takes the answers in `data`; returns the bytes that they fill."""
         whole = 0
-        for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        for text in data.splitlines(keepends=True):
             try:
                 entry = json.loads(text)
-                digest, answer, made_by = entry["digest"], entry["answer"], entry["maker"]
+                digest, answer, maker = entry["digest"], entry["answer"], str(entry["maker"])
             except (ValueError, KeyError, TypeError):
                 break
             if not text.endswith(b"\n"):
                 break
-            if digest not in wanted or made_by != maker:
-                what = "to other requests" if digest not in wanted else "of another model or of other options"
-                raise UsageError(f"{path}: holds answers {what}; remove it to begin anew")
+            if digest not in wanted:
+                raise UsageError(f"{self.path}: holds answers to other requests; remove it to begin anew")
             whole += len(text)
             self.answers[digest] = answer
-        self._file = path.open("ab")
-        self._file.truncate(whole)
+            self._makers.add(maker)
+        return whole
+
+    def begin(self, maker: str) -> None:
+        """Says who makes the answers from now on. Raises UsageError where another made those so far."""
+        if self._makers - {maker}:
+            what = "answers of another model, of other options or of another version"
+            raise UsageError(f"{self.path}: holds {what}; go on with those, or remove it to begin anew")
+        self.maker = maker
 
     def add(self, line: Line, answer: dict[str, Any]) -> None:
-        """Keeps one answer."""
+        """Keeps one answer. Raises ResourceError."""
+        data = json.dumps({"digest": line.digest, "maker": self.maker, "answer": answer}).encode() + b"\n"
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise ResourceError(f"{self.path}: {error.strerror}; the answers so far are kept, and the same command goes on") from None
         self.answers[line.digest] = answer
-        self._file.write(json.dumps({"digest": line.digest, "maker": self.maker, "answer": answer}).encode() + b"\n")
-        self._file.flush()
 
     def finish(self, output: Path, lines: list[Line]) -> None:
-        """Writes every answer to `output`, in order, and removes the journal."""
-        self._file.close()
+        """Writes every answer to `output`, in order, and removes the journal. Raises ResourceError."""
         whole = _whole(output)
-        with whole.open("w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(self.answers[line.digest]) + "\n")
-        os.replace(whole, output)
-        self.path.unlink()
+        try:
+            with whole.open("w", encoding="utf-8") as file:
+                for line in lines:
+                    file.write(json.dumps(self.answers[line.digest]) + "\n")
+            os.replace(whole, output)
+            self.path.unlink()
+        except OSError as error:
+            raise ResourceError(f"{whole}: {error.strerror}; the answers are kept, and the same command writes them") from None
+
+    def close(self) -> None:
+        """Unlocks the file, and removes it if it holds nothing."""
+        if not self.answers:
+            self.path.unlink(missing_ok=True)
+        self._file.close()
 
 
-def _maker(settings: BatchSettings) -> str:
+def _maker(generation: Generation) -> str:
     """A digest of what answers depend on besides their requests."""
-    engine = settings.engine
-    made_by: tuple[object, ...] = (str(settings.model.resolve()), engine.device, engine.dtype, engine.quantization, settings.cache.dtype)
-    made_by += engine.deterministic, engine.max_context
-    return hashlib.sha256(repr(made_by).encode()).hexdigest()
+    ready, files = generation.ready, generation.codec.files
+    made_by = ready.digest, generation.fingerprint, ready.deterministic, ready.max_context, generation.end_token_ids
+    of_chats = files.chat_template, files.special_token("bos_token"), files.special_token("eos_token"), files.sampling_defaults
+    return hashlib.sha256(repr((made_by, of_chats)).encode()).hexdigest()
 
 
-async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any]:
-    """OpenAI's line for one request, whatever came of it."""
-    try:
-        status, body = 200, await routes.response_without_http(line.url, line.body, "onehead batch")
-    except RequestError as error:
-        status, body = error_status(error, Dialect.OPENAI), error_body(error, Dialect.OPENAI)
-    response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
-    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
+async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any] | None:
+    """OpenAI's line for one request, whatever came of it; None where the engine was away for too long, which answers no request."""
+    supervisor = routes.generation.supervisor
+    while True:
+        try:
+            status, body = 200, await routes.response_without_http(line.url, line.body, "onehead batch")
+        except (Overloaded, Unavailable) as error:
+            if supervisor.state not in LIVE or supervisor.recovery_overdue:
+                return None
+            await asyncio.sleep(error.retry_after or 1)
+            continue
+        except RequestError as error:
+            status, body = error_status(error, Dialect.OPENAI), error_body(error, Dialect.OPENAI)
+        response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
+        return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
 
 
 async def batch(settings: BatchSettings) -> int:
     """Answers every line that has no answer yet; the exit status, which is 1 where requests were refused or failed. Raises UsageError for
-    files that cannot be used.
+    files that cannot be used, ResourceError where they cannot be written, and EngineGaveUp where requests have no answer.
     """
-    lines = read_lines(settings.input)
-    journal = Journal(_partial(settings.output), lines, _maker(settings))
-    missing = [line for line in lines if line.digest not in journal.answers]
+    lines, output = read_lines(settings.input), settings.output.resolve()
+    with contextlib.closing(Journal(_partial(output), lines)) as journal:
+        try:
+            await _answer_all(settings, lines, journal)
+        except BaseExceptionGroup as group:  # Of the task group; the first ended the others.
+            raise group.exceptions[0] from None
+        missing = sum(line.digest not in journal.answers for line in lines)
+        if missing:
+            away = f"the engine was away for more than {settings.recovery_timeout:g} s (recovery_timeout)"
+            raise EngineGaveUp(f"{missing} of {len(lines)} requests have no answer: {away}; the same command asks them again")
+        refused = sum(journal.answers[line.digest]["response"]["status_code"] != 200 for line in lines)
+        journal.finish(output, lines)
+    if refused:
+        told = f"{refused} of {len(lines)} requests were refused or failed; {settings.output} says why"
+        print(f"onehead batch: {told}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journal) -> None:
+    """Asks an engine for the answers that the journal lacks, and shows how far it is."""
+    section = ServerSection(
+        max_waiting=MAX_OPEN,
+        max_waiting_tokens=sys.maxsize,
+        max_queue_wait=86400,
+        log_level="warning",
+        recovery_timeout=settings.recovery_timeout,
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    section = ServerSection(max_waiting=MAX_OPEN, max_waiting_tokens=sys.maxsize, max_queue_wait=86400, log_level="warning")
     async with running_engine(settings, section) as engine:
+        journal.begin(_maker(engine.generation))
+        missing = [line for line in lines if line.digest not in journal.answers]
         template = ChatTemplate(engine.generation.codec)
         nowhere = Answers(StreamPublisher(StreamStore(Retention()), keep_alive=0.0))
         name = model_id(settings.model)
@@ -201,8 +282,7 @@ async def batch(settings: BatchSettings) -> int:
             async def one(line: Line) -> None:
                 async with places:
                     result = await answer(routes, line)
-                # Answers of an engine that is gone for good are none: the next run asks again.
-                if engine.supervisor.state in (State.STARTING, State.READY):
+                if result is not None:
                     journal.add(line, result)
                     progress.advance(task)
 
@@ -210,8 +290,3 @@ async def batch(settings: BatchSettings) -> int:
                 for line in missing:
                     group.create_task(one(line))
         engine.generation.raise_if_over()
-    refused = sum(journal.answers[line.digest]["response"]["status_code"] != 200 for line in lines)
-    journal.finish(settings.output, lines)
-    if refused:
-        print(f"onehead batch: {refused} of {len(lines)} requests were refused or failed; {settings.output} says why", file=sys.stderr)
-    return 1 if refused else 0

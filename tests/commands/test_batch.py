@@ -1,16 +1,22 @@
 """`onehead batch`: every line answered once and in order, through a kill too; a file that is none is refused by its line."""
 
+import contextlib
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands import cli
+from commands.batch import Journal, Line, read_lines
+from server.errors import ResourceError, UsageError
 from tests.support.processes import DEADLINE, children, kill, wait_until
 
 
@@ -118,18 +124,142 @@ def test_answers_to_other_requests_are_not_taken_for_these(tiny_folder: Path, tm
     assert "holds answers to other requests" in capsys.readouterr().err
 
 
+@pytest.fixture
+def folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the model that a test may change."""
+    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+
+
+def statuses(journal: Path) -> list[int]:
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    return [json.loads(line)["answer"]["response"]["status_code"] for line in lines]
+
+
 def test_an_engine_that_is_gone_for_good_answers_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=400) for i in range(40)]), tmp_path / "out.jsonl"
-    partial = tmp_path / "out.jsonl.partial"
-    process = subprocess.Popen(command(tiny_folder, source, target, "--engine.max_running", "2"), stderr=subprocess.DEVNULL)
+    options = "--engine.max_running", "2", "--recovery_timeout", "1"
+    process = subprocess.Popen(command(tiny_folder, source, target, *options), stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + DEADLINE
     while process.poll() is None and time.monotonic() < end:
-        for engine in children(process.pid):  # Before it can say a token: three such deaths in a row are enough.
+        for engine in children(process.pid):
             kill(engine)
         time.sleep(0.05)
-    assert process.wait(1) == 70 and not target.exists()
-    kept = [json.loads(line)["answer"] for line in partial.read_text().splitlines()] if partial.exists() else []
-    assert all(answer["response"]["status_code"] == 200 for answer in kept) and len(kept) < 40
+    assert process.wait(1) == 70 and not target.exists() and process.stderr is not None
+    with process.stderr:
+        assert "engines in a row did not get ready; the last one ended with status -9 while it was loaded" in process.stderr.read()
+    assert set(statuses(tmp_path / "out.jsonl.partial")) <= {200}
     subprocess.run(command(tiny_folder, source, target), check=True, timeout=DEADLINE)
-    statuses = {json.loads(line)["response"]["status_code"] for line in target.read_text().splitlines()}
-    assert statuses == {200}
+    assert {json.loads(line)["response"]["status_code"] for line in target.read_text().splitlines()} == {200}
+
+
+def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(60)]), tmp_path / "out.jsonl"
+    partial = tmp_path / "out.jsonl.partial"
+    options = "--engine.max_running", "4", "--recovery_timeout", "1"
+    process = subprocess.Popen(command(tiny_folder, source, target, *options), stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(statuses(partial)) >= 5, "some answers")
+    (engine,) = children(process.pid)
+    kill(engine)
+    (following,) = wait_until(lambda: [pid for pid in children(process.pid) if pid != engine], "the next engine")
+    os.kill(following, signal.SIGSTOP)  # It takes its time to load.
+    assert process.stderr is not None
+    with process.stderr:
+        said = process.stderr.read()
+    assert process.wait(DEADLINE) == 70 and "of 60 requests have no answer: the engine was away for more than 1 s" in said
+    assert 5 <= len(statuses(partial)) < 60 and set(statuses(partial)) == {200} and not target.exists()
+    subprocess.run(command(tiny_folder, source, target), check=True, timeout=DEADLINE)
+    assert len(target.read_text().splitlines()) == 60
+
+
+def test_answers_of_two_models_are_not_mixed(folder: Path, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", [completion(str(i), max_tokens=300) for i in range(60)]), tmp_path / "out.jsonl"
+    partial = tmp_path / "out.jsonl.partial"
+    killed = subprocess.Popen(command(folder, source, target, "--engine.max_running", "4"))
+    wait_until(lambda: len(statuses(partial)) >= 5, "some answers")
+    killed.kill()
+    killed.wait(DEADLINE)
+    weights = folder / "model.safetensors"
+    first, answers = weights.read_bytes(), partial.read_bytes()
+    weights.write_bytes(first[:-1] + bytes([first[-1] ^ 1]))
+    done = subprocess.run(command(folder, source, target), check=False, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and not target.exists()
+    assert f"{partial}: holds answers of another model, of other options or of another version" in done.stderr
+    assert partial.read_bytes() == answers[: answers.rindex(b"\n") + 1]
+    weights.write_bytes(first)
+    moved = folder.rename(tmp_path / "moved")
+    subprocess.run(command(moved, source, target), check=True, timeout=DEADLINE)
+    assert len(target.read_text().splitlines()) == 60
+
+
+def test_a_link_is_written_through(tiny_folder: Path, tmp_path: Path) -> None:
+    source, link, real = write(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "out.jsonl", tmp_path / "elsewhere" / "real.jsonl"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    assert cli.main(arguments(tiny_folder, source, link)) == 0
+    assert link.is_symlink() and json.loads(real.read_text())["custom_id"] == "a" and [*real.parent.iterdir()] == [real]
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def a_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("make", [a_folder, a_loop, a_pipe])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.partial", "out.jsonl.whole"])
+def test_what_cannot_be_written_is_one_line(
+    tmp_path: Path, make: Callable[[Path], None], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [completion("a")])
+    make(tmp_path / name)
+    assert cli.main(arguments(tmp_path / "none", source, tmp_path / "out.jsonl")) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("onehead batch: ") and "out.jsonl" in said and said.count("\n") == 1
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", [completion("a")])
+    assert cli.main(arguments(tmp_path / "none", source, tmp_path / ("x" * 250))) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+def lines_of(tmp_path: Path) -> list[Line]:
+    return read_lines(write(tmp_path / "in.jsonl", [completion("a"), completion("b")]))
+
+
+def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
+    lines, path = lines_of(tmp_path), tmp_path / "out.jsonl.partial"
+    with contextlib.closing(Journal(path, lines)), pytest.raises(UsageError, match="another run of this command writes it"):
+        Journal(path, lines)
+    assert not path.exists(), "it holds nothing"
+    with contextlib.closing(Journal(path, lines)) as journal:
+        journal.begin("x")
+        journal.add(lines[0], {})
+    with contextlib.closing(Journal(path, lines)) as journal:
+        assert journal.answers == {lines[0].digest: {}}
+
+
+def test_a_full_disk_is_told_in_a_line_and_costs_no_answer(tmp_path: Path) -> None:
+    lines, path = lines_of(tmp_path), tmp_path / "out.jsonl.partial"
+    with contextlib.closing(Journal(path, lines)) as journal:
+        journal.begin("x")
+        journal.add(lines[0], {})
+        with journal._file, open("/dev/full", "wb", buffering=0) as full:
+            journal._file = full
+            with pytest.raises(ResourceError, match=r"No space left on device; the answers so far are kept"):
+                journal.add(lines[1], {})
+    path.write_bytes(path.read_bytes() + b'{"digest": "the half of a li')
+    with contextlib.closing(Journal(path, lines)) as journal:
+        journal.begin("x")
+        assert [*journal.answers] == [lines[0].digest]
+        journal.add(lines[1], {})
+        (tmp_path / "out.jsonl.whole").symlink_to("/dev/full")
+        with pytest.raises(ResourceError, match=r"No space left on device; the answers are kept"):
+            journal.finish(tmp_path / "out.jsonl", lines)
+    assert path.exists() and not (tmp_path / "out.jsonl").exists()
