@@ -3,9 +3,9 @@
     python -m bench.against_transformers --make 164m /tmp/bigcode-164m
     python -m bench.against_transformers --model /tmp/bigcode-164m --output docs/bench/DATE-against-transformers.json
 
-Both sides are processes of their own that wait while the other computes, and they swap places from repetition to repetition, so the
-machine's moods reach both. onehead is measured over HTTP, with everything that belongs to it; transformers in its process, as one
-static left-padded batch. Prints a Markdown table of medians (min - max), and in how many of the requests both gave the same tokens.
+Both sides are processes of their own that wait while the other computes, and they swap places from repetition to repetition, so that a
+drift of the machine's speed affects both. onehead is measured over HTTP, with everything that belongs to it; transformers in its process,
+as one static left-padded batch. Prints a Markdown table of medians (min - max), and in how many of the requests both gave the same tokens.
 Arguments after `--` go to `onehead serve`.
 """
 
@@ -117,7 +117,7 @@ class TransformersPeer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit("the transformers process has ended; its last words are above")
+            raise SystemExit("the transformers process has ended; see its error output above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -134,7 +134,7 @@ class TransformersPeer:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What either process is told besides its arguments."""
+    """Environment variables of both processes."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",

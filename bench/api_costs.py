@@ -96,7 +96,9 @@ def puppet(pipe: Connection, pace: float) -> None:
 
 
 def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int) -> dict[str, float]:
-    """All streams at once. Processor seconds of process `pid`, wall seconds and writes, each for a token. Raises ValueError for a loss."""
+    """All streams at once. Microseconds of the processor in process `pid`, wall microseconds, and the pieces in which the client received
+    them, all per token. Raises ValueError if a stream lacks events.
+    """
     path, body = DIALECTS[dialect]
     request = http_request("POST", path, body(num_tokens))
     waiting = selectors.DefaultSelector()

@@ -5,9 +5,9 @@
 
 The model scores every document by itself, from an end-of-text token on, as it was trained; longer documents than its context in
 windows that overlap by half, each token once. It does so in each form: what weights and activations are held in (float32, bfloat16, int8
-or fp8 weights beside float32), and with +kv8 keys and values as a cache in float8 gives them back. xz sees the held-out bytes alone. The
-5-gram is counted on the training split, as the model was trained on it, and each document starts from four zero bytes; of its smoothings
-the one that does best here is kept, which favours it. Prints a Markdown table.
+or fp8 weights beside float32); with +kv8, keys and values are rounded to float8 first, as a float8 cache returns them. xz sees the held-out
+bytes alone. The 5-gram is counted on the training split, as the model was trained on it, and each document starts from four zero bytes; of
+its smoothings the one that does best here is kept, which favours it. Prints a Markdown table.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Conversations of several turns, each prompt all that was said before and something new, and what a perfect cache would know of them.
+"""Conversations of several turns: each prompt is the whole history and new words. Also counts the tokens that an unlimited prefix cache
+would hit.
 
 Token ids, no text: a conversation begins with one of a few system prompts that many share, and goes on with random words of a user and
 whatever the server replies. It knows nothing of how prompts are sent.
@@ -48,7 +49,7 @@ def make_conversations(count: int, vocab_size: int, reply_tokens: int, longest: 
 
 
 class PerfectCache:
-    """Every prefix of everything that was ever computed, by token."""
+    """Knows every prefix of all prompts so far, token by token."""
 
     def __init__(self) -> None:
         self._known: set[int] = set()
@@ -78,9 +79,11 @@ class Ideal:
     prompts: int = 0
     queried: int = 0
     known: int = 0
-    """However they lie on pages, all but the last token of a prompt: behind that one the next is drawn."""
+    """Tokens known from earlier prompts, regardless of page borders. A prompt's last token never counts: it must be computed to draw the
+    next one.
+    """
     known_pages: int = 0
-    """Those among them on whole pages."""
+    """Those of them that are on whole pages."""
 
     def ask(self, prompt: Sequence[int]) -> None:
         """A prompt that is sent now: what is in earlier ones need not be computed again, if one waits for it."""

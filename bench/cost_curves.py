@@ -143,7 +143,8 @@ def checks_of(curves: dict[str, list[dict[str, Any]]]) -> list[Check]:
         first, last = curves[axis][0], curves[axis][-1]
         holds = last["step"] <= WAITING_MAY_COST * first["step"] + NOISE
         found = f"{first['step']:.0f} us with {first['waiting']}, {last['step']:.0f} us with {last['waiting']:,}"
-        checks.append(Check(f"{axis}: requests in the queue cost a step nothing", holds, found))
+        words = f"{axis}: requests in the queue cost a step at most {WAITING_MAY_COST - 1:.0%} and {NOISE:g} us"
+        checks.append(Check(words, holds, found))
     steps = {point["running"]: point["step"] for point in curves["running"]}
     few, many = ((steps[n] - steps[n // 2]) / (n - n // 2) for n in (RUNNING, max(steps)))
     found = f"one more costs {few:.1f} us up to {RUNNING} and {many:.1f} us up to {max(steps)}"
@@ -220,7 +221,7 @@ def arguments() -> argparse.Namespace:
     if unknown := set(options.curves) - set(CURVES):
         parser.error(f"--curves: there are {', '.join(CURVES)}; got {', '.join(sorted(unknown))}")
     if options.output_tokens < 2:
-        parser.error("--output_tokens: between tokens there is nothing where there is one")
+        parser.error("--output_tokens must be at least 2: one token has no inter-token latency")
     if not options.output.is_dir():
         parser.error(f"--output: {options.output} is no folder")
     return options

@@ -1,7 +1,7 @@
 """What a step costs the host, without a model: the real scheduler, `build_batch` and the backend's `plan`, and tokens that are invented.
 
 It makes schedulers in the states that bench/cost_curves.py asks about and times the four parts of their steps. Invariant: every step that
-is timed gives each running sequence exactly one token, and lets nobody in or out. It knows no weights and computes no logits.
+is timed gives each running sequence exactly one token; none is admitted, ends or is preempted. It knows no weights and computes no logits.
 """
 
 import random
@@ -28,10 +28,10 @@ CONTEXT = 256
 """Tokens that a sequence has computed where nothing else is said."""
 RUNNING = 64
 STEP_TOKENS = 65536
-"""So many that a state is reached in few steps; steps of generation use a token of it for each sequence."""
+"""Large, so that all prompts are computed in few steps. A timed step uses one token for each sequence."""
 MAX_CONTEXT = 2**20
 HUGE = 4000
-"""Pages that the first in the queue wants where it waits for pages."""
+"""Pages that the prompt of the first waiting sequence needs if `for_pages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class State:
     context: int = CONTEXT
     waiting: int = 0
     for_pages: bool = False
-    """Whether those who wait lack pages; else a place among the running."""
+    """True: waiting sequences lack pages. False: as many sequences run as may."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Timings:
 
 
 def measure(state: State, steps: int) -> Timings:
-    """So many steps of a scheduler in this state, behind a few that are not counted."""
+    """So many steps of a scheduler in this state, after a few that are not counted."""
     scheduler, backend = _scheduler(state, steps), _backend()
     rng = random.Random(0)
     timings = Timings({part: [] for part in PARTS}, [])
@@ -101,7 +101,7 @@ def _warmup(steps: int) -> int:
 
 
 def _scheduler(state: State, steps: int) -> Scheduler:
-    """With room for all who are to run, and none for who is to wait."""
+    """A scheduler in which the running sequences fit and the waiting ones do not."""
     layout = CacheLayout.of(1, (), PAGE_SIZE)
     growth = steps + _warmup(steps) + PAGE_SIZE
     needed = state.running * (layout.most_pages(state.context + PAGE_SIZE + growth) + 1)

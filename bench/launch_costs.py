@@ -1,8 +1,9 @@
-"""What a launched step costs the host, without a device: scheduler, captured steps' lists, launches, and what is told of it.
+"""What a launched step costs the host, without a device: scheduler, captured steps' lists, launches, and sending events.
 
-The real engine core, scheduler, runner, lists and worker, over a stream whose device has done everything at once and a decoder that
-computes nothing. torch's operations around a captured step (copies, the draw) run on a few numbers of a CPU, which takes about as long
-as launching them does. Takes Triton, which it never asks to compile. Sequences give steps of a token each, begun behind the one before.
+The real engine core, scheduler, runner, lists and worker, over a fake stream, which does work at once and skips captured work, and a
+decoder that computes nothing. torch's operations around a captured step (copies, the draw) run on a few numbers of a CPU, which takes about
+as long as launching them does. Needs Triton installed, but compiles nothing. Each step computes one token of each sequence, and is launched
+before the previous one is committed.
 """
 
 import argparse
@@ -58,7 +59,7 @@ class Nothing:
 
 
 class Done:
-    """A stream and its events, where everything is done; what is captured is not done again. A pipe that takes everything, too."""
+    """A fake stream, event and pipe: work runs at once, waits return at once, a captured graph does nothing, sent bytes are dropped."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
         work()

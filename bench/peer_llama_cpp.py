@@ -1,7 +1,8 @@
-"""llama.cpp (llama-cpp-python) on the peers' workload, in its own process: continuous batches through its low-level interface, greedy.
+"""llama.cpp (llama-cpp-python) on a given workload, in its own process: continuous batches through its low-level interface, greedy.
 
-Run in an environment with llama-cpp-python and numpy, the peers' scripts on PYTHONPATH:
-    PYTHONPATH=PEERS python bench/peer_llama_cpp.py --gguf model-q8_0.gguf --cases c1,c8,c32
+Run in an environment with llama-cpp-python, numpy and a module `workload`, which is not part of this repository: it has THREADS,
+arguments(gguf, name), Trace(case) and measure(name, run, options, info, vocab), which were the same for all servers compared.
+    PYTHONPATH=FOLDER python bench/peer_llama_cpp.py --gguf model-q8_0.gguf --cases c1,c8,c32
 """
 
 import ctypes

@@ -150,7 +150,7 @@ def trace_checks(found: Found) -> list[Check]:
 
 
 class Meter:
-    """Seconds in functions that it wraps, by name; in those that others of them call, they are the others'."""
+    """Seconds in each wrapped function, by name. A wrapped function that another one calls counts towards that one."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -125,7 +125,7 @@ def _plan(argv: list[str]) -> int:
 
 
 def _tool(name: str, work: Callable[[], None]) -> int:
-    """Runs one of the commands whose errors are not of our tree; its exit status."""
+    """Runs a command that raises the model's OptionError and CheckpointError, not OneheadErrors; returns its exit status."""
     from model.spec import CheckpointError, OptionError
 
     try:
@@ -172,7 +172,7 @@ def usage() -> str:
 
 
 def _without_command(argv: list[str]) -> int:
-    """Answers what asks for no command, or for one that there is not; the exit status."""
+    """Handles --help, --version, no command and unknown commands; returns the exit status."""
     first = argv[0] if argv else ""
     if first in ("", "-h", "--help", "help"):
         print(usage(), file=sys.stdout if first else sys.stderr)
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough. Python would complain once more when it flushes at exit.
+        # The program that read our output has closed it. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 

@@ -39,11 +39,14 @@ class Document:
 
 
 def read_documents(folder: Path | None) -> list[Document]:
-    """Every UTF-8 *.py file below `folder` (the standard library where None), sorted by module name.
+    """Every UTF-8 *.py file below `folder` (the standard library where None), sorted by module name. Raises OptionError where there is no
+    such folder.
 
     Left out: installed packages, and files that the interpreter's own build wrote (they hold the paths of a machine).
     """
     root = folder or Path(sysconfig.get_paths()["stdlib"])
+    if not root.is_dir():
+        raise OptionError(f"data {root}: no such folder")
     documents = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -103,7 +106,7 @@ def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a checkpoint folder, whose texts arrive whole. Raises CheckpointError."""
+    """The tokenizer of a checkpoint folder, with truncation and padding switched off. Raises CheckpointError."""
     path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -1,7 +1,7 @@
 """The held-out loss of a causal model, one sequence at a time, and attention without a cache, which training shares.
 
-A loss belongs to the sequences it was measured on; two are compared where those are the same. Knows nothing of optimizers, and of a
-model it has not built itself only that ids go in and logits come out.
+Two losses can be compared only if they were measured on the same sequences. Knows nothing of optimizers; a model is any function from token
+ids to logits.
 
 Shape letters: B sequences, U = T + 1 tokens of a row, N = B * T tokens, H query heads, h heads of K and V as given, k and v columns of a
 key and a value, V vocabulary.
@@ -23,7 +23,7 @@ from model.spec import ModelSpec, OptionError
 
 NUM_SEQUENCES = 32
 LONGEST = 512
-"""Tokens of a sequence by which checkpoints are compared, unless theirs end before."""
+"""Tokens of each sequence by which checkpoints are compared, or a checkpoint's max_positions if that is less."""
 
 Logits = Callable[[Tensor], Tensor]
 """The ids of one sequence, from position 0 -> logits_TV."""
@@ -65,12 +65,12 @@ def held_out_rows(documents: list[corpus.Document], tokenizer: Tokenizer, end_id
 
 
 def comparison_rows(documents: list[corpus.Document], tokenizer: Tokenizer, spec: ModelSpec) -> np.ndarray:
-    """Those by which checkpoints of this spec's tokens and positions are compared."""
+    """The held-out rows by which checkpoints of this spec's tokens and positions are compared."""
     return held_out_rows(documents, tokenizer, spec.end_token_ids, min(LONGEST, spec.max_positions))
 
 
 def decoder_logits(decoder: Decoder) -> Logits:
-    """Those of one of our decoders."""
+    """The Logits function of a Decoder."""
 
     def logits_of(ids_T: Tensor) -> Tensor:
         positions_T = torch.arange(len(ids_T), device=ids_T.device)

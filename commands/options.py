@@ -69,7 +69,9 @@ class TrainOptions(ToolOptions):
     steps: Positive = Field(4000, description="optimizer steps")
     batch_tokens: Positive = Field(8192, description="tokens of one step")
     sequence: Positive = Field(1024, description="training context, up to the last long_share of the steps")
-    long_share: float = Field(0.1, ge=0, le=1, description="share of the steps at max_positions; with --init, at most four times sequence")
+    long_share: float = Field(
+        0.1, ge=0, le=1, description="share of the steps trained at max_positions tokens; with --init at 4 x sequence if that is less"
+    )
     fim_rate: float | None = Field(
         None,
         ge=0,
@@ -88,14 +90,14 @@ class TrainOptions(ToolOptions):
     @field_validator("learning_rate")
     @classmethod
     def _rate_that_is_used(cls, value: float, info: ValidationInfo) -> float:
-        """That rate, not the 0 that asks for it, is what a run's saved state belongs to."""
+        """Replaces 0 by the default rate here, because a run's saved state is checked against these options."""
         return value or (FROM_SCRATCH if info.data.get("init") is None else GOING_ON)
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         for name in OF_A_NEW_MODEL if self.init is not None else ():
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                raise OptionError(f"{name} {value} is of a new model; --init {self.init} has its own, so leave {name} out")
+                raise OptionError(f"{name} {value} applies to a new model only; with --init {self.init} it comes from the checkpoint")
         if self.init is None and self.sequence > self.max_positions:
             raise OptionError(f"sequence {self.sequence} is longer than max_positions {self.max_positions}")
         return self
@@ -108,14 +110,14 @@ class ConvertOptions(ToolOptions):
     output: Path = Field(description="new folder of the converted checkpoint")
     evaluate: bool = Field(True, description="measure the held-out loss before and after pooling")
     data: Path | None = Field(
-        None, description="folder whose held-out *.py files that is measured on; default: this Python's standard library"
+        None, description="folder of *.py files, of which the held-out ones measure the loss; default: this Python's standard library"
     )
     threads: Natural = Field(0, le=1024, description="CPU threads; 0 leaves torch's own choice")
 
     @model_validator(mode="after")
     def _data_is_used(self) -> Self:
         if self.data is not None and not self.evaluate:
-            raise OptionError(f"data {self.data} is what losses are measured on; leave it out with --no-evaluate")
+            raise OptionError(f"data {self.data} has no effect with --no-evaluate; leave one of them out")
         return self
 
 
@@ -161,7 +163,7 @@ class PlanOptions(ToolOptions):
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
         if self.data is not None and self.quantization == "none":
-            raise OptionError(f"data {self.data} is what 8 bits are tried on; expected quantization int8 or fp8 with it")
+            raise OptionError(f"data {self.data} has no effect without 8 bits; expected quantization int8 or fp8 with it")
         if self.picture is not None and (self.picture.suffix not in (".svg", ".png") or not self.picture.parent.is_dir()):
             raise OptionError(f"picture {self.picture} must be a .svg or .png in a folder that exists")
         return self

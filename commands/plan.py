@@ -48,7 +48,7 @@ class Plan:
     weight_bytes_as_is: dict[str, int]
     """The same with the key/value heads that the checkpoint has."""
     kv_bytes_per_token: dict[str, dict[str, int]]
-    """dtype -> multi_query, and multi_head: with the key/value heads that the checkpoint has, or for one head, with one for each query."""
+    """dtype -> bytes as multi_query, and as multi_head: with the checkpoint's key/value heads or, if it has one, one per query head."""
     device: str
     device_reason: str
     memory: int
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def compared_heads(self) -> int:
-        """Key/value heads that one is compared with."""
+        """The number of key/value heads that the plan for one head is compared with."""
         return self.heads if self.heads > 1 else self.spec.num_query_heads
 
     @property
@@ -130,7 +130,7 @@ def read_heads(folder: Path) -> tuple[ModelSpec, int]:
 
 
 def _multi_head(spec: ModelSpec, heads: int, itemsize: int) -> int:
-    """Bytes of K and V of a token with the key/value heads that one is compared with."""
+    """Bytes of K and V of a token with `Plan.compared_heads` key/value heads."""
     return heads * spec.kv_bytes_per_token(itemsize) if heads > 1 else spec.multi_head_bytes_per_token(itemsize)
 
 

@@ -3,8 +3,9 @@
     python scripts/embedded_corpus.py FOLDER [--packages FILE] [--most-bytes 4600000]
 
 Downloads the packages that FILE names, one a line (bench/gpu/corpus_packages.txt), from the package index with pip, and keeps those whose
-metadata names a permissive licence. Of each at most --most-bytes are kept, the files chosen by a hash of their names, so that the choice
-does not depend on the machine. Files that occur twice, that hold data rather than code, or that are mostly not ASCII are left out.
+metadata names a permissive licence. Of each at most --most-bytes are kept, counted in characters (nearly all are ASCII); the files are
+chosen by a hash of their names, so that the choice does not depend on the machine. Files that occur twice, that hold data rather than code,
+or that are mostly not ASCII are left out.
 """
 
 import argparse

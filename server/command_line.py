@@ -79,10 +79,17 @@ def _option(argument: str, names: dict[str, str], prog: str) -> str:
         return argument
     if key in names:
         return names[key] + equals + value
-    near = {known.rpartition(".")[2]: flag for known, flag in names.items()} | names
-    close = get_close_matches(key, near, 1)
-    print(f"{prog}: no such option {name}; {f'did you mean {near[close[0]]}?' if close else '--help lists all'}", file=sys.stderr)
+    print(f"{prog}: no such option {name}{nearest(key, names) or '; --help lists all'}", file=sys.stderr)
     raise SystemExit(EXIT_USAGE)
+
+
+def nearest(key: str, known: dict[str, str]) -> str:
+    """Words that suggest the known name nearest to `key`, by its whole or its last part; empty if none is near. `known`: name -> how it is
+    written.
+    """
+    near = {name.rpartition(".")[2]: written for name, written in known.items()} | known
+    close = get_close_matches(key, near, 1)
+    return f"; did you mean {near[close[0]]}?" if close else ""
 
 
 def _as_written(kwargs: dict[str, Any]) -> dict[str, Any]:

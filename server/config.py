@@ -7,7 +7,7 @@ an option is an error that names it, wherever it stands. Each component is hande
 import os
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -24,7 +24,7 @@ from pydantic_settings import (
 )
 from typing_extensions import TypeAliasType
 
-from server.command_line import command_line
+from server.command_line import command_line, nearest
 from server.errors import ConfigurationError
 
 PREFIX = "ONEHEAD_"
@@ -272,20 +272,22 @@ def load(cls: type[AnySettings], argv: list[str], prog: str) -> AnySettings:
     try:
         return Loaded()
     except ValidationError as error:
-        raise ConfigurationError(describe(error)) from error
+        raise ConfigurationError(describe(error, {name: name for name in (*cls.model_fields, *_names(cls))}, toml)) from error
     except (SettingsError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{toml}: {error}" if isinstance(error, ValueError) else str(error)) from None
 
 
-def describe(error: ValidationError) -> str:
-    """What is wrong, option by option, in words that begin with the option."""
-    return "; ".join(_describe(detail) for detail in error.errors())
+def describe(error: ValidationError, known: dict[str, str], file: Path | None = None) -> str:
+    """What is wrong, option by option, in words that begin with the option; for one that does not exist, with its file and the nearest of
+    the `known` names.
+    """
+    return "; ".join(_describe(detail, known, f"{file}: " if file else "") for detail in error.errors())
 
 
-def _describe(detail: Any) -> str:
+def _describe(detail: Any, known: dict[str, str], place: str) -> str:
     key = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return f"{key}: no such option"
+    if detail["type"] == "extra_forbidden":  # Only a file can hold one: other sources have been checked.
+        return f"{place}{key}: no such option{nearest(key, known)}"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message
 
@@ -303,10 +305,8 @@ def _variables(cls: type[BaseSettings]) -> dict[str, str]:
     """The environment variables that set options; those of a Kubernetes Service are left out. Raises ConfigurationError for a misspelt
     one, which the library would ignore.
     """
-    known: set[str] = set()
-    for name, field in ServeSettings.model_fields.items() | cls.model_fields.items():
-        options: Iterable[str] = getattr(field.annotation, "model_fields", ())
-        known.update({f"{PREFIX}{name}__{option}".upper() for option in options} or {f"{PREFIX}{name}".upper()})
+    names = [f"{PREFIX}{name.replace('.', '__')}".upper() for name in (*_names(ServeSettings), *_names(cls))]
+    known = dict(zip(names, names, strict=True))
     given = {
         key: value
         for key, value in os.environ.items()
@@ -314,8 +314,15 @@ def _variables(cls: type[BaseSettings]) -> dict[str, str]:
     }
     unknown = sorted(key for key in given if key.upper() not in known)
     if unknown:
-        raise ConfigurationError(f"environment variable {unknown[0]}: no such option")
+        raise ConfigurationError(f"environment variable {unknown[0]}: no such option{nearest(unknown[0].upper(), known)}")
     return given
+
+
+def _names(cls: type[BaseSettings]) -> Iterator[str]:
+    """The names of all options, as they follow `--`."""
+    for name, field in cls.model_fields.items():
+        options: Iterable[str] = getattr(field.annotation, "model_fields", ())
+        yield from [f"{name}.{option}" for option in options] or [name]
 
 
 def cache_folder() -> Path:

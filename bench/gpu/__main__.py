@@ -132,7 +132,7 @@ def told(options: argparse.Namespace, found: Found) -> Found:
 
 
 def write(options: argparse.Namespace, found: Found) -> None:
-    """What there is so far, for who is killed."""
+    """Writes the results so far, so that they are kept if this process is killed."""
     write_json(options.output / "gpu.json", circumstances(machine(found)) | told(options, found))
     if find_spec("matplotlib") is not None:
         with spared("the picture"):
@@ -141,7 +141,7 @@ def write(options: argparse.Namespace, found: Found) -> None:
 
 @contextmanager
 def spared(what: str) -> Iterator[None]:
-    """What shows the figures may fail and cost none of them."""
+    """A failure while tables or pictures are drawn is printed, and loses no result."""
     try:
         yield
     except Exception as error:

@@ -31,7 +31,7 @@ SMALL_HEADS, SMALL_CASES, SMALL_PEER_CASES = ((4, 32), (3, 16)), ((1, 64), (3, 1
 LEAST_SECONDS = 60.0
 """Of a peer that may have to be compiled: FlashInfer's compiler takes as long for one kernel."""
 COLD_BYTES, MOST_LAYERS = 2 * 10**9, 24
-"""A call is repeated over so many layers that together they read about the first, up to the second."""
+"""Each call is timed over enough layers to read about COLD_BYTES, at most MOST_LAYERS."""
 
 
 def backend_name(pool: KVPool, heads: int) -> str:

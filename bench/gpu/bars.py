@@ -1,7 +1,7 @@
-"""What was asked of the figures, and whether it holds. Floors and shares are taken here, from the ceilings of the same run.
+"""The bars (required values) of the figures, and whether they hold. Floors and shares are computed here, from the ceilings of the same run.
 
-Invariant: a bar whose figures are missing is missed, and says so; figures that cannot be judged cost no other bar. On a CPU, and of the
-small form, speeds are nothing to be judged: there numbers alone have bars, and that every part ran.
+Invariant: a bar whose figures are missing is missed, and says so; figures that cannot be judged cost no other bar. On a CPU or with --small
+only the numerics have bars, and that every part ran; speeds are not judged.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def at(found: Found, path: str) -> Any:
 
 
 def ceilings(found: Found) -> Ceilings | None:
-    """Of a floor that nobody can beat: the faster of copying and reading."""
+    """The ceilings for a floor that cannot be beaten: the faster of copying and reading."""
     copy, read, matmul = (at(found, f"ceilings/{name}") for name in ("copy", "read", "matmul"))
     if not (isinstance(copy, float) and isinstance(matmul, float)):
         return None
@@ -148,7 +148,7 @@ def host(found: Found) -> list[Check]:
     words = MISSING if overlapped is None else f"{overlapped:.0%} of steps"
     busy, step = at(found, "serve/gpu/seconds"), at(found, "serve/host/step")
     words += f"; the GPU at work {busy * 1e3:.2f} of {step * 1e3:.2f} ms" if busy and step else ""
-    what = f"the host is overlapped: {OVERLAPPED_SHARE:.0%} of steps launched before the GPU is done with the one before"
+    what = f"the host is overlapped: {OVERLAPPED_SHARE:.0%} of steps launched before the GPU is done with the previous one"
     return [short, Check(what, overlapped is not None and overlapped >= OVERLAPPED_SHARE, words)]
 
 
@@ -172,14 +172,14 @@ def numbers(found: Found) -> list[Check]:
     for heads, rows in (at(found, "numerics/kernel") or {"every model": {}}).items():
         words = f"{rows['differ']} of {rows['rows']} rows differ" if "differ" in rows else MISSING
         checks.append(Check(f"kernel of {heads}: the same bits alone and in company", rows.get("differ") == 0, words))
-    if engine.get("deterministic", True):  # What failed has said nothing of what it would have been.
+    if engine.get("deterministic", True):  # Unknown if the part failed, so that the bar counts as missed.
         words = engine["first_difference"] or f"{engine['requests']} requests" if "differ" in engine else MISSING
         checks.append(Check("engine.deterministic: the same bits alone and in company", engine.get("differ") == 0, words))
     return checks
 
 
 def greedy(found: Found) -> Check:
-    """Another token holds where two logits lie so near to each other that their distances from the reference's explain it."""
+    """A different token passes if the gap between the two logits is within twice the measured error of logits."""
     figures: Found = at(found, "numerics/greedy") or {}
     distance = at(found, "numerics/logits/float32")
     different, gap = figures.get("first_difference"), figures.get("gap")
@@ -205,7 +205,7 @@ def judge(judges: Callable[[Found], list[Check]], found: Found) -> list[Check]:
 
 
 def bars(found: Found, parts: list[str], judged: bool) -> list[Check]:
-    """All of the parts that were to run; where speeds are not judged, of the numbers."""
+    """The checks of the parts that were to run; only those of the numerics where speeds are not judged."""
     failed, missing = (list(notes(found, kind)) for kind in ("failed", "missing"))
     words = "; ".join(failed) or ", ".join(parts) + (f"; without {missing[0]}" if missing else "")
     chosen = [judges for part, judges in BARS.items() if part in parts and (judged or judges is numbers)]

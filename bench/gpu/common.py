@@ -103,7 +103,7 @@ class Part:
 
 
 def write_json(path: Path, found: Found) -> None:
-    """Who is killed within leaves the file as it was."""
+    """Writes the file atomically: a process killed meanwhile leaves the old one."""
     unfinished = path.with_name(f"{path.name}.new")
     unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     os.replace(unfinished, path)

@@ -44,7 +44,9 @@ class Shape:
 
 
 def step_seconds(shape: Shape, batch: int, context: int, ceilings: Ceilings) -> float:
-    """A step of one token for each of `batch` sequences of `context`: products, then attention, each as slow as its slower part."""
+    """A step of one token for each of `batch` sequences of `context`: products, then attention, each bound by memory or by arithmetic,
+    whichever takes longer.
+    """
     keys = batch * context
     products = max(shape.weight_bytes / ceilings.bandwidth, 2 * shape.streamed * batch / ceilings.flops)
     return products + max(keys * shape.key_bytes / ceilings.bandwidth, keys * shape.key_flops / ceilings.flops)

@@ -1,4 +1,5 @@
-"""The numbers, on the embedded model and one kernel: beside the CPU's reference, and alone beside in company.
+"""Numerical checks on the embedded model and one kernel: logits and greedy tokens against the CPU's reference, and each request alone
+against the same request in a batch.
 
 The reference is the decoder over the backend `reference` in float32 on the CPU, the whole text at once: nothing is kept between tokens.
 

@@ -1,7 +1,7 @@
 """transformers on the same workload and the same weights: generate with a static cache, compiled; and its continuous batching.
 
 Generate takes all requests as one left-padded batch and runs to the longest output, of which only tokens that were asked for count.
-Who is not done in its time is cut, and told as the tokens that there were by then, with where that was.
+A run that exceeds its time is stopped; the tokens generated until then are reported, with the step that was reached.
 """
 
 import gc
@@ -36,7 +36,7 @@ def load(part: Part) -> Any:
 
 @torch.inference_mode()
 def static(part: Part, model: Any) -> None:
-    """The whole workload as one batch, behind a warm-up of a few tokens over a cache of the same size."""
+    """The whole workload as one batch, after a warm-up of a few tokens over a cache of the same size."""
     workload, device = part.workload, part.device
     longest, count = max(map(len, workload.prompts)), max(workload.outputs)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in workload.prompts], device=device)

@@ -1,9 +1,9 @@
 """The workload of nano-vllm's bench, whole: on an engine in this process, and over HTTP from a real server with real clients.
 
-Everything is done twice and told of both: the first time compiles. Of the engine's steps with all sequences in them it is measured how
-long the host works (all but waiting for the device), whether the device still had work when the next step was launched, and at the very
-end, as a profiler slows down what it looks at, how long the GPU works. Clients are processes of their own, so that reading events is not
-what is measured. torch is imported within: clients do without.
+Each run is done twice and both are reported: the first includes compilation. For steps with all sequences it measures the host's work (all
+but waiting for the device) and whether the device still had work when the next step was launched; and at the very end, because a profiler
+slows down what it measures, the GPU's work. Clients are processes of their own, so that reading events is not measured. torch is imported
+in functions, so that client processes do not load it.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def told(outcomes: list[Outcome], workload: Workload) -> Found:
 
 
 def on_engine(part: Part) -> "Worker":
-    """An engine that has all sequences in its steps at the end, as whoever serves has it, but that nobody hears."""
+    """Runs the workload twice, then fills the engine with all sequences. Returns it in a Worker whose output goes to /dev/null."""
     from server.engine.worker import Worker
 
     core, ready = engine(part, part.checkpoint, *options(part))
@@ -120,7 +120,7 @@ def fill(part: Part, core: "EngineCore") -> None:
 
 
 def step(worker: "Worker") -> None:
-    """As Worker.serve has it."""
+    """One step as Worker.serve runs it."""
     worker._send_events(worker.core.step(worker._send_started), 0.0)
 
 
@@ -153,8 +153,8 @@ def overlapping(launch: "Callable[[StepPlan], PendingStep]", pending: list[bool]
 
 
 def steady(part: Part, worker: "Worker") -> Found:
-    """Medians of steps that give each of all sequences one token: the host's work, and all. Of a step that is launched it is all but
-    waiting; else scheduler, the kernels' lists and telling.
+    """Medians of steps that give every sequence one token: of the host's work and of the whole step. With an asynchronous runner the host's
+    work is the step less the waits for the device; else the sum of the scheduler's plan and commit, the backend's plan, and sending events.
     """
     core, runner, seconds, pending = worker.core, cast(Any, worker.core.runner), list[float](), list[bool]()
     launches, host, whole = runner._stream is not None, [], []
@@ -215,7 +215,7 @@ def over_http(part: Part) -> None:
 
     workload, count = part.workload, len(part.workload.prompts)
     clients = max(1, min(MOST_CLIENTS, (os.cpu_count() or 1) // 2, count))
-    at_once = "--server.lb_grace", "0"  # Nobody asks late.
+    at_once = "--server.lb_grace", "0"  # No late requests come.
     server = asyncio.run(Server.start(part.scratch / "server.log", *where(part, part.checkpoint), *options(part), *at_once))
     try:
         with ProcessPoolExecutor(clients, mp_context=get_context("spawn")) as pool:

@@ -64,7 +64,7 @@ def waiting(runner: Any, plan: StepPlan) -> str | None:
         return f"{error}"[:200]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # Whoever draws takes an error for its row's own.
+    # begin_draw turns a synchronisation error into the SampleError of a row, so the results are searched for one too.
     return next((drawn.reason for drawn in flight.result().drawn if isinstance(drawn, SampleError)), None)
 
 

@@ -1,9 +1,9 @@
 """`onehead bench`: puts load on a running server over HTTP and reports rates and latencies.
 
 Closed loop: N clients, each sending its next request when its last has ended. Open loop: arrival times drawn from the seed before the
-run. Invariant: a latency counts from when its request was meant to be sent, so a server, or a client, that stalls is charged for all
-the requests it held up; and a request that failed or came out short is counted, never averaged in. It knows TGI's dialect on the
-wire and nothing of how the server works: no tokenizer, no model, no metrics of the server's own.
+run. Invariant: a latency counts from when its request was meant to be sent, so it includes stalls of the server and of the client (no
+coordinated omission); and a request that failed or came out short is counted, never averaged in. It knows TGI's dialect on the wire and
+nothing of how the server works: no tokenizer, no model, no metrics of the server's own.
 """
 
 import asyncio
@@ -70,22 +70,30 @@ class Cases(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
     concurrency: Annotated[list[Annotated[int, Field(ge=1, le=65536)]], NoDecode, BeforeValidator(_split)] = Field(
-        [1, 8, 32], description="closed loop: one run for each of these numbers of clients, as 1,8,32"
+        [1, 8, 32], description="closed loop: one run for each of these numbers of clients, of the default for those with enough requests"
     )
     requests: int = Field(64, ge=1, le=10**6, description="requests of a run")
     warmup: int = Field(1, ge=0, le=10**4, description="requests sent one by one before the first run, not counted")
     prompt_tokens: int = Field(128, ge=1, le=2**20, description="tokens of a prompt, exactly")
     output_tokens: int = Field(128, ge=1, le=2**20, description="tokens generated for a request, exactly")
-    seed: int = Field(0, ge=0, description="of prompts and arrivals; under the same one, a server that keeps prefixes knows them already")
+    seed: int = Field(
+        0, ge=0, description="of prompts and arrivals; change it between runs, else the server's prefix cache has the prompts"
+    )
     output: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(None, description="JSON file to write the result to")
     compare: Path | None = Field(None, description="JSON file of an earlier result of the same cases, to print beside this one")
     config: Path | None = Field(None, description="TOML file of these options")
 
     @model_validator(mode="after")
     def _clients_have_requests(self) -> "Cases":
-        if max(self.concurrency, default=0) > self.requests:
-            raise ValueError(f"requests {self.requests} must be at least concurrency {max(self.concurrency)}")
+        if max(self.clients, default=0) > self.requests:
+            raise ValueError(f"requests {self.requests} must be at least concurrency {max(self.clients)}")
         return self
+
+    @property
+    def clients(self) -> list[int]:
+        """The closed loops to run: those that were given, else the default ones for which there are enough requests."""
+        given = "concurrency" in self.model_fields_set
+        return [clients for clients in self.concurrency if given or clients <= self.requests]
 
 
 class BenchSettings(Cases):
@@ -228,7 +236,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def spread(values: list[float]) -> dict[str, float] | None:
-    """Mean, percentiles and largest of some seconds; None of none."""
+    """Mean, percentiles and largest of a list of seconds; None if it is empty."""
     if not values:
         return None
     values = sorted(values)
@@ -291,7 +299,7 @@ def circumstances(info: dict[str, Any]) -> dict[str, Any]:
 
 def _loads(settings: BenchSettings) -> list[Load]:
     """The runs, in their order."""
-    closed = [Load.closed(clients) for clients in settings.concurrency]
+    closed = [Load.closed(clients) for clients in settings.clients]
     rng = random.Random(f"{settings.seed} arrivals")
     return closed + [Load.open(rate, settings.requests, rng) for rate in settings.rate]
 

@@ -31,7 +31,7 @@ FIGURES: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("model's part of a step p50, ms", ("step", "compute", "p50"), 1e3),
 )
 NOT_TOLD = {"settings": {"url", "seed", "warmup", "timeout", "concurrency", "rate", "output", "compare", "config", "model", *SAME_CASE}}
-"""What may differ from run to run and says nothing about the figures."""
+"""Settings that may differ between the two results without a note: they select what is run, not how fast it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Earlier:
 
     def must_be_of(self, kind: str, settings: dict[str, Any], loads: list[str]) -> None:
         """Raises UsageError where the earlier result is of another kind, or of other requests, or lacks one of these loads."""
-        before = self.result.get("kind", "server")  # Results older than the other kind do not say.
+        before = self.result.get("kind", "server")  # Old result files have no `kind`; all of them were measured on a server.
         if before != kind:
             raise UsageError(f"compare {self.path}: was measured {_where(before)}, this would be {_where(kind)}")
         self._must_agree(SAME_CASE, self.result["settings"], settings)
@@ -64,7 +64,7 @@ class Earlier:
             raise UsageError(f"compare {self.path}: has no run {missing[0]!r}; it has {', '.join(sorted(known))}")
 
     def must_be_on(self, info: dict[str, Any]) -> None:
-        """Raises UsageError where the earlier result is of another model, or of the same in other numbers."""
+        """Raises UsageError where the earlier result is of another model, or of other dtypes or another type of device."""
         self._must_agree(SAME_MODEL, self.result["server"], info)
 
     def _must_agree(self, names: tuple[str, ...], before: dict[str, Any], now: dict[str, Any]) -> None:

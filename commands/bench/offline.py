@@ -2,7 +2,7 @@
 
 The engine is the one that `onehead serve` starts, loaded by the same function from the same message, so the difference to a result over
 HTTP is what the service costs. Prompts are random token ids, choices greedy, ends ignored. Invariant: the parts of a step add up to the
-step; whoever waits in the engine's queue is charged for it from when its client submitted it.
+step; a latency counts from the submission of its request, so it includes the time in the engine's queue.
 """
 
 import os
@@ -218,7 +218,7 @@ def _run_all(settings: OfflineSettings, core: "EngineCore", vocab_size: int) -> 
     with progress_bar() as progress:
         try:
             ClosedLoop(core, settings.output_tokens, lambda: None).run(1, prompts(settings.warmup))
-            for clients in settings.concurrency:
+            for clients in settings.clients:
                 label = f"closed {clients}"
                 task = progress.add_task(label, total=settings.requests)
                 loop = ClosedLoop(core, settings.output_tokens, partial(progress.advance, task))
@@ -237,7 +237,7 @@ def bench(settings: OfflineSettings) -> int:
     """
     earlier = None if settings.compare is None else Earlier.read(settings.compare)
     if earlier is not None:
-        earlier.must_be_of("offline", settings.model_dump(mode="json"), [f"closed {clients}" for clients in settings.concurrency])
+        earlier.must_be_of("offline", settings.model_dump(mode="json"), [f"closed {clients}" for clients in settings.clients])
     core, ready = load_engine(settings)
     needed = settings.prompt_tokens + settings.output_tokens
     if needed > ready.capacity:
@@ -245,4 +245,4 @@ def bench(settings: OfflineSettings) -> int:
     info = info_of(settings, ready)
     if earlier is not None:
         earlier.must_be_on(info)
-    return report(settings, "offline", info, _run_all(settings, core, ready.vocab_size), len(settings.concurrency), earlier)
+    return report(settings, "offline", info, _run_all(settings, core, ready.vocab_size), len(settings.clients), earlier)

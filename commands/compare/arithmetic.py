@@ -1,7 +1,7 @@
-"""Bytes, counted: the tensors of the walk-through that the project began from, and the KV cache of models as MHA and as MQA. No clock.
+"""Bytes, counted: the tensors of a tutorial on multi-query attention, and the KV cache of models as MHA and as MQA. No clock.
 
-How many bytes a token takes is computed by ModelSpec alone. Shape letters of the walk-through: N mini-batch, h heads, S queries, L keys,
-d_k head size.
+The tutorial is 01_MHA_vs_MQA.ipynb of github.com/shahabday/DSR-LLMQuantization. How many bytes a token takes is computed by ModelSpec
+alone. Shape letters of the tutorial: N mini-batch, h heads, S queries, L keys, d_k head size.
 """
 
 from pathlib import Path
@@ -10,16 +10,16 @@ from typing import Any
 from model.spec import ModelSpec
 
 BFLOAT16, FLOAT32 = 2, 4
-SEED_SIZES = {"N": 16, "h": 4, "S": 99, "L": 99, "d_k": 512}
+TUTORIAL_SIZES = {"N": 16, "h": 4, "S": 99, "L": 99, "d_k": 512}
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 """Folders with the config.json of published checkpoints."""
 TABLE = ("starcoderbase-1b", "starcoder", "falcon-7b", "gemma-2b")
 """Those among them that every report shows."""
 
 
-def seed_tensors() -> dict[str, dict[str, dict[str, Any]]]:
-    """The walk-through's tensors by its own names, in its three parts; megabytes are 10^6 bytes of float32."""
-    n, h, s, length, d = (SEED_SIZES[key] for key in ("N", "h", "S", "L", "d_k"))
+def tutorial_tensors() -> dict[str, dict[str, dict[str, Any]]]:
+    """The tutorial's tensors by its own names, in its three parts; megabytes are 10^6 bytes of float32."""
+    n, h, s, length, d = (TUTORIAL_SIZES[key] for key in ("N", "h", "S", "L", "d_k"))
     parts = {
         "multi_head": {
             "K": (n, h, length, d),

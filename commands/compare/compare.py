@@ -86,7 +86,7 @@ def memory_of(model: Path | None) -> dict[str, Any]:
     """The counted part of the results, with a row for a further checkpoint folder. Raises CheckpointError for one that cannot be read."""
     folders = [arithmetic.MODELS / name for name in arithmetic.TABLE] + ([model] if model else [])
     models = {folder.resolve().name: read_spec(folder) for folder in folders}
-    return {"seed": arithmetic.seed_tensors(), "models": arithmetic.cache_table(models, CONTEXT)}
+    return {"seed": arithmetic.tutorial_tensors(), "models": arithmetic.cache_table(models, CONTEXT)}
 
 
 def _measure(steps: list[tuple[str, Measure]], console: Console) -> dict[str, list[Any]]:

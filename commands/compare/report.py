@@ -52,13 +52,13 @@ def picture(draw: Callable[[Any], None], title: str) -> str:
 
 
 def memory_part(memory: Results) -> list[str]:
-    """The seed's tensors, then the cache of known models."""
+    """The tutorial's tensors, then the cache of known models."""
     names = {
         "multi_head": "multi-head, all tokens",
         "multi_head_cached": "one more token, cached",
         "multi_query_cached": "the same, one head",
     }
-    seed = [
+    tutorial = [
         [names[part], name, str(entry["shape"]), repr(entry["megabytes"])]
         for part, tensors in memory["seed"].items()
         for name, entry in tensors.items()
@@ -87,7 +87,7 @@ def memory_part(memory: Results) -> list[str]:
 
     return [
         "<h2>Memory</h2>",
-        table("The walk-through's tensors, float32, in megabytes", ["part", "tensor", "shape", "MB"], seed),
+        table("The tensors of a tutorial (01_MHA_vs_MQA.ipynb), float32, in megabytes", ["part", "tensor", "shape", "MB"], tutorial),
         table("Key/value cache in bfloat16", head, models),
         picture(draw, "Cache of one sequence with a key/value head per query head, and with one"),
     ]
@@ -97,7 +97,7 @@ def cache_part(cache: Results) -> list[str]:
     """Cache or no cache."""
     sides = [name for name in ("ours", "transformers") if name in cache]
     rows = [[name, f"{cache[name]['cached_s']:.2f}", f"{cache[name]['uncached_s']:.2f}", f"{cache[name]['ratio']:.2f}x"] for name in sides]
-    rows.append(["the tutorial's GPU, 1000 tokens", "9.61", "41.97", "4.37x"])
+    rows.append(["as the tutorial printed it, 1000 tokens of GPT-2", "9.61", "41.97", "4.37x"])
     caption = f"{cache['num_tokens']} tokens from a GPT-2-sized model, random weights, this machine"
     return ["<h2>Cache or no cache</h2>", table(caption, ["", "cached s", "uncached s", "ratio"], rows)]
 

@@ -49,11 +49,11 @@ PAPER = {"d": 1024, "h": 8, "k": 128, "mha_ff": 4096, "mqa_ff": 5440}
 
 
 Say = Callable[[str], None]
-"""Told how far a long measurement is."""
+"""Reports the progress of a long measurement."""
 
 
 def silent(text: str) -> None:
-    """For whoever does not want to know."""
+    """A Say that prints nothing."""
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -85,7 +85,7 @@ class Generator:
         self.pages = [array("q", range(pages))]
 
     def generate(self, num_tokens: int, cached: bool, say: Say = silent) -> list[int]:
-        """`num_tokens` greedy tokens behind PROMPT."""
+        """`num_tokens` greedy tokens after PROMPT."""
         output: list[int] = []
         while len(output) < num_tokens:
             say(f"{len(output)}/{num_tokens} tokens")

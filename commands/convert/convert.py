@@ -180,7 +180,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         # Files from before torch 1.6 are no archives, and cannot be mapped.
         loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # The library raises many kinds; all of them say that there is more or less than weights.
+    except Exception as error:  # torch raises many kinds: the file is damaged, or holds something besides tensors.
         # Its text is not passed on: it advises to read the file as code.
         found = type(error).__name__
         raise CheckpointError(f"{path}: expected weights and nothing else, found a file that cannot be read so ({found})") from None
@@ -341,7 +341,7 @@ def _measure(original: Path, made: Path, spec: ModelSpec, rows_BU: np.ndarray) -
 
 
 def _original(folder: Path) -> Logits:
-    """Those of the source, from `transformers`."""
+    """The Logits function of the checkpoint to convert, by `transformers`."""
     transformers: Any = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     kind = transformers.AutoModelForCausalLM

@@ -1,8 +1,8 @@
 """`onehead train`: trains the serving decoder, a new small gpt_bigcode one or a checkpoint's, and writes an ordinary checkpoint folder.
 
 Hidden matrices are stepped by Muon, everything else by AdamW, both under one warm-up and cosine schedule; bfloat16 autocast where the
-hardware multiplies it natively. Invariant: the parameters after step n depend on the options and the corpus alone, so a run that
-was stopped and resumed is the run that was not.
+hardware multiplies it natively. Invariant: the parameters after step n depend on the options and the corpus alone, so a resumed run ends
+with the same parameters as one that was never stopped.
 
 Shape letters: B sequences, T tokens of a sequence, U = T + 1, N = B * T, V vocabulary.
 """
@@ -42,7 +42,7 @@ class Step:
 
 
 class Data:
-    """Step number -> Step, a pure function of the options and the model's spec. Holds the token stream of the epoch in hand."""
+    """Step number -> Step, a pure function of the options and the model's spec. Holds the rows of the current epoch."""
 
     def __init__(self, options: TrainOptions, spec: ModelSpec, documents: list[corpus.Document], tokenizer: Tokenizer) -> None:
         self.options = options
@@ -50,7 +50,7 @@ class Data:
         self.documents = documents
         self.tokenizer = tokenizer
         self.fim_rate = corpus.fim_rate(options.fim_rate, tokenizer)
-        # A model that comes with far more positions than anyone trains at has learned them already.
+        # With --init the long phase has at most 4 x sequence tokens: the checkpoint has been trained at its full length before.
         self.longest = spec.max_positions if options.init is None else min(spec.max_positions, 4 * options.sequence)
         self.first_long_step = round(options.steps * (1 - options.long_share)) if self.longest > options.sequence else options.steps
 
@@ -225,11 +225,13 @@ def train(options: TrainOptions) -> None:
     """Runs or resumes the training that `options` describe and writes options.output. Raises OptionError for unusable options."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    training = Training(options)
-    make_folder(options.output)
-    if load_pyplot() is None:
-        print(f"onehead train: loss.svg will not be written: {MISSING}", file=sys.stderr)
+    print("onehead train: preparing the corpus, the tokenizer and the model", file=sys.stderr)
+    training = None
     try:
+        training = Training(options)
+        make_folder(options.output)
+        if load_pyplot() is None:
+            print(f"onehead train: loss.svg will not be written: {MISSING}", file=sys.stderr)
         _run(training)
     except KeyboardInterrupt:
         print(f"onehead train: {_kept(training)}", file=sys.stderr)
@@ -253,8 +255,10 @@ def _run(training: Training) -> None:
         uptrain.export(options.output, options.init, training.decoder, training.state, rows_BU)
 
 
-def _kept(training: Training) -> str:
-    """What a run that was interrupted leaves behind."""
+def _kept(training: Training | None) -> str:
+    """What is kept of a run that was interrupted."""
+    if training is None:
+        return "interrupted before the first step: nothing is kept"
     options, state = training.options, training.state
     if not training.saved_step:
         return f"interrupted at step {state.step}, before the first save at step {min(options.save_every, options.steps)}: nothing is kept"

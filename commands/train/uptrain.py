@@ -1,6 +1,6 @@
 """What `onehead train --init` does besides training: it reads the checkpoint to go on from, and writes one of the same layout.
 
-Whatever is not a weight is taken over. Knows nothing of optimizers and steps but how many there were.
+All files but the weights are copied from it. Knows nothing of optimizers, and of steps only how many there were.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def load(options: TrainOptions, folder: Path) -> tuple[Tokenizer, Decoder]:
     if options.output.resolve() == folder.resolve():
         raise OptionError(f"output {options.output} is the folder of init, expected another")
     spec = read_spec(folder)
-    only_pooled(folder)  # What it says of itself is written again at the end; better that it is found broken now.
+    only_pooled(folder)  # Checks conversion.json before hours of training: `export` reads it at the end.
     if options.sequence > spec.max_positions:
         raise OptionError(
             f"sequence {options.sequence} is longer than the positions of {folder}, of which there are {spec.max_positions}; "

@@ -35,7 +35,7 @@ def read_keys(path: Path) -> dict[str, str]:
                 raise ValueError(f"{one.name} and {other.name} must each have a name and a sha256 of their own")
         return {key.sha256: key.name for key in keys}
     except (OSError, ValueError) as error:  # ValueError: of tomllib, of UTF-8 and of the validator.
-        reason = describe(error) if isinstance(error, ValidationError) else error
+        reason = describe(error, {}) if isinstance(error, ValidationError) else error
         raise ConfigurationError(f"server.api_keys_file {path}: {reason}") from None
 
 

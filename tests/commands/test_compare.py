@@ -20,7 +20,7 @@ from model.spec import OptionError
 from tests.support import families
 from tests.support.paths import MODELS
 
-# As printed in the walk-through that the project began from.
+# As printed in the tutorial that commands/compare/arithmetic.py names.
 PRINTED = {
     "multi_head": {"K": 12.976128, "V": 12.976128, "Q": 12.976128, "logits": 2.509056, "attn_out": 12.976128},
     "multi_head_cached": {"K": 13.1072, "V": 13.1072, "Q_incr": 0.131072, "logits": 0.0256, "attn_out": 0.131072},
@@ -28,8 +28,10 @@ PRINTED = {
 }
 
 
-def test_the_seeds_tensors_to_the_last_digit() -> None:
-    counted = {part: {name: entry["megabytes"] for name, entry in tensors.items()} for part, tensors in arithmetic.seed_tensors().items()}
+def test_the_tutorials_tensors_to_the_last_digit() -> None:
+    counted = {
+        part: {name: entry["megabytes"] for name, entry in tensors.items()} for part, tensors in arithmetic.tutorial_tensors().items()
+    }
     assert counted == PRINTED
 
 

@@ -339,7 +339,7 @@ def test_the_command_refuses_with_its_exit_codes(tmp_path: Path, capsys: pytest.
     for more, message in (
         (["--threads", "-3"], "threads: Input should be greater than or equal to 0"),
         (["--threads", "5000"], "threads: Input should be less than or equal to 1024"),
-        (["--data", str(tmp_path)], f"data {tmp_path} is what losses are measured on"),
+        (["--data", str(tmp_path)], f"data {tmp_path} has no effect with --no-evaluate"),
         (["--output", "/proc/x"], "output /proc/x cannot be made: "),
         (["--output", str(tmp_path / "file" / "x")], "x cannot be made: "),
     ):

@@ -56,6 +56,7 @@ def options(data: Path, tmp_path: Path) -> TrainOptions:
     )
 
 
+PREPARING = "onehead train: preparing the corpus, the tokenizer and the model\n"
 KEPT = "; the state of step {} is kept in {}, and the same command continues from it\n"
 
 
@@ -100,6 +101,20 @@ def test_it_learns_and_a_resumed_run_is_the_run_that_was_not_stopped(
     assert (options.output / "loss.svg").read_text().count("<svg") == 1
 
 
+def test_an_interruption_before_the_first_step_says_so(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("commands.corpus.read_documents", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train.train(options)
+    assert capsys.readouterr().err == f"{PREPARING}onehead train: interrupted before the first step: nothing is kept\n"
+
+
+def test_a_missing_folder_of_data_is_named(options: TrainOptions, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=rf"^data {tmp_path}/none: no such folder$"):
+        train.train(options.model_copy(update=dict(data=tmp_path / "none")))
+
+
 def test_without_matplotlib_everything_but_the_picture_is_written(
     options: TrainOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +125,7 @@ def test_without_matplotlib_everything_but_the_picture_is_written(
     capsys.readouterr()
     train.train(other)
     assert whole - {path.name for path in other.output.iterdir()} == {"loss.svg"}
-    assert capsys.readouterr().err == f"onehead train: loss.svg will not be written: {MISSING}\n"
+    assert capsys.readouterr().err == f"{PREPARING}onehead train: loss.svg will not be written: {MISSING}\n"
     sizes = {name: TrainOptions.model_fields[name].default for name in OF_A_NEW_MODEL}
     train.train(
         options.model_copy(

@@ -25,7 +25,8 @@ SMALL = Configuration(16, 16, 32, 4, 1, short_split=16, num_short=50)
 
 
 class Case:
-    """Sequences of random lengths, each with some tokens to compute. What nobody wrote is NaN; pages before a window are given back.
+    """Sequences of random lengths, each with some tokens to compute. Slots that were never written hold NaN; pages before a window are
+    released.
 
     With a window there are three layers: the first sees all, the others, stacked on pages of their own, see the window.
     """
@@ -107,7 +108,7 @@ class Case:
         return list(o_THv.split([len(self.rows[i].tokens) for i in chosen]))
 
     def rotate(self, interleaved: bool) -> None:
-        """Queries and keys are turned from here on, and stretched a little."""
+        """From now on queries and keys get a rotary embedding, with a scale of 1.25."""
         self.rotary = Rotary(tuple(100.0 ** (-2 * i / self.key_dim) for i in range(self.key_dim // 2)), 1.25, interleaved)
 
     def rotation(self, position_ids_T: torch.Tensor) -> Rotation | None:

@@ -1,8 +1,8 @@
-"""Invalid request bodies, B01 to B57 except their sizes, as the bytes sent over a socket and the answers expected.
+"""Invalid request bodies, as the bytes sent over a socket and the answers expected.
 
 Each input is sent to every route that it applies to. Where a bound differs between the dialects, the row says which. Inputs that look
-invalid but are accepted are here too, with status 200. This module knows nothing of processes and sockets: test_front.py has those, and
-invalid HTTP itself, B32 to B35 and B58 to B67.
+invalid but are accepted are here too, with status 200. The names B01, B02, ... only number the kinds of input, to tell them apart in the
+output of pytest; test_front.py goes on with them for invalid HTTP. This module knows nothing of processes and sockets.
 """
 
 import hashlib
@@ -168,7 +168,7 @@ VALUES: list[tuple[str, tuple[str, ...], str, tuple[Any, ...], int, tuple[str, .
     ("B44", ALL, "frequency_penalty", (-2.0001, 2.0001, 1e300, False), INVALID, ()),
     ("B44", ALL, "presence_penalty", (-2.0001, 2.0001), INVALID, ()),
     ("B44", ALL, "repetition_penalty", (0, -1, 1e308), INVALID, ()),
-    ("B45", OPENAI, "n", (0, -1, 129, 10**9, True), INVALID, ()),  # Up to 128 there may be.
+    ("B45", OPENAI, "n", (0, -1, 129, 10**9, True), INVALID, ()),  # Up to 128 are allowed.
     ("B45", (GENERATE,), "best_of", (0, -1, 129, 10**9, True), INVALID, ()),
     ("B46", (COMPLETIONS,), "logprobs", (21, -1, True), INVALID, ()),
     ("B46", (CHAT,), "logprobs", (1, "x"), INVALID, ()),
@@ -192,10 +192,10 @@ VALUES: list[tuple[str, tuple[str, ...], str, tuple[Any, ...], int, tuple[str, .
     ("B52", ALL, "prompt_embeds", ("AAAA",), INVALID, ("not a known field",)),
     ("B52", ALL, "chat_template", ("{{ 1 }}",), INVALID, ("not a known field",)),
     ("B52", (GENERATE, CHAT), "suffix", ("x",), INVALID, ("not a known field",)),
-    # Structured output there is, so what is refused is what it cannot be.
+    # Structured output is supported: only formats that do not exist are refused.
     ("B52", OPENAI, "response_format", ({"type": "xml"}, {"type": "json_schema"}, "json", {}), INVALID, ()),
     ("B52", (GENERATE,), "response_format", ({"type": "json_object"},), INVALID, ("not a known field",)),
-    # Beside `inputs` it may be anything, but it is no parameter.
+    # TGI's body takes any `model` next to `inputs`, but none in `parameters`, where these cases put it.
     ("B55", (GENERATE,), "model", (MODEL, "../../etc/passwd"), INVALID, ("not a known field",)),
     ("B55", OPENAI, "model", ("x" * 10**4, 3, []), INVALID, ()),
     ("B55", OPENAI, "model", (MODEL, None, "", "dummy", "tgi"), OK, ()),

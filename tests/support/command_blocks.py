@@ -49,7 +49,7 @@ def blocks(page: str) -> list[Block]:
 
 
 class Reader:
-    """Runs the blocks of a page as its reader would, in `folder`, which `take` empties for the next page."""
+    """Runs the blocks of a page as its reader would, each page in a folder of its own below `folder`."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self._root, self._shared_port = folder, port
@@ -70,7 +70,7 @@ class Reader:
         self.take("start")
 
     def take(self, page: str) -> None:
-        """Begins with another page: in a folder of its own, with the server that all share."""
+        """Begins with another page, in a new folder, and with the server that pages share."""
         self._port = self._shared_port
         self._folder = self._root / page
         self._folder.mkdir()

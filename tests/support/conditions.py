@@ -32,10 +32,10 @@ STEP_TOKENS = 512
 """Token budget of a step in the passes that are not about it: the server's default."""
 FEW = 4
 """Requests at once in passes that are not about the batch."""
-THIEVING = 0.1
+HOARDING = 0.1
 """Chance that a step finds the free pages taken, or returned."""
-SCRAMBLED = 1
-"""Tokens of a primer after the prefix that it shares with its request."""
+EXTRA_TOKENS = 1
+"""Tokens that a request sent before, to fill the prefix cache, has after the prefix that it shares with the case."""
 
 Trace = list[tuple[Any, ...]]
 """("scored", token, logprob, rank, top) for each prompt token that is scored, then ("drawn", token, logprob, finish, top) for each of the
@@ -117,7 +117,7 @@ class Engine:
 
 
 def can_speculate() -> bool:
-    """Whether the engine supports that."""
+    """Whether this checkout has speculative decoding: the trial is also run on commits from before it."""
     return find_spec("server.engine.drafts") is not None
 
 
@@ -176,24 +176,26 @@ def alone(engine: Engine, cases: list[Case], ended: Ended, name: str = "alone") 
     return [outcome]
 
 
-def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most: int, thief: bool = False) -> Outcome:
-    """All cases in a random order, arriving at random steps while fewer than `most` are open. A thief takes all free pages at times."""
+def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most: int, hoarding: bool = False) -> Outcome:
+    """All cases in a random order, arriving at random steps while fewer than `most` are open. `hoarding`: all free pages are taken at
+    random steps, to force preemptions.
+    """
     rng, outcome, scheduler = random.Random(name), Outcome(name), core.scheduler
     coming = rng.sample(range(len(cases)), len(cases))
-    num_most, stolen = 0, PageTable(core.scheduler.allocator, core.scheduler.limits.layout)
+    num_most, hoard = 0, PageTable(core.scheduler.allocator, core.scheduler.limits.layout)
     while coming or scheduler.has_work:
         num_open = len(scheduler.running) + len(scheduler.waiting)
         while coming and num_open < most and (num_open == 0 or rng.random() < most / (most + 2)):
             number = coming.pop()
             submit(core, number, cases[number])
             num_open += 1
-        if thief and rng.random() < THIEVING:
-            _steal_or_give_back(core, stolen)
+        if hoarding and rng.random() < HOARDING:
+            _take_or_return_pages(core, hoard)
         gone = step(core, outcome.traces)
         num_most = max(num_most, len(scheduler.running) + len(gone))
         outcome.preempted |= {id for id, sequence in scheduler.waiting.items() if sequence.started}
         ended(len(gone))
-    stolen.release()
+    hoard.release()
     problems = integrity(scheduler)
     if problems:
         raise SystemExit(f"{name}: {problems[0]}")
@@ -201,13 +203,13 @@ def together(core: EngineCore, cases: list[Case], ended: Ended, name: str, most:
     return outcome
 
 
-def _steal_or_give_back(core: EngineCore, stolen: PageTable) -> None:
+def _take_or_return_pages(core: EngineCore, hoard: PageTable) -> None:
     layout, num_free = core.scheduler.limits.layout, core.scheduler.allocator.num_available
-    if stolen.owned:
-        stolen.release()
+    if hoard.owned:
+        hoard.release()
     elif num_free >= layout.pages_per_block:
         tokens = num_free // layout.pages_per_block * layout.page_size
-        stolen.grow(tokens, tokens)
+        hoard.grow(tokens, tokens)
 
 
 def batches(engine: Engine, cases: list[Case], ended: Ended, size: int) -> list[Outcome]:
@@ -229,10 +231,10 @@ def prefixes(engine: Engine, cases: list[Case], ended: Ended) -> list[Outcome]:
     outcomes = [Outcome(name, occurred=False) for name in names]
     hits, scheduler = [0, 0, 0], core.scheduler
     for number, case in enumerate(cases):
-        primer = case.prompt[: rng.randint(1, len(case.prompt))] + [0] * SCRAMBLED
+        earlier = case.prompt[: rng.randint(1, len(case.prompt))] + [0] * EXTRA_TOKENS
         for place, outcome in enumerate(outcomes):
             if place == 1:
-                finish(core, 4 * number + 3, Case(primer, 1, Sampling(temperature=0.0)))
+                finish(core, 4 * number + 3, Case(earlier, 1, Sampling(temperature=0.0)))
             before = scheduler.num_hit_tokens
             outcome.traces[number] = finish(core, 4 * number + place, case, salt="another's" if place == 0 else "")
             hits[place] += scheduler.num_hit_tokens - before
@@ -248,7 +250,7 @@ def preemptions(engine: Engine, cases: list[Case], ended: Ended, most: int = 16)
     longest = max(len(case.prompt) + case.tokens for case in cases)
     pages = next(pages for pages in count(1) if layout.most_tokens(pages, step_tokens, engine.context) >= longest)
     core = engine.core(most, step_tokens, pages)
-    outcome = together(core, cases, ended, "preempted", most, thief=True)
+    outcome = together(core, cases, ended, "preempted", most, hoarding=True)
     outcome.occurred = bool(outcome.preempted)
     outcome.evidence = f"{len(outcome.preempted)} preempted, {core.scheduler.num_preemptions} preemptions"
     return [outcome]

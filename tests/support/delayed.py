@@ -36,7 +36,7 @@ class DelayedFlight:
 
     def _seen(self, row: Row) -> Row:
         if PENDING not in row.tokens:
-            assert row.sample is None or not row.sample.num_unseen, "a token is missed that was not announced"
+            assert row.sample is None or not row.sample.num_unseen, "a row without PENDING whose sample counts unseen tokens"
             return row
         assert row.tokens.index(PENDING) == len(row.tokens) - 1 and not row.drafts, "only the last token can be unseen"
         assert self.before is not None, "a token is waited for, and no step is in flight"

@@ -1,4 +1,4 @@
-"""Draws on the CPU, read at once."""
+"""Samples tokens on the CPU and waits for the result."""
 
 from collections.abc import Sequence
 

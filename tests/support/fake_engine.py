@@ -1,4 +1,4 @@
-"""An engine without a process, for the Supervisor's `spawn`, and the production application over it.
+"""Engines without a process, for the Supervisor's `spawn`, and the production application over them.
 
 Its next token is hash_model's, so `answer` knows the right output of every request through any number of crashes. It sends messages in
 callbacks given to `defer`: by default the event loop's next iteration, or a queue of the test where there is no loop.
@@ -56,35 +56,35 @@ def on_the_loop(callback: Callable[[], None]) -> None:
 
 
 class FakeEngine:
-    """Spawns engines for a Supervisor and remembers what they were sent.
+    """Makes the engines of one Supervisor, one EngineRun after the other, and records what they were sent.
 
-    `deaths` scripts their ends: the n-th engine is killed once it has sent that many tokens (0: before its first step with work); engines
-    beyond the list live on. `refuse_loading` makes every engine send Refused instead of Ready.
+    `crash_after`: the n-th engine is killed once it has sent that many tokens (0: before its first step with work); engines beyond the list
+    are not killed. `refuse_loading` makes every engine send Refused instead of Ready.
     """
 
     def __init__(
         self,
         ready: protocol.Ready = READY,
         end_rate: float = 0.0,
-        deaths: Sequence[int] = (),
+        crash_after: Sequence[int] = (),
         refuse_loading: str | None = None,
         defer: Defer = on_the_loop,
     ) -> None:
         self.ready = ready
         self.end_rate = end_rate
-        self.deaths = deaths
+        self.crash_after = crash_after
         self.refuse_loading = refuse_loading
         self.defer = defer
-        self.lives: list[Life] = []
+        self.runs: list[EngineRun] = []
         self.submits: list[protocol.Submit] = []
         self.cancels: list[int] = []
 
-    def spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> "Life":
+    def spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> "EngineRun":
         """Spawns an engine. It sends nothing before this has returned."""
-        number = len(self.lives)
-        lifetime = self.deaths[number] if number < len(self.deaths) else None
-        self.lives.append(Life(self, lifetime, on_message, on_exit))
-        return self.lives[-1]
+        number = len(self.runs)
+        crash_after = self.crash_after[number] if number < len(self.crash_after) else None
+        self.runs.append(EngineRun(self, crash_after, on_message, on_exit))
+        return self.runs[-1]
 
     def answer(self, submit: protocol.Submit) -> list[int]:
         """The whole output of a submission, including the tokens that it came with."""
@@ -94,30 +94,30 @@ class FakeEngine:
     @property
     def open(self) -> int:
         """Sequences in the current engine."""
-        return len(self.lives[-1].open) if self.lives else 0
+        return len(self.runs[-1].open) if self.runs else 0
 
 
-class Life:
+class EngineRun:
     """One engine from Ready to its exit: each step generates one token for every open sequence."""
 
     def __init__(
         self,
         engine: FakeEngine,
-        lifetime: int | None,
+        crash_after: int | None,
         on_message: Callable[[protocol.FromEngine], None],
         on_exit: Callable[[int], None],
     ) -> None:
         self.engine = engine
-        self.lifetime = lifetime
+        self.crash_after = crash_after
         self.open: dict[int, protocol.Submit] = {}
         self.ended = False
         self._on_message = on_message
         self._on_exit = on_exit
         self._stepping = False
-        self._num_said = 0
+        self._num_sent = 0
         self._started: list[int] = []
         refusal = engine.refuse_loading
-        engine.defer(lambda: self._say(engine.ready if refusal is None else protocol.Refused(refusal)))
+        engine.defer(lambda: self._send_up(engine.ready if refusal is None else protocol.Refused(refusal)))
 
     def send(self, message: protocol.ToEngine) -> None:
         """EngineProcess.send, applied at once. Messages to a dead engine are dropped."""
@@ -129,7 +129,7 @@ class Life:
             self.open[message.id] = message
             if message.score_prompt:
                 scores = [protocol.PromptScore(token, -1.0, 1, [(token, -1.0)] * message.num_top) for token in message.prompt[1:]]
-                self.engine.defer(lambda: self._say(protocol.PromptScores(message.id, 1, scores)))
+                self.engine.defer(lambda: self._send_up(protocol.PromptScores(message.id, 1, scores)))
             self._started.append(message.id)
             self._step_soon()
         elif isinstance(message, protocol.Cancel):
@@ -146,7 +146,7 @@ class Life:
             self.ended = True
             self.engine.defer(lambda: self._on_exit(status))
 
-    def _say(self, message: protocol.FromEngine) -> None:
+    def _send_up(self, message: protocol.FromEngine) -> None:
         if not self.ended:
             self._on_message(protocol.decode_from_engine(protocol.encode(message)))
 
@@ -161,17 +161,17 @@ class Life:
             return
         tokens: list[protocol.Token] = []
         for id, submit in list(self.open.items()):
-            if self._num_said == self.lifetime:
+            if self._num_sent == self.crash_after:
                 break
             tokens.append(self._next(id, submit))
-            self._num_said += 1
+            self._num_sent += 1
         started, self._started = self._started, []
         if started:
-            self._say(protocol.Started(started, [0] * len(started)))
+            self._send_up(protocol.Started(started, [0] * len(started)))
         if tokens:
             gauges = protocol.Gauges(len(self.open), 0, len(self.open), 0, 1e-3)
-            self._say(protocol.Tokens(tokens, gauges))
-        if self._num_said == self.lifetime:
+            self._send_up(protocol.Tokens(tokens, gauges))
+        if self._num_sent == self.crash_after:
             self.kill()
         else:
             self._step_soon()

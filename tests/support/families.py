@@ -48,7 +48,7 @@ def falcon(hidden: int, heads: int, layers: int, vocab: int, **more: Any) -> dic
 def llama_like(kind: str, hidden: int, heads: int, layers: int, vocab: int, mlp: int, **more: Any) -> dict[str, Any]:
     sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers, "vocab_size": vocab}
     sizes |= {"intermediate_size": mlp, "max_position_embeddings": 512}
-    # transformers expands the latent to as many keys and values as there are queries; what its default counts is another model's.
+    # transformers expands the latent to one key/value head per query head; its default number of them is a published model's.
     head = {"num_key_value_heads": heads if "latent" in more else 1}
     more.pop("latent", None)
     return {"model_type": kind, "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0} | sizes | head | more

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from server.engine.drafts import Drafter
 
 RIGHT = 0.7
-"""Fraction of its draft tokens that are wrong."""
+"""Fraction of its draft tokens that are right."""
 
 
 class Guesser(Drafter):

@@ -105,7 +105,7 @@ class HashModel(Immediate):
         states, state, unseen = self.states[row.sequence], 0, False
         for position, token in enumerate(known):
             state = _after(state, token)
-            # Behind a position of which no page was seen, a state says nothing of those before it.
+            # After a position whose pages had been dropped, states are hashes of an unknown beginning and cannot be compared.
             unseen = unseen or not states[position]
             assert unseen or states[position] == state, "a page was shared that holds other tokens"
         for kind in self._kinds():

@@ -22,7 +22,7 @@ class _Runs(Protocol):
 
 
 class Immediate:
-    """Gives a runner with `run` its `launch`."""
+    """Mixin: adds `launch` to a class that has `run`."""
 
     def launch(self: _Runs, plan: StepPlan) -> DoneStep:
         return DoneStep(self.run(plan))

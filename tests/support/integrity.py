@@ -13,7 +13,9 @@ def integrity(scheduler: Scheduler) -> list[str]:
     holders = [*scheduler.running.values(), *scheduler._ended_in_flight]
     owners = Counter(page for sequence in holders for page in sequence.table.owned)
     if len(owners) != allocator.num_owned or any(allocator.owners(page) != number for page, number in owners.items()):
-        problems.append(f"page tables list {len(owners)} pages, {allocator.num_owned} are owned, or by other numbers of sequences")
+        problems.append(
+            f"page tables list {len(owners)} pages and {allocator.num_owned} are owned, or the numbers of a page's owners differ"
+        )
     if {name: sequence.id for sequence in scheduler.running.values() for name in sequence.claims} != reuse._claims:
         problems.append("claims and running sequences differ")
     if any(sequence.num_tokens != num_tokens(sequence) for sequence in (*holders, *waiting)):

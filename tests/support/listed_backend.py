@@ -72,5 +72,5 @@ class ListedReference:
             hidden_TK = hidden_TK | (position_TK <= start_T1 - group.window)
         logits_THK = torch.einsum("thd,tkd->thk", q_THd, k_TKd) * self.scale
         weights_THK = logits_THK.masked_fill(hidden_TK[:, None], -torch.inf).softmax(dim=-1)
-        # Padding of a table is somebody's page, and 0 * NaN is NaN.
+        # Padding of a page table names a page of another row, which may hold NaN: a weight of 0 would not remove it.
         return torch.einsum("thk,tkv->thv", weights_THK, v_TKv.masked_fill(hidden_TK[..., None], 0.0))

@@ -1,6 +1,6 @@
 """Random JSON schemas, outputs drawn under them by a model of random logits, and a validator that reads the raw text.
 
-The schemas use every keyword that is followed, some that are not, and values at and beyond the bounds of what is.
+The schemas use every supported keyword, some unsupported ones, and values at and beyond the supported bounds.
 """
 
 import asyncio

@@ -48,7 +48,7 @@ def _send(connection: socket.socket, data: bytes) -> int:
 
 
 def exchange(port: int, request: bytes, more: bytes = b"", to_end: bool = False, timeout: float = 10.0) -> Reply | None:
-    """The answer to `request`, with `more` behind it up to 1024 times as long as there is none; None where the connection ends without.
+    """Sends `request`, then `more` up to 1024 times until an answer begins. Returns the answer, or None if the connection ends without one.
 
     `to_end`: reads on until the connection ends. Raises TimeoutError, EOFError within an answer, ValueError for what is no HTTP.
     """

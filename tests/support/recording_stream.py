@@ -69,7 +69,7 @@ class RecordingStream:
         return RecordedEvent(self, self.num_enqueued)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        assert not self.queue, "captured while anybody is served"
+        assert not self.queue, "captured while work is queued"
         work()
         with Recording() as recording:
             work()

@@ -389,6 +389,11 @@ def test_options_from_the_command_line_and_the_environment(monkeypatch: pytest.M
     assert load(BenchSettings, ["--concurrency", ""], "onehead bench").concurrency == []
 
 
+def test_of_the_default_numbers_of_clients_those_with_enough_requests_are_run() -> None:
+    clients = [load(BenchSettings, argv, "onehead bench").clients for argv in ([], ["--requests", "4"], ["--requests", "8", "--rate", "2"])]
+    assert clients == [[1, 8, 32], [1], [1, 8]]
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -396,7 +401,7 @@ def test_options_from_the_command_line_and_the_environment(monkeypatch: pytest.M
         (["--concurrency", "1,x"], "concurrency"),
         (["--concurrency", ""], "concurrency"),
         (["--rate", "0"], "rate"),
-        (["--requests", "8"], "requests"),
+        (["--requests", "8", "--concurrency", "1,9"], "requests"),
         (["--output", "/no/such/folder/result.json"], "output"),
     ],
 )

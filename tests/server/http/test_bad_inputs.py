@@ -537,4 +537,4 @@ async def test_the_canary_lives_through_all_of_the_tables(served: Served) -> Non
         assert (await send(served, case.body)).status_code == case.status
     assert served.engine.submits == []
     await assert_canary(served)
-    assert served.generation.admission.accepting and len(served.engine.lives) == 1
+    assert served.generation.admission.accepting and len(served.engine.runs) == 1
