@@ -515,9 +515,9 @@ def test_any_one_head_family_can_be_trained_further(family: str, pooled: Pooled,
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"hidden_size": 48}, "hidden_size 48 is of a new model"),
-        ({"attention": "multi_head"}, "attention multi_head is of a new model"),
-        ({"max_positions": 64}, "max_positions 64 is of a new model"),
+        ({"hidden_size": 48}, "hidden_size 48 applies to a new model only"),
+        ({"attention": "multi_head"}, "attention multi_head applies to a new model only"),
+        ({"max_positions": 64}, "max_positions 64 applies to a new model only"),
         ({"sequence": 65}, "sequence 65 is longer than the positions of .*; give --sequence 64"),
         ({"fim_rate": 0.1}, "fim_rate 0.1 needs the tokens <fim_prefix>"),
     ],
