@@ -10,9 +10,11 @@ import gc
 import ipaddress
 import logging
 import math
+import os
 import resource
 import signal
 import socket
+import threading
 import time
 from importlib.metadata import version
 from typing import Any
@@ -22,33 +24,40 @@ import uvicorn
 from server import logs
 from server.config import ServerSection
 from server.drain import FLUSH_SECONDS, SIGNALS, Drain, HttpServer
+from server.errors import ResourceError
 from server.http.app import create_app, with_cors
-from server.http.connection import connection_class
+from server.http.connection import PROBE_CONNECTIONS, connection_class
 from server.http.front import FrontDoor
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.load_log import LoadLog
+from server.loop_lag import LoopLag
 from server.service import SupervisedEngine
 from server.supervision.supervisor import State
 
 EXIT_STREAMS_CUT = 75
 FILE_LIMIT_LOG_SECONDS = 10.0
-OTHER_FILES = 64
-"""Estimate of the open files of the process besides its connections."""
+OTHER_FILES, MIN_CONNECTIONS = 64, 8
+"""Estimate of the open files of the process besides its connections, and the least connections that a server is worth starting for."""
 log = logging.getLogger("onehead")
 
 
 def raise_file_limit(max_connections: int) -> int:
-    """Raises this process's limit of open files for so many connections. Returns the number of connections that it allows."""
+    """Raises this process's limit of open files for so many connections. Returns the number of connections that it allows. Raises
+    ResourceError if it allows next to none.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + OTHER_FILES
+    others = OTHER_FILES + PROBE_CONNECTIONS
+    wanted = max_connections + others
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < min(wanted, others + MIN_CONNECTIONS):
+        raise ResourceError(f"this process may have {soft} files open, and needs {others + MIN_CONNECTIONS}; allow it more (ulimit -n)")
     if soft < wanted:
-        log.warning("this process may have %d files open, which limits server.max_connections to %d", soft, soft - OTHER_FILES)
-    return max(1, min(max_connections, soft - OTHER_FILES))
+        log.warning("this process may have %d files open, which limits server.max_connections to %d", soft, soft - others)
+    return min(max_connections, soft - others)
 
 
 class FileLimitHandler:
@@ -108,6 +117,7 @@ class WebServer:
         # SIGHUP reloads the keys under nohup too, else a removed key would stay valid.
         loop.add_signal_handler(signal.SIGHUP, self._door.api_keys.reload)
         loop.set_exception_handler(FileLimitHandler())
+        self._engine.metrics.event_loop_lag.set_function(LoopLag(loop).longest)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # Ignored by the parent, as shells do for background jobs: keep it.
                 loop.add_signal_handler(number, self._drain.on_signal, number)
@@ -152,5 +162,10 @@ class WebServer:
         line = f"onehead serves {self._names.shown} on http://{f'[{host}]' if ':' in host else host}:{port}"
         if isinstance(self._sink.formatter, logs.JsonFormatter):  # A log collector that reads both outputs must find JSON only.
             line = self._sink.format(log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None))
-        with contextlib.suppress(OSError):  # Standard output may be closed; serve anyway.
-            print(line, flush=True)
+        # A thread, without buffers that the exit would wait for: standard output may be a pipe that is full, and never read.
+        threading.Thread(target=_write_line, args=(line,), daemon=True, name="stdout").start()
+
+
+def _write_line(line: str) -> None:
+    with contextlib.suppress(OSError):  # Standard output may be closed; serve anyway.
+        os.write(1, f"{line}\n".encode())

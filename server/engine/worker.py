@@ -279,7 +279,8 @@ def _refusal(error: Exception, start: protocol.Start) -> protocol.Refused:
         return protocol.Refused(reason)
     if not isinstance(error, MemoryError):
         log.error("the model could not be loaded", exc_info=error)
-    return protocol.Refused(f"the model could not be loaded: {reason}", resource=isinstance(error, MemoryError | RuntimeError))
+    resource = isinstance(error, MemoryError | RuntimeError | ImportError)  # A library that cannot be mapped is an ImportError.
+    return protocol.Refused(f"the model could not be loaded: {reason or 'memory is exhausted'}", resource)
 
 
 def main() -> None:

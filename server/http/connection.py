@@ -33,6 +33,8 @@ MAX_READ_BYTES = 2**18
 """Largest read of asyncio's transport."""
 MAX_PIPELINED = 128
 LINGER_SECONDS = 2.0
+PROBE_CONNECTIONS = 8
+"""Connections beyond server.max_connections, for probes alone: a server whose places are all taken is not a dead one."""
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%-]*)(:[0-9]{0,5})?")
 
 
@@ -44,14 +46,17 @@ class _Refused(Exception):
 
 
 class Door(Protocol):
-    """What a connection calls of the outermost application layer (front.FrontDoor). Both methods take the ASGI scope of a request and do
-    not block.
+    """What a connection calls of the outermost application layer (front.FrontDoor). `scope` is the ASGI scope of a request. No method
+    blocks.
     """
 
     def decide(self, scope: Any, /) -> bool:
         """Admits or refuses the request before its body is read. Returns whether the application will process it; False if it only
         sends a refusal.
         """
+
+    def is_probe(self, path: str, /) -> bool:
+        """Whether the path is that of a probe."""
 
     def on_incomplete_body(self, scope: Any, /) -> None:
         """Called for an admitted request whose body has not been received completely."""
@@ -72,8 +77,9 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         self._refusal: tuple[int, str, str] | None = None
         self._refused = False
-        if len(self.connections) > self.max_connections:
-            self._refuse(503, "too_many_connections", f"{self.max_connections} connections are open, which is the limit; try again later")
+        self._only_probes = len(self.connections) > self.max_connections
+        if len(self.connections) > self.max_connections + PROBE_CONNECTIONS:
+            self._refuse(*self._too_many())
             return
         self._limit_writing(transport.get_extra_info("socket"))
         self._start_timer("head", self.limits.header_timeout)
@@ -145,6 +151,8 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle  # `self.cycle` is the request that was read last, which may be queued after this one.
         self._unset_keepalive_if_required()
+        if cycle.scope["http_version"] == "1.0":
+            _delimit_by_close(cycle)
         admitted = self.door.decide(cycle.scope)
         if admitted or self.pipeline or self.transport.get_write_buffer_size():
             super()._start_asgi_task(cycle, app)
@@ -204,9 +212,19 @@ class Connection(HttpToolsProtocol):
             self._reject(400, "too_many_requests", f"more than {MAX_PIPELINED} pipelined requests wait on this connection")
         if self.parser.get_method() == b"CONNECT":
             self._reject(400, "invalid_http", "CONNECT is not supported: this server is not a proxy")
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._reject(505 if version > "1.1" else 400, "http_version", "this server speaks HTTP/1.1 and HTTP/1.0")
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._reject(501, "transfer_encoding", "the only transfer-encoding supported is chunked")
+        if self._only_probes and not self.door.is_probe(self.url.partition(b"?")[0].decode("latin-1")):
+            self._reject(*self._too_many())
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1") or (hosts and _HOST.fullmatch(hosts[0]) is None):
             self._reject(400, "invalid_host", "a request must have one `Host` header, with a name or an address and perhaps a port")
+
+    def _too_many(self) -> tuple[int, str, str]:
+        return 503, "too_many_connections", f"{self.max_connections} connections are open, which is the limit; try again later"
 
     def _largest_head(self) -> str:
         return f"the head of a request may have {MAX_HEADERS} headers and {self.limits.max_header_bytes} bytes (server.max_header_bytes)"
@@ -272,7 +290,7 @@ class Connection(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _write_refusal(self, status: int, code: str, message: str, request_id: str) -> None:
-        error = {"message": message, "type": "BadRequestError" if status < 500 else "Service Unavailable", "param": None, "code": code}
+        error = {"message": message, "type": "Service Unavailable" if status == 503 else "BadRequestError", "param": None, "code": code}
         body = msgspec.json.encode({"error": error})
         headers = {
             "content-type": "application/json",
@@ -284,6 +302,21 @@ class Connection(HttpToolsProtocol):
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)
+
+
+def _delimit_by_close(cycle: RequestResponseCycle) -> None:
+    """Has a response without content-length end with its connection, as HTTP/1.0 knows no chunks, where uvicorn would send chunks."""
+    send, has_length = cycle.send, False
+
+    async def send_unframed(message: Any) -> None:
+        nonlocal has_length
+        has_length = has_length or any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+        if not has_length:
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unframed  # type: ignore[method-assign]
 
 
 def connection_class(section: ServerSection, most: int, front: Door) -> type[Connection]:

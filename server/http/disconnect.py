@@ -1,17 +1,18 @@
 """Cancels work whose client disconnects, for responses that are not streamed; Starlette does the same for streamed ones."""
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 Answer = TypeVar("Answer")
 
 
-async def unless_disconnected(http: Request, work: Awaitable[Answer]) -> Answer:
+async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
     """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first."""
-    answer = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    answer = asyncio.create_task(work, name=None if task is None else task.get_name())
     disconnected = asyncio.ensure_future(_disconnected(http))
     try:
         await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)

@@ -5,6 +5,7 @@ needs an API key, if there are any, unless its Route says otherwise; the path th
 bodies.
 """
 
+import asyncio
 import hashlib
 import logging
 import secrets
@@ -56,6 +57,8 @@ class FrontDoor:
         if not exchange.decided:
             self.decide(scope)
         current_request_id.set(exchange.request_id)
+        if (task := asyncio.current_task()) is not None:  # A refusal is sent without a task of its own.
+            task.set_name(f"{scope['method']} {scope['path'][:64]!a}")
         response = LoggedResponse(scope, exchange, send, self.generation.admission)
         try:
             if exchange.error is not None:
@@ -95,6 +98,11 @@ class FrontDoor:
             # Without its traceback, whose frames refer to this exchange: only the garbage collector would free that cycle.
             exchange.error = error.with_traceback(None)
         return exchange.error is None
+
+    def is_probe(self, path: str) -> bool:
+        """Whether a path is that of a probe, which has places of its own among the connections."""
+        route = self.table.find(path.removeprefix(self._root_path))
+        return route is not None and route.probe
 
     def on_incomplete_body(self, scope: Scope) -> None:
         """Stops counting an admitted request as open: a client that sends its body slowly must not take others' capacity."""
