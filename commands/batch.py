@@ -36,7 +36,6 @@ from server.http.streams import StreamPublisher
 from server.hub.download import model_id
 from server.service import running_engine
 from server.supervision.supervisor import LIVE
-from server.text.chat_template import ChatTemplate
 
 MAX_OPEN = 100_000
 
@@ -270,10 +269,9 @@ async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journ
     async with running_engine(settings, section) as engine:
         journal.begin(_maker(engine.generation))
         missing = [line for line in lines if line.digest not in journal.answers]
-        template = ChatTemplate(engine.generation.codec)
         nowhere = Answers(StreamPublisher(StreamStore(Retention()), keep_alive=0.0))
         name = model_id(settings.model)
-        routes = OpenAIRoutes(engine.generation, section, ModelNames.of((name,), (settings.given, name)), template, nowhere)
+        routes = OpenAIRoutes(engine.generation, section, ModelNames.of((name,), (settings.given, name)), nowhere)
         # Twice as many as run, so that the next are tokenized when a place is free.
         places = asyncio.Semaphore(2 * settings.engine.max_running)
         with Progress(*columns) as progress:

@@ -11,6 +11,7 @@ from server.config import EngineSettings, ServerSection
 from server.errors import InvalidRequest, RequestError
 from server.generation.request import Request
 from server.service import running_engine
+from server.text.jobs import Encode
 
 EXIT_USAGE = 2
 
@@ -36,9 +37,9 @@ async def generate(settings: GenerateSettings) -> int:
             top_p=settings.top_p,
             seed=secrets.randbits(63) if settings.seed is None else settings.seed,
         )
-        prompt = await engine.generation.encode(settings.prompt)
-        request = Request(prompt, sampling, settings.max_new_tokens, stop_strings=(settings.stop,) if settings.stop else ())
         try:
+            prompt = await engine.generation.tokenize(Encode(settings.prompt), "onehead generate")
+            request = Request(prompt, sampling, settings.max_new_tokens, stop_strings=(settings.stop,) if settings.stop else ())
             pieces = engine.generation.start([request], engine.generation.admission.reserve("onehead generate"))
             sys.stdout.write(settings.prompt)
             async for piece in pieces:

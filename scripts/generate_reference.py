@@ -62,7 +62,9 @@ CODES = {
     "stream_expired": "The resumable stream ended more than `server.resume_retention` seconds ago.",
     "stream_not_found": "There is no such resumable stream, or it belongs to another key.",
     "text_error": "An internal error while tokens were turned into text.",
-    "tokenization_timeout": "Tokenizing the prompt took longer than `server.tokenize_timeout`.",
+    "tokenization_failed": "The model's tokenizer cannot process this text.",
+    "tokenization_timeout": "Tokenizing the text needs more processor time than `server.tokenize_timeout`, or too much memory.",
+    "too_many_jobs": "Too many long texts and grammars, of this client or of all, wait to be processed.",
     "too_many_requests": "`engine.max_running` plus `server.max_waiting` sequences (choices of requests) are open.",
     "too_many_waiting_tokens": "`server.max_waiting_tokens` prompt tokens are waiting.",
 }

@@ -116,13 +116,13 @@ class ServerSection(Section):
     max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")
     max_stop_strings: int = Field(16, ge=0, le=256, description="most stop strings of a request")
     return_full_text: bool = Field(True, description="POST / repeats the prompt where the request does not say, as TGI does")
-    grammar_timeout: float = Field(2.0, gt=0, le=60, description="seconds that a request's grammar may take to compile")
+    grammar_timeout: float = Field(2.0, gt=0, le=60, description="seconds of processor time that a request's grammar may take to compile")
     open_objects: bool = Field(
         False,
         description="true: objects of a JSON schema that name properties and leave out additionalProperties take any others too, as the "
         "standard says; false: they take none",
     )
-    tokenize_timeout: float = Field(5.0, gt=0, le=600, description="seconds that a prompt may take to tokenize")
+    tokenize_timeout: float = Field(5.0, gt=0, le=600, description="seconds of processor time that a text may take to tokenize")
     header_timeout: Seconds = Field(10.0, description="seconds that the head of a request may take to arrive")
     body_timeout: Seconds = Field(30.0, description="seconds that the body of a request may take to arrive")
     write_timeout: Seconds = Field(30.0, description="seconds after which a client that takes nothing is dropped")

@@ -25,6 +25,9 @@ from server.supervision.processors import available_processors, engine_threads
 from server.supervision.supervisor import State, Supervisor
 from server.supervision.transport import EngineProcess
 from server.text.codec import TextCodec
+from server.text.service import TextService
+from server.text.worker_process import Start
+from server.text.workers import Workers
 
 ENGINE_EXIT_SECONDS = 5.0
 TICK_SECONDS = 0.25
@@ -58,6 +61,9 @@ class SupervisedEngine:
 
     def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "") -> None:
         codec = TextCodec(settings.model)
+        # Short jobs run in two lanes of worker processes; the engine needs the processors more.
+        start = Start(str(settings.model), section.open_objects)
+        self.workers = Workers(start, max(1, int(available_processors()) // 4))
         self._start = start_message(settings, codec, section)
         self._changed = asyncio.Event()
         self._process: EngineProcess | None = None
@@ -71,15 +77,17 @@ class SupervisedEngine:
         ProcessCollector("onehead_engine", lambda: self._process.process.pid if self._process else 0, registry=self.metrics.registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_engine_event, timeouts)
-        self.generation = Generation(self.supervisor, codec, self.metrics, section, settings.engine.max_running)
+        self.generation = Generation(
+            self.supervisor, TextService(codec, section, self.workers), self.metrics, section, settings.engine.max_running
+        )
 
     def start(self) -> None:
         """Spawns the engine and watches it. Raises ResourceError or ConfigurationError."""
         try:
+            self.workers.start()
             self.supervisor.start()
         except OSError as error:
-            raise ResourceError(f"no engine can be started: {error.strerror}") from None
-        _ = self.generation.compiler  # Created while the engine loads: later it would block the event loop for seconds.
+            raise ResourceError(f"no process can be started: {error.strerror}") from None
         self._watch = asyncio.create_task(self._pass_time())
 
     async def _pass_time(self) -> None:
@@ -137,8 +145,9 @@ class SupervisedEngine:
         return self.supervisor.state
 
     async def close(self) -> None:
-        """Stops the engine process, and kills it if it has not ended in time."""
+        """Stops the engine process, and kills it if it has not ended in time; ends the workers."""
         self.supervisor.stop()
+        self.workers.close()
         if self._watch is not None:
             self._watch.cancel()
         if self._process is not None:
@@ -164,6 +173,7 @@ async def running_engine(settings: EngineSettings, section: ServerSection) -> As
     engine = SupervisedEngine(settings, section)
     engine.start()
     try:
+        await engine.generation.texts.check()
         await engine.wait_for(State.READY)
         engine.generation.raise_if_over()
         yield engine

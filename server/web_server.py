@@ -146,6 +146,7 @@ class WebServer:
 
     async def _announce(self, listener: socket.socket) -> None:
         """Waits for the engine, logs what is served, and prints one line with the URL."""
+        await self._engine.generation.texts.check()
         if await self._engine.wait_for(State.READY) is not State.READY:
             return
         ready = self._engine.generation.ready

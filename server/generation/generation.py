@@ -6,10 +6,10 @@ fields of bodies or server-sent events.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from importlib.metadata import version
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 from server import protocol
 from server.config import ServerSection
@@ -20,30 +20,24 @@ from server.generation.request import Request
 from server.generation.stream import OpenStreams
 from server.metrics import Metrics
 from server.supervision.supervisor import State, Supervisor
-from server.text.codec import TextCodec
-from server.text.grammar import GrammarCompiler, Source
-from server.text.threads import LongTexts
+from server.text.jobs import AnyJob, EncodeChat
+from server.text.service import TextService
 
 log = logging.getLogger("onehead.api")
 
-P = ParamSpec("P")
-Value = TypeVar("Value")
 TOO_LONG = "context_length_exceeded"
-
-LONG_PROMPT_CHARS = 4096
-"""Prompts of at least this many characters are tokenized in a thread, not in the event loop."""
 
 
 class Generation:
     """The engine of one supervisor: its facts, the validation of requests, and their submission."""
 
-    def __init__(self, supervisor: Supervisor, codec: TextCodec, metrics: Metrics, section: ServerSection, max_running: int) -> None:
+    def __init__(self, supervisor: Supervisor, texts: TextService, metrics: Metrics, section: ServerSection, max_running: int) -> None:
         self.supervisor = supervisor
-        self.codec = codec
+        self.texts = texts
+        self.codec = texts.texts.codec
         self.metrics = metrics
         self.section = section
         self.admission = Admission(supervisor, metrics, section, max_running)
-        self._long_texts = LongTexts(section.tokenize_timeout)
 
     @property
     def ready(self) -> protocol.Ready:
@@ -69,15 +63,25 @@ class Generation:
         """Largest number of prompt and output tokens of a sequence: the context length, or the KV cache's size if that is smaller."""
         return self.ready.capacity
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
-        return await self.tokenizing(len(text), self.codec.encode, text)
+    async def tokenize(self, job: AnyJob, client: str, truncated: bool = False) -> Any:
+        """The result of a job that makes the prompt of a request. A text that fits no context is refused before, unless its ids are
+        `truncated` afterwards. Raises InvalidRequest, Overloaded or Unavailable.
+        """
+        least = -(-job.longest // self.codec.longest_token)
+        if not truncated and not isinstance(job, EncodeChat) and least >= self.max_total_tokens:
+            given = f"{job.longest} characters, which are at least {least} tokens"
+            raise self._too_long_prompt(given)
+        return await self.texts.run(job, client)
 
-    async def tokenizing(self, num_chars: int, work: Callable[P, Value], *arguments: P.args, **named: P.kwargs) -> Value:
-        """Calls `work`, which tokenizes about `num_chars` characters: in a thread if the text is long, else here."""
-        if num_chars < LONG_PROMPT_CHARS:
-            return work(*arguments, **named)
-        return await self._long_texts.tokenized(partial(work, *arguments, **named))
+    def _too_long_prompt(self, given: object) -> InvalidRequest:
+        return InvalidRequest(
+            f"`inputs` must have less than {self.max_total_tokens} tokens ({self._bound}). Given: {given}", param="inputs", code=TOO_LONG
+        )
+
+    @property
+    def _bound(self) -> str:
+        """What limits `max_total_tokens`, for messages."""
+        return "the model's context" if self.max_total_tokens == self.ready.max_context else f"the cache's {self.ready.num_pages} pages"
 
     def start(self, requests: Sequence[Request], reservation: Reservation) -> OpenStreams:
         """Validates the sequences of a reserved request and submits all of them, or none. The caller must close the returned streams.
@@ -153,31 +157,19 @@ class Generation:
         if sampling.top_k > vocab_size:
             raise InvalidRequest(f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}", param="top_k")
 
-    @cached_property
-    def compiler(self) -> GrammarCompiler:
-        """The compiler of grammars for this tokenizer, created on first use. Raises ConfigurationError."""
-        return GrammarCompiler(self.codec, self.section.grammar_timeout, self.section.open_objects)
-
-    async def grammar(self, source: Source | None) -> str:
-        """The compiled grammar of a constraint; empty without one. Raises InvalidRequest."""
-        return "" if source is None else await self.compiler.compile(source)
-
     def _max_new_tokens(self, request: Request) -> int:
         num_prompt, most = len(request.prompt), self.max_total_tokens
         if num_prompt == 0:
             raise InvalidRequest("`inputs` holds no tokens; at least one is needed to go on from", param="inputs")
-        bound = "the model's context" if most == self.ready.max_context else f"the cache's {self.ready.num_pages} pages"
         if num_prompt >= most:
-            raise InvalidRequest(
-                f"`inputs` must have less than {most} tokens ({bound}). Given: {num_prompt}", param="inputs", code=TOO_LONG
-            )
+            raise self._too_long_prompt(num_prompt)
         if request.max_new_tokens is None:
             return most - num_prompt
         if request.max_new_tokens == 0:
             return 1  # The engine samples a token after every prompt; ChoiceDetokenizer leaves it out.
         if num_prompt + request.max_new_tokens > most:
             raise InvalidRequest(
-                f"`inputs` tokens + `max_new_tokens` must be <= {most} ({bound}). "
+                f"`inputs` tokens + `max_new_tokens` must be <= {most} ({self._bound}). "
                 f"Given: {num_prompt} `inputs` tokens and {request.max_new_tokens} `max_new_tokens`",
                 param="max_new_tokens",
                 code=TOO_LONG,

@@ -26,7 +26,6 @@ from server.http.stream_buffer import StreamStore
 from server.http.streams import StreamPublisher, StreamRoutes
 from server.http.tgi.generate import TgiRoutes
 from server.http.tokens import TokenRoutes
-from server.text.chat_template import ChatTemplate
 
 log = logging.getLogger("onehead.api")
 
@@ -37,15 +36,14 @@ def create_app(
     """The application that `onehead serve` runs. `store` holds the events of resumable streams."""
     about = "Text generation with Multi-Query Attention."
     app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
-    chat_template = ChatTemplate(generation.codec)
     publisher = StreamPublisher(store, section.keep_alive)
     answers = Answers(publisher)
     table = RouteTable(
         [
             *TgiRoutes(generation, section, names.shown, version, answers).routes(),
-            *OpenAIRoutes(generation, section, names, chat_template, answers).routes(),
+            *OpenAIRoutes(generation, section, names, answers).routes(),
             *StreamRoutes(publisher).routes(),
-            *TokenRoutes(generation, section, names, chat_template, answers.json_answers).routes(),
+            *TokenRoutes(generation, section, names, answers.json_answers).routes(),
             *OpsRoutes(generation, version).routes(),
             *documentation_routes(app, lambda path: door.keys(table.find(path)) is not None),
         ]

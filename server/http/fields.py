@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from server import protocol
 from server.generation.price import MAX_TOP
 from server.http.body import MAX_KEYS
-from server.text.grammar import Source
+from server.text.service import Source
 
 MAX_CHOICES = 128
 Value = TypeVar("Value")

@@ -1,17 +1,22 @@
 """Converts chat messages to a prompt with the checkpoint's chat template, in Jinja's sandbox.
 
-Invariant: the template is untrusted code and receives plain data only; messages are untrusted text, so special tokens spelt in them are
-tokenized as text, and only the template can write special tokens. It knows nothing of requests.
+Invariant: the template is untrusted code and receives plain data only; messages are untrusted text, and only the template can write
+special tokens and the marks of roles. It knows nothing of requests.
 """
 
+import contextlib
 import datetime
 import json
 import logging
+import re
 import secrets
+import string
+import time
+from collections.abc import Callable, Set
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import Template, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -23,71 +28,101 @@ from server.text.codec import TextCodec
 log = logging.getLogger("onehead.chat")
 
 MAX_PROMPT_CHARS = 2**24
+MAX_CHEAP_MESSAGES = 64
+"""Messages that `trial` renders at once. Conversations of more are not taken for cheap."""
+CHEAP_SECONDS = 0.02
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint, which may have none. Raises ConfigurationError if it is not valid Jinja."""
+    """The chat template of a checkpoint, which may have none. It is compiled on first use."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._template = None
-        source = codec.files.chat_template
-        if source is not None:
-            environment = ImmutableSandboxedEnvironment(
-                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
-            )
-            environment.filters["tojson"] = _tojson
-            environment.globals["raise_exception"] = _raise_exception
-            environment.globals["strftime_now"] = _strftime_now
-            try:
-                self._template = environment.from_string(source)
-            except TemplateSyntaxError as error:
-                raise ConfigurationError(f"the chat template is not Jinja at line {error.lineno}") from None
+
+    def trial(self) -> bool:
+        """Renders conversations as large as those that may be rendered in the API process; whether each takes little time."""
+        text = "lorem ipsum dolor sit amet consectetur adipiscing elit sed do "
+        system, user, assistant = ({"role": role, "content": text} for role in ("system", "user", "assistant"))
+        for messages in ([user], [system, user], [user, assistant] * (MAX_CHEAP_MESSAGES // 2)):
+            began = time.process_time()
+            with contextlib.suppress(InvalidRequest):  # A template may refuse roles and orders of them.
+                self.encode(messages)
+            if time.process_time() - began > CHEAP_SECONDS:
+                return False
+        return True
 
     @property
     def exists(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return self._template is not None
-
-    def encode(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation. Raises InvalidRequest if there is no template or it refuses the messages."""
-        # Special tokens in messages are replaced by random placeholders before rendering, and tokenized as text afterwards.
-        placeholders: dict[str, str] = {}
-        mark = secrets.token_hex(8)
-
-        def without_special_tokens(text: str) -> str:
-            for token in self._special_texts:
-                if token in text:
-                    text = text.replace(token, placeholders.setdefault(token, f"{mark}{len(placeholders)}{mark}"))
-            return text
-
-        clean = [{key: without_special_tokens(value) for key, value in message.items()} for message in messages]
-        prompt = self._render(clean, add_generation_prompt)
-        pieces: list[tuple[str, bool]] = [(prompt, True)]
-        for token, name in placeholders.items():
-            pieces = [piece for text, special in pieces for piece in _split(text, special, name, token)]
-        ids: list[int] = []
-        for text, special in pieces:
-            # The template writes BOS itself, so the tokenizer must not add one.
-            ids += self._codec.encode_bare(text) if special else self._codec.encode_plain(text)
-        return ids
+        return self._codec.files.chat_template is not None
 
     @cached_property
-    def _special_texts(self) -> list[str]:
-        """The texts of special tokens, longest first, because one may contain another."""
-        return sorted((self._codec.decode([id]) for id in self._codec.special_ids), key=len, reverse=True)
+    def compiled(self) -> Template:
+        """Raises ConfigurationError if it is not valid Jinja, or cannot be compiled."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            return environment.from_string(self._codec.files.chat_template or "")
+        except TemplateSyntaxError as error:
+            reason = f"is not Jinja at line {error.lineno}"
+        except Exception as error:  # Jinja writes Python, which Python may refuse: too many levels, a lone surrogate.
+            reason = f"cannot be compiled ({type(error).__name__})"
+        raise ConfigurationError(f"{self._codec.files.chat_template_place}: the chat template {reason}")
+
+    def encode(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation. Raises InvalidRequest if there is no template or it refuses the messages.
+
+        No text of a message becomes a special token, or another added token that the template writes: neither as it stands, nor as the
+        template's filters or the tokenizer's normalizer change it. The conversation has the marks (such tokens, in their order) that it
+        has with harmless text in its place; if not, marks spelt in messages are put aside; if it still has others, it is refused.
+        """
+        if not self.exists:
+            raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions instead", param="messages")
+        ids = self._codec.encode_bare(self._render(messages, add_generation_prompt))
+        harmless = [_changed(message, self._harmless) for message in messages]
+        if harmless == messages:
+            return ids
+        expected = self._codec.encode_bare(self._render(harmless, add_generation_prompt))
+        # A template may write a mark in parts, so that its source does not contain it. Added words are no marks.
+        marks = self._codec.mark_ids | {id for id in set(expected) & self._codec.added.keys() if not self._codec.added[id].isalnum()}
+        wanted = [id for id in expected if id in marks]
+        if [id for id in ids if id in marks] == wanted:
+            return ids
+        aside = _Aside(self._codec, marks)
+        clean = [_changed(message, aside.put) for message in messages]
+        ids, written = aside.encode(self._render(clean, add_generation_prompt))
+        if written != wanted:
+            raise InvalidRequest("the model's chat template makes special tokens of text in these messages; remove it", param="messages")
+        return ids
+
+    def _harmless(self, text: str) -> str:
+        """Text that has no character with which a mark begins, or from which a normalizer or a filter could make one."""
+        suspect, filler = self._suspect
+        return suspect.sub(filler, text)
+
+    @cached_property
+    def _suspect(self) -> tuple[re.Pattern[str], str]:
+        """What `_harmless` replaces, and a letter that belongs to no mark."""
+        texts = [text for id, text in self._codec.added.items() if id in self._codec.mark_ids]
+        first = {next((letter for letter in text if not letter.isalnum() and not letter.isspace()), text.strip()[0]) for text in texts}
+        filler = next((letter for letter in string.ascii_lowercase if not any(letter in text for text in texts)), "x")
+        return re.compile(rf"[<&{re.escape(''.join(sorted(first)))}]|[^\x00-\x7f\s]"), filler
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        if self._template is None:
-            raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions instead", param="messages")
         files = self._codec.files
         tokens: dict[str, Any] = {key: files.special_token(key) or "" for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
         try:
-            prompt = self._template.render(
+            prompt = self.compiled.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **tokens
             )
         except Refusal as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
+        except MemoryError:
+            raise
         except Exception as error:
             # The template may raise anything; the log gets the error's type alone, since its text may hold messages.
             log.warning("the chat template failed with %s", type(error).__name__)
@@ -126,14 +161,41 @@ def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
 
 
-def _split(text: str, special: bool, name: str, token: str) -> list[tuple[str, bool]]:
-    """Splits `text` at each placeholder `name`, and puts `token` there, to be tokenized as plain text (False)."""
-    if not special:
-        return [(text, special)]
-    pieces: list[tuple[str, bool]] = []
-    for i, part in enumerate(text.split(name)):
-        if i:
-            pieces.append((token, False))
-        if part:
-            pieces.append((part, True))
-    return pieces
+def _changed(message: dict[str, str], change: Callable[[str], str]) -> dict[str, str]:
+    """A message with its texts changed. Roles are fixed words."""
+    return {key: text if key == "role" else change(text) for key, text in message.items()}
+
+
+class _Aside:
+    """Marks spelt in the messages of one conversation: each is replaced by a random number before rendering, and read as text after it."""
+
+    def __init__(self, codec: TextCodec, marks: Set[int]) -> None:
+        self._codec = codec
+        self._marks = marks
+        self._texts: list[str] = []
+        self._nonce = f"{secrets.randbelow(10**16):016}"  # Digits, which no filter turns to upper or lower case.
+
+    def put(self, text: str) -> str:
+        """The text with every mark that the tokenizer finds in it replaced."""
+        spans = [(start, end) for id, start, end in self._codec.encode_with_offsets(text, with_post_processor=False) if id in self._marks]
+        parts, at = [], 0
+        for start, end in spans:
+            parts += [text[at:start], f"{self._nonce}{len(self._texts):08}"]
+            self._texts.append(text[start:end])
+            at = end
+        return "".join([*parts, text[at:]])
+
+    def encode(self, prompt: str) -> tuple[list[int], list[int]]:
+        """Token ids of the rendered conversation, and the marks among them that the template wrote."""
+        plain = {text: self._codec.encode_plain(text, self._marks) for text in dict.fromkeys(self._texts)}
+        ids: list[int] = []
+        written: list[int] = []
+        for number, part in enumerate(re.split(rf"{self._nonce}(\d{{8}})", prompt)):
+            if number % 2:
+                ids += plain[self._texts[int(part)]]
+            elif part:
+                # The template writes BOS itself, so the tokenizer must not add one.
+                bare = self._codec.encode_bare(part)
+                ids += bare
+                written += [id for id in bare if id in self._marks]
+        return ids, written

@@ -40,6 +40,14 @@ class CheckpointFiles:
         content = token.get("content") if isinstance(token, dict) else token
         return content if isinstance(content, str) else None
 
+    @property
+    def chat_template_place(self) -> str:
+        """The file, and the field, that holds the chat template, for messages."""
+        for name, field in (("chat_template.jinja", ""), ("chat_template.json", ": chat_template")):
+            if (self._folder / name).is_file():
+                return f"{self._folder / name}{field}"
+        return f"{self._folder / 'tokenizer_config.json'}: chat_template"
+
     @cached_property
     def chat_template(self) -> str | None:
         """The template's source: chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones, `default`."""
@@ -53,11 +61,11 @@ class CheckpointFiles:
         elif (self._folder / "chat_template.json").is_file():
             template = self._read("chat_template.json").get("chat_template")
         if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
+            template = next(
+                (entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"), None
+            )
         if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS):
-            where = f"{path} or tokenizer_config.json beside it"
-            raise ConfigurationError(f"{where}: the chat template is not a text of up to {MAX_TEMPLATE_CHARS} characters")
+            raise ConfigurationError(f"{self.chat_template_place} is not a text of up to {MAX_TEMPLATE_CHARS} characters")
         return template
 
     @cached_property

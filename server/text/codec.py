@@ -3,12 +3,14 @@
 import codecs
 import json
 import re
+from collections.abc import Set
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Encoding, Tokenizer, decoders
 
-from server.errors import ConfigurationError
+from server.errors import ConfigurationError, InvalidRequest
 from server.hub.tokenizer_file import tokenizer_path
 from server.text.checkpoint_settings import CheckpointFiles
 
@@ -33,6 +35,7 @@ class TextCodec:
 
     def __init__(self, folder: Path) -> None:
         """Reads tokenizer.json. Raises ConfigurationError if it is missing and cannot be converted from other files, or is invalid."""
+        self.folder = folder
         self.path = tokenizer_path(folder)
         try:
             self.tokenizer = Tokenizer.from_file(str(self.path))
@@ -45,7 +48,12 @@ class TextCodec:
         self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.added = {id: token.content for id, token in added.items() if token.content.strip()}
+        """Id -> text of the tokens besides the vocabulary's own; runs of white space, which some vocabularies add, are left out."""
         self.files = CheckpointFiles(folder)
+        template = self.files.chat_template or ""
+        self.mark_ids = frozenset(self.special_ids | {id for id, text in self.added.items() if text in template})
+        """Ids that untrusted text never becomes: the special tokens and every added token that the chat template writes."""
         end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
         self._raw_bytes: dict[int, bytes] = {}
@@ -54,38 +62,62 @@ class TextCodec:
         self.token_bytes = cache(self._token_bytes)
         """The UTF-8 bytes of a token for clients; a token may be part of a character."""
 
+    @cached_property
+    def _vocabulary(self) -> tuple[int, int]:
+        """The largest token id, and the length of the longest token."""
+        tokens = self.tokenizer.get_vocab(with_added_tokens=True)
+        return max(tokens.values()), max(map(len, tokens))
+
     @property
     def largest_id(self) -> int:
         """The largest token id that `encode` can give."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values())
+        return self._vocabulary[0]
+
+    @property
+    def longest_token(self) -> int:
+        """The most characters of text that one token stands for."""
+        return self._vocabulary[1]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt."""
-        # encode_batch releases the GIL, encode does not.
-        ids: list[int] = self.tokenizer.encode_batch([text])[0].ids
-        return ids
-
-    def encode_plain(self, text: str) -> list[int]:
-        """Token ids of untrusted text: special tokens in it are read as text, and the post-processor adds none."""
-        ids: list[int] = self._plain_tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
-        return ids
+        return self._encoding(text, with_post_processor=True).ids
 
     def encode_bare(self, text: str) -> list[int]:
         """Token ids of text with special tokens recognised; the post-processor adds none."""
-        ids: list[int] = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+        return self._encoding(text).ids
+
+    def encode_plain(self, text: str, marks: Set[int] = frozenset()) -> list[int]:
+        """Token ids of untrusted text, which becomes neither one of `mark_ids` nor one of `marks`; the post-processor adds none."""
+        marks = self.mark_ids | marks
+        # The setting is the whole tokenizer's, which no other thread uses.
+        self.tokenizer.encode_special_tokens = True
+        try:
+            encoding = self._encoding(text)
+            if marks.isdisjoint(encoding.ids):
+                return encoding.ids
+            # What is recognised all the same is cut after its first character.
+            cuts = [start + 1 for id, (start, _) in zip(encoding.ids, encoding.offsets, strict=True) if id in marks]
+            pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+            ids = [id for piece in pieces for id in self._encoding(piece).ids]
+        finally:
+            self.tokenizer.encode_special_tokens = False
+        if not marks.isdisjoint(ids):
+            raise InvalidRequest("the text holds a special token of the model that cannot be read as text; remove it")
         return ids
 
-    @cached_property
-    def _plain_tokenizer(self) -> Tokenizer:
-        """A copy that reads special tokens as text: the setting affects the whole tokenizer, which other threads use."""
-        tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
-        tokenizer.encode_special_tokens = True
-        return tokenizer
-
-    def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
+    def encode_with_offsets(self, text: str, with_post_processor: bool = True) -> list[tuple[int, int, int]]:
         """(id, start, end) of each token of a prompt; offsets in characters."""
-        encoding = self.tokenizer.encode_batch([text])[0]
+        encoding = self._encoding(text, with_post_processor)
         return [(id, *span) for id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    def _encoding(self, text: str, with_post_processor: bool = False) -> Encoding:
+        """Encodes a text. (`encode_batch` would use threads, which a process that forks must not have.) Raises InvalidRequest."""
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=with_post_processor)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException:  # The library raises Exception itself, and its panics are BaseExceptions.
+            raise InvalidRequest("the model's tokenizer fails on this text", code="tokenization_failed") from None
 
     @cached_property
     def opening(self) -> list[int]:

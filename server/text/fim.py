@@ -42,8 +42,11 @@ class FillInTheMiddle:
                 self._separator = codec.token_id(separator) if separator else None
                 break
 
-    def fill(self, prefix: str, suffix: str, heal: bool, extra: tuple[tuple[str, str], ...] = (), field: str = "suffix") -> Filling:
-        """The prompt for the text between `prefix` and `suffix`, after the other files `extra`: (name, text).
+    def fill(
+        self, prefix: str, suffix: str, heal: bool, extra: tuple[tuple[str, str], ...] = (), field: str = "suffix", begun: str = ""
+    ) -> Filling:
+        """The prompt for the text between `prefix` and `suffix`, after the other files `extra`: (name, text). `begun` is the beginning
+        of the middle; token healing applies to the text before the gap, which is `begun` if there is one.
 
         Raises InvalidRequest that names `field` if the tokenizer has no fill-in-the-middle tokens.
         """
@@ -51,12 +54,23 @@ class FillInTheMiddle:
             known = ", ".join(marks[0] for marks in MARKS)
             raise InvalidRequest(f"`{field}`: this model cannot fill in the middle, for its tokenizer has none of {known}", param=field)
         prefix_id, suffix_id, middle_id = self._marks
-        prefix_ids = self._codec.encode_plain(prefix)
+        prefix_ids, begun_ids = self._codec.encode_plain(prefix), self._codec.encode_plain(begun)
         healed = ""
-        if heal:
+        if heal and begun:
+            begun_ids, healed = cut_last_token(self._codec, begun_ids, begun, min_kept=0)
+        elif heal:
             prefix_ids, healed = cut_last_token(self._codec, prefix_ids, prefix, min_kept=0)
         context = [id for name, text in extra for id in self._file(name, text)]
-        prompt = [*self._codec.opening, *context, prefix_id, *prefix_ids, suffix_id, *self._codec.encode_plain(suffix), middle_id]
+        prompt = [
+            *self._codec.opening,
+            *context,
+            prefix_id,
+            *prefix_ids,
+            suffix_id,
+            *self._codec.encode_plain(suffix),
+            middle_id,
+            *begun_ids,
+        ]
         stops = (*self._marks, *(() if self._separator is None else (self._separator,)))
         return Filling(prompt, healed, stops)
 

@@ -17,7 +17,7 @@ import pytest
 from commands import cli
 from commands.batch import Journal, Line, read_lines
 from server.errors import ResourceError, UsageError
-from tests.support.processes import DEADLINE, children, kill, wait_until
+from tests.support.processes import DEADLINE, engines, kill, wait_until
 
 
 def arguments(folder: Path, source: Path, target: Path, *options: str) -> list[str]:
@@ -141,7 +141,7 @@ def test_an_engine_that_is_gone_for_good_answers_nothing(tiny_folder: Path, tmp_
     process = subprocess.Popen(command(tiny_folder, source, target, *options), stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + DEADLINE
     while process.poll() is None and time.monotonic() < end:
-        for engine in children(process.pid):
+        for engine in engines(process.pid):
             kill(engine)
         time.sleep(0.05)
     assert process.wait(1) == 70 and not target.exists() and process.stderr is not None
@@ -158,9 +158,9 @@ def test_an_engine_that_is_away_for_long_answers_nothing_and_the_same_command_go
     options = "--engine.max_running", "4", "--recovery_timeout", "1"
     process = subprocess.Popen(command(tiny_folder, source, target, *options), stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(statuses(partial)) >= 5, "some answers")
-    (engine,) = children(process.pid)
+    (engine,) = engines(process.pid)
     kill(engine)
-    (following,) = wait_until(lambda: [pid for pid in children(process.pid) if pid != engine], "the next engine")
+    (following,) = wait_until(lambda: [pid for pid in engines(process.pid) if pid != engine], "the next engine")
     os.kill(following, signal.SIGSTOP)  # It takes its time to load.
     assert process.stderr is not None
     with process.stderr:

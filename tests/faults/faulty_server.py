@@ -8,10 +8,10 @@ import os
 import random
 import sys
 import time
-from typing import Any
 
 from commands import cli
 from server.supervision import transport
+from server.text import workers
 from tests.faults.rules import FOLDER_VARIABLE, VARIABLE, Rule, Rules
 from tests.support.paths import ROOT
 
@@ -22,21 +22,6 @@ def time_jumps() -> None:
     """The wall clock leaps by up to an hour, either way, whenever it is read."""
     true, rng = time.time, random.Random(0)
     time.time = lambda: true() + rng.uniform(-HOUR, HOUR)
-
-
-def tokenizer_hangs(rules: Rules, rule: Rule) -> None:
-    """Every way to tokenize a text that holds the marker takes `seconds`."""
-    from server.text.codec import TextCodec
-
-    for name in ("encode", "encode_plain", "encode_bare", "encode_with_offsets"):
-        sound = getattr(TextCodec, name)
-
-        def stuck(codec: TextCodec, text: str, sound: Any = sound) -> Any:
-            if rule.marker in text and rules.strike(rule):
-                time.sleep(rule.seconds)
-            return sound(codec, text)
-
-        setattr(TextCodec, name, stuck)
 
 
 def detokenizer_fails(rules: Rules, rule: Rule) -> None:
@@ -58,12 +43,11 @@ def main() -> int:
     # Engines are started with -P, which keeps them from finding this package by themselves.
     os.environ["PYTHONPATH"] = str(ROOT)
     transport.ENGINE_MODULE = "tests.faults.faulty_worker"
+    workers.WORKER_MODULE = "tests.faults.faulty_texts"
     rules = Rules.of_environment()
     for rule in rules.named("time_jumps"):
         if rules.strike(rule):
             time_jumps()
-    for rule in rules.named("tokenizer_hangs"):
-        tokenizer_hangs(rules, rule)
     for rule in rules.named("detokenizer_fails"):
         detokenizer_fails(rules, rule)
     return cli.main(sys.argv[3:])

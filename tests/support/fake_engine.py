@@ -22,6 +22,7 @@ from server.supervision.crash_policy import Timeouts
 from server.supervision.supervisor import State, Supervisor
 from server.text.codec import TextCodec
 from tests.support.hash_model import next_token, oracle
+from tests.support.inline_workers import inline_texts
 
 READY = protocol.Ready(
     model_type="hash",
@@ -220,7 +221,8 @@ def serve(
             metrics.engine_restarts.inc()
 
     supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.on_engine_event(step), Timeouts(10.0, 600.0, 60.0))
-    generation = Generation(supervisor, TextCodec(tokenizer_folder), metrics, section.model_copy(update={"max_waiting": 0}), max_open)
+    texts = inline_texts(TextCodec(tokenizer_folder), section)
+    generation = Generation(supervisor, texts, metrics, section.model_copy(update={"max_waiting": 0}), max_open)
     keys = Keys(section.api_keys, section.api_keys_file)
     app = create_app(generation, section, keys, names, "0", StreamStore(Retention()))
     supervisor.start()

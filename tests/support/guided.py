@@ -17,9 +17,10 @@ from server.engine.scheduler import Limits, Scheduler, TokenEvent
 from server.engine.sequence import ConstraintFailed
 from server.errors import InvalidRequest
 from server.text.codec import TextCodec
-from server.text.grammar import GrammarCompiler, Source
+from server.text.service import Source
 from tests.support.constraints import BOMBS, MIXED
 from tests.support.hash_model import HashModel, one_group
+from tests.support.inline_workers import Compiler
 
 RUNNING = 64
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -69,7 +70,7 @@ def compiled(codec: TextCodec) -> tuple[list[str], dict[str, str]]:
     """The mixed grammars that the check accepts, and the messages for those that it refuses; the bombs are not checked."""
     from llguidance import LLMatcher
 
-    compiler = GrammarCompiler(codec, 60.0)
+    compiler = Compiler(codec)
     refused: dict[str, str] = {}
 
     async def one(kind: Any, value: Any) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from commands.bench.bench import prompt_text
-from tests.support.processes import LB_GRACE, START_SECONDS, ServerProcess, alive, children, metric_sums
+from tests.support.processes import LB_GRACE, START_SECONDS, ServerProcess, alive, engines, metric_sums
 from tests.support.wire import RECEIVED_AT_ONCE, Event, EventParser, ResponseParser, http_request
 
 ANSWER_SECONDS = 180.0
@@ -272,7 +272,7 @@ class Server:
     @property
     def engine_pid(self) -> int | None:
         """The current engine process, if there is one."""
-        running = [pid for pid in children(self.process.pid) if alive(pid)]
+        running = [pid for pid in engines(self.process.pid) if alive(pid)]
         return running[-1] if running else None
 
     async def engine_other_than(self, pid: int | None) -> int:

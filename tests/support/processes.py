@@ -43,6 +43,18 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def engines(pid: int) -> list[int]:
+    """Engine processes among the children of a server; the others are its workers."""
+    return [child for child in children(pid) if b"server.text." not in command_line(child)]
+
+
+def command_line(pid: int) -> bytes:
+    """The arguments of a process, empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -112,7 +124,7 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        (pid,) = wait_until(lambda: children(self.process.pid), "an engine process")
+        (pid,) = wait_until(lambda: engines(self.process.pid), "an engine process")
         return int(pid)
 
     def get(self, path: str) -> tuple[int, str]:

@@ -22,7 +22,8 @@ from server.engine.grammar import Grammars
 from server.engine.sequence import ConstraintFailed
 from server.errors import InvalidRequest
 from server.text.codec import TextCodec
-from server.text.grammar import GrammarCompiler, Source
+from server.text.service import Source
+from tests.support.inline_workers import Compiler
 
 TEMPERATURE = 0.6
 CLOSING = 5.0
@@ -256,7 +257,7 @@ class Trial:
     def __init__(self, folder: Path, open_objects: bool = False) -> None:
         codec = TextCodec(folder)
         self.codec, self.vocab_size, self.ends = codec, codec.largest_id + 1, list(codec.end_token_ids)
-        self.compiler = GrammarCompiler(codec, 60.0, open_objects)
+        self.compiler = Compiler(codec, open_objects)
         self.grammars = Grammars(codec.path, self.ends)
         texts = [codec.decode([id]) for id in range(self.vocab_size)]
         self.bias = np.array([CLOSING if text and not text.strip('"}],') else 0.0 for text in texts])

@@ -11,7 +11,7 @@ from server.generation.stream import OpenStreams, Piece
 from server.http.answer import OutputToken
 from server.http.openai.chat_fields import ChatBody
 from server.http.openai.replies import OpenAIReply
-from server.text.chat_template import ChatTemplate
+from server.text.jobs import EncodeChat
 
 
 class ChatReply(OpenAIReply):
@@ -24,17 +24,14 @@ class ChatReply(OpenAIReply):
         super().__init__("chatcmpl", kind, model_id, body, generation, streams)
 
     @classmethod
-    async def open(
-        cls, generation: Generation, template: ChatTemplate, body: ChatBody, model_id: str, reservation: Reservation
-    ) -> "ChatReply":
+    async def open(cls, generation: Generation, body: ChatBody, model_id: str, reservation: Reservation) -> "ChatReply":
         """Applies the chat template and starts the sequences. Raises RequestError."""
-        messages = [message.plain() for message in body.messages]
-        num_chars = sum(len(message["content"]) for message in messages)
-        prompt = await generation.tokenizing(num_chars, template.encode, messages, body.add_generation_prompt is not False)
+        job = EncodeChat([message.plain() for message in body.messages], body.add_generation_prompt is not False)
+        prompt = await generation.tokenize(job, reservation.client, truncated=body.truncate_prompt_tokens is not None)
         prompt = body.truncated(prompt, generation.max_total_tokens)
-        grammar = await generation.grammar(body.source())
+        grammar = await generation.texts.grammar(body.source(), reservation.client)
         request = body.request(generation.codec, prompt)
-        sampling = replace(request.sampling, bad_words=await body.bad_word_ids(generation))
+        sampling = replace(request.sampling, bad_words=await body.bad_word_ids(generation, reservation.client))
         request = replace(request, grammar=grammar, sampling=sampling)
         return cls(body, model_id, generation, generation.start(with_choices(request, body.n or 1), reservation))
 

@@ -11,11 +11,13 @@ from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken
+from server.http.fields import default
 from server.http.openai.fields import CompletionBody
 from server.http.openai.replies import OpenAIReply
 from server.protocol import PromptScore
 from server.text.codec import Detokenizer
-from server.text.fim import FillInTheMiddle, cut_last_token
+from server.text.fim import Filling, cut_last_token
+from server.text.jobs import Prompts
 
 
 class CompletionReply(OpenAIReply):
@@ -33,16 +35,21 @@ class CompletionReply(OpenAIReply):
         self.detokenizers = [Detokenizer(self.codec) for _ in self.outputs]
 
     @classmethod
-    async def open(
-        cls, generation: Generation, fim: FillInTheMiddle, body: CompletionBody, model_id: str, reservation: Reservation
-    ) -> "CompletionReply":
+    async def open(cls, generation: Generation, body: CompletionBody, model_id: str, reservation: Reservation) -> "CompletionReply":
         """Encodes the prompts and starts their sequences. Raises RequestError."""
-        grammar = await generation.grammar(body.source())
-        bad_words = await body.bad_word_ids(generation)
+        client = reservation.client
+        grammar = await generation.texts.grammar(body.source(), client)
+        bad_words = await body.bad_word_ids(generation, client)
+        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        job = Prompts(texts, body.add_special_tokens is False, body.suffix, default(body.token_healing, not grammar))
+        truncated = body.suffix is None and body.truncate_prompt_tokens is not None
+        made: list[Filling] = await generation.tokenize(job, client, truncated) if texts else []
+        filled = iter(made)
         requests: list[Request] = []
         prompts: list[str] = []
         for prompt in body.prompt:
-            request, text = await _request(generation, fim, body, prompt, healing=not grammar)
+            filling = next(filled) if isinstance(prompt, str) else Filling(prompt, "", ())
+            request, text = _request(generation, body, prompt, filling)
             request = replace(request, grammar=grammar, sampling=replace(request.sampling, bad_words=bad_words))
             requests += with_choices(request, body.best_of or body.n or 1, all_score=bool(body.stream))
             if body.echo:
@@ -126,23 +133,13 @@ def text_offsets(detokenizer: Detokenizer, tokens: list[OutputToken], begin: int
     return list(accumulate((0 if token.id in skipped else len(detokenizer.push(token.id)) for token in tokens), initial=begin))
 
 
-async def _request(
-    generation: Generation, fim: FillInTheMiddle, body: CompletionBody, prompt: str | list[int], healing: bool
-) -> tuple[Request, str]:
+def _request(generation: Generation, body: CompletionBody, prompt: str | list[int], filling: Filling) -> tuple[Request, str]:
     """The internal request of one prompt, without its grammar, and the text for `echo`."""
-    codec, healed, text = generation.codec, "", ""
-    stops: tuple[int, ...] = ()
-    num_chars = sum(map(len, body.prompt))  # Many short texts take as long as a long one.
-    if body.suffix is not None and isinstance(prompt, str):
-        heal = healing if body.token_healing is None else body.token_healing
-        filling = await generation.tokenizing(len(prompt) + len(body.suffix), fim.fill, prompt, body.suffix, heal)
-        ids, healed, stops = filling.prompt, filling.healed, filling.stop_token_ids
-    else:
-        encode = codec.encode_bare if body.add_special_tokens is False else codec.encode
-        whole = prompt if isinstance(prompt, list) else await generation.tokenizing(num_chars, encode, prompt)
-        ids = body.truncated(whole, generation.max_total_tokens)
+    codec, ids, healed, text = generation.codec, filling.prompt, filling.healed, ""
+    if body.suffix is None or not isinstance(prompt, str):
+        ids = body.truncated(ids, generation.max_total_tokens)
         if body.echo:
-            text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else codec.decode(ids)
+            text = prompt if isinstance(prompt, str) and len(ids) == len(filling.prompt) else codec.decode(ids)
         if body.token_healing and isinstance(prompt, str):
             ids, healed = cut_last_token(codec, ids, prompt)
     request = body.request(codec, ids)
@@ -151,6 +148,6 @@ async def _request(
         request,
         healed=healed,
         score_prompt=request.score_prompt or scored,
-        stop_token_ids=(*request.stop_token_ids, *stops),
+        stop_token_ids=(*request.stop_token_ids, *filling.stop_token_ids),
     )
     return request, text

@@ -13,7 +13,8 @@ from server.generation.request import Request
 from server.http import fields
 from server.http.fields import Body, Format, LimitedBody, SamplingBody, default
 from server.text.codec import TextCodec
-from server.text.grammar import Source
+from server.text.jobs import Spell
+from server.text.service import Source
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
@@ -173,10 +174,10 @@ class GenerationBody(SamplingBody, LimitedBody):
             kept = max(1, capacity - (self.max_output_tokens or 1))
         return prompt if kept is None else prompt[-kept:]
 
-    async def bad_word_ids(self, generation: Generation) -> list[list[int]]:
+    async def bad_word_ids(self, generation: Generation, client: str) -> list[list[int]]:
         """The token sequences of `bad_words`. Encoded once for all sequences of a request."""
-        words = self.bad_words or []
-        return await generation.tokenizing(2 * sum(map(len, words)), _spellings, generation.codec, words)
+        ids: list[list[int]] = await generation.texts.run(Spell(self.bad_words), client) if self.bad_words else []
+        return ids
 
     def request(self, codec: TextCodec, prompt: list[int]) -> Request:
         """The internal request, without its bad words. Sampling parameters default to those of generation_config.json, as in vLLM."""
@@ -202,15 +203,6 @@ class GenerationBody(SamplingBody, LimitedBody):
             timeout_s=self.timeout_s,
             salt=self.cache_salt or "",
         )
-
-
-def _spellings(codec: TextCodec, words: list[str]) -> list[list[int]]:
-    """The token sequences that spell the words: at the beginning of a text, and after a space."""
-    found: list[list[int]] = []
-    for word in words:
-        spelt = codec.encode_plain(word), codec.encode_plain(" " + word.lstrip())
-        found += [ids for i, ids in enumerate(spelt) if ids and ids not in spelt[:i]]
-    return found
 
 
 Prompts = Annotated[list[fields.Text | fields.TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]

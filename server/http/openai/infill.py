@@ -13,8 +13,8 @@ from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Reply
 from server.http.fields import default
 from server.http.openai.infill_fields import InfillBody
-from server.text.codec import TextCodec
-from server.text.fim import FillInTheMiddle, cut_last_token
+from server.text.fim import Filling
+from server.text.jobs import Fill
 
 ALL_SAMPLERS = ("top_k", "top_p", "min_p", "temperature")
 _LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
@@ -35,21 +35,20 @@ class InfillReply(Reply):
         self.end: Piece | None = None
 
     @classmethod
-    async def open(
-        cls, generation: Generation, fim: FillInTheMiddle, body: InfillBody, model_id: str, reservation: Reservation
-    ) -> "InfillReply":
+    async def open(cls, generation: Generation, body: InfillBody, model_id: str, reservation: Reservation) -> "InfillReply":
         """Builds the fill-in-the-middle prompt and starts its sequence. Raises RequestError."""
-        extra = body.input_extra or ()
-        num_chars = len(body.input_prefix) + len(body.input_suffix) + len(body.prompt or "") + sum(len(file.text) for file in extra)
-        ids, healed, stops = await generation.tokenizing(num_chars, _prompt, generation.codec, fim, body)
+        extra = tuple((file.filename or "", file.text) for file in body.input_extra or ())
+        heal = body.token_healing is not False
+        job = Fill(body.input_prefix, body.input_suffix, heal, extra, "input_suffix", body.prompt or "")
+        filling: Filling = await generation.tokenize(job, reservation.client)
         request = Request(
-            prompt=ids,
+            prompt=filling.prompt,
             sampling=_sampling(body),
             max_new_tokens=None if body.n_predict in (None, -1) else body.n_predict,
             stop_strings=tuple(body.stop or ()),
-            stop_token_ids=stops,
+            stop_token_ids=filling.stop_token_ids,
             keep_stop=False,
-            healed=healed,
+            healed=filling.healed,
             priority=body.priority or 0,
             timeout_s=None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3,
             salt=secrets.token_hex(16) if body.cache_prompt is False else "",
@@ -137,20 +136,6 @@ class InfillReply(Reply):
             timings[f"{name}_per_token_ms"] = milliseconds / max(1, count)
             timings[f"{name}_per_second"] = 1e3 * count / milliseconds
         return timings
-
-
-def _prompt(codec: TextCodec, fim: FillInTheMiddle, body: InfillBody) -> tuple[list[int], str, tuple[int, ...]]:
-    """Token ids of the prompt, the text removed from its end by token healing, and the stop token ids."""
-    heal = body.token_healing is not False
-    extra = tuple((file.filename or "", file.text) for file in body.input_extra or ())
-    filling = fim.fill(body.input_prefix, body.input_suffix, heal and not body.prompt, extra, "input_suffix")
-    if not body.prompt:
-        return filling.prompt, filling.healed, filling.stop_token_ids
-    # `prompt` begins the middle, so token healing applies to its end.
-    begun, healed = codec.encode_plain(body.prompt), ""
-    if heal:
-        begun, healed = cut_last_token(codec, begun, body.prompt, min_kept=0)
-    return filling.prompt + begun, healed, filling.stop_token_ids
 
 
 def _sampling(body: InfillBody) -> protocol.Sampling:

@@ -28,23 +28,17 @@ from server.http.openai.infill import InfillReply
 from server.http.openai.infill_fields import InfillBody
 from server.http.pieces import pieces
 from server.http.routes import Route
-from server.text.chat_template import ChatTemplate
-from server.text.fim import FillInTheMiddle
 
 
 class OpenAIRoutes:
     """Handlers of the routes of OpenAI's dialect."""
 
-    def __init__(
-        self, generation: Generation, section: ServerSection, names: ModelNames, chat_template: ChatTemplate, answers: Answers
-    ) -> None:
+    def __init__(self, generation: Generation, section: ServerSection, names: ModelNames, answers: Answers) -> None:
         self.generation = generation
         self.answers = answers
         self.section = section
         self.names = names
         self.created = int(time.time())
-        self.chat_template = chat_template
-        self.fim = FillInTheMiddle(generation.codec)
 
     def routes(self) -> list[Route]:
         return [
@@ -81,7 +75,7 @@ class OpenAIRoutes:
         body = await read_model(http, InfillBody, self.section.max_body_bytes)
         delivery = Delivery.of(http, bool(body.stream), body.resumable)
         check_stops("stop", body.stop, self.section.max_stop_strings, param="stop")
-        reply = await InfillReply.open(self.generation, self.fim, body, self.names.shown, exchange_of(http).reserved)
+        reply = await InfillReply.open(self.generation, body, self.names.shown, exchange_of(http).reserved)
         return await self.answers.answer(http, reply, delivery)
 
     async def models(self) -> Response:
@@ -127,12 +121,12 @@ class OpenAIRoutes:
     async def open_completion(self, body: CompletionBody, reservation: Reservation) -> CompletionReply:
         """Checks a completion and starts it. Raises RequestError."""
         self._check(body)
-        return await CompletionReply.open(self.generation, self.fim, body, self.names.shown, reservation)
+        return await CompletionReply.open(self.generation, body, self.names.shown, reservation)
 
     async def open_chat(self, body: ChatBody, reservation: Reservation) -> ChatReply:
         """Checks a chat completion and starts it. Raises RequestError."""
         self._check(body)
-        return await ChatReply.open(self.generation, self.chat_template, body, self.names.shown, reservation)
+        return await ChatReply.open(self.generation, body, self.names.shown, reservation)
 
     def _check(self, body: GenerationBody) -> None:
         self.names.resolve(body.model)

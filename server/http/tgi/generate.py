@@ -26,6 +26,7 @@ from server.http.fields import default
 from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.text.fim import cut_last_token
+from server.text.jobs import Encode
 
 
 class TgiRoutes:
@@ -121,16 +122,16 @@ class TgiRoutes:
             if stream and parameters.decoder_input_details:
                 raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
             delivery = Delivery.of(http, stream, body.resumable)
-            streams = self.generation.start(await self._requests(body, parameters), exchange_of(http).reserved)
+            streams = self.generation.start(await self._requests(body, parameters, exchange_of(http).client), exchange_of(http).reserved)
         echoed = body.inputs if default(parameters.return_full_text, echo) else ""
         reply = TgiReply(self.generation, parameters, streams, echoed, arrival, len(body.inputs), in_list)
         return await self.answers.answer(http, reply, delivery)
 
-    async def _requests(self, body: GenerateBody, parameters: Parameters) -> list[Request]:
+    async def _requests(self, body: GenerateBody, parameters: Parameters, client: str) -> list[Request]:
         """The internal requests, one for each of `best_of`."""
         source = None if parameters.grammar is None else parameters.grammar.source("parameters.grammar")
-        grammar = await self.generation.grammar(source)
-        prompt, healed = await self.generation.encode(body.inputs), ""
+        grammar = await self.generation.texts.grammar(source, client)
+        prompt, healed = await self.generation.tokenize(Encode(body.inputs), client, truncated=parameters.truncate is not None), ""
         if parameters.token_healing:
             prompt, healed = cut_last_token(self.generation.codec, prompt, body.inputs)
         if parameters.truncate is not None:

@@ -23,6 +23,7 @@ from server.supervision.supervisor import State
 from server.text.codec import TextCodec
 from tests.support.checkpoints import make_tokenizer
 from tests.support.fake_engine import READY, serve
+from tests.support.inline_workers import inline_texts
 
 
 class Hand:
@@ -56,7 +57,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 def start(codec: TextCodec, count: int = 1, **fields: Any) -> tuple[Hand, OpenStreams]:
     hand = Hand()
-    generation = Generation(hand, codec, Metrics(), ServerSection(max_waiting=0), 64)  # type: ignore[arg-type]
+    generation = Generation(hand, inline_texts(codec), Metrics(), ServerSection(max_waiting=0), 64)  # type: ignore[arg-type]
     return hand, generation.start(
         [Request([1, 2], protocol.Sampling(), 50, **fields) for _ in range(count)], generation.admission.reserve("tests")
     )

@@ -16,9 +16,10 @@ from server.engine.grammar import Grammars
 from server.engine.sequence import Constraint, ConstraintFailed
 from server.errors import InvalidRequest
 from server.text.codec import TextCodec
-from server.text.grammar import GrammarCompiler, Source
+from server.text.service import Source
 from tests.support.constraints import BOMBS, EVERYDAY, PUBLISHED
 from tests.support.guided import alone, choose, compiled, fresh, requests, together
+from tests.support.inline_workers import Compiler
 from tests.support.large_vocabulary import write_large_tokenizer
 from tests.support.paths import EMBEDDED
 from tests.support.processes import ServerProcess, kill, wait_until
@@ -27,8 +28,8 @@ END = 0
 
 
 @pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(TextCodec(EMBEDDED), 5.0)
+def compiler() -> Compiler:
+    return Compiler(TextCodec(EMBEDDED))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,7 @@ ANSWERED = PUBLISHED + [("regex", expression) for expression in EVERYDAY if ("re
 
 @pytest.mark.parametrize(("kind", "value"), ANSWERED, ids=lambda x: str(x)[:40])
 def test_published_and_everyday_constraints_are_answered_on_262144_words(
-    large_compiler: GrammarCompiler, large_grammars: Grammars, kind: Any, value: Any
+    large_compiler: Compiler, large_grammars: Grammars, kind: Any, value: Any
 ) -> None:
     grammar = asyncio.run(large_compiler.compile(Source(kind, value, "f")))
     for seed in range(3):
@@ -168,8 +169,8 @@ def test_published_and_everyday_constraints_are_answered_on_262144_words(
 
 
 @pytest.fixture(scope="module")
-def large_compiler(large_folder: Path) -> GrammarCompiler:
-    return GrammarCompiler(TextCodec(large_folder), 60.0)
+def large_compiler(large_folder: Path) -> Compiler:
+    return Compiler(TextCodec(large_folder))
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +178,7 @@ def large_grammars(large_folder: Path) -> Grammars:
     return Grammars(large_folder / "tokenizer.json", [1])
 
 
-async def test_a_grammar_that_fails_after_some_tokens_only_is_refused_before(compiler: GrammarCompiler) -> None:
+async def test_a_grammar_that_fails_after_some_tokens_only_is_refused_before(compiler: Compiler) -> None:
     """The highest ids alone lead nowhere near the part that is too complex."""
     with pytest.raises(InvalidRequest, match="too complex"):
         await compiler.compile(Source("regex", "\\x{10FFFF}{40}|!(?:a{1,1000}){1000}", "f"))
@@ -188,7 +189,7 @@ def submit(grammar: str = "", healed: str = "", output: list[int] | None = None,
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_constraint_cut_anywhere_and_replayed_goes_on_as_it_was(compiler: GrammarCompiler, grammars: Grammars, part: int) -> None:
+def test_a_constraint_cut_anywhere_and_replayed_goes_on_as_it_was(compiler: Compiler, grammars: Grammars, part: int) -> None:
     codec = TextCodec(EMBEDDED)
     for seed in range(part, 60, 4):
         rng = random.Random(seed)
@@ -265,14 +266,14 @@ def test_a_constrained_stream_outlives_the_engine(embedded_folder: Path) -> None
     ],
     ids=lambda x: str(x)[:20],
 )
-async def test_bombs_and_nonsense_are_refused_at_once(compiler: GrammarCompiler, kind: Any, value: Any, words: str) -> None:
+async def test_bombs_and_nonsense_are_refused_at_once(compiler: Compiler, kind: Any, value: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         await asyncio.wait_for(compiler.compile(Source(kind, value, "field")), 5)
     assert caught.value.param == "field" and "\n" not in caught.value.message and len(caught.value.message) < 200
 
 
 @pytest.mark.parametrize("depth", [50, 120, 200, 320, 10_000])
-async def test_deep_schemas(compiler: GrammarCompiler, depth: int) -> None:
+async def test_deep_schemas(compiler: Compiler, depth: int) -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -284,9 +285,7 @@ async def test_deep_schemas(compiler: GrammarCompiler, depth: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(a|b)*a(a|b){20}", "((a*)*)*c"])
-async def test_what_explodes_when_backtracking_is_followed_in_bounded_time(
-    compiler: GrammarCompiler, grammars: Grammars, pattern: str
-) -> None:
+async def test_what_explodes_when_backtracking_is_followed_in_bounded_time(compiler: Compiler, grammars: Grammars, pattern: str) -> None:
     """A derivative of the expression is taken for each character: these cost no more than others, so they are served."""
     grammar = await compiler.compile(Source("regex", pattern, "field"))
     constraint = grammars.constraint(submit(grammar))

@@ -9,8 +9,9 @@ import pytest
 from server.config import EMBEDDED_MODEL
 from server.errors import InvalidRequest
 from server.text.codec import TextCodec
-from server.text.grammar import GrammarCompiler, Source
 from server.text.json_schema import SchemaError, parse, prepare
+from server.text.service import Source
+from tests.support.inline_workers import Compiler
 from tests.support.random_schemas import Trial, faults
 
 
@@ -31,7 +32,7 @@ class Follower:
     """Whether the grammar of a schema accepts a text."""
 
     def __init__(self, open_objects: bool = False) -> None:
-        self._compiler = GrammarCompiler(TextCodec(EMBEDDED_MODEL), 30.0, open_objects)
+        self._compiler = Compiler(TextCodec(EMBEDDED_MODEL), open_objects)
 
     def takes(self, schema: Any, text: str) -> bool:
         from llguidance import LLMatcher
@@ -39,9 +40,8 @@ class Follower:
         async def compiled() -> str:
             return await self._compiler.compile(Source("json", schema, "field"))
 
-        self._compiler._checks.clear()  # They belong to the event loop of the call before.
-        matcher = LLMatcher(self._compiler._tokenizer, asyncio.run(compiled()), log_level=0)
-        tokens = self._compiler._tokenizer.tokenize_str(text)
+        matcher = LLMatcher(self._compiler.tokenizer, asyncio.run(compiled()), log_level=0)
+        tokens = self._compiler.tokenizer.tokenize_str(text)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -150,6 +150,6 @@ def test_a_reference_may_name_any_schema_and_a_text_may_look_like_an_escape() ->
 
 
 async def test_a_bound_on_optional_properties_is_refused_by_name() -> None:
-    compiler = GrammarCompiler(TextCodec(EMBEDDED_MODEL), 30.0)
+    compiler = Compiler(TextCodec(EMBEDDED_MODEL))
     with pytest.raises(InvalidRequest, match="minProperties or maxProperties"):
         await compiler.compile(Source("json", json.dumps(A | {"properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}), "field"))

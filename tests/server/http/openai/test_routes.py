@@ -316,8 +316,8 @@ def test_a_line_indented_too_little_ends_the_middle(embedded_server: ServerProce
 
 
 def test_long_texts_do_not_hold_up_the_others(embedded_server: ServerProcess) -> None:
-    """Every route tokenizes long texts in threads: probes are answered meanwhile."""
-    text = "def function(x):\n    return x + 1\n\n" * 8000
+    """Every route tokenizes long texts in worker processes: probes are answered meanwhile. (Longer ones are refused before.)"""
+    text = "def function(x):\n    return x + 1\n\n" * 5000
     slow: list[float] = []
     for path, body in (
         ("/tokenize", {"inputs": text}),

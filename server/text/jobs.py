@@ -1,0 +1,213 @@
+"""Jobs: what is asked of a tokenizer, a chat template or a grammar compiler, as messages that either process can carry out.
+
+Invariant: a job gives the same result, or the same refusal, in whichever process it runs. It knows no processes and no clients.
+"""
+
+import json
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from server.errors import InvalidRequest
+from server.text.chat_template import ChatTemplate
+from server.text.codec import TextCodec
+from server.text.fim import Filling, FillInTheMiddle
+
+if TYPE_CHECKING:
+    from server.text.grammar import GrammarCompiler
+
+Message = dict[str, str]
+
+
+class Texts:
+    """What jobs work with: the tokenizer, chat template and grammar compiler of one checkpoint."""
+
+    def __init__(self, codec: TextCodec, open_objects: bool = False) -> None:
+        self.codec = codec
+        self.chat_template = ChatTemplate(codec)
+        self.fim = FillInTheMiddle(codec)
+        self.open_objects = open_objects
+
+    @cached_property
+    def compiler(self) -> "GrammarCompiler":
+        """Created on first use, which takes seconds for a large vocabulary. Raises ConfigurationError."""
+        from server.text.grammar import GrammarCompiler
+
+        return GrammarCompiler(self.codec, self.open_objects)
+
+
+class Job(msgspec.Struct, frozen=True, tag=True):
+    """Base of the jobs. `Result`: the type of the value that `run` returns."""
+
+    Result: ClassVar[Any] = list[int]
+    option: ClassVar[str] = "tokenize_timeout"
+    """The option of ServerSection that limits its processor time."""
+    always_in_worker: ClassVar[bool] = False
+    """Whether the cost of short ones has no bound either."""
+
+    @property
+    def num_chars(self) -> int:
+        """Characters to process."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """Characters of the longest prompt that it makes."""
+        return self.num_chars
+
+    def run(self, texts: Texts) -> Any:
+        """Does the work. Raises InvalidRequest."""
+        raise NotImplementedError
+
+    def refusal(self, bound: str) -> InvalidRequest:
+        """The error for a job that needs more than a bound of time or memory."""
+        return InvalidRequest(f"this text takes more than {bound} to tokenize; send less of it", code="tokenization_timeout")
+
+
+class Encode(Job, frozen=True):
+    """Token ids of a text with special tokens recognised. `bare`: the post-processor adds none."""
+
+    text: str
+    bare: bool = False
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.text)
+
+    def run(self, texts: Texts) -> list[int]:
+        return texts.codec.encode_bare(self.text) if self.bare else texts.codec.encode(self.text)
+
+
+class EncodeWithPlaces(Encode, frozen=True):
+    """The tokens of a text and their places in it, as a JSON array in TGI's form: a large one is written in the worker process."""
+
+    Result = bytes
+
+    def run(self, texts: Texts) -> Any:
+        text = self.text
+        tokens = [
+            {"id": id, "text": text[start:end], "start": start, "stop": end} for id, start, end in texts.codec.encode_with_offsets(text)
+        ]
+        return json.dumps(tokens, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class Decode(Job, frozen=True):
+    """The text of token ids."""
+
+    Result = str
+
+    ids: list[int]
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.ids)
+
+    def run(self, texts: Texts) -> str:
+        return texts.codec.decode(self.ids)
+
+
+class Spell(Job, frozen=True):
+    """The token sequences that spell words: at the beginning of a text, and after a space."""
+
+    Result = list[list[int]]
+
+    words: list[str]
+
+    @property
+    def num_chars(self) -> int:
+        return 2 * sum(map(len, self.words))
+
+    def run(self, texts: Texts) -> list[list[int]]:
+        plain, found = texts.codec.encode_plain, list[list[int]]()
+        for word in self.words:
+            spelt = plain(word), plain(" " + word.lstrip())
+            found += [ids for i, ids in enumerate(spelt) if ids and ids not in spelt[:i]]
+        return found
+
+
+class Prompts(Job, frozen=True):
+    """Several prompts: of texts, or for what stands between each and `suffix`."""
+
+    Result = list[Filling]
+
+    texts: list[str]
+    bare: bool
+    suffix: str | None
+    heal: bool
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.suffix or "") * len(self.texts) + sum(map(len, self.texts))
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.texts)) + len(self.suffix or "")
+
+    def run(self, texts: Texts) -> list[Filling]:
+        if self.suffix is not None:
+            return [texts.fim.fill(text, self.suffix, self.heal) for text in self.texts]
+        return [Filling(Encode(text, self.bare).run(texts), "", ()) for text in self.texts]
+
+
+class EncodeChat(Job, frozen=True):
+    """Token ids of a conversation."""
+
+    messages: list[Message]
+    add_generation_prompt: bool = True
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(text) for message in self.messages for text in message.values())
+
+    def run(self, texts: Texts) -> list[int]:
+        return texts.chat_template.encode(self.messages, self.add_generation_prompt)
+
+
+class Fill(Job, frozen=True):
+    """The fill-in-the-middle prompt for the text between two texts; see FillInTheMiddle.fill. `begun`: the beginning of the middle."""
+
+    Result = Filling
+
+    prefix: str
+    suffix: str
+    heal: bool
+    extra: tuple[tuple[str, str], ...] = ()
+    field: str = "suffix"
+    begun: str = ""
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.prefix) + len(self.suffix) + len(self.begun) + sum(len(name) + len(text) for name, text in self.extra)
+
+    def run(self, texts: Texts) -> Filling:
+        return texts.fim.fill(self.prefix, self.suffix, self.heal, self.extra, self.field, self.begun)
+
+
+class CompileGrammar(Job, frozen=True):
+    """The grammar of a constraint, compiled and tried."""
+
+    Result = str
+    option = "grammar_timeout"
+    always_in_worker = True
+
+    kind: str
+    source: str
+    field: str
+    """Its name in errors."""
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.source)
+
+    def run(self, texts: Texts) -> str:
+        try:
+            return texts.compiler.compile(self.kind, self.source)
+        except ValueError as error:
+            raise InvalidRequest(f"`{self.field}` {error}", param=self.field) from None
+
+    def refusal(self, bound: str) -> InvalidRequest:
+        return InvalidRequest(f"`{self.field}` takes more than {bound} to compile; simplify it", param=self.field)
+
+
+AnyJob = Decode | Spell | Prompts | Encode | EncodeWithPlaces | EncodeChat | Fill | CompileGrammar

@@ -1,0 +1,103 @@
+"""TextService: carries out jobs, in this process if they are cheap beforehand, else in worker processes; keeps compiled grammars.
+
+Invariant: nothing whose cost has no known bound runs in this process. It knows no engine and no dialects.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from server.config import ServerSection
+from server.errors import ConfigurationError, InvalidRequest, ResourceError, Unavailable
+from server.text.chat_template import MAX_CHEAP_MESSAGES
+from server.text.codec import TextCodec
+from server.text.jobs import AnyJob, CompileGrammar, EncodeChat, Texts
+from server.text.worker_process import Loaded
+
+LONG_TEXT_CHARS = 4096
+"""Texts of at least this many characters are tokenized in a worker process."""
+MAX_SOURCE_CHARS = 2**16
+CACHED_GRAMMARS = 256
+
+Kind = Literal["json", "regex", "lark", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A constraint of a request: a JSON schema, a regular expression, a Lark grammar, or a list of texts. `field`: its name in errors."""
+
+    kind: Kind
+    value: Any
+    field: str
+
+
+class Runner(Protocol):
+    """What runs jobs elsewhere: Workers, or a double of it."""
+
+    async def loaded(self) -> Loaded: ...
+
+    async def run(self, job: AnyJob, client: str, seconds: float) -> Any: ...
+
+
+class TextService:
+    """The jobs of one server."""
+
+    def __init__(self, codec: TextCodec, section: ServerSection, workers: Runner) -> None:
+        self.texts = Texts(codec, section.open_objects)
+        self.workers = workers
+        self._section = section
+        self._cheap_template = False
+        self._grammars: dict[CompileGrammar, asyncio.Task[str]] = {}
+        """Compilations that run or have succeeded, oldest first."""
+
+    async def check(self) -> None:
+        """Waits until the workers have read the checkpoint. Raises ConfigurationError if they refuse it, and ResourceError
+        if there are none."""
+        try:
+            loaded = await self.workers.loaded()
+        except Unavailable as error:
+            raise ResourceError(error.message) from None
+        if loaded.error:
+            raise ConfigurationError(loaded.error)
+        self._cheap_template = loaded.cheap_template
+
+    async def run(self, job: AnyJob, client: str) -> Any:
+        """The result of a job of a client. Raises InvalidRequest, Overloaded or Unavailable."""
+        if job.num_chars < LONG_TEXT_CHARS and not job.always_in_worker and self._is_cheap(job):
+            return job.run(self.texts)
+        return await self.workers.run(job, client, getattr(self._section, job.option))
+
+    def _is_cheap(self, job: AnyJob) -> bool:
+        if not isinstance(job, EncodeChat) or not self.texts.chat_template.exists:
+            return True
+        return self._cheap_template and len(job.messages) <= MAX_CHEAP_MESSAGES
+
+    async def grammar(self, source: Source | None, client: str) -> str:
+        """The compiled grammar of a constraint; empty without one. Raises InvalidRequest, Overloaded or Unavailable."""
+        if source is None:
+            return ""
+        text = source.value if isinstance(source.value, str) else _written(source)
+        if len(text) > MAX_SOURCE_CHARS:
+            message = f"`{source.field}` is longer than {MAX_SOURCE_CHARS} characters. Given: {len(text)}"
+            raise InvalidRequest(message, param=source.field)
+        job = CompileGrammar(source.kind, text, source.field)
+        task = self._grammars.get(job)
+        if task is None:
+            if len(self._grammars) >= CACHED_GRAMMARS:
+                del self._grammars[next(iter(self._grammars))]
+            # It goes on if its client leaves, for others that wait for the same grammar.
+            task = self._grammars[job] = asyncio.create_task(self.run(job, client))
+            task.add_done_callback(lambda done: self._forget_failed(job, done))
+        return await asyncio.shield(task)
+
+    def _forget_failed(self, job: CompileGrammar, task: asyncio.Task[str]) -> None:
+        if (task.cancelled() or task.exception() is not None) and self._grammars.get(job) is task:
+            del self._grammars[job]
+
+
+def _written(source: Source) -> str:
+    try:
+        return json.dumps(source.value)
+    except RecursionError:
+        raise InvalidRequest(f"`{source.field}` is nested too deeply", param=source.field) from None

@@ -1,0 +1,47 @@
+"""A double of server.text.workers.Workers that runs each job at once in this process, for tests that are not about processes."""
+
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from server.config import ServerSection
+from server.text.codec import TextCodec
+from server.text.jobs import AnyJob, Texts
+from server.text.service import Source, TextService
+from server.text.worker_process import Loaded
+
+
+class InlineWorkers:
+    """Runs jobs without limits."""
+
+    def __init__(self, codec: TextCodec, open_objects: bool = False) -> None:
+        self.texts = Texts(codec, open_objects)
+
+    async def loaded(self) -> Loaded:
+        return Loaded(cheap_template=True)
+
+    async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
+        return job.run(self.texts)
+
+
+def inline_texts(codec: TextCodec, section: ServerSection | None = None) -> TextService:
+    """A TextService without processes."""
+    section = section or ServerSection()
+    return TextService(codec, section, InlineWorkers(codec, section.open_objects))
+
+
+class Compiler:
+    """Compiles the constraints of requests as a server does, in this process."""
+
+    def __init__(self, codec: TextCodec, open_objects: bool = False) -> None:
+        self._codec = codec
+        self._section = ServerSection(open_objects=open_objects)
+        self._workers = InlineWorkers(codec, open_objects)
+
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        return self._workers.texts.compiler.tokenizer
+
+    async def compile(self, source: Source) -> str:
+        """The grammar. Raises InvalidRequest."""
+        return await TextService(self._codec, self._section, self._workers).grammar(source, "")
