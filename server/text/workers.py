@@ -123,6 +123,7 @@ class Workers:
         """The result of a job. Raises InvalidRequest if it refuses, or takes more than `seconds` of processor time or too much
         memory; Overloaded or Unavailable if it could not be done for other reasons.
         """
+        await self.loaded()
         ticket = self._queue.add(client, job.num_chars)
         self._turns[ticket] = asyncio.Event()
         try:
