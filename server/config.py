@@ -98,6 +98,10 @@ class ServerSection(Section):
     api_keys_file: File | None = Field(
         None, description="TOML file of keys, each a [[key]] table with its `name` and `sha256`; SIGHUP has it read again"
     )
+    tls_certificate: File | None = Field(
+        None, description="PEM file of the certificate chain, for HTTPS instead of HTTP; SIGHUP has it read again"
+    )
+    tls_key: File | None = Field(None, description="PEM file of the certificate's key, without a password")
     metrics_key: Digest | None = Field(None, description="SHA-256 digest of the key to /metrics; default: none is needed")
     trusted_proxies: Networks = Field(
         (), description="networks, like 10.0.0.0/8, of proxies whose X-Forwarded-For names the client; default: none is believed"
@@ -139,6 +143,12 @@ class ServerSection(Section):
     max_detached: int = Field(
         64, ge=0, description="most resumable streams without a reader; above it, the one without a reader for longest is cancelled"
     )
+
+    @model_validator(mode="after")
+    def _certificate_has_a_key(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key are needed together")
+        return self
 
 
 class EngineSection(Section):

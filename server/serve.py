@@ -10,6 +10,7 @@ from server.config import ServeSettings
 from server.errors import ResourceError
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
+from server.http.tls import check_certificate
 from server.hub.download import model_id
 from server.service import SupervisedEngine
 
@@ -34,6 +35,8 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     with bind(settings.host, settings.port) as listener:
         name = model_id(settings.model)
         names = ModelNames.of((section.model_name or name, *section.served_model_names), (settings.given, name))
+        if section.tls_certificate and section.tls_key:
+            check_certificate(section.tls_certificate, section.tls_key)
         keys = Keys(section.api_keys, section.api_keys_file)
         engine = SupervisedEngine(settings, section, names.shown)
         engine.start()

@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -31,6 +32,7 @@ from server.http.front import FrontDoor
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
+from server.http.tls import reload_certificate
 from server.load_log import LoadLog
 from server.loop_lag import LoopLag
 from server.service import SupervisedEngine
@@ -90,7 +92,10 @@ def http_server(door: FrontDoor, section: ServerSection) -> HttpServer:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=30,
+        ssl_certfile=section.tls_certificate,
+        ssl_keyfile=section.tls_key,
     )
+    config.load()
     return HttpServer(config)
 
 
@@ -99,6 +104,7 @@ class WebServer:
 
     def __init__(self, engine: SupervisedEngine, section: ServerSection, keys: Keys, names: ModelNames, sink: logs.Sink) -> None:
         self._engine = engine
+        self._section = section
         self._names = names
         self._sink = sink
         retention = Retention(
@@ -115,7 +121,10 @@ class WebServer:
         """Serves until a signal, or until the engine is given up. Returns the exit status. Raises OneheadError if it cannot serve."""
         loop = asyncio.get_running_loop()
         # SIGHUP reloads the keys under nohup too, else a removed key would stay valid.
-        loop.add_signal_handler(signal.SIGHUP, self._door.api_keys.reload)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        if self._http.config.ssl is not None:  # uvicorn has no option for the time of a handshake.
+            timeout = self._section.header_timeout
+            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=timeout)  # type: ignore[method-assign]
         loop.set_exception_handler(FileLimitHandler())
         self._engine.metrics.event_loop_lag.set_function(LoopLag(loop).longest)
         for number in SIGNALS:
@@ -135,6 +144,13 @@ class WebServer:
             await self._engine.close()
             await serving
         return EXIT_STREAMS_CUT if self._drain.cut or self._http.cut else 0
+
+    def _reload(self) -> None:
+        """Reads the files again that are named by options."""
+        self._door.api_keys.reload()
+        section, context = self._section, self._http.config.ssl
+        if context is not None and section.tls_certificate and section.tls_key:
+            reload_certificate(context, section.tls_certificate, section.tls_key)
 
     def _observe(self) -> None:
         """Copies into the metrics what is counted by objects that do not know them."""
@@ -160,7 +176,8 @@ class WebServer:
         )
         if self._door.api_keys.names is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             log.warning("every host that reaches this port can use it: no key is needed (server.api_keys, server.api_keys_file)")
-        line = f"onehead serves {self._names.shown} on http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if self._section.tls_key else "http"
+        line = f"onehead serves {self._names.shown} on {scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         if isinstance(self._sink.formatter, logs.JsonFormatter):  # A log collector that reads both outputs must find JSON only.
             line = self._sink.format(log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None))
         # A thread, without buffers that the exit would wait for: standard output may be a pipe that is full, and never read.
