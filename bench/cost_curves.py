@@ -4,7 +4,7 @@
 
 host         no model: bench/host_costs.py, medians of many steps of the real scheduler, build_batch and the backend's plan
 throughput   output tokens per second of closed loops of 1 to 128 clients on an engine in this process, as `onehead bench --offline`
-latency      one request alone behind 128 to 8,192 - N tokens of context: time to the first token, and between tokens
+latency      one request alone after 128 to 8,192 - N tokens of context: time to the first token, and between tokens
 
 Without --model the last two are measured on a gpt_bigcode checkpoint of random weights with 8,192 positions, made in a temporary folder.
 Arguments after `--` are options of `onehead bench --offline`. Writes cost_curves.json and cost_curves.png into DIR, an existing folder.

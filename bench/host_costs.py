@@ -68,7 +68,7 @@ def measure(state: State, steps: int) -> Timings:
     for id in range(state.running):
         # Page borders at different steps for different sequences, and no prefix in common.
         _submit(scheduler, id, state.context + id % PAGE_SIZE - PAGE_SIZE // 2, steps, rng)
-    while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
+    while any(sequence.num_uncomputed > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
         plan = scheduler.plan()
         scheduler.commit(plan, _invented(plan))
     for id in range(state.running, state.running + state.waiting):

@@ -100,7 +100,7 @@ def measure(num_sequences: int, context: int, steps: int) -> dict[str, Any]:
         # Page borders at different steps for different sequences, and no prefix in common.
         prompt = [id + 2, *([1] * (context + id % PAGE_SIZE - PAGE_SIZE // 2))]
         scheduler.submit(id, prompt, 2 * (steps + warm_up), Sampling(temperature=0.0))
-    while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
+    while any(sequence.num_uncomputed > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
         core.step()
     for owner, part in zip((scheduler, runner, PendingStep, scheduler, worker), PARTS, strict=True):
         watch(owner, part, seconds[part])

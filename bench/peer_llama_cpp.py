@@ -55,7 +55,7 @@ class Batches:
 
 
 def run(batches: Batches, case: Any) -> Any:
-    """Every request as soon as there is a place for it; a prompt joins the tokens of those who run."""
+    """Runs every request as soon as there is a place for it; its prompt is computed with the tokens of the running ones."""
     trace = peers.Trace(case)
     waiting, places = list(range(len(case.prompts))), list(range(case.limit))
     running: dict[int, tuple[int, int, list[int]]] = {}

@@ -1,4 +1,4 @@
-"""What kept prefixes are worth and what they cost: a first token behind a known prefix, hits in conversations, bookkeeping for nothing.
+"""What kept prefixes are worth and what they cost: a first token after a known prefix, hits in conversations, bookkeeping for nothing.
 
     python -m bench.prefix_cache --output DIR [--model FOLDER] [--parts first_token,trace,bookkeeping] [-- --engine.threads 2]
 
@@ -259,13 +259,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help="which of them (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="of first_token; and requests of each client of bookkeeping")
     parser.add_argument("--prefix", type=int, default=1500, help="tokens that a hit has in common with the miss before it")
-    parser.add_argument("--suffix", type=int, default=20, help="tokens behind that")
+    parser.add_argument("--suffix", type=int, default=20, help="tokens after that")
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--open", type=int, default=64, help="conversations that are begun and not ended at any time")
     parser.add_argument("--clients", type=int, default=16, help="requests at once, of trace and bookkeeping")
     parser.add_argument("--reply", type=int, default=16, help="tokens of each reply in a conversation")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt of bookkeeping")
-    parser.add_argument("--tokens", type=int, default=64, help="and tokens generated behind it")
+    parser.add_argument("--tokens", type=int, default=64, help="and tokens generated after it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("engine", nargs="*", help="options of engine and cache, after --")
     options = parser.parse_args()

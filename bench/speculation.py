@@ -52,7 +52,7 @@ class Engine:
         self.core, self.ready = load_engine(self.settings)
 
     def generate(self, id: int, prompt: list[int], num_tokens: int, temperature: float) -> tuple[float, list[tuple[int, str]]]:
-        """(seconds a token behind the first, tokens with their log-probabilities to the last bit)."""
+        """(seconds a token after the first, tokens with their log-probabilities to the last bit)."""
         from model.step import SampledToken, Sampling
         from server.engine.scheduler import TokenEvent
 

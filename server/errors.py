@@ -20,8 +20,9 @@
         |-- Unavailable        503   starting, restarting or shutting down
         `-- QueueTimeout       504   the request's time limit passed while it was queued
 
-Catch broadly at the root, recover narrowly at the leaves. Invariant: a message names the field, the bound and what to do, and never
-contains prompt text, a path on the server or a traceback.
+The entry points of commands and routes catch OneheadError; other code catches a subclass only where it can do something about it.
+Invariant: a message names the field or option, the bound and what to do; that of a RequestError never contains prompt text, a path on the
+server or a traceback.
 """
 
 

@@ -1,4 +1,4 @@
-"""Metrics: every metric is declared here once. Names and meanings are a contract: those of vLLM, with the prefix onehead_.
+"""Metrics: every metric is declared here once. Names and meanings are a contract: vLLM's where vLLM has one, with the prefix onehead_.
 
 Tokens and steps are only counted as they happen; the Prometheus metrics are updated from the counts when they are scraped.
 """

@@ -1,6 +1,6 @@
 """What the parts share: their record on disk, their clock, the checkpoint of random weights, and an engine over it.
 
-Invariant: a part's file holds every figure that it has found so far, and of what went wrong a word; whoever kills it loses nothing more.
+Invariant: a part's file holds every figure found so far, and what went wrong; if the process is killed, no more is lost.
 torch is imported where it is needed: the clients of the service's part do without.
 """
 
@@ -159,7 +159,7 @@ def warm_up(flush: "torch.Tensor", seconds: float) -> None:
 
 
 def median_seconds(call: Callable[[], object], device: str, repeats: int, warming: float = WARMING_SECONDS) -> float:
-    """Of a call behind a flush of the L2: on a GPU between two events, else by the clock.
+    """Of a call after a flush of the L2: on a GPU between two events, else by the clock.
 
     The flush reads: lines that it wrote would be written back within the call's time.
     """

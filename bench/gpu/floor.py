@@ -1,7 +1,7 @@
 """What the hardware allows at best: floors of a decode step and of a whole workload, and that workload. Pure arithmetic, no torch.
 
 A floor counts what must be read and multiplied, at ceilings that were measured or are the vendor's. It knows no launches, no host and no
-kernel: whoever is at the floor cannot be faster on that hardware.
+kernel: a step that takes the floor's time cannot be faster on that hardware.
 """
 
 import random

@@ -115,7 +115,7 @@ def fill(part: Part, core: "EngineCore") -> None:
     scheduler, prompt_tokens, sampling = core.scheduler, 16 if part.small else 512, Sampling(temperature=part.workload.temperature)
     for number, prompt in enumerate(part.workload.prompts):
         scheduler.submit(10**6 + number, (prompt * 6)[:prompt_tokens], sum(many_and_few(part)) + 64, sampling)
-    while any(sequence.num_pending > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
+    while any(sequence.num_uncomputed > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
         core.step()
 
 

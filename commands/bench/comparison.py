@@ -1,7 +1,7 @@
 """A result of `onehead bench` beside an earlier one, so that a regression is seen.
 
 Invariant: figures stand side by side only where the same was asked of the same model, in the same precision, on the same kind of device;
-whatever else differs (machine, commit, options of the engine) may be what the comparison is about, and is told. It knows result files
+whatever else differs (machine, commit, options of the engine) may be what the comparison is about, and is printed. It knows result files
 and nothing of how they come about.
 """
 

@@ -1,6 +1,6 @@
 """Scheduler: continuous batching. It decides what the next step computes. Sans-I/O: no clock, randomness, torch or pipe.
 
-A step plan gives each running sequence some of its pending tokens. Chunked prefill, decode, preemption by recompute and replay after
+A step plan gives each running sequence some of its uncomputed tokens. Chunked prefill, decode, preemption by recompute and replay after
 a crash all follow from that rule. A step may be planned while the previous one is in flight: nothing is preempted then, and a sequence
 that ends keeps its pages until no step in flight has a row of it. Clients share the steps fairly (fair_shares).
 
@@ -157,7 +157,7 @@ class Scheduler:
             self._pages_to_clear.extend(freed)
 
     def plan(self) -> StepPlan:
-        """Plans the next step: every running sequence gets one token of the budget, the first ones more if pending, then sequences are
+        """Plans the next step: every running sequence gets one token of the budget, the first ones more if needed, then sequences are
         admitted from the queue. The plan is empty if nothing can be computed before the step in flight is committed.
         """
         if self._has_to_make_place():
@@ -184,7 +184,7 @@ class Scheduler:
         budget = self.limits.step_tokens - sum(counts.values())
         # If pages were just too few, no sequence is admitted.
         while budget and self.num_preemptions == preemptions and (admitted := self._admit(budget)):
-            counts[admitted.id] = min(admitted.num_pending, budget)
+            counts[admitted.id] = min(admitted.num_uncomputed, budget)
             budget -= counts[admitted.id]
         return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {}) if counts else StepPlan(())
 
@@ -206,7 +206,7 @@ class Scheduler:
 
     def _would_alternate(self, ready: list[Sequence]) -> bool:
         """Whether all these sequences, and some that wait for a token in flight, can be planned only every other step."""
-        if not all(sequence.is_serial and sequence.num_pending == 1 for sequence in ready):
+        if not all(sequence.is_serial and sequence.num_uncomputed == 1 for sequence in ready):
             return False
         return any(sequence.is_serial and sequence.needs_pending_token for sequence in self.running.values())
 
@@ -274,7 +274,7 @@ class Scheduler:
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
         self._begin(sequence, blocks)
-        sequence.table.grow(sequence.num_tokens, sequence.num_computed + min(sequence.num_pending, budget))
+        sequence.table.grow(sequence.num_tokens, sequence.num_computed + min(sequence.num_uncomputed, budget))
         return sequence
 
     def _begin(self, sequence: Sequence, blocks: list[Block]) -> None:

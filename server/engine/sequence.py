@@ -125,7 +125,7 @@ class Sequence:
         return self.drafter is not None or self._is_guided
 
     @property
-    def num_pending(self) -> int:
+    def num_uncomputed(self) -> int:
         """Tokens that are not computed yet: 1 during generation, more when the sequence is new or was preempted."""
         return self.num_tokens - self.num_computed
 
@@ -145,7 +145,7 @@ class Sequence:
         """Up to `most` draft tokens, all of which could be accepted. None unless its last token is the only one to compute, nor while
         prompt scores, a constraint or `min_new_tokens` affect sampling.
         """
-        if self.drafter is None or self.num_pending != 1 or self.num_scored < len(self.prompt) or self.constraint is not None:
+        if self.drafter is None or self.num_uncomputed != 1 or self.num_scored < len(self.prompt) or self.constraint is not None:
             return []
         if len(self.output) < self.min_new_tokens:
             return []

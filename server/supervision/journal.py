@@ -25,7 +25,7 @@ class OpenSequence:
     sent: bool = False
     """Whether the current engine has been sent it."""
     started: bool = False
-    """Whether the current engine has it in its running set."""
+    """Whether the current engine has ever admitted it from its queue; a preemption changes nothing."""
     stale: bool = False
     """Whether the current engine was told to cancel it: until it is started again, events may belong to the cancelled run."""
     crashes: int = 0

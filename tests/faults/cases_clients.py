@@ -167,7 +167,7 @@ def much(prompt: str) -> Ask:
 
 
 def reader_stops(scene: Scene) -> None:
-    """It takes nothing any more, and is dropped; nobody waits for it."""
+    """It reads nothing any more, and is dropped; other requests do not wait for it."""
     scene.start("--server.write_timeout", "1.0", rules=(Rule("pace", seconds=0.005),))
     bytes_before = resident_bytes(scene)
     client = Client(scene, much("stops").bytes, window=4096)

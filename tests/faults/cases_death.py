@@ -1,4 +1,4 @@
-"""F01-F06 and F08: the engine dies, stops or hangs, and the requests that were in it go on behind the tokens they have."""
+"""F01-F06 and F08: the engine dies, stops or hangs, and the requests that were in it go on after the tokens they have."""
 
 import signal
 import time
@@ -121,7 +121,7 @@ def every_load_fails(scene: Scene) -> None:
 
 
 def every_step_kills(scene: Scene) -> None:
-    """Nobody gets a token, whoever is run: the whole is at fault, not one request."""
+    """No request gets a token, whichever is run: the engine is at fault, not one request."""
     scene.start(rules=(Rule("die"),))
     scene.ask_all(scene.asks(5, 30))
     scene.outcomes()
@@ -167,7 +167,7 @@ def hangs_in_a_step(scene: Scene, how: str) -> None:
 
 
 def poison(scene: Scene, count: int, after: int) -> None:
-    """Whoever runs beside it finishes; it is tried alone twice, and no third time."""
+    """The requests that run beside it finish; it is tried alone twice, and no third time."""
     scene.start(rules=(Rule("die", marker=POISON, after=after),))
     sound = scene.ask_all(scene.asks(8, 60))
     poisonous = [Ask(f"{POISON}{number}", 60, dialect="openai", stream=number % 2 == 0) for number in range(count)]

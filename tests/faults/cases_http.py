@@ -31,7 +31,7 @@ CLIENT_HELLO = bytes.fromhex("16030100a5010000a10303") + bytes(160)
 
 @dataclass(frozen=True)
 class Raw:
-    """Bytes that are sent as they are, the status of each answer, and whether the connection is closed behind the last."""
+    """Bytes that are sent as they are, the status of each answer, and whether the connection is closed after the last."""
 
     what: str
     data: bytes
@@ -76,7 +76,7 @@ def exchange(scene: Scene, raw: Raw) -> None:
         if raw.closed:
             began = time.monotonic()
             with contextlib.suppress(ConnectionError):
-                assert connection.recv(65536) == b"", f"{raw.what}: there is more behind the last answer"
+                assert connection.recv(65536) == b"", f"{raw.what}: there is more after the last answer"
             assert time.monotonic() - began < CLOSED_SECONDS, f"{raw.what}: the connection stays open"
 
 
@@ -88,12 +88,12 @@ def check_refusal(what: str, headers: dict[str, str], body: bytes) -> None:
 
 
 def malformed(scene: Scene) -> None:
-    """Each is refused and costs its connection; what was hidden behind it never runs; the server goes on, with at most a line of log."""
+    """Each is refused and costs its connection; what was hidden after it never runs; the server goes on, with at most a line of log."""
     scene.start()
     before = len(scene.server.log.splitlines())
     for raw in TABLE:
         exchange(scene, raw)
-    time.sleep(0.2)  # The log is written behind the answers.
+    time.sleep(0.2)  # The log is written after the answers.
     told = scene.server.log.splitlines()[before:]
     assert len(told) <= sum(len(raw.statuses) for raw in TABLE), "\n".join(told)
     assert scene.server.metric("onehead_prompt_tokens_total") == 0, "a hidden request was run"
@@ -140,7 +140,7 @@ def silent_connections(scene: Scene, count: int) -> Iterator[None]:
 
 
 def too_many_connections(scene: Scene) -> None:
-    """Whoever speaks is served again when the silent ones have been closed for it."""
+    """Requests are served again once the silent connections have been closed."""
     scene.start("--server.header_timeout", "1.0", "--server.max_connections", "32")
     streaming = scene.ask_all(scene.asks(4, 100, stream=True))
     for exchange in streaming:

@@ -40,7 +40,7 @@ def broken_pipe() -> Iterator[int]:
 
 @contextlib.contextmanager
 def stuck_pipe() -> Iterator[int]:
-    """Nobody reads: when it is full, whoever writes waits for ever."""
+    """A pipe without a reader: when it is full, a write blocks for ever."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, SET_PIPE_SIZE, SMALLEST_PIPE)
     yield writing
@@ -104,7 +104,7 @@ def send(scene: Scene, number: int) -> float:
 
 
 def drains(scene: Scene, number: int) -> None:
-    """Everything that was accepted is finished; whoever comes now is told to go elsewhere; exit status 0."""
+    """Everything that was accepted is finished; new requests get 503; exit status 0."""
     running(scene)
     send(scene, number)
     wait_until(lambda: scene.server.get("/ready")[0] == 503, "not ready while it drains", 5.0)
@@ -163,7 +163,7 @@ def engine_dies_while_draining(scene: Scene) -> None:
 
 
 def leaves_while_loading(scene: Scene) -> None:
-    """Nothing was promised to anybody yet."""
+    """No request has been accepted yet."""
     scene.start("--server.lb_grace", "0", rules=(Rule("slow_load", seconds=20.0, times=1),), wait=False)
     wait_until(lambda: scene.server.files.joinpath("rule-0").exists(), "it is loading")
     sent = send(scene, signal.SIGTERM)

@@ -1,6 +1,6 @@
 """F11-F13, F21 and F25: what cannot be served is refused at the start, by name, before the weights are read where those are not at fault.
 
-Where a fault must be found before the weights are read, the weights are a pipe that nobody writes to: who reads it never ends.
+Where a fault must be found before the weights are read, the weights are a pipe without a writer: reading it never ends.
 """
 
 import ctypes

@@ -12,7 +12,7 @@ STALL = ("--server.stall_after", "1.5")
 
 
 def too_big_together(scene: Scene, error: str) -> None:
-    """More than three rows never fit: everybody is computed all the same, by the same engine."""
+    """More than three rows never fit: all requests are computed all the same, by the same engine."""
     scene.start(rules=(Rule("oom", rows=3, error=error),))
     engine = scene.server.engine_pid
     scene.ask_all(scene.asks(10, 40))
@@ -44,7 +44,7 @@ def one_fails(scene: Scene, rule: Rule, code: str, parameters: dict[str, object]
         assert exchange.status == (200 if streams else 424 if tgi else 500), f"{exchange.status} {exchange.error}"
         assert tgi or exchange.code == code, exchange.error
         assert len(exchange.ids) == (before if streams else 0)
-    scene.ask_all(scene.asks(8, 60))  # They get the pages of those who failed.
+    scene.ask_all(scene.asks(8, 60))  # They get the pages of the requests that failed.
     for exchange in scene.outcomes():
         assert exchange.finished or exchange in failed, f"request {exchange.number}: {exchange.status} {exchange.error}"
     assert len(sound) == 8 and scene.server.engine_pid == engine and scene.server.restarts == 0
@@ -85,7 +85,7 @@ def few_pages(scene: Scene) -> None:
 
 
 def bad_frame(scene: Scene, kind: str) -> None:
-    """An engine that no longer keeps to the protocol is replaced; nobody sees more of it than a pause."""
+    """An engine that violates the protocol is replaced; clients see no more of it than a pause."""
     rules = (Rule("pace", seconds=0.005), Rule(kind, after=8, times=1))
     scene.start(*STALL, rules=rules)
     front = scene.server.process.pid

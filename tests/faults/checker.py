@@ -170,7 +170,7 @@ def counted(told: Told) -> Iterator[str]:
 
 
 def nothing_after_the_end(told: Told) -> Iterator[str]:
-    """I5: behind the terminal event only /v1's usage and its [DONE], which is there exactly once."""
+    """I5: after the terminal event only /v1's usage and its [DONE], which is there exactly once."""
     places = [place for place, data in enumerate(told.data) if is_terminal(data)]
     if not places:
         return
@@ -180,7 +180,7 @@ def nothing_after_the_end(told: Told) -> Iterator[str]:
         yield f"I5: no {DONE} at the end"
     after = [data for data in rest if data != DONE and not (isinstance(data, dict) and data.get("choices") == [] and "usage" in data)]
     if after or rest.count(DONE) > int(streamed_v1) or (is_error(told.data[places[0]]) and len(rest) > int(streamed_v1)):
-        yield f"I5: behind the end came {json.dumps(rest)}"
+        yield f"I5: after the end came {json.dumps(rest)}"
 
 
 def canaries(all_told: list[Told]) -> Iterator[str]:
@@ -200,7 +200,7 @@ def in_time(told: Told) -> Iterator[str]:
 
 
 def refusals(told: Told) -> Iterator[str]:
-    """I9: whoever is told to come back later is told when."""
+    """I9: a reply that asks for a retry has Retry-After."""
     if told.head is not None and told.head["status"] in (429, 503) and not told.head["headers"].get("retry-after", "").isdigit():
         yield f"I9: {told.head['status']} without Retry-After"
 

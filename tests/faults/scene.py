@@ -269,7 +269,7 @@ class Scene:
 
     def canary(self) -> None:
         """A request that must be answered right, whatever happened before."""
-        exchange = self.ask(Ask("a canary behind it all", 20)).join()
+        exchange = self.ask(Ask("a canary after it all", 20)).join()
         assert exchange.finished, f"{exchange.status} {exchange.error}"
 
     def end(self, number: int = signal.SIGINT, status: int = 0) -> None:

@@ -406,7 +406,7 @@ class SimulatedEngine:
     def _put(self, frame: bytes) -> None:
         world, delay = self.world, self.world.delay()
         if self.script.batched and world.random() < self.script.batched:
-            world.seen["frame: held back, and more behind it"] += 1
+            world.seen["frame: held back, and more after it"] += 1
             delay += 1.0
         self._last_out = max(self._last_out, world.now + delay)
         self._in_flight.append(frame)

@@ -172,7 +172,7 @@ class Request:
     def _stop(self, reason: str) -> None:
         """The store asks for the request to stop, which is done later, as by a task of an event loop."""
         if self.outcome or self.stopping:
-            raise Violation("a stream is stopped twice, or behind its end")
+            raise Violation("a stream is stopped twice, or after its end")
         self.stopping = True
         self.world.seen["path: stopped by its client" if reason == DELETED else "path: stopped for want of a reader"] += 1
         self.world.at(self.world.now + (0.01 if self.world.random() < 0.5 else 1.0), self.cancel)
@@ -267,7 +267,7 @@ class Follower:
             world.seen["path: an event from the future"] += 1
             return
         if seen > len(request.log):
-            raise Violation(f"a reader may wait behind event {seen} of {len(request.log)}")
+            raise Violation(f"a reader may wait after event {seen} of {len(request.log)}")
         self.gone = False
         self._wake()
 

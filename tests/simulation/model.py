@@ -95,7 +95,7 @@ class PagedHash:
             return []
         first = end - row.drafts
         if len(known) != first:
-            raise AssertionError(f"sequence {row.sequence} draws behind {first} of its {len(known)} tokens")
+            raise AssertionError(f"sequence {row.sequence} draws after {first} of its {len(known)} tokens")
         if row.drafts and found[first:] != chain(row.tokens[len(row.tokens) - row.drafts :], found[first - 1]):
             raise AssertionError(f"a page of sequence {row.sequence} does not hold its drafts")
         seed = sample.sampling.seed + self.drift

@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._prefix_reuse.release_claims(sequence)", "pass"),
     Mutant("pages of a row in flight are given away", Scheduler, "cancel", "if sequence.num_in_flight", "if False"),
     Mutant("a row in flight is taken for another's", Scheduler, "commit", "self.running.get(row.sequence) is not sequence", "False"),
-    Mutant("planned behind a token that it must know", Scheduler, "plan", "if not sequence.needs_pending_token", "if True"),
+    Mutant("planned after a token that it must know", Scheduler, "plan", "if not sequence.needs_pending_token", "if True"),
     Mutant("NaN left by a row in flight", Scheduler, "_discard", "if _is_corrupt(drawn)", "if False"),
     Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
     Mutant("the last token is not computed", PrefixReuse, "find", "sequence.num_skippable", "sequence.num_tokens"),

@@ -28,7 +28,7 @@ SPECULATION_EVERY = 3
 OVERLAP_EVERY = 3
 """One seed in this many launches a step before the previous one has finished."""
 COMMON = """
-clock: a jump; frame: a submission left out; frame: garbage; frame: held back, and more behind it; frame: later than the exit;
+clock: a jump; frame: a submission left out; frame: garbage; frame: held back, and more after it; frame: later than the exit;
 frame: left out; frame: twice; hung: and beats; hung: and is silent; killed: at receive; killed: at run; killed: at ran; killed: at send;
 killed: between two operations; killed: over several; killed: twice; killed: while loading; load: die; load: hang; load: refused;
 load: slow; memory: a step in halves; outcome: admission_error; outcome: cancelled; outcome: engine_unavailable; outcome: finished;
@@ -36,7 +36,7 @@ outcome: grammar_error; outcome: numerical_error; outcome: out_of_memory; outcom
 outcome: sampling_error; outcome: server_shutting_down; path: a gap; path: a suspect alone; path: an event from the future;
 path: killed, it showed no progress; path: killed, it skipped tokens of; path: killed, it was not loaded; path: expired;
 path: given up; path: layers with windows; path: lost; path: pages shared; path: preempted; path: read again at the end;
-path: recalled, and sent again; path: replayed behind its tokens; path: resumed; path: scores; path: stopped;
+path: recalled, and sent again; path: replayed after its tokens; path: resumed; path: scores; path: stopped;
 path: stopped by its client; path: stopped for want of a reader; path: superseded; poison: crashes;
 poison: enters; poison: hangs; poison: kills;
 path: two steps in flight; path: a guess came true; path: a guess was wrong; spawn: failed; transport: an engine killed for garbage

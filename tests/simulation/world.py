@@ -179,7 +179,7 @@ class World:
                 self.seen["path: recalled, and sent again"] += 1
                 engine.recalled.remove(message.id)
             if message.output:
-                self.seen["path: replayed behind its tokens"] += 1
+                self.seen["path: replayed after its tokens"] += 1
         elif isinstance(message, protocol.Cancel):
             self.recall(message.id, engine)
 
@@ -232,7 +232,7 @@ class World:
     def _on_state(self, state: State) -> None:
         self.note(f"state {state.value} {self.supervisor.reason}")
         if self.state in FINAL:
-            raise Violation(f"{state} behind {self.state}, which is final")
+            raise Violation(f"{state} after {self.state}, which is final")
         if state in (State.GAVE_UP, State.REFUSED):
             self._check_giving_up(state)
         self._last_news = self.now

@@ -36,9 +36,9 @@ class Case:
     """A request and its answer. `request` may hold STREAM, for the id of a finished resumable stream of the first key.
 
     `words` are in the message, all of them; `code` is a field of its own in OpenAI's dialect. `protocol`: refused before any route was
-    known, so the body is OpenAI's whatever the path. `closes`: the connection ends with this answer, so nothing behind it was run.
+    known, so the body is OpenAI's whatever the path. `closes`: the connection ends with this answer, so nothing after it was run.
     `guarded`: for the server that has keys, few pages and short patience. `sequences`: how many a 200 has generated. `shows`: what its
-    JSON must be. `headers`: names that the answer must have. `more`: sent again and again behind the request until there is an answer.
+    JSON must be. `headers`: names that the answer must have. `more`: sent again and again after the request until there is an answer.
     """
 
     id: str

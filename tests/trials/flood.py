@@ -2,8 +2,8 @@
 
     python -m tests.trials.flood --output DIR [--phase flood|header|body|readers|all] [--connections 2000]
 
-    flood    places for 64 requests; all connections are opened, then all requests sent, three times. Whoever is admitted must get the whole
-             right answer, everybody else 429 with Retry-After, and the server must hold afterwards what it held before the last time.
+    flood    places for 64 requests; all connections are opened, then all requests sent, three times. Each admitted one must get the whole
+             right answer, all others 429 with Retry-After, and the server must hold afterwards what it held before the last time.
     header   connections that send a byte of their headers each second        body     the same with a body
     readers  clients that ask for a long stream and read nothing
 
@@ -289,7 +289,7 @@ def slow_checks(phase: str, found: Slow, count: int) -> list[Check]:
 
 
 async def never_read(server: Server, count: int, oracle: Answer) -> tuple[Found, list[Check]]:
-    """Long streams that nobody takes: each must be dropped and its work ended while its client still holds the connection."""
+    """Long streams whose clients read nothing: each must be dropped and its work ended while its client still holds the connection."""
     pid, before = server.process.pid, open_fds(server.process.pid)
     cancelled = await outcome(server, "cancelled")
     # Token by token the likeliest five are told too: that fills buffers sooner.

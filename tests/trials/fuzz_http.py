@@ -285,7 +285,7 @@ class Watched:
             self.memory.append(tuple(process.rss for process in held if process))
 
     def changes(self, num_lines: int) -> Iterator[str]:
-        """What is not as it was before this round, whose log begins behind so many lines."""
+        """What is not as it was before this round, whose log begins after so many lines."""
         try:
             if self.server.engine_pid != self.engine_pid:
                 yield "the engine's process is another"

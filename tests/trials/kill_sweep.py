@@ -40,7 +40,7 @@ PREFILL_DELAYS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 """Seconds after the requests are sent at which a strike falls on prompts."""
 QUARANTINED = '"code":"request_quarantined"'
 MOST_DEATHS = 6
-"""Of engines for one poisonous request: two with everybody, two alone, and two suspects that were beside it at the wrong moment."""
+"""Most crashes that one poisonous request may cause: two with all others, two alone, and two of suspects that ran beside it."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Round:
     gaps: list[float] = field(default_factory=list)
     problems: list[dict[str, Any]] = field(default_factory=list)
     deaths: int = 0
-    """Of engines, where nobody struck but a request did."""
+    """Engines that crashed without a kill of ours: the poisonous request crashed them."""
 
 
 class Target:
@@ -138,7 +138,7 @@ async def run_round(target: Target, questions: list[Ask], oracles: list[Answer],
         await asyncio.sleep(PREFILL_DELAYS[index % len(PREFILL_DELAYS)])
         moment.set()
     answering: asyncio.Future[Any] = asyncio.gather(*tasks)
-    # Where the stream fails before its index, the strike falls behind the last answer and the judge says why.
+    # Where the stream fails before its index, the strike falls after the last answer and the judge says why.
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(moment.wait()), answering]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     round.reached = list(counts)
@@ -154,7 +154,7 @@ def poison(index: int) -> str:
 
 
 async def run_poisoned(target: Target, questions: list[Ask], oracles: list[Answer], index: int) -> Round:
-    """Starts all streams and the poisonous request among them: it must fail by name, and nobody else notice more than a silence."""
+    """Starts all streams and the poisonous request among them: it must fail by name, and the others see no more than a pause."""
     round, server = Round("poison", index, reached=[index] * len(questions)), target.server
     restarts = await restarts_of(server)
     tasks = [asyncio.create_task(ask(server.port, question)) for question in questions]

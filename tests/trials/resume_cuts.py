@@ -6,7 +6,7 @@
     chromium  Debian's browser (`apt-get install chromium`), headless: a page starts the stream, follows it with EventSource, and reconnects
               by itself. A proxy in this process cuts its connection behind the n-th event, or in the middle of the one after it.
 
-Both dialects, greedy and seeded. Exit status 1 for a text or token that differs, an id that is not the one behind the last, or a client
+Both dialects, greedy and seeded. Exit status 1 for a text or token that differs, an id that is not the one after the last, or a client
 that is not told to stop.
 """
 
@@ -65,7 +65,7 @@ for (let i = 0; i < AT_ONCE; i++) worker();
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where one stream is cut: behind `index` events, or in the middle of the event behind those, or behind every event."""
+    """Where one stream is cut: after `index` events, or in the middle of the event after those, or after every event."""
 
     question: Ask
     kind: str
@@ -267,7 +267,7 @@ def browser_version() -> str | None:
 
 
 def cuts_of(oracles: list[Answer], kinds: tuple[str, ...]) -> list[Cut]:
-    """Every place of every stream: from before the first event to behind the last."""
+    """Every place of every stream: from before the first event to after the last."""
     cuts = []
     for oracle in oracles:
         # A /v1 stream ends with [DONE].

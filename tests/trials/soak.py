@@ -171,7 +171,7 @@ async def run_load(soak: Soak, rate: float, options: argparse.Namespace) -> None
 
 
 async def at_rest(soak: Soak) -> dict[str, float]:
-    """A sample of the server when all is over and nothing is kept for anybody."""
+    """A sample of the server when all requests have ended and no stream is kept."""
     await soak.server.until_idle()
     end = soak.now + 2 * RETENTION
     found = await soak.sample()

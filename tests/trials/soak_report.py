@@ -61,7 +61,7 @@ def windows_of(values: Mapping[int, Sequence[float]]) -> dict[int, dict[str, flo
 
 
 def slopes_of(series: Series) -> list[Slope]:
-    """Of everything that must not grow, on medians of windows behind the warm-up."""
+    """Of everything that must not grow, on medians of windows after the warm-up."""
     found = []
     for name, label, unit in (
         ("api_rss", "API process, MiB", MIB),

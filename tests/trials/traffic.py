@@ -114,7 +114,7 @@ class Traffic:
         return Outcome("leaves", "left")
 
     async def _slow(self, question: Ask, due: float) -> Outcome:
-        """Takes its events one by one, with a pause behind each, through buffers that hold little."""
+        """Takes its events one by one, with a pause after each, through buffers that hold little."""
         answer = Answer(question, sent=time.perf_counter())
         try:
             async with asyncio.timeout(ANSWER_SECONDS), exchange(self.port, question.request(), SLOW_BUFFER) as reply:
@@ -132,7 +132,7 @@ class Traffic:
         return replace(outcome, gaps=[])
 
     async def _cut(self, question: Ask, cuts: list[int], due: float) -> Outcome:
-        """Loses its connection where it has so many tokens, and goes on behind the last event that it saw."""
+        """Loses its connection where it has so many tokens, and goes on after the last event that it saw."""
         answer = Answer(question, sent=time.perf_counter())
         request, stream_id = question.request(), ""
         try:

@@ -49,7 +49,7 @@ def test_what_float8_holds() -> None:
 
 @given(st.integers(0, 2**31), st.sampled_from([1e-30, 1e-3, 1.0, 1e4]))
 def test_weights_are_within_half_a_step(seed: int, size: float) -> None:
-    """Three bits behind the leading one; below 2**-6 of a scale steps of 2**-9."""
+    """Three bits after the leading one; below 2**-6 of a scale steps of 2**-9."""
     weight_OI = torch.randn(5, 33, generator=torch.Generator().manual_seed(seed)) * size
     quantized_OI, scale_O = quantize_weights(weight_OI, FLOAT8)
     assert quantized_OI.dtype is FLOAT8 and (quantized_OI.float().abs().amax(dim=1) == 448).all()

@@ -46,7 +46,7 @@ class OverlappedHistory(History):
         computed, had_work = scheduler.num_computed_tokens, scheduler.has_work
         news = self.core.step()
         if scheduler.num_preemptions > preemptions:
-            self.seen["preempted behind a step"] += 1
+            self.seen["preempted after a step"] += 1
         self.seen["an extra step"] += len(scheduler._ended_in_flight) > leaving
         self.take(news)
         # A step may only be launched, and the next only land: with three in which nothing moves, nothing ever will.

@@ -99,7 +99,7 @@ def test_drafts_grow_with_success_and_shrink_without() -> None:
     drafter.record_outcome(0, 3, 3)  # Cut short by the step's room, and right as far as it went.
     assert len(drafter.draft([], 99)) == 6
     drafter.record_outcome(0, 6, 0)
-    assert len(drafter.draft([1], 99)) == 1, "no rest behind a single failure after much success"
+    assert len(drafter.draft([1], 99)) == 1, "no rest after a single failure after much success"
 
 
 def test_who_is_always_wrong_rests_longer_and_longer() -> None:

@@ -55,7 +55,7 @@ def test_whole_pages_are_found_by_their_tokens_and_all_before_them() -> None:
     for _ in range(2):
         assert cache.found([*range(12), 7, 7, 7, 7]) == 3
         assert cache.found([*range(8), 7, 7, 7, 7]) == 2
-        assert cache.found([*range(4, 12)]) == 0, "the same tokens behind others"
+        assert cache.found([*range(4, 12)]) == 0, "the same tokens after others"
         table.release()  # And when nobody owns them.
     assert cache.allocator.num_owned == 0 and cache.allocator.num_cached == 3
 

@@ -258,8 +258,8 @@ async def test_a_stream_can_be_read_again_from_any_place(served: Served) -> None
     path = f"/v1/streams/{cut.headers['x-stream-id']}"
     everything = events_of((await client.request("GET", path)).text)
     assert len(everything) == 12
-    behind = events_of((await client.request("GET", f"{path}?after=7")).text)
-    assert behind == everything[7:]
+    after = events_of((await client.request("GET", f"{path}?after=7")).text)
+    assert after == everything[7:]
 
 
 def with_resumable(dialect: str) -> tuple[str, dict[str, Any]]:
