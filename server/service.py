@@ -61,9 +61,9 @@ class SupervisedEngine:
 
     def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "") -> None:
         codec = TextCodec(settings.model)
-        # Short jobs run in two lanes of worker processes; the engine needs the processors more.
-        start = Start(str(settings.model), section.open_objects)
-        self.workers = Workers(start, max(1, int(available_processors()) // 4))
+        # The engine needs the processors more.
+        places = max(1, int(available_processors()) // 4)
+        self.workers = Workers(Start(str(settings.model), section.open_objects), max(2, places), places)
         self._start = start_message(settings, codec, section)
         self._changed = asyncio.Event()
         self._process: EngineProcess | None = None

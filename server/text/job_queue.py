@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from server.errors import Overloaded
 
-QUANTUM = 0.2
+QUANTUM = 0.1
 """Seconds of processor time that a job has in the quick lane."""
 MAX_JOBS, MAX_CLIENT_JOBS = 1024, 256
 """Jobs that may wait or run: of all clients, and of one."""

@@ -22,11 +22,11 @@ from server.errors import ConfigurationError, InvalidRequest
 from server.text.codec import TextCodec
 from server.text.jobs import AnyJob, Texts
 
-JOB_MEMORY = 192 * 2**20
+JOB_MEMORY = 128 * 2**20
 """Bytes that a job may allocate."""
 LOAD_MEMORY, LOAD_SECONDS = 2**29, 3
 """Bytes and seconds of processor time for compiling and trying the chat template."""
-JOB_NICE = 10
+JOB_NICE = 5
 LENGTH_BYTES = 4
 
 

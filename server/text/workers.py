@@ -26,7 +26,7 @@ from server.text.worker_process import JOB_MEMORY, LENGTH_BYTES, Loaded, Outcome
 log = logging.getLogger("onehead.workers")
 
 WORKER_MODULE = "server.text.worker_process"
-SLOW_NICE = 19
+SLOW_NICE = 15
 FORK_SECONDS = 10.0
 """Seconds after which a forking process that does not answer is replaced."""
 LOAD_SECONDS = 120.0
@@ -85,12 +85,12 @@ class _Forker:
 
 
 class Workers:
-    """The worker processes of one server. `places`: jobs that run at once in each lane of the queue."""
+    """The worker processes of one server. `quick`, `slow`: jobs that run at once in each lane of the queue."""
 
-    def __init__(self, start: Start, places: int = 1) -> None:
+    def __init__(self, start: Start, quick: int = 2, slow: int = 1) -> None:
         self._start = start
         self._forker: _Forker | None = None
-        self._queue = JobQueue(places, places)
+        self._queue = JobQueue(quick, slow)
         self._turns: dict[Ticket, asyncio.Event] = {}
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Attacks of one client on what all clients share: each runs against a real server beside a stream, probes and new grammars of another client.
+"""Attacks of one client on what all clients share, each against a real server, beside a stream, probes and new grammars of another.
 
     python -m tests.trials.red_team [--only A1,A5] [--together A1,A2,A5] [--times 10] [--output FILE]
 

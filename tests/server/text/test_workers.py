@@ -67,7 +67,7 @@ async def test_a_job_over_its_time_is_refused_by_field_and_bound(workers: Worker
 
 
 async def test_a_job_over_its_memory_is_refused(workers: Workers) -> None:
-    with pytest.raises(InvalidRequest, match="this text takes more than 192 MiB of memory to tokenize"):
+    with pytest.raises(InvalidRequest, match="this text takes more than 128 MiB of memory to tokenize"):
         await run(workers, Encode("!a" * 1_048_000), seconds=60.0)
 
 
