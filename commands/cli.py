@@ -7,26 +7,29 @@ import signal
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from server.errors import ConfigurationError, OneheadError
+from model.spec import CheckpointError
+from server.errors import ConfigurationError, OneheadError, one_line
 
 EXIT_USAGE = 2
-MOST_LETTERS = 2000
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+REFUSALS = (OneheadError, CheckpointError)
+"""Errors whose messages are for the user."""
+
+
+def _status(error: Exception) -> int:
+    return error.exit_code if isinstance(error, OneheadError) else ConfigurationError.exit_code
 
 
 def _check(folder: Path) -> None:
-    """Raises ConfigurationError for a folder that would be refused by its config.json, weights or not."""
+    """Raises CheckpointError for a folder that would be refused by its config.json, weights or not."""
     from model.checkpoint.families import read_spec
-    from model.spec import CheckpointError
 
-    try:
-        read_spec(folder, warn=False)  # The engine reads the same again, and warns then.
-    except CheckpointError as error:
-        raise ConfigurationError(str(error)) from None
+    read_spec(folder, warn=False)  # The engine reads the same again, and warns then.
 
 
 def _serve(argv: list[str]) -> int:
@@ -38,15 +41,17 @@ def _serve(argv: list[str]) -> int:
 
     sink = logs.configure(settings.server.log_level, settings.server.log_format)
     from server.hub.download import resolved
-    from server.serve import serve
 
     try:
-        return asyncio.run(serve(resolved(settings, _check), sink))
-    except OneheadError as error:
+        found = resolved(settings, _check, lambda: import_module("server.serve"))
+        from server.serve import serve
+
+        return asyncio.run(serve(found, sink))
+    except REFUSALS as error:
         if settings.server.log_format == "text":
             raise
-        logging.getLogger("onehead").error("%s", _line(error))  # As the rest of this output: JSON.
-        return error.exit_code
+        logging.getLogger("onehead").error("%s", one_line(error))  # As the rest of this output: JSON.
+        return _status(error)
 
 
 def _generate(argv: list[str]) -> int:
@@ -125,23 +130,15 @@ def _plan(argv: list[str]) -> int:
 
 
 def _tool(name: str, work: Callable[[], None]) -> int:
-    """Runs a command that raises the model's OptionError and CheckpointError, not OneheadErrors; returns its exit status."""
-    from model.spec import CheckpointError, OptionError
+    """Runs a command that raises the model's OptionError, not OneheadErrors; returns its exit status."""
+    from model.spec import OptionError
 
     try:
         work()
     except OptionError as error:
         print(f"onehead {name}: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except CheckpointError as error:
-        raise ConfigurationError(str(error)) from None
     return 0
-
-
-def _line(error: Exception) -> str:
-    """A message as one line: what it quotes from a file may hold anything, and be of any length."""
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(error))
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
 
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
@@ -192,9 +189,9 @@ def main(argv: list[str] | None = None) -> int:
         return _without_command(argv)
     try:
         return COMMANDS[argv[0]][1](argv[1:])
-    except OneheadError as error:
-        print(f"onehead {argv[0]}: {_line(error)}", file=sys.stderr)
-        return error.exit_code
+    except REFUSALS as error:
+        print(f"onehead {argv[0]}: {one_line(error)}", file=sys.stderr)
+        return _status(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

@@ -25,6 +25,15 @@ Invariant: a message names the field or option, the bound and what to do; that o
 server or a traceback.
 """
 
+MAX_LINE_CHARS = 2000
+
+
+def one_line(error: BaseException) -> str:
+    """A message as one printable line: what it quotes from a file may contain anything, and be of any length."""
+    text = str(error)[:MAX_LINE_CHARS]
+    line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return line if len(str(error)) <= MAX_LINE_CHARS else f"{line}..."
+
 
 class OneheadError(Exception):
     """Root of the tree. `exit_code` is the exit status of a process that the error ends."""

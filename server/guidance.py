@@ -5,11 +5,14 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from model.checkpoint.files import MOST_TOKENIZER_BYTES, read_text
+
 
 def read_tokenizer(path: Path, ends: list[int]) -> LLTokenizer:
-    """Reads a tokenizer.json. A large one takes seconds, during which the GIL is held. Raises ValueError."""
+    """Reads a tokenizer.json. A large one takes seconds, during which the GIL is held. Raises ValueError, or CheckpointError."""
+    text = read_text(path, MOST_TOKENIZER_BYTES)
     try:
-        return LLTokenizer(path.read_text(encoding="utf-8"), eos_token=ends or None)
+        return LLTokenizer(text or "", eos_token=ends or None)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # A panic of the Rust library is not an Exception.

@@ -28,9 +28,10 @@ from commands import corpus
 from commands.held_out import Logits, comparison_rows, decoder_logits, losses
 from commands.options import ConvertOptions
 from commands.record import STAGES, copy_companions, fingerprint, show, write_record
-from model.checkpoint.config import Config, read_json
+from model.checkpoint.config import Config, read_json, short
 from model.checkpoint.conversion import KEY
 from model.checkpoint.families import family_of, gpt_bigcode, read_spec, spec_of
+from model.checkpoint.files import MOST_LIST_BYTES
 from model.checkpoint.names import Part
 from model.checkpoint.safetensors_file import DTYPES, Entry
 from model.checkpoint.saving import write_checkpoint
@@ -166,10 +167,11 @@ def _pickles(folder: Path) -> list[Path]:
     index = folder / "pytorch_model.bin.index.json"
     names = ["pytorch_model.bin"]
     if index.exists():
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_json(index, MOST_LIST_BYTES).get("weight_map")
         names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
-        if not names or any(Path(name).name != name or not name.endswith(".bin") for name in names):
-            raise CheckpointError(f"{index}: weight_map must map tensor names to plain names of .bin files, found {str(weight_map)[:80]}")
+        plain = all(name.isprintable() and Path(name).name == name and name.endswith(".bin") and len(name.encode()) < 256 for name in names)
+        if not names or not plain:
+            raise CheckpointError(f"{index}: weight_map must map tensor names to plain names of .bin files, found {short(weight_map)}")
     for name in names:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder}: expected model.safetensors or pytorch_model.bin, or the index of one; found no {name}")

@@ -3,16 +3,16 @@
 Invariant: keys that were never read are known (`unread`), so that they can be reported. It knows no family and no torch.
 """
 
-import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.files import MOST_CONFIG_BYTES, read_object
 from model.spec import CheckpointError
 
 NAME = "config.json"
 MOST = 2**31 - 1
-MOST_JSON_BYTES = 2**26
 # More than any published checkpoint has, and small enough that a malicious config costs neither time nor memory.
 MOST_LAYERS, MOST_COLUMNS = 1024, 8192
 # Keys that do not affect serving: provenance, training, and how transformers itself runs a model.
@@ -32,25 +32,17 @@ use_bfloat16 use_cache validate_runner_input
 HARMLESS = frozenset(_HARMLESS.split())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError where it is missing, unreadable or not an object."""
-    try:
-        size = path.stat().st_size
-        if not path.is_file() or size > MOST_JSON_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes, or no file; expected a file of at most {MOST_JSON_BYTES}")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; a checkpoint folder needs it") from None
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({type(error).__name__})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+def read_json(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError where it is missing, unreadable, too large or not an object."""
+    value = read_object(path, most)
+    if value is None:
+        raise CheckpointError(f"{path}: no such file; a checkpoint folder needs it")
     return value
 
 
 def short(value: object) -> str:
-    """A value, shortened for a message."""
-    text = repr(value)
+    """A value, shortened for a message, however large or deeply nested it is."""
+    text = reprlib.repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from model.checkpoint.config import read_json
+from model.checkpoint.files import MOST_LIST_BYTES
 from model.spec import CheckpointError, ModelSpec
 
 INDEX = "model.safetensors.index.json"
@@ -28,7 +29,7 @@ class ModelFiles:
 
     def __init__(self, folder: Path, tokenizer: Path) -> None:
         index = folder / INDEX
-        names = read_json(index).get("weight_map") if index.exists() else {"": "model.safetensors"}
+        names = read_json(index, MOST_LIST_BYTES).get("weight_map") if index.exists() else {"": "model.safetensors"}
         wanted = {str(name) for name in names.values()} if isinstance(names, dict) else set()
         weights = [folder / name for name in sorted(wanted & {*os.listdir(folder)})]
         self._found = {path: _state(path) for path in (tokenizer, index, *weights) if path.is_file()}

@@ -5,7 +5,7 @@ Scalings that depend on the length of the sequence so far (dynamic NTK) are refu
 
 import math
 
-from model.checkpoint.config import Config
+from model.checkpoint.config import Config, short
 from model.spec import CheckpointError, Rotary
 
 CONTEXT = "original_max_position_embeddings"
@@ -31,7 +31,8 @@ def scaling_of(config: Config) -> Config | None:
     if scaling is not None and context is not None:
         # Older configs have it outside the object; if there are two, readers disagree about which one counts.
         if scaling.values.get(CONTEXT, context) != context:
-            raise CheckpointError(f"{config.path}: {CONTEXT} is {context!r} beside and {scaling.values[CONTEXT]!r} in {scaling.path}")
+            inner = short(scaling.values[CONTEXT])
+            raise CheckpointError(f"{config.path}: {CONTEXT} is {short(context)} beside and {inner} in {scaling.path}")
         scaling = Config({**scaling.values, CONTEXT: context}, scaling.path)
     return scaling
 
@@ -48,7 +49,7 @@ def rotary_of(
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     scaling.get("type")
     if not isinstance(kind, str) or kind not in _SCALINGS:
-        raise CheckpointError(f"{scaling.path}: rope_type is {kind!r}; supported: {', '.join(_SCALINGS)}")
+        raise CheckpointError(f"{scaling.path}: rope_type is {short(kind)}; supported: {', '.join(_SCALINGS)}")
     try:
         frequencies, scale, most = _SCALINGS[kind](scaling, _frequencies(base, dim), base, max_positions)
     except ArithmeticError:

@@ -18,7 +18,10 @@ from torch import Tensor
 
 from model.spec import CheckpointError
 
-MAX_HEADER_BYTES = 100 * 2**20
+MAX_HEADER_BYTES = 2**24
+"""The format allows 100 MB, which would take half a minute and 1.5 GB to check."""
+MAX_TENSORS = 2**17
+"""Of a checkpoint; the largest published ones have some 90,000."""
 MAX_DIMENSIONS = 8
 LENGTH = struct.Struct("<Q")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -65,10 +68,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A file whose header has been checked. `entries`: its tensors by name."""
+    """A file whose header has been checked. `entries`: its tensors by name; `header_bytes`: where their data begin."""
 
     path: Path
     entries: dict[str, Entry]
+    header_bytes: int
 
     @classmethod
     def open(cls, path: Path) -> "SafetensorsFile":
@@ -76,7 +80,8 @@ class SafetensorsFile:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                return cls(path, _entries(file.read(LENGTH.size), file, size))
+                entries = _entries(file.read(LENGTH.size), file, size)
+                return cls(path, entries, file.tell())
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
         except CheckpointError as error:
@@ -115,6 +120,8 @@ def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:
         raise CheckpointError("its header is not JSON; the file is damaged, or not a safetensors file") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"its header must be a JSON object, found {type(header).__name__}")
+    if len(header) > MAX_TENSORS:
+        raise CheckpointError(f"its header describes {len(header)} tensors; at most {MAX_TENSORS} are read")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError("__metadata__ in its header must map names to texts")

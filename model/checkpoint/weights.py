@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.config import read_json
+from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
+from model.checkpoint.files import MOST_CONFIG_BYTES, MOST_LIST_BYTES, read_text
 from model.checkpoint.identity import INDEX, file_digest
 from model.checkpoint.names import Part
-from model.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile
+from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, Entry, SafetensorsFile
 from model.decoder import Decoder, meta_decoder
 from model.devices.products import Products
 from model.devices.replacement import RowMatrix
@@ -26,6 +27,10 @@ IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # The head of a tied checkpoint is the embedding; some files contain it a second time.
 TIED_DUPLICATE = "lm_head.weight"
 BLOCK_ELEMENTS = 2**22
+MAX_HEADERS_BYTES = 2**26
+"""Of all files of a checkpoint together, whose headers are in memory while it is loaded."""
+MAX_NAME_BYTES = 255
+"""The longest file name that Linux allows."""
 MANIFEST = "SHA256SUMS"
 """What `sha256sum *.safetensors` prints. If a folder has it, its files are verified against it."""
 
@@ -40,19 +45,23 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, SafetensorsFile] = {}
-        weight_map = _weight_map(folder)
+        weight_map, header_bytes = _weight_map(folder), 0
         for file_name in ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values())):
             path = folder / file_name
             if not path.is_file():
                 raise CheckpointError(f"{path}: no such file{_hint(folder)}")
             file = SafetensorsFile.open(path)
+            header_bytes += file.header_bytes
+            if header_bytes > MAX_HEADERS_BYTES or len(self.files) + len(file.entries) > MAX_TENSORS:
+                bounds = f"{MAX_TENSORS} tensors and {MAX_HEADERS_BYTES} bytes of headers"
+                raise CheckpointError(f"{path}: with the files before it, it has more than the {bounds} that are read of a checkpoint")
             for name in file.entries:
                 if name in self.files:
                     raise CheckpointError(f"{path}: tensor {name} occurs in {self.files[name].path.name} too")
                 self.files[name] = file
         for name, file_name in (weight_map or {}).items():
             if name not in self.files or self.files[name].path.name != file_name:
-                raise CheckpointError(f"{folder / INDEX}: tensor {name} should be in {file_name}, and is not")
+                raise CheckpointError(f"{folder / INDEX}: tensor {short(name)} should be in {file_name}, and is not")
 
     def entry(self, name: str) -> Entry:
         """Type, shape and place of a tensor."""
@@ -88,12 +97,10 @@ class Checkpoint:
     def verify(self) -> None:
         """Verifies the files against the folder's manifest, if it has one. Raises CheckpointError naming a file that differs."""
         manifest = self.folder / MANIFEST
-        if not manifest.is_file():
+        text = read_text(manifest, MOST_CONFIG_BYTES)
+        if text is None:
             return
-        try:
-            lines = manifest.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError):
-            raise CheckpointError(f"{manifest}: cannot be read as text") from None
+        lines = text.splitlines()
         sums = {name.lstrip("*"): digest for digest, _, name in (line.strip().partition(" ") for line in lines) for name in [name.strip()]}
         for path in sorted({file.path for file in self.files.values()}):
             if path.name not in sums:
@@ -207,12 +214,13 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX
     if not path.exists():
         return None
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
+    weight_map = read_json(path, MOST_LIST_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not 0 < len(weight_map) <= MAX_TENSORS:
+        raise CheckpointError(f"{path}: weight_map must map up to {MAX_TENSORS} tensor names to file names")
     for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{path}: {str(name)[:80]!r} is not the plain name of a safetensors file")
+        plain = isinstance(name, str) and name.isprintable() and Path(name).name == name and name.endswith(".safetensors")
+        if not plain or len(name.encode()) > MAX_NAME_BYTES:
+            raise CheckpointError(f"{path}: {short(name)} is not the plain name of a safetensors file")
     if (folder / "model.safetensors").exists() and set(weight_map.values()) != {"model.safetensors"}:
         raise CheckpointError(f"{path}: there is a model.safetensors too, and readers differ about which is meant; remove one of them")
     return weight_map

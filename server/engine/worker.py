@@ -28,6 +28,7 @@ from server.engine.drafts import Drafter
 from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
 from server.engine.sequence import ConstraintFailed
+from server.errors import one_line
 
 if TYPE_CHECKING:
     from model.checkpoint.weights import Report
@@ -272,7 +273,7 @@ class Worker:
 
 def _refusal(error: Exception, start: protocol.Start) -> protocol.Refused:
     """The Refused message for an error while loading. An unexpected error is logged with its traceback."""
-    reason = str(error)
+    reason = one_line(error)
     if start.digest:  # Clients are told why there is no engine any more: with the names of files, without their paths.
         reason = reason.replace(start.tokenizer, "tokenizer.json").replace(f"{start.model}/", "").replace(start.model, "the model's folder")
     if isinstance(error, CheckpointError | OptionError):

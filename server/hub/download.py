@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from model.spec import CheckpointError
 from server.config import EngineSettings
 from server.errors import ConfigurationError, OneheadError, ResourceError
+from server.hub.checkpoint_trial import try_checkpoint
 from server.hub.tokenizer_file import DESCRIPTIONS, VOCABULARIES, tokenizer_path
 
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(.+))?", re.ASCII)
@@ -30,9 +32,10 @@ Check = Callable[[Path], object]
 log = logging.getLogger("onehead")
 
 
-def resolved(settings: Settings, check: Check) -> Settings:
-    """The settings with the model's folder, after its tokenizer.json has been found or converted. Both block, and so must come before the
-    event loop, which handles signals. Raises the errors of `resolve` and `tokenizer_path`.
+def resolved(settings: Settings, check: Check, meanwhile: Callable[[], object] = lambda: None) -> Settings:
+    """The settings with the model's folder, after its tokenizer.json has been found or converted, and been loaded in a child process,
+    during which `meanwhile` is called. All that blocks, and so must come before the event loop, which handles signals. Raises the errors of
+    `resolve`, `tokenizer_path` and `try_checkpoint`.
     """
 
     def check_all(folder: Path) -> None:
@@ -42,6 +45,7 @@ def resolved(settings: Settings, check: Check) -> Settings:
 
     folder = resolve(settings.model, check=check_all)
     check_all(folder)
+    try_checkpoint(folder, meanwhile)
     # An engine that is started later, after a crash, must find the same folder: whatever the working directory, and a link, is by then.
     return settings.found_in(folder.resolve())
 
@@ -62,7 +66,7 @@ def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Che
     if check is not None and not _has_files(folder, WEIGHTS[:1]):  # With cached weights nothing is saved: the caller checks then.
         try:
             check(folder)
-        except ConfigurationError as error:
+        except (ConfigurationError, CheckpointError) as error:
             raise ConfigurationError(f"{model}: {error}") from None
     folder = repository.fetch(SMALL_FILES + WEIGHTS)
     if _has_files(folder, WEIGHTS[:1]):

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.files import MOST_LIST_BYTES, read_object
 from server.errors import ConfigurationError
 
 # Classes that transformers 4 used by model type if the folder names none; transformers 5 has no such defaults.
@@ -77,13 +78,7 @@ def description(path: Path) -> dict[str, Any] | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{path.name}: not a JSON object")
-    return value
+    return read_object(path, MOST_LIST_BYTES) or {}
 
 
 def _check_files(folder: Path, reader: Any) -> None:

@@ -19,8 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from model.checkpoint.files import MOST_TOKENIZER_BYTES, read_file
 from server.child_process import WORKING_DIRECTORY, child_command
-from server.config import cache_folder
 from server.errors import ConfigurationError, ResourceError
 from server.hub.tokenizer_conversion import NOT_WRITTEN, description, is_sentencepiece
 
@@ -41,6 +41,8 @@ def tokenizer_path(folder: Path) -> Path:
         own, vocabularies, descriptions = _files(folder)
         if own is not None:
             return own
+        from server.config import cache_folder  # It imports pydantic, which would double the time that checkpoint_loading takes.
+
         sources = vocabularies + descriptions
         digest = _digest(sources)
     except OSError as error:
@@ -61,7 +63,7 @@ def _files(folder: Path) -> tuple[Path | None, list[Path], list[Path]]:
     if not folder.is_dir():
         raise ConfigurationError(f"{folder}: no such folder; --model takes a checkpoint folder, or org/name of the Hugging Face hub")
     path = folder / "tokenizer.json"
-    if path.is_file():
+    if path.exists():
         return path, [], []
     vocabularies = _present(folder, VOCABULARIES)
     if not vocabularies:
@@ -81,10 +83,7 @@ def _digest(sources: list[Path]) -> str:
     """The cache key: a digest of the files' names and contents and of the converter's version. Raises ConfigurationError."""
     whole = hashlib.sha256(f"{CONVERSION} {_version('transformers')}".encode() + b"\0")
     for path in sources:
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ConfigurationError(f"{path}: {error.strerror}") from None
+        data = read_file(path, MOST_TOKENIZER_BYTES) or b""
         whole.update(path.name.encode() + b"\0" + hashlib.sha256(data).digest())
     return whole.hexdigest()
 

@@ -119,6 +119,7 @@ class ChatTemplate:
             prompt = self.compiled.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **tokens
             )
+            prompt.encode()  # A lone surrogate cannot be tokenized.
         except Refusal as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
         except MemoryError:

@@ -1,38 +1,42 @@
 """Reads special tokens, the chat template and sampling defaults from a checkpoint folder.
 
-Invariant: a missing file counts as empty; an invalid one raises ConfigurationError that names it. It knows no tokenizer.
+Invariant: a missing file counts as empty; an invalid one raises CheckpointError that names it, and the field. It knows no tokenizer.
 """
 
-import json
-from functools import cached_property
+import reprlib
 from pathlib import Path
 from typing import Any
 
-from server.errors import ConfigurationError
+from model.checkpoint.files import MOST_CONFIG_BYTES, MOST_LIST_BYTES, read_object, read_text
+from model.spec import CheckpointError
 
 MAX_TEMPLATE_CHARS = 2**20
+BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (1e-6, 1.0),
+    "repetition_penalty": (0.01, 10.0),
+}
+"""The sampling defaults that are read of generation_config.json, with the bounds of requests. One with integer bounds is an integer."""
 
 
 class CheckpointFiles:
-    """tokenizer_config.json, generation_config.json and the chat template of one folder. Raises ConfigurationError."""
+    """tokenizer_config.json, generation_config.json and the chat template of one folder, all read at once. Raises CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tokenizer = self._read("tokenizer_config.json")
-        self._generation = self._read("generation_config.json")
+        self._tokenizer = read_object(folder / "tokenizer_config.json", MOST_LIST_BYTES) or {}
+        self.chat_template_place, template = self._template()
+        generation = read_object(folder / "generation_config.json", MOST_CONFIG_BYTES) or {}
+        if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS):
+            raise CheckpointError(f"{self.chat_template_place}: expected a text of up to {MAX_TEMPLATE_CHARS} characters")
+        self.chat_template: str | None = template
+        """The template's source. Errors of it begin with `chat_template_place`, its file and field."""
+        self.sampling_defaults = {key: self._number(key, value) for key in BOUNDS if (value := generation.get(key)) is not None}
+        """The sampling parameters in generation_config.json, by name."""
         self.eos_token = self.special_token("eos_token")
-
-    def _read(self, name: str) -> dict[str, Any]:
-        path = self._folder / name
-        if not path.is_file():
-            return {}
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ValueError, RecursionError):
-            raise ConfigurationError(f"{path}: cannot be read as a JSON object") from None
-        if not isinstance(value, dict):
-            raise ConfigurationError(f"{path}: cannot be read as a JSON object")
-        return value
 
     def special_token(self, key: str) -> str | None:
         """The text of `bos_token`, `eos_token` or another special token, given as a string or an object."""
@@ -40,53 +44,27 @@ class CheckpointFiles:
         content = token.get("content") if isinstance(token, dict) else token
         return content if isinstance(content, str) else None
 
-    @property
-    def chat_template_place(self) -> str:
-        """The file, and the field, that holds the chat template, for messages."""
-        for name, field in (("chat_template.jinja", ""), ("chat_template.json", ": chat_template")):
-            if (self._folder / name).is_file():
-                return f"{self._folder / name}{field}"
-        return f"{self._folder / 'tokenizer_config.json'}: chat_template"
-
-    @cached_property
-    def chat_template(self) -> str | None:
-        """The template's source: chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones, `default`."""
+    def _template(self) -> tuple[str, Any]:
+        """(file and field, value) of chat_template.jinja, chat_template.json or tokenizer_config.json; of several named ones, `default`."""
         path = self._folder / "chat_template.jinja"
-        template: Any = self._tokenizer.get("chat_template")
-        if path.is_file():
-            try:
-                template = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                raise ConfigurationError(f"{path}: not a text in UTF-8") from None
-        elif (self._folder / "chat_template.json").is_file():
-            template = self._read("chat_template.json").get("chat_template")
+        template: Any = read_text(path, MOST_CONFIG_BYTES)
+        if template is not None:
+            return str(path), template
+        path = self._folder / "chat_template.json"
+        values = read_object(path, MOST_CONFIG_BYTES)
+        if values is None:
+            path, values = self._folder / "tokenizer_config.json", self._tokenizer
+        template = values.get("chat_template")
         if isinstance(template, list):
-            template = next(
-                (entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"), None
-            )
-        if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS):
-            raise ConfigurationError(f"{self.chat_template_place} is not a text of up to {MAX_TEMPLATE_CHARS} characters")
-        return template
+            default = (entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+            template = next(default, None)
+        return f"{path}: chat_template", template
 
-    @cached_property
-    def sampling_defaults(self) -> dict[str, float]:
-        """The sampling parameters in generation_config.json, by name. Raises ConfigurationError for values out of bounds."""
-        bounds = {
-            "temperature": (0.0, 2.0),
-            "top_k": (0, 2**31 - 1),
-            "top_p": (1e-6, 1.0),
-            "min_p": (0.0, 1.0),
-            "typical_p": (1e-6, 1.0),
-            "repetition_penalty": (0.01, 10.0),
-        }
-        found = {}
-        for key, (least, most) in bounds.items():
-            value = self._generation.get(key)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise ConfigurationError(
-                    f"{self._folder / 'generation_config.json'}: {key} must be within {least} and {most}, found {value!r}"
-                )
-            found[key] = value
-        return found
+    def _number(self, key: str, value: Any) -> float:
+        least, most = BOUNDS[key]
+        kind = "an integer" if isinstance(least, int) else "a number"
+        types = int if isinstance(least, int) else int | float
+        if isinstance(value, bool) or not isinstance(value, types) or not least <= value <= most:
+            path = self._folder / "generation_config.json"
+            raise CheckpointError(f"{path}: {key} must be {kind} within {least} and {most}, found {reprlib.repr(value)}")
+        return value

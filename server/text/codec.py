@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer, decoders
 
+from model.checkpoint.files import MOST_TOKENIZER_BYTES, read_file
 from server.errors import ConfigurationError, InvalidRequest
 from server.hub.tokenizer_file import tokenizer_path
 from server.text.checkpoint_settings import CheckpointFiles
@@ -37,8 +38,9 @@ class TextCodec:
         """Reads tokenizer.json. Raises ConfigurationError if it is missing and cannot be converted from other files, or is invalid."""
         self.folder = folder
         self.path = tokenizer_path(folder)
+        data = read_file(self.path, MOST_TOKENIZER_BYTES)
         try:
-            self.tokenizer = Tokenizer.from_file(str(self.path))
+            self.tokenizer = Tokenizer.from_buffer(data or b"")
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # The library raises Exception itself, and its panics are BaseExceptions.
@@ -70,8 +72,8 @@ class TextCodec:
 
     @property
     def largest_id(self) -> int:
-        """The largest token id that `encode` can give."""
-        return self._vocabulary[0]
+        """The largest token id that `encode` can give. Those that the post-processor adds need not be in the vocabulary."""
+        return max([self._vocabulary[0], *self.tokenizer.encode("").ids])
 
     @property
     def longest_token(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from model.spec import CheckpointError
 from server import child_process
 from server.errors import ConfigurationError, InvalidRequest
 from server.text.codec import TextCodec
@@ -168,7 +169,7 @@ def main() -> NoReturn:
         start = msgspec.msgpack.decode(control.recv(2**16), type=Start)
         try:
             texts, cheap = load(start)
-        except ConfigurationError as error:
+        except (CheckpointError, ConfigurationError) as error:
             control.send(msgspec.msgpack.encode(Loaded(error=str(error)[:4096])))
             sys.exit(0)
         control.send(msgspec.msgpack.encode(Loaded(cheap_template=cheap)))

@@ -40,7 +40,7 @@ def family_of(model_type: object) -> Family:
     """The family module for a config's `model_type`. Raises CheckpointError where there is none."""
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         supported = ", ".join(sorted(MODEL_TYPES))
-        raise CheckpointError(f"config.json: model_type is {model_type!r}; supported: {supported}")
+        raise CheckpointError(f"config.json: model_type is {short(model_type)}; supported: {supported}")
     return cast(Family, import_module(MODEL_TYPES[model_type]))
 
 
@@ -64,6 +64,8 @@ def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> Model
     except CheckpointError as error:
         bare = str(error).startswith(("config.json", "generation_config.json"))
         raise CheckpointError(f"{folder}/{error}" if bare else str(error)) from None
+    except RecursionError:
+        raise CheckpointError(f"{folder / 'config.json'}: objects or lists are nested too deeply") from None
     if warn:
         _warn(folder, config)
     return spec

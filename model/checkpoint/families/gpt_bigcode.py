@@ -7,7 +7,7 @@ keeps queries in `q_attn`, the key and the value in `kv_attn`, and its matrices 
 
 from typing import Any
 
-from model.checkpoint.config import Config
+from model.checkpoint.config import Config, short
 from model.checkpoint.names import Names, Part, renamed
 from model.spec import CheckpointError, ModelSpec
 
@@ -29,7 +29,7 @@ def _refuse_several_heads(config: Config, num_heads: int) -> None:
     found = config.get(key) if first else config.flag(key, True)
     if found != expected:
         raise CheckpointError(
-            f"config.json: {key} is {found!r}, so there are {num_heads} key/value heads, expected {expected!r}: "
+            f"config.json: {key} is {short(found)}, so there are {num_heads} key/value heads, expected {expected!r}: "
             "onehead serves one key/value head; `onehead convert` can pool several into one"
         )
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.checkpoint import safetensors_file, weights
 from model.checkpoint.families import gpt_bigcode, read_spec
 from model.checkpoint.identity import file_digest
 from model.checkpoint.saving import save_decoder
-from model.checkpoint.weights import load_decoder
+from model.checkpoint.weights import Checkpoint, load_decoder
 from model.spec import CheckpointError
 
 CPU = torch.device("cpu")
@@ -160,7 +161,28 @@ def test_shards_equal_the_single_file(folder: Path, tiny_folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("index", [{}, {"weight_map": {"x": "../../etc/passwd"}}, {"weight_map": []}])
+def test_more_tensors_than_any_checkpoint_has_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "model.safetensors"
+    num_tensors = len(Checkpoint(folder).files)
+    monkeypatch.setattr(weights, "MAX_TENSORS", num_tensors - 1)
+    with pytest.raises(CheckpointError, match=r"more than the .* tensors"):
+        load(folder)
+    monkeypatch.setattr(weights, "MAX_TENSORS", num_tensors)
+    monkeypatch.setattr(weights, "MAX_HEADERS_BYTES", 99)
+    with pytest.raises(CheckpointError, match="99 bytes of headers"):
+        load(folder)
+    monkeypatch.setattr(safetensors_file, "MAX_TENSORS", num_tensors - 1)
+    with pytest.raises(CheckpointError, match=rf"{path}: its header describes \d+ tensors; at most {num_tensors - 1} are read"):
+        load(folder)
+    monkeypatch.setattr(safetensors_file, "MAX_HEADER_BYTES", 99)
+    with pytest.raises(CheckpointError, match=rf"{path}: its header says .* at most 99 are read"):
+        load(folder)
+
+
+BAD_NAMES = ["../../etc/passwd", "x" * 5000 + ".safetensors", "\ud800.safetensors", "a\n.safetensors", "é" * 125 + ".safetensors"]
+
+
+@pytest.mark.parametrize("index", [{}, *({"weight_map": {"x": name}} for name in BAD_NAMES), {"weight_map": []}])
 def test_a_bad_index_is_refused(folder: Path, index: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"index\.json"):

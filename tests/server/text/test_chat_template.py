@@ -106,6 +106,7 @@ def test_a_template_still_finds_what_it_looks_for_in_a_message(tmp_path: Path) -
         "{{ raise_exception('only users') }}",
         "{{ nothing.at.all }}",
         "{{ 1 / 0 }}",
+        "{{ '\ud800' }}",
     ],
 )
 def test_what_a_template_may_not_do_is_a_refusal(tmp_path: Path, template: str) -> None:
@@ -132,15 +133,17 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
-    [({"temperature": "hot"}, "temperature"), ({"top_p": 0}, "top_p"), ([], "JSON object")],
+    "source",
+    [
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+        "".join(f"{{% for i{number} in [1] %}}" for number in range(30)) + "{% endfor %}" * 30,
+        "{% if 1 %}" * 200 + "{% endif %}" * 200,
+        "{{ " + "-" * 50_000 + "1 }}",
+        "{{ (",
+    ],
+    ids=["parentheses", "for", "if", "minus", "syntax"],
 )
-def test_a_broken_generation_config_is_named(tmp_path: Path, config: object, words: str) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigurationError, match=words):
-        _ = make(tmp_path).files.sampling_defaults
-
-
-def test_sampling_defaults(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.2, "top_k": 50, "do_sample": True, "eos_token_id": 0}))
-    assert make(tmp_path).files.sampling_defaults == {"temperature": 0.2, "top_k": 50}
+def test_a_template_that_cannot_be_compiled_is_named(tmp_path: Path, source: str) -> None:
+    where = r"/tokenizer_config\.json: chat_template"
+    with pytest.raises(ConfigurationError, match=f"{where}: the chat template (cannot be compiled|is not Jinja)"):
+        _ = ChatTemplate(make(tmp_path, source)).compiled

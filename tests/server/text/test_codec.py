@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
+from model.spec import CheckpointError
 from server.errors import ConfigurationError
 from server.text.codec import Detokenizer, StopStrings, TextCodec
 from tests.support.checkpoints import make_tokenizer
@@ -140,8 +142,15 @@ def test_special_tokens_and_ends(tmp_path: Path, codec: TextCodec) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
     assert TextCodec(tmp_path).end_token_ids == (0,)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ConfigurationError, match="tokenizer_config"):
+    with pytest.raises(CheckpointError, match="tokenizer_config"):
         TextCodec(tmp_path)
+
+
+def test_the_largest_id_may_be_one_that_the_post_processor_adds(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.post_processor = TemplateProcessing(single="[B] $A", special_tokens=[("[B]", 99_999)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert TextCodec(tmp_path).largest_id == 99_999
 
 
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
