@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.spec import CheckpointError, OptionError
+from server.hub.checkpoint_trial import try_checkpoint
 
 END = "<|endoftext|>"
 FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = "<fim_prefix>", "<fim_middle>", "<fim_suffix>"
@@ -106,8 +107,10 @@ def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a checkpoint folder, with truncation and padding switched off. Raises CheckpointError."""
+    """The tokenizer of a checkpoint folder. Raises CheckpointError, or ConfigurationError if loading it takes too much time or memory."""
     path = folder / "tokenizer.json"
+    if path.exists():
+        try_checkpoint(folder)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises bare Exception.
