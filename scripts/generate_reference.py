@@ -55,7 +55,8 @@ CODES = {
     "model_not_found": "`model` is none of the names that `GET /v1/models` lists.",
     "out_of_memory": "The memory does not hold what this request needs for its next token.",
     "queue_timeout": "The request's own `timeout_s` passed before the engine had started it.",
-    "queue_too_long": "The estimated wait is longer than `server.max_queue_wait`.",
+    "queue_too_long": "The client's estimated wait is longer than `server.max_queue_wait`.",
+    "rate_limit_exceeded": "The key has used its `requests_per_minute` or `tokens_per_minute` of the keys' file.",
     "request_quarantined": "Engines crashed twice while they ran this request alone.",
     "resume_gap": "Events after the last one that the client saw are not kept any more.",
     "server_shutting_down": "The server is stopping.",
@@ -65,8 +66,9 @@ CODES = {
     "tokenization_failed": "The model's tokenizer cannot process this text.",
     "tokenization_timeout": "Tokenizing the text needs more processor time than `server.tokenize_timeout`, or too much memory.",
     "too_many_jobs": "Too many long texts and grammars, of this client or of all, wait to be processed.",
-    "too_many_requests": "`engine.max_running` plus `server.max_waiting` sequences (choices of requests) are open.",
-    "too_many_waiting_tokens": "`server.max_waiting_tokens` prompt tokens are waiting.",
+    "too_many_requests": "`engine.max_running` plus `server.max_waiting` sequences (choices of requests) are open, or as many of one "
+    "client as it may have.",
+    "too_many_waiting_tokens": "`server.max_waiting_tokens` prompt tokens are waiting, or as many of one client as may.",
 }
 
 

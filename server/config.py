@@ -96,7 +96,7 @@ class ServerSection(Section):
         (), description="SHA-256 digests, in hex, of the accepted keys; each request must have one of the keys; default: none is needed"
     )
     api_keys_file: File | None = Field(
-        None, description="TOML file of keys, each a [[key]] table with its `name` and `sha256`; SIGHUP has it read again"
+        None, description="TOML file of keys, each a [[key]] table with its `name`, `sha256` and limits; SIGHUP has it read again"
     )
     tls_certificate: File | None = Field(
         None, description="PEM file of the certificate chain, for HTTPS instead of HTTP; SIGHUP has it read again"

@@ -5,13 +5,14 @@ Tokens and steps are only counted as they happen; the Prometheus metrics are upd
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from itertools import accumulate
+from typing import Any
 
 from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Info, ProcessCollector, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from server.protocol import Gauges, Ready
@@ -44,6 +45,27 @@ class Histogram(Collector):
         family = HistogramMetricFamily(self._name, self._text, list(zip(bounds, accumulate(self._counts), strict=True)), self.sum)
         family.add_sample(f"{self._name}_created", {}, self._created)
         yield family
+
+
+class ClientMetrics(Collector):
+    """What clients with a name use, from the counts that admission keeps of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.clients: Mapping[str, Any] = {}
+        """By name: generation.clients.Usage."""
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The samples, for the registry."""
+        tokens = CounterMetricFamily("onehead_client_tokens", "Prompt and output tokens of a named key's sequences.", labels=["key"])
+        running = GaugeMetricFamily("onehead_client_running", "Sequences of a named key that the engine has started.", labels=["key"])
+        waiting = GaugeMetricFamily("onehead_client_waiting", "Sequences of a named key that the engine has not started.", labels=["key"])
+        for name, usage in self.clients.items():
+            if usage.terms.name:
+                tokens.add_metric([name], usage.num_tokens)
+                running.add_metric([name], usage.num_submitted - usage.num_waiting)
+                waiting.add_metric([name], usage.num_waiting)
+        yield from (tokens, running, waiting)
 
 
 class Metrics:
@@ -80,6 +102,7 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.by_client = ClientMetrics(self.registry)
         self._declare_others()
         self._reached: dict[Counter, int] = {}
         self._engine_totals = {

@@ -174,7 +174,7 @@ class WebServer:
             f"cache {ready.kv_bytes_per_token} bytes per token in {ready.kv_dtype}, {ready.num_pages} pages of {ready.page_size}, "
             f"up to {ready.capacity} tokens a sequence"
         )
-        if self._door.api_keys.names is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        if self._door.api_keys.terms is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             log.warning("every host that reaches this port can use it: no key is needed (server.api_keys, server.api_keys_file)")
         scheme = "https" if self._section.tls_key else "http"
         line = f"onehead serves {self._names.shown} on {scheme}://{f'[{host}]' if ':' in host else host}:{port}"

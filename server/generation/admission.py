@@ -7,17 +7,24 @@ its body is still arriving it is not counted (Reservation.release). It knows not
 import random
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
 
 from server.config import ServerSection
-from server.errors import Overloaded, RequestError, Unavailable
+from server.errors import InvalidRequest, Overloaded, RequestError, Unavailable
+from server.generation.clients import Terms, Usage
 from server.generation.request import Choice
 from server.metrics import Metrics
 from server.supervision.supervisor import LIVE, State, Supervisor
 
 RETRY_SECONDS = 5
 """Value of Retry-After while the server is shutting down or its engine is being replaced."""
-RATE_WINDOW = 64
-"""Number of finished requests whose running times give the estimate of the queue wait."""
+HELD_PER_FREE = 7
+"""Places that one client may hold for each that is free: alone it may hold 7 of 8."""
+MOST_NAMED = 1000
+"""As many keys may have a name; counts of clients without one are dropped once there are more than that."""
+EVERYBODY = Terms()
 MAX_NUMERICAL_ERRORS, NUMERICAL_ERROR_SECONDS = 10, 60.0
 """The server is not ready once this many requests have failed by non-finite logits within this time."""
 
@@ -25,22 +32,25 @@ MAX_NUMERICAL_ERRORS, NUMERICAL_ERROR_SECONDS = 10, 60.0
 class Reservation:
     """An admitted request of one caller. It counts as an open request until its sequences are submitted or it is released.
 
-    `caller` decides which requests may share cached prefixes: the digest of an API key, or a constant where there are no keys. `client`
-    is who shares the server with others: a key, or an address where there are no keys.
+    `caller` decides which requests may share cached prefixes: the digest of an API key, or a constant where there are no keys.
+    `client` is who shares the server with others: a key, or an address where there are no keys.
     """
 
-    def __init__(self, admission: "Admission", caller: str, client: str) -> None:
+    def __init__(self, admission: "Admission", caller: str, client: str, usage: Usage) -> None:
         self.caller = caller
         self.client = client
+        self.usage = usage
         self.choices: list[Choice] = []
         """Sequences submitted for the request."""
         self._admission: Admission | None = admission
         admission.num_reserved += 1
+        usage.num_reserved += 1
 
     def release(self) -> None:
         """Stops counting the request as open. Idempotent."""
         if self._admission is not None:
             self._admission.num_reserved -= 1
+            self.usage.num_reserved -= 1
             self._admission = None
 
 
@@ -58,10 +68,8 @@ class Admission:
         """Admitted requests without submitted sequences."""
         self.waiting: dict[int, Choice] = {}
         """Submitted sequences that the engine has not started, by id."""
-        self.waiting_tokens = 0
-        """Prompt tokens of the waiting sequences."""
-        self.run_seconds: deque[float] = deque(maxlen=RATE_WINDOW)
-        """Running times, in seconds, of the most recently finished requests."""
+        self.clients: dict[str, Usage] = {}
+        metrics.by_client.clients = self.clients
         self._numerical_errors: deque[float] = deque(maxlen=MAX_NUMERICAL_ERRORS)
 
     @property
@@ -76,65 +84,124 @@ class Admission:
         """Sequences that have not ended."""
         return len(self.supervisor.open)
 
-    def reserve(self, caller: str, client: str = "") -> Reservation:
-        """Admits a request before its body is read. Raises Unavailable or Overloaded."""
-        self.check()
-        return Reservation(self, caller, client)
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the waiting sequences."""
+        return sum(usage.waiting_tokens for usage in self.clients.values())
 
-    def check(self, num_sequences: int = 1, num_tokens: int = 1) -> None:
-        """Raises Unavailable or Overloaded if so many more sequences and prompt tokens are over a bound now."""
+    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY) -> Reservation:
+        """Admits a request before its body is read. Raises Unavailable or Overloaded."""
+        usage = self.clients.get(client)
+        if usage is None:
+            if len(self.clients) > 2 * (self.num_open + self.num_reserved) + MOST_NAMED:
+                self.clients = {name: other for name, other in self.clients.items() if other.has_to_be_kept}
+                self.metrics.by_client.clients = self.clients
+            usage = self.clients[client] = Usage(terms)
+        usage.terms = terms
+        with self._counting_refusals():
+            self._check(usage, 1, 1)
+            self._check_rates(usage)
+        usage.requests.level -= 1
+        return Reservation(self, caller, client, usage)
+
+    def check(self, usage: Usage, num_sequences: int, num_tokens: int) -> None:
+        """Raises Unavailable or Overloaded if so many more sequences and prompt tokens of a client are over a bound now; InvalidRequest if
+        they always are.
+        """
+        most = self._most_open(usage, self.max_open // (HELD_PER_FREE + 1))
+        with self._counting_refusals():
+            if num_sequences > most:
+                raise InvalidRequest(f"{num_sequences} sequences are requested at once; at most {most} are allowed", param="n")
+            self._check(usage, num_sequences, num_tokens)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
         try:
-            self._check(num_sequences, num_tokens)
+            yield
         except RequestError:
             self.metrics.requests.labels("refused").inc()
             raise
 
-    def _check(self, num_sequences: int, num_tokens: int) -> None:
+    def _most_open(self, usage: Usage, num_free: int) -> int:
+        """The most sequences that a client may have open where so many places are left free for others: one client cannot hold them all,
+        and those of many leave some for the next.
+        """
+        most = min(self.max_open, max(self.max_running + 1, HELD_PER_FREE * num_free))
+        if usage.terms.max_waiting is None:
+            return most
+        return min(most, usage.terms.max_waiting + (usage.terms.max_running or self.max_running))
+
+    def _check(self, usage: Usage, num_sequences: int, num_tokens: int) -> None:
         if self.draining or self.supervisor.state not in LIVE:
             raise Unavailable("the server is shutting down", retry_after=RETRY_SECONDS, code="server_shutting_down")
         if self.supervisor.recovery_overdue:
             raise Unavailable(self.supervisor.absence, retry_after=RETRY_SECONDS, code="engine_unavailable")
         most_tokens, num_open = self.section.max_waiting_tokens, self.num_open + self.num_reserved
         if num_open + num_sequences > self.max_open:
-            raise Overloaded(
-                f"{num_open} sequences (choices of requests) are open, and at most {self.max_open} are allowed; try again later",
-                self._retry_after(),
+            raise self._overloaded(
+                usage,
+                f"{num_open} sequences (choices of requests) are open, and at most {self.max_open} are allowed",
                 code="too_many_requests",
             )
-        # The bound on waiting tokens applies only while other requests wait: a single request may be of any length.
-        if self.waiting_tokens and self.waiting_tokens + num_tokens > most_tokens:
-            text = f"{self.waiting_tokens} prompt tokens are waiting, and at most {most_tokens} are allowed; try again later"
-            raise Overloaded(text, self._retry_after(), code="too_many_waiting_tokens")
-        seconds = self._queue_seconds
-        if seconds > self.section.max_queue_wait:
-            text = (
-                f"the estimated queue wait is {seconds:.0f} s, and at most {self.section.max_queue_wait:g} s are allowed; try again later"
+        most = self._most_open(usage, self.max_open - num_open - num_sequences)
+        if usage.num_open + num_sequences > most:
+            raise self._overloaded(
+                usage, f"{usage.num_open} sequences of this client are open, and at most {most} are allowed now", code="too_many_requests"
             )
-            raise Overloaded(text, self._retry_after(), code="queue_too_long")
+        # The bounds on waiting tokens apply only while other requests wait: a single request may be of any length.
+        waiting, own, left = self.waiting_tokens, usage.waiting_tokens, most_tokens - self.waiting_tokens - num_tokens
+        if (waiting and left < 0) or (own and own + num_tokens > HELD_PER_FREE * left):
+            text = f"{waiting} prompt tokens are waiting, {own} of this client; at most {most_tokens} are allowed, fewer of one client"
+            raise self._overloaded(usage, text, code="too_many_waiting_tokens")
+        if (seconds := self._queue_seconds(usage)) > self.section.max_queue_wait:
+            text = f"the estimated queue wait is {seconds:.0f} s, and at most {self.section.max_queue_wait:g} s are allowed"
+            raise self._overloaded(usage, text, code="queue_too_long")
 
-    @property
-    def _queue_seconds(self) -> float:
-        """Estimated queue wait in seconds: requests ahead / max_running * mean of the last running times."""
-        if not self.run_seconds:
+    def _check_rates(self, usage: Usage) -> None:
+        terms, now = usage.terms, time.monotonic()
+        seconds = usage.requests.seconds(terms.requests_per_minute, now), usage.tokens.seconds(terms.tokens_per_minute, now)
+        if max(seconds):
+            number, what = max(zip(seconds, (f"{terms.requests_per_minute} requests", f"{terms.tokens_per_minute} tokens"), strict=True))
+            text = f"this key may use {what} a minute; try again in {ceil(number)} s"
+            raise Overloaded(text, ceil(number), code="rate_limit_exceeded")
+
+    def _overloaded(self, usage: Usage, text: str, code: str) -> Overloaded:
+        """Its Retry-After is the client's estimated queue wait and a random part of up to 25 %, so that clients do not retry together."""
+        seconds = self._queue_seconds(usage) * random.uniform(1.0, 1.25)
+        return Overloaded(f"{text}; try again later", max(1, min(60, round(seconds))), code=code)
+
+    def _queue_seconds(self, usage: Usage) -> float:
+        """Estimated queue wait in seconds of a client: its requests ahead / its share of max_running * mean of its last running times."""
+        if not usage.run_seconds:
             return 0.0
-        num_ahead = max(0, self.num_open - self.max_running)
-        return sum(self.run_seconds) / len(self.run_seconds) / self.max_running * num_ahead
+        weights = sum(other.terms.weight for other in self.clients.values() if other.num_open or other is usage)
+        share = min(self.max_running * usage.terms.weight / weights, usage.terms.max_running or self.max_running)
+        return sum(usage.run_seconds) / len(usage.run_seconds) / share * max(0, usage.num_open - share)
 
-    def _retry_after(self) -> int:
-        """Retry-After: the estimated queue wait plus a random part of up to 25 %, so that refused clients do not retry together."""
-        return max(1, min(60, round(self._queue_seconds * random.uniform(1.0, 1.25))))
-
-    def add_waiting(self, choice: Choice) -> None:
-        """Adds a submitted sequence to the waiting ones."""
+    def add(self, choice: Choice) -> None:
+        """Adds a submitted sequence to the open and the waiting ones."""
         self.waiting[choice.id] = choice
-        self.waiting_tokens += len(choice.request.prompt)
+        usage, num_prompt = choice.usage, len(choice.request.prompt)
+        usage.num_submitted += 1
+        usage.num_waiting += 1
+        usage.waiting_tokens += num_prompt
+        usage.num_tokens += num_prompt
+        usage.tokens.level -= num_prompt + choice.max_new_tokens
 
     def remove_waiting(self, id: int) -> Choice | None:
         """Removes a sequence that was started or has ended from the waiting ones. Returns None if it was not waiting."""
         choice = self.waiting.pop(id, None)
         if choice is not None:
-            self.waiting_tokens -= len(choice.request.prompt)
+            choice.usage.num_waiting -= 1
+            choice.usage.waiting_tokens -= len(choice.request.prompt)
         return choice
+
+    def remove(self, choice: Choice) -> None:
+        """Removes a sequence that has ended; tokens that it did not generate do not count against its client's rate."""
+        self.remove_waiting(choice.id)
+        choice.usage.num_submitted -= 1
+        choice.usage.num_tokens += choice.num_tokens
+        choice.usage.tokens.level += choice.max_new_tokens - choice.num_tokens
 
     def record_numerical_error(self) -> None:
         """Records a request that failed by non-finite logits, which `accepting` counts."""

@@ -90,20 +90,16 @@ class Generation:
         try:
             submits = [self._submission(request, reservation) for request in requests]
             cost = price(submits, self.max_total_tokens)
-            if len(requests) > self.admission.max_open:
-                raise InvalidRequest(
-                    f"{len(requests)} sequences are requested at once; at most {self.admission.max_open} are allowed", param="n"
-                )
         except RequestError:
             self.metrics.requests.labels("refused").inc()
             raise
         reservation.release()  # From here on the supervisor counts the submitted sequences.
-        self.admission.check(len(requests), cost.prompt_tokens)
+        self.admission.check(reservation.usage, len(requests), cost.prompt_tokens)
         for prompt in {id(request.prompt): request.prompt for request in requests}.values():
             self.metrics.prompt_tokens.inc(len(prompt))
             if self.section.log_prompts:
                 log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})
-        streams = OpenStreams(self.admission, self.codec, requests, submits)
+        streams = OpenStreams(self.admission, self.codec, requests, submits, reservation.usage)
         reservation.choices += streams.choices
         return streams
 
@@ -113,6 +109,12 @@ class Generation:
             raise InvalidRequest(
                 f"`min_tokens` must be at most the {max_new_tokens} new tokens allowed. Given: {request.min_new_tokens}", param="min_tokens"
             )
+        terms = reservation.usage.terms
+        if request.priority and terms.priority is False:
+            text = "`priority` may be set only with a key that the keys' file gives `priority = true`"
+            raise InvalidRequest(text, param="priority")
+        rank = request.priority if terms.priority else 0
+        share = protocol.Share(reservation.client, terms.weight, terms.max_running or 0, rank)
         if request.grammar and (request.min_new_tokens or request.ignore_eos):
             raise InvalidRequest("`min_tokens` and `ignore_eos` cannot be combined with a grammar, which decides where the text ends")
         stop_token_ids = sorted({*request.stop_token_ids, *(() if request.ignore_eos else self.end_token_ids)})
@@ -139,7 +141,7 @@ class Generation:
             grammar=request.grammar,
             healed=request.healed,
             salt=f"{reservation.caller}:{request.salt}",
-            share=protocol.Share(reservation.client),
+            share=share,
         )
 
     def _check_ids(self, request: Request) -> None:

@@ -11,6 +11,7 @@ from itertools import chain
 import msgspec
 
 from server import protocol
+from server.generation.clients import Usage
 
 _decode_scores = msgspec.msgpack.Decoder(list[protocol.PromptScore]).decode
 
@@ -59,6 +60,8 @@ class Choice:
 
     index: int
     request: Request
+    usage: Usage
+    max_new_tokens: int
     id: int = 0
     arrival: float = field(default_factory=time.monotonic)
     started: float | None = None

@@ -17,6 +17,7 @@ import msgspec
 from server import protocol
 from server.errors import GenerationFailed, InvalidRequest, QueueTimeout, RequestError, Unavailable
 from server.generation.admission import RETRY_SECONDS, Admission
+from server.generation.clients import Usage
 from server.generation.request import Choice, Request
 from server.supervision.journal import SequenceEvent
 from server.text.codec import Detokenizer, StopStrings, TextCodec
@@ -105,8 +106,11 @@ def _error(failed: protocol.Failed) -> RequestError:
 class OpenStreams:
     """Submitted sequences as an asynchronous iterator over their pieces, in the order of arrival."""
 
-    def __init__(self, admission: Admission, codec: TextCodec, requests: Sequence[Request], submits: Sequence[protocol.Submit]) -> None:
-        self.choices = [Choice(index, request) for index, request in enumerate(requests)]
+    def __init__(
+        self, admission: Admission, codec: TextCodec, requests: Sequence[Request], submits: Sequence[protocol.Submit], usage: Usage
+    ) -> None:
+        pairs = enumerate(zip(requests, submits, strict=True))
+        self.choices = [Choice(index, request, usage, submit.max_new_tokens) for index, (request, submit) in pairs]
         self._admission = admission
         self._metrics = admission.metrics
         self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
@@ -122,7 +126,7 @@ class OpenStreams:
         self._deadline = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._on_deadline)
         for choice, submit in zip(self.choices, submits, strict=True):
             choice.id = admission.supervisor.submit(submit, self._receiver(choice))
-            admission.add_waiting(choice)
+            admission.add(choice)
 
     def _receiver(self, choice: Choice) -> Callable[[SequenceEvent], None]:
         metrics = self._metrics
@@ -186,7 +190,7 @@ class OpenStreams:
             return None
         if piece.finish is not None:
             self._metrics.e2e_latency.observe(came - choice.arrival)
-            self._admission.run_seconds.append(came - (choice.started or choice.arrival))
+            choice.usage.run_seconds.append(came - (choice.started or choice.arrival))
             self._end(choice, piece.finish)
         return piece
 
@@ -225,7 +229,7 @@ class OpenStreams:
             if self._num_open == 0 and self._deadline is not None:
                 self._deadline.cancel()
             self._admission.supervisor.cancel(choice.id)
-            self._admission.remove_waiting(choice.id)
+            self._admission.remove(choice)
             self._metrics.requests.labels(outcome).inc()
 
     def finish(self, index: int) -> None:

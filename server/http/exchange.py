@@ -13,7 +13,8 @@ from starlette.requests import HTTPConnection
 from starlette.types import Send
 
 from server.errors import RequestError
-from server.generation.admission import Reservation
+from server.generation.admission import EVERYBODY, Reservation
+from server.generation.clients import Terms
 
 _KEY = "onehead"
 """Key of the Exchange in an ASGI scope."""
@@ -38,7 +39,8 @@ class Exchange:
     dialect: Dialect = Dialect.TGI
     caller: str = NO_CALLER
     """SHA-256 digest of the request's API key: requests of one caller share cached prefixes and can read each other's streams."""
-    key_name: str = ""
+    terms: Terms = EVERYBODY
+    """What the client may do."""
     address: str = ""
     """The client's address, behind trusted proxies too (server/http/client_address.py)."""
     client: str = ""

@@ -115,7 +115,7 @@ class DeliveryBody(Body):
     Default: false.
     """
     priority: Priority | None = None
-    """Waiting requests with a lower number are served first. Default: 0."""
+    """Waiting requests with a lower number are served first: the client's own, or everybody's where its key may. Default: 0."""
 
 
 class LimitedBody(DeliveryBody):

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,13 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.config import ServerSection
 from server.errors import Conflict, NotFound, RequestError, Unauthorized
 from server.generation.admission import Admission
+from server.generation.clients import Terms
 from server.generation.generation import Generation
 from server.generation.request import speeds
 from server.http.client_address import client_address, client_group
 from server.http.connection import SAFETY_HEADERS
 from server.http.errors import refusal
 from server.http.exchange import NO_CALLER, Exchange, exchange_of
-from server.http.keys import Keys
+from server.http.keys import UNNAMED, Keys
 from server.http.routes import Access, Route, RouteTable
 from server.logs import request_id as current_request_id
 
@@ -43,7 +45,7 @@ class FrontDoor:
         self.table = table
         self.generation = generation
         self.api_keys = keys
-        self._metrics_keys = {section.metrics_key: ""} if section.metrics_key else None
+        self._metrics_keys = {section.metrics_key: UNNAMED} if section.metrics_key else None
         self._root_path = section.root_path
         self._trusted_proxies = section.trusted_proxies
         self._keys_in_use: set[tuple[str, bytes]] = set()
@@ -93,7 +95,7 @@ class FrontDoor:
                 raise NotFound("no such route; GET /docs lists those there are")
             exchange.idempotency_key, exchange.keys_in_use = self._take_key(scope, exchange), self._keys_in_use
             if scope["method"] == "POST" and route is not None and route.generates:
-                exchange.reservation = self.generation.admission.reserve(exchange.caller, exchange.client)
+                exchange.reservation = self.generation.admission.reserve(exchange.caller, exchange.client, exchange.terms)
         except RequestError as error:
             # Without its traceback, whose frames refer to this exchange: only the garbage collector would free that cycle.
             exchange.error = error.with_traceback(None)
@@ -109,15 +111,15 @@ class FrontDoor:
         if (reservation := exchange_of(scope).reservation) is not None:
             reservation.release()
 
-    def keys(self, route: Route | None) -> dict[str, str] | None:
-        """The keys that are valid for a route, as digest -> name; None if it needs none."""
+    def keys(self, route: Route | None) -> Mapping[str, Terms] | None:
+        """The keys that are valid for a route, with what each may do, by digest; None if it needs none."""
         match Access.API_KEY if route is None else route.access:
             case Access.PUBLIC:
                 return None
             case Access.METRICS_KEY:
                 return self._metrics_keys
             case Access.API_KEY:
-                return self.api_keys.names
+                return self.api_keys.terms
 
     def _identify(self, scope: Scope, exchange: Exchange, route: Route | None) -> None:
         """Sets the caller to the digest of the request's key, if the route needs one, and who the client is. Raises Unauthorized."""
@@ -133,8 +135,8 @@ class FrontDoor:
         # Not a constant-time comparison: timing could leak parts of a digest, from which the key cannot be found.
         if digest not in keys or scheme.lower() != b"bearer":
             raise Unauthorized("a valid key is needed: send the header `Authorization: Bearer KEY`", code="invalid_api_key")
-        exchange.caller, exchange.key_name = digest, keys[digest]
-        exchange.client = exchange.key_name or digest
+        exchange.caller, exchange.terms = digest, keys[digest]
+        exchange.client = exchange.terms.name or digest
 
     def _take_key(self, scope: Scope, exchange: Exchange) -> tuple[str, bytes] | None:
         """Reserves the request's Idempotency-Key, if it has one. Raises Conflict while another request in progress has it."""
@@ -184,7 +186,7 @@ class LoggedResponse:
             path = f"{STREAMS}..."  # A stream can be read by its id, so the id is kept out of the log.
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
         choices = exchange.reservation.choices if exchange.reservation else ()
-        details = {"client": exchange.address, "key": exchange.key_name, **speeds(choices)}
+        details = {"client": exchange.address, "key": exchange.terms.name, **speeds(choices)}
         details = {name: value for name, value in details.items() if value}
         level = logging.DEBUG if route is not None and route.probe else logging.INFO
         words = "".join(f" {name}={value}" for name, value in details.items())

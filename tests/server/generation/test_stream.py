@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import protocol
+from server.generation.clients import Terms, Usage
 from server.generation.request import Choice, Request
 from server.generation.stream import ChoiceDetokenizer, Piece
 from server.text.codec import TextCodec
@@ -33,7 +34,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 def pieces(codec: TextCodec, ids: list[int], request: Request) -> list[Piece]:
     """The pieces of an output that ends by its length."""
-    text = ChoiceDetokenizer(codec, Choice(0, request))
+    text = ChoiceDetokenizer(codec, Choice(0, request, Usage(Terms()), len(ids)))
     made = []
     for index, id in enumerate(ids):
         made.append(text.piece(protocol.Token(1, index, id, -1.0, "length" if index == len(ids) - 1 else None)))

@@ -210,8 +210,8 @@ async def test_a_queue_that_would_take_too_long_takes_nobody(tokenizer_folder: P
     generation.admission.max_running = 2
     served.engine.defer = lambda call: None
     for _ in range(3):  # Two for whom there are places, and one who waits.
-        generation.admission.run_seconds.clear()
-        generation.admission.run_seconds.extend([2 * generation.section.max_queue_wait + 1])
+        for usage in generation.admission.clients.values():
+            usage.run_seconds.append(2 * generation.section.max_queue_wait + 1)
         assert (await client.cut("POST", path, body | {"resumable": True}, 0)).headers["x-stream-id"]
     refused = await client.request("POST", path, body)
     assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_too_long"

@@ -188,7 +188,15 @@ class Cut:
                 left.set()
 
         raw = [(name.encode(), value.encode()) for name, value in {"content-type": "application/json", **headers}.items()]
-        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": raw, "http_version": "1.1"}
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": b"",
+            "headers": raw,
+            "http_version": "1.1",
+            "client": ("127.0.0.1", 1),
+        }
         await served.app({**scope, "asgi": {"version": "3.0", "spec_version": "2.3"}, "scheme": "http", "server": ("x", 1)}, receive, send)
 
 
