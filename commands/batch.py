@@ -35,7 +35,6 @@ from server.http.stream_buffer import Retention, StreamStore
 from server.http.streams import StreamPublisher
 from server.hub.download import model_id
 from server.service import running_engine
-from server.supervision.supervisor import LIVE
 
 MAX_OPEN = 100_000
 
@@ -217,15 +216,17 @@ def _maker(generation: Generation) -> str:
     return hashlib.sha256(repr((made_by, of_chats)).encode()).hexdigest()
 
 
-async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any] | None:
-    """OpenAI's line for one request, whatever came of it; None where the engine was away for too long, which answers no request."""
-    supervisor = routes.generation.supervisor
+async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any]:
+    """OpenAI's line for one request, whatever came of it. Raises OneheadError where the engine is gone: that answers no request."""
+    generation = routes.generation
     while True:
         try:
             status, body = 200, await routes.response_without_http(line.url, line.body, "onehead batch")
         except (Overloaded, Unavailable) as error:
-            if supervisor.state not in LIVE or supervisor.recovery_overdue:
-                return None
+            generation.raise_if_over()
+            if generation.supervisor.recovery_overdue:
+                reason = error.message.removesuffix("; try again later")
+                raise EngineGaveUp(f"{reason}; the answers so far are kept, and the same command goes on") from None
             await asyncio.sleep(error.retry_after or 1)
             continue
         except RequestError as error:
@@ -236,7 +237,7 @@ async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any] | None:
 
 async def batch(settings: BatchSettings) -> int:
     """Answers every line that has no answer yet; the exit status, which is 1 where requests were refused or failed. Raises UsageError for
-    files that cannot be used, ResourceError where they cannot be written, and EngineGaveUp where requests have no answer.
+    files that cannot be used, and other errors of the tree where requests have no answer: the answers that there are stay in the journal.
     """
     lines, output = read_lines(settings.input), settings.output.resolve()
     with contextlib.closing(Journal(_partial(output), lines)) as journal:
@@ -244,10 +245,6 @@ async def batch(settings: BatchSettings) -> int:
             await _answer_all(settings, lines, journal)
         except BaseExceptionGroup as group:  # Of the task group; the first ended the others.
             raise group.exceptions[0] from None
-        missing = sum(line.digest not in journal.answers for line in lines)
-        if missing:
-            away = f"the engine was away for more than {settings.recovery_timeout:g} s (recovery_timeout)"
-            raise EngineGaveUp(f"{missing} of {len(lines)} requests have no answer: {away}; the same command asks them again")
         refused = sum(journal.answers[line.digest]["response"]["status_code"] != 200 for line in lines)
         journal.finish(output, lines)
     if refused:
@@ -280,11 +277,9 @@ async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journ
             async def one(line: Line) -> None:
                 async with places:
                     result = await answer(routes, line)
-                if result is not None:
-                    journal.add(line, result)
-                    progress.advance(task)
+                journal.add(line, result)
+                progress.advance(task)
 
             async with asyncio.TaskGroup() as group:
                 for line in missing:
                     group.create_task(one(line))
-        engine.generation.raise_if_over()

@@ -1,4 +1,4 @@
-"""F27: the files of the model are replaced, broken or deleted while it is served, or the working directory is, and then the engine dies.
+"""F29: the files of the model are replaced, broken or deleted while it is served, or the working directory is, and then the engine dies.
 
 Streams go on in the same model, or end with an error that says why; never in another one.
 """
@@ -18,7 +18,6 @@ from tests.faults.scene import Case, Scene
 from tests.support.processes import wait_until
 
 STREAMS = 96
-RECOVERY = ("--server.recovery_timeout", "4", "--engine.max_running", str(STREAMS))
 PACE = Rule("pace", seconds=0.01)
 WEIGHTS = "model.safetensors"
 CONFIGURATION = 78
@@ -69,10 +68,10 @@ DAMAGES: tuple[tuple[Damage, str], ...] = (
 )
 
 
-def under_streams(scene: Scene) -> tuple[Path, list[Exchange]]:
+def under_streams(scene: Scene, recovery: str) -> tuple[Path, list[Exchange]]:
     """The folder that is served, and streams of which each has begun."""
     scene.folder = Path(shutil.copytree(scene.folder, scene.files / "served"))
-    scene.start(*RECOVERY, rules=(PACE,))
+    scene.start("--server.recovery_timeout", recovery, "--engine.max_running", str(STREAMS), rules=(PACE,))
     exchanges = scene.ask_all(scene.asks(STREAMS, 100, stream=True))
     for exchange in exchanges:
         exchange.reach(3)
@@ -81,7 +80,7 @@ def under_streams(scene: Scene) -> tuple[Path, list[Exchange]]:
 
 def ends(scene: Scene, damage: Damage, reason: str) -> None:
     """Every stream ends with an error that says why, /ready says it, and so does the last line of the server."""
-    folder, exchanges = under_streams(scene)
+    folder, exchanges = under_streams(scene, "4")
     damage(folder)
     scene.kill_engine()
     wait_until(lambda: reason in scene.server.get("/ready")[1], "/ready says why", 10.0)
@@ -95,7 +94,7 @@ def ends(scene: Scene, damage: Damage, reason: str) -> None:
 
 def is_put_back(scene: Scene, damage: Damage, reason: str) -> None:
     """With the same files in place again in time, every stream is finished as if nothing had happened."""
-    folder, _ = under_streams(scene)
+    folder, _ = under_streams(scene, "30")
     whole = Path(shutil.copytree(folder, scene.files / "whole"))
     damage(folder)
     scene.kill_engine()
@@ -134,10 +133,10 @@ def a_link_moves_on(scene: Scene) -> None:
 
 
 CASES = [
-    *(Case("F27", f"{damage.__name__}, and the engine dies", ends, (damage, reason)) for damage, reason in DAMAGES),
-    *(Case("F27", f"{damage.__name__}, and all is put back", is_put_back, (damage, reason)) for damage, reason in DAMAGES),
-    Case("F27", "no working directory", no_working_directory),
-    Case("F27", "a link moves on", a_link_moves_on),
+    *(Case("F29", f"{damage.__name__}, and the engine dies", ends, (damage, reason)) for damage, reason in DAMAGES),
+    *(Case("F29", f"{damage.__name__}, and all is put back", is_put_back, (damage, reason)) for damage, reason in DAMAGES),
+    Case("F29", "no working directory", no_working_directory),
+    Case("F29", "a link moves on", a_link_moves_on),
 ]
 
 
