@@ -169,9 +169,9 @@ def metric_sums(exposition: str) -> dict[str, float]:
 class Stream:
     """One SSE request on a connection of its own, whose answer is read as slowly as the test likes."""
 
-    def __init__(self, port: int, path: str, body: Any) -> None:
+    def __init__(self, port: int, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE)
-        self.socket.sendall(http_request("POST", path, body))
+        self.socket.sendall(http_request("POST", path, body, headers))
 
     def response(self) -> Response:
         """To be read once."""
