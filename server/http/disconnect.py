@@ -6,13 +6,14 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from server.http.exchange import task_name
+
 Answer = TypeVar("Answer")
 
 
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
     """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first."""
-    task = asyncio.current_task()
-    answer = asyncio.create_task(work, name=None if task is None else task.get_name())
+    answer = asyncio.create_task(work, name=task_name())
     disconnected = asyncio.ensure_future(_disconnected(http))
     try:
         await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)

@@ -5,7 +5,6 @@ needs an API key, if there are any, unless its Route says otherwise; the path th
 bodies.
 """
 
-import asyncio
 import hashlib
 import logging
 import secrets
@@ -24,7 +23,7 @@ from server.generation.request import speeds
 from server.http.client_address import client_address, client_group
 from server.http.connection import SAFETY_HEADERS
 from server.http.errors import refusal
-from server.http.exchange import NO_CALLER, Exchange, exchange_of
+from server.http.exchange import NO_CALLER, Exchange, exchange_of, task_name
 from server.http.keys import UNNAMED, Keys
 from server.http.routes import Access, Route, RouteTable
 from server.logs import request_id as current_request_id
@@ -59,8 +58,7 @@ class FrontDoor:
         if not exchange.decided:
             self.decide(scope)
         current_request_id.set(exchange.request_id)
-        if (task := asyncio.current_task()) is not None:  # A refusal is sent without a task of its own.
-            task.set_name(f"{scope['method']} {scope['path'][:64]!a}")
+        task_name(f"{scope['method']} {scope['path'][:64]!a}")
         response = LoggedResponse(scope, exchange, send, self.generation.admission)
         try:
             if exchange.error is not None:

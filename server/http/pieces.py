@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.responses import Response, StreamingResponse
 
+from server.http.exchange import task_name
+
 SLICE_SECONDS = 0.005
 ROWS = 64
 WHOLE_BYTES = 2**20
@@ -61,7 +63,7 @@ class JsonAnswers:
         async for part in parts:
             begun += part
             if len(begun) > WHOLE_BYTES:
-                return StreamingResponse(_joined(begun, parts), headers=headers, media_type="application/json")
+                return StreamingResponse(_joined(task_name(), begun, parts), headers=headers, media_type="application/json")
         return Response(begun, headers=headers, media_type="application/json")
 
     async def _paced(self, texts: Iterator[str]) -> AsyncIterator[bytes]:
@@ -81,7 +83,8 @@ class JsonAnswers:
             yield "".join(made).encode()
 
 
-async def _joined(begun: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _joined(name: str, begun: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    task_name(name)
     yield begun
     async for part in parts:
         yield part

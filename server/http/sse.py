@@ -11,7 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import RequestError
-from server.http.exchange import exchange_of
+from server.http.exchange import exchange_of, task_name
 
 log = logging.getLogger("onehead.api")
 
@@ -80,6 +80,7 @@ class EventResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._write = exchange_of(scope).write or send
+        self._name = task_name()
 
         async def watched() -> Message:
             message = await receive()
@@ -94,6 +95,7 @@ class EventResponse(StreamingResponse):
             self._close()
 
     async def stream_response(self, send: Send) -> None:
+        task_name(self._name)
         self._last_sent = time.monotonic()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         num_sent = 0

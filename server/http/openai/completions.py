@@ -6,6 +6,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from server.errors import InvalidRequest
 from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
@@ -18,6 +19,9 @@ from server.protocol import PromptScore
 from server.text.codec import Detokenizer
 from server.text.fim import Filling, cut_last_token
 from server.text.jobs import Prompts
+
+MAX_EVENT_LOGPROBS = 2**14
+"""Made in one go of about 10 ms, where answers that are not streamed are made in pieces."""
 
 
 class CompletionReply(OpenAIReply):
@@ -144,6 +148,12 @@ def _request(generation: Generation, body: CompletionBody, prompt: str | list[in
             ids, healed = cut_last_token(codec, ids, prompt)
     request = body.request(codec, ids)
     scored = bool(body.echo) and body.logprobs is not None
+    if scored and body.stream and (num_logprobs := len(ids) * ((body.logprobs or 0) + 1)) > MAX_EVENT_LOGPROBS:
+        raise InvalidRequest(
+            f"`echo` with `logprobs` makes {num_logprobs} log-probabilities of a prompt, and an event of a stream holds at most "
+            f"{MAX_EVENT_LOGPROBS}; ask for fewer, or without `stream`",
+            param="logprobs",
+        )
     request = replace(
         request,
         healed=healed,

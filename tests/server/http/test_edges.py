@@ -79,7 +79,7 @@ def test_what_leaves_no_token_is_refused_and_no_failure_of_ours(embedded_server:
     body = {"prompt": "a", "max_tokens": 4, "bad_words": ["a"], "temperature": 0}
     ids = embedded_server.post("/tokenize", {"prompt": "a"})[1]["tokens"]
     status, answer = embedded_server.post("/v1/completions", body | {"allowed_token_ids": ids})
-    assert status == 400 and "no token" in answer["error"]["message"]
+    assert status == 400 and "every token" in answer["error"]["message"]
     assert counts() == [refused + 1, failed]
 
 

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import processors
 
 from server import protocol
+from server.http.openai import completions
 from tests.conftest import CHAT_TEMPLATE
 from tests.support.checkpoints import make_tokenizer
 from tests.support.fake_engine import READY, FakeEngine, serve
@@ -40,6 +41,8 @@ async def ask(folder: Path, path: str, body: dict[str, Any]) -> tuple[Any, list[
         response = await client.post(path, json=body)
     if not body.get("stream"):
         return response.json(), engine.submits
+    if response.status_code != 200:
+        return [response.json()], engine.submits
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n")]
     return [json.loads(line) for line in lines if line not in ("", "[DONE]")], engine.submits
 
@@ -171,3 +174,21 @@ async def test_an_object_may_have_a_schema(folder: Path) -> None:
     ]
     grammars = [(await ask(folder, "/v1/chat/completions", CHAT | {"response_format": form}))[1][0].grammar for form in formats]
     assert grammars[0] and grammars[0] == grammars[1] == grammars[2]
+
+
+async def test_a_stream_refuses_an_event_that_takes_long_to_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "MAX_EVENT_LOGPROBS", 62)
+    body = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 20, "prompt": [71, 72, 73]}
+    answer, submits = await ask(folder, "/v1/completions", body)
+    assert len(answer["choices"][0]["logprobs"]["top_logprobs"]) == 4 and len(submits) == 1
+    (refused,), submits = await ask(folder, "/v1/completions", body | {"stream": True})
+    assert refused["error"]["param"] == "logprobs" and "63 log-prob" in refused["error"]["message"] and submits == []
+
+
+async def test_only_one_choice_of_a_prompt_scores_it_and_each_shows_the_scores(folder: Path) -> None:
+    body = {"prompt": [71, 72, 73], "max_tokens": 1, "n": 3, "temperature": 0, "prompt_logprobs": 1, "echo": True, "logprobs": 1}
+    answer, submits = await ask(folder, "/v1/completions", body)
+    assert [submit.score_prompt for submit in submits] == [True, False, False]
+    for choice in answer["choices"]:
+        assert len(choice["prompt_logprobs"]) == 3 and len(choice["logprobs"]["tokens"]) == 4
+        assert choice["prompt_logprobs"] == answer["choices"][0]["prompt_logprobs"]
