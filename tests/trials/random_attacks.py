@@ -107,7 +107,7 @@ async def attack_at_random(port: int, attacker: Attacker, count: int, seconds: f
 
 async def attack_as_known(port: int) -> list[Sent]:
     """Each known attack ten times one after the other, and three different ones at once."""
-    found = []
+    found: list[Sent] = []
     for name, attack in KNOWN.items():
         found += [await send(port, name, attack) for _ in range(10)]
     names = [*KNOWN]
@@ -130,10 +130,10 @@ def table(sent: list[Sent], late: Counter[str]) -> None:
     for each in sent:
         by_kind[each.name.split(":")[0]].append(each)
     rows = []
-    for kind, each in sorted(by_kind.items()):
-        seconds = sorted(s.seconds for s in each)
-        statuses = " ".join(f"{status}:{number}" for status, number in sorted(Counter(s.status for s in each).items()))
-        rows.append((kind, len(each), seconds[len(seconds) // 2], seconds[-1], late[kind], statuses))
+    for kind, alike in sorted(by_kind.items()):
+        seconds = sorted(s.seconds for s in alike)
+        statuses = " ".join(f"{status}:{number}" for status, number in sorted(Counter(s.status for s in alike).items()))
+        rows.append((kind, len(alike), seconds[len(seconds) // 2], seconds[-1], late[kind], statuses))
     show(("kind", "sent", "median s", "most s", f"open while /live > {LIVE_SECONDS} s", "statuses"), rows)
     for worst in sorted(sent, key=lambda s: -s.seconds)[:5]:
         print(f"{worst.seconds:7.2f} s  {worst.status}  {worst.name}")
