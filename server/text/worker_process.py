@@ -6,6 +6,7 @@ a single thread, and runs nothing whose cost depends on a request. It knows no c
 """
 
 import contextlib
+import hashlib
 import os
 import resource
 import signal
@@ -39,10 +40,13 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The answer: why the checkpoint is refused, or empty; and whether short conversations may be rendered in the API process."""
+    """The answer: why the checkpoint is refused, or empty; whether short conversations may be rendered in the API process; and a digest
+    of what was read.
+    """
 
     error: str = ""
     cheap_template: bool = False
+    digest: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -172,7 +176,8 @@ def main() -> NoReturn:
         except (CheckpointError, ConfigurationError) as error:
             control.send(msgspec.msgpack.encode(Loaded(error=str(error)[:4096])))
             sys.exit(0)
-        control.send(msgspec.msgpack.encode(Loaded(cheap_template=cheap)))
+        files = texts.codec.path.read_bytes() + (texts.codec.files.chat_template or "").encode(errors="replace")
+        control.send(msgspec.msgpack.encode(Loaded("", cheap, hashlib.sha256(files).hexdigest())))
         while True:
             message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not message:

@@ -90,6 +90,8 @@ class Workers:
     def __init__(self, start: Start, quick: int = 2, slow: int = 1) -> None:
         self._start = start
         self._forker: _Forker | None = None
+        self._digest = ""
+        """Of the texts of the first process that forks; another must have read the same."""
         self._queue = JobQueue(quick, slow)
         self._turns: dict[Ticket, asyncio.Event] = {}
 
@@ -169,8 +171,9 @@ class Workers:
     async def _attempt(self, ticket: Ticket, job: AnyJob, seconds: float) -> Outcome | None:
         """Runs a job in a child process; None if it lost its place to another job."""
         loaded = await self.loaded()
-        if loaded.error:  # The files have changed since the start.
-            log.error("workers cannot be started: %s", loaded.error)
+        self._digest = self._digest or loaded.digest
+        if loaded.error or loaded.digest != self._digest:  # The files have changed since the start.
+            log.error("workers cannot be started: %s", loaded.error or "the tokenizer or the chat template is another one now")
             self.close()
         if self._forker is None:
             raise _unavailable()

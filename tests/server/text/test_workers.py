@@ -123,10 +123,17 @@ async def test_a_job_that_makes_no_progress_is_refused_as_overload(workers: Work
         await during(workers, BOMB, lambda _, jobs: os.kill(jobs[0], signal.SIGSTOP), 0.2)
 
 
-async def test_files_that_are_gone_when_a_worker_is_needed_make_it_unavailable(tmp_path: Path) -> None:
+async def test_files_that_are_gone_or_others_when_a_worker_is_needed_make_it_unavailable(tmp_path: Path) -> None:
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     workers = Workers(Start(str(tmp_path), False))
     try:
+        assert await run(workers, Encode("x"))
+        first = (tmp_path / "tokenizer.json").read_bytes()
+        make_tokenizer(("<other>",)).save(str(tmp_path / "tokenizer.json"))
+        os.kill(forker(workers), signal.SIGKILL)
+        with pytest.raises(Unavailable):
+            await run(workers, Encode("x"))
+        (tmp_path / "tokenizer.json").write_bytes(first)
         assert await run(workers, Encode("x"))
         (tmp_path / "tokenizer.json").unlink()
         os.kill(forker(workers), signal.SIGKILL)
