@@ -65,15 +65,6 @@ def frame(message: Any) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-def read_frame(read: Callable[[int], bytes]) -> bytes:
-    """The next message's bytes. Raises EOFError."""
-    length = read(LENGTH_BYTES)
-    data = read(int.from_bytes(length, "big"))
-    if len(length) < LENGTH_BYTES or len(data) < int.from_bytes(length, "big"):
-        raise EOFError
-    return data
-
-
 def limit_memory(num_bytes: int) -> None:
     """Lets this process allocate so many more bytes; Linux only."""
     with contextlib.suppress(OSError):
@@ -113,7 +104,8 @@ def _run_job(channel: socket.socket, texts: Texts) -> None:
     with channel, channel.makefile("rwb") as stream:
         stream.write(os.getpid().to_bytes(LENGTH_BYTES, "big"))
         stream.flush()
-        job: AnyJob = msgspec.msgpack.decode(read_frame(stream.read), type=AnyJob)
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "big")
+        job: AnyJob = msgspec.msgpack.decode(stream.read(length), type=AnyJob)
         stream.write(frame(outcome(job, texts)))
 
 

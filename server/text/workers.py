@@ -108,12 +108,12 @@ class Workers:
             self.start()
             assert self._forker is not None
             await asyncio.wait([loading := self._forker.loaded])
-            return loading.result()
-        except (OSError, TimeoutError, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and not loading.cancelled():
-                raise
-            self.close()
-            raise _unavailable() from None
+            if not loading.cancelled():
+                return loading.result()
+        except (OSError, TimeoutError):
+            log.warning("no worker process could be started")
+        self.close()
+        raise _unavailable()
 
     def close(self) -> None:
         """Ends all processes."""
@@ -194,7 +194,8 @@ class Workers:
             finally:
                 if not reading.done():
                     reading.cancel()
-                    _kill(pid)
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
         finally:
             writer.close()
 
@@ -247,8 +248,3 @@ def _processor_seconds(pid: int) -> float:
 
 def _unavailable() -> Unavailable:
     return Unavailable("no worker process can be started; try again later", RETRY_SECONDS)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
