@@ -156,8 +156,14 @@ def _reap() -> None:
             pass
 
 
-def main() -> NoReturn:
-    """Entry point: receives Start, answers Loaded, then forks a child for each socket received, until the parent closes its end."""
+def main() -> None:
+    """Entry point: ends where the parent has ended, and where the system has no process to fork, after which it is started again."""
+    with contextlib.suppress(ConnectionError, BlockingIOError):
+        _serve()
+
+
+def _serve() -> NoReturn:
+    """Receives Start, answers Loaded, then forks a child for each socket received, until the parent closes its end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # The parent handles signals sent to the process group: it drains first.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

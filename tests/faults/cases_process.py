@@ -16,7 +16,7 @@ from tests.faults.scene import Case, Scene, command_line
 from tests.support.processes import alive, wait_until
 
 SET_PIPE_SIZE, SMALLEST_PIPE = 1031, 4096
-GONE_SECONDS = 2.0
+GONE_SECONDS = 0.5
 PACE = Rule("pace", seconds=0.01)
 SLOWLY = Rule("pace", seconds=0.04)
 LINES = 150
@@ -183,9 +183,10 @@ def drain_deadline(scene: Scene) -> None:
 def kill_front(scene: Scene, moment: str) -> None:
     """The engine does not outlive it, and another server takes over the port."""
     port = free_port()
-    rules = {"load": (Rule("slow_load", seconds=20.0, times=1),), "prefill": (Rule("hang", times=1),)}.get(moment, (PACE,))
-    scene.start(rules=rules, port=port, wait=moment != "load")
-    if moment != "load":
+    slow_load, hang = Rule("slow_load", seconds=20.0, times=1), Rule("hang", times=1)
+    rules = {"import": (), "load": (slow_load,), "prefill": (hang,)}.get(moment, (PACE,))
+    scene.start(rules=rules, port=port, wait=moment not in ("import", "load"))
+    if moment not in ("import", "load"):
         scene.canary() if moment == "idle" else scene.ask_all(scene.asks(4, 200, stream=True))
     if moment == "decode":
         scene.exchanges[0].reach(10)
@@ -221,7 +222,7 @@ CASES = [
     Case("F20", "the drain deadline", drain_deadline),
     Case("F20", "the engine dies meanwhile", engine_dies_while_draining),
     Case("F20", "SIGTERM while loading", leaves_while_loading),
-    *(Case("F26", f"kill the front at {moment}", kill_front, (moment,)) for moment in ("load", "prefill", "decode", "idle")),
+    *(Case("F26", f"kill the front at {moment}", kill_front, (moment,)) for moment in ("import", "load", "prefill", "decode", "idle")),
 ]
 
 
