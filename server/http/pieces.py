@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from server.http.exchange import task_name
 
-SLICE_SECONDS = 0.005
+SLICE_SECONDS = 0.002
 ROWS = 64
 WHOLE_BYTES = 2**20
 """Answers up to this size are sent with their content-length; longer ones are never held as a whole."""

@@ -1,12 +1,10 @@
 """An attacker that looks for more: random bodies within every bound, pushed towards what costs most, against a server with another client.
 
     python -m tests.trials.random_attacks --output DIR [--count 20000] [--minutes 30] [--seed 0] [--at_once 8]
-    python -m tests.trials.random_attacks --output DIR --known
     python -m tests.trials.random_attacks --output DIR --again KIND:SEED:SIZE
 
-Each body is of a kind, a seed and a size from 0 to 1; kinds whose requests kept the server longest are sent more often, and larger. --known
-sends A8 to A12 of the issue that asked for these bounds, ten times each, and three different ones at once. --again sends one body that a
-report names. The limits are those of tests.trials.canary. Exit status 1 for any that is not kept.
+Each body is of a kind, a seed and a size from 0 to 1; kinds whose requests kept the server longest are sent more often, and larger. --again
+sends one body that a report names. The limits are those of tests.trials.canary. Exit status 1 for any that is not kept.
 """
 
 import argparse
@@ -28,7 +26,7 @@ from tests.support.live import exchange
 from tests.support.processes import ServerProcess
 from tests.support.report import Check, conclude, show
 from tests.support.wire import http_request
-from tests.trials.attack_bodies import KINDS, KNOWN, Attack
+from tests.trials.attack_bodies import KINDS, Attack
 from tests.trials.canary import ATTACKERS_KEY, KEY, LIVE_SECONDS, Canary, Noticed, checks
 
 QUIET_SECONDS = 5.0
@@ -105,18 +103,6 @@ async def attack_at_random(port: int, attacker: Attacker, count: int, seconds: f
     return found
 
 
-async def attack_as_known(port: int) -> list[Sent]:
-    """Each known attack ten times one after the other, and three different ones at once."""
-    found: list[Sent] = []
-    for name, attack in KNOWN.items():
-        found += [await send(port, name, attack) for _ in range(10)]
-    names = [*KNOWN]
-    for first in range(len(names)):
-        three = [names[(first + i) % len(names)] for i in range(3)]
-        found += await asyncio.gather(*(send(port, name, KNOWN[name]) for name in three))
-    return found
-
-
 def during(late: list[tuple[float, float]], sent: list[Sent]) -> Counter[str]:
     """How often requests of each name or kind were open while an answer of /live was late."""
     count: Counter[str] = Counter()
@@ -157,7 +143,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at_once", type=int, default=8)
-    parser.add_argument("--known", action="store_true")
     parser.add_argument("--again", metavar="KIND:SEED:SIZE")
     options = parser.parse_args()
     attacker = Attacker(options.seed)
@@ -165,8 +150,6 @@ def main() -> int:
     async def work(port: int) -> list[Sent]:
         if options.again:
             return [await send(port, options.again, body_of(options.again))]
-        if options.known:
-            return await attack_as_known(port)
         return await attack_at_random(port, attacker, options.count, options.minutes * 60, options.at_once)
 
     options.output.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from tests.support.live import exchange
 from tests.support.paths import EMBEDDED
 from tests.support.processes import ServerProcess, children, engines
 from tests.support.wire import http_request
+from tests.trials.attack_bodies import KNOWN
 
 QUIET_SECONDS = 5.0
 ATTACK_SECONDS = 30.0
@@ -112,6 +113,7 @@ ATTACKS = [
     Attack("A7 short", "a panic of the tokenizer", lambda _: ("/tokenize", {"inputs": "a" * 60 + "!"}), backtracking),
     Attack("A13", "a chat template of nested loops", lambda _: chat("hi"), chat_template(NESTED)),
 ]
+ATTACKS += [Attack(name, "many items, sequences or rows", lambda _, made=(known.path, known.body): made) for name, known in KNOWN.items()]
 COUNTS = {"A4": 50}
 """Requests for each of `--times` of an attack, where it is not one."""
 
