@@ -55,14 +55,19 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
+        self.is_blocked = False
+        """Whether the last step found nothing to compute: every open sequence waits for a mask, or for one that does."""
 
     def step(self, before: Callable[[], object] = lambda: None) -> list[TokenEvent | PromptScored]:
         """Runs one iteration and returns its events. An asynchronous runner launches the planned step and commits the previous one, so
         the first call has no events; any other runner computes and commits the planned step. `before` is called once the plan is made.
         """
+        events: list[TokenEvent | PromptScored] = [*self.scheduler.take_masks()]
         plan = self.scheduler.plan()
-        if not plan.rows:
-            return self._commit_in_flight(None)
+        self.is_blocked = not plan.rows and self._in_flight is None
+        return events + (self._compute(plan, before) if plan.rows else self._commit_in_flight(None))
+
+    def _compute(self, plan: StepPlan, before: Callable[[], object]) -> list[TokenEvent | PromptScored]:
         before()
         try:
             pending = self.runner.launch(plan)

@@ -127,8 +127,8 @@ def step_counts(sequences: Ordered[Sequence], spare: int) -> dict[int, int]:
     least first.
     """
     counts = {sequence.id: 1 for sequence in sequences}
-    for sequence in sorted([sequence for sequence in sequences if sequence.num_uncomputed > 1], key=served_order):
-        counts[sequence.id] = min(sequence.num_uncomputed, 1 + spare)
+    for sequence in sorted([sequence for sequence in sequences if sequence.num_plannable > 1], key=served_order):
+        counts[sequence.id] = min(sequence.num_plannable, 1 + spare)
         spare -= counts[sequence.id] - 1
     return counts
 

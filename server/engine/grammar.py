@@ -5,39 +5,39 @@ llguidance does the parsing. Invariant: a mask, and whether a limit is exceeded,
 process has already compiled each grammar under the same limits (server.text.grammar).
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from model.spec import CheckpointError
 from server import guidance, protocol
-from server.engine.sequence import Constraint, ConstraintFailed
+from server.engine.masks import TOO_COMPLEX, Begin
+from server.engine.sequence import ConstraintFailed
 
 
 class Grammars:
-    """Makes the constraints of one tokenizer. `ends`: the end-of-sequence tokens, allowed where the output satisfies the grammar."""
+    """Makes the constraints of one tokenizer. `ends`: the end-of-sequence tokens, allowed where the output satisfies the grammar.
+    `before_mask` is called before each mask is computed.
+    """
 
-    def __init__(self, path: Path, ends: list[int]) -> None:
+    def __init__(self, path: Path, ends: list[int], before_mask: Callable[[], object] = lambda: None) -> None:
         self._path = path
         self._ends = ends
+        self._before_mask = before_mask
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """Raises CheckpointError."""
-        try:
-            return guidance.read_tokenizer(self._path, self._ends)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
+        """Raises ValueError."""
+        return guidance.read_tokenizer(self._path, self._ends)
 
-    def constraint(self, submit: protocol.Submit) -> Constraint | None:
-        """The constraint of a submission, advanced over its output so far; None if it has none. Raises ConstraintFailed."""
-        if submit.grammar:
-            return GrammarConstraint(self._matcher(submit.grammar), submit.output)
-        if not submit.healed:
-            return None
-        matcher = self._matcher(LLMatcher.grammar_from_regex(f"(?s:{_literal(submit.healed)}.*)"))
-        return HealingConstraint(self.tokenizer, matcher, submit.healed, submit.output)
+    def constraint(self, asked: Begin | protocol.Submit) -> "GrammarConstraint | HealingConstraint":
+        """The constraint of a grammar, or of token healing if there is none, advanced over the output so far. Raises ConstraintFailed."""
+        self._before_mask()
+        if asked.grammar:
+            return GrammarConstraint(self._matcher(asked.grammar), asked.output, self._before_mask)
+        matcher = self._matcher(LLMatcher.grammar_from_regex(f"(?s:{_literal(asked.healed)}.*)"))
+        return HealingConstraint(self.tokenizer, matcher, asked.healed, asked.output)
 
     def _matcher(self, grammar: str) -> LLMatcher:
         matcher = guidance.new_matcher(self.tokenizer, grammar)
@@ -48,8 +48,9 @@ class Grammars:
 class GrammarConstraint:
     """The whole output must match a grammar."""
 
-    def __init__(self, matcher: LLMatcher, output: list[int]) -> None:
+    def __init__(self, matcher: LLMatcher, output: list[int], before_mask: Callable[[], object]) -> None:
         self._matcher = matcher
+        self._before_mask = before_mask
         self.mask: bytes | None = None
         self.forced: list[int] = []
         self._consume([])
@@ -62,9 +63,11 @@ class GrammarConstraint:
         del self.forced[: len(output) - position]
 
     def advance(self, token: int) -> None:
+        """Updates `mask` and `forced` after a sampled token. Raises ConstraintFailed."""
         self._consume([token])
 
     def _consume(self, tokens: list[int]) -> None:
+        self._before_mask()
         self._matcher.consume_tokens(tokens)
         self.forced = self._matcher.compute_ff_tokens()
         self._matcher.consume_tokens(self.forced)
@@ -73,7 +76,7 @@ class GrammarConstraint:
 
 
 class HealingConstraint:
-    """The output must begin with the text that was cut off the prompt, in any tokens; after that it is free."""
+    """The output must begin with the text that was cut off the prompt, in any tokens; after that it is free and the mask is None."""
 
     def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher, text: str, output: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -98,7 +101,7 @@ class HealingConstraint:
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise ConstraintFailed("the grammar became too complex to continue")
+        raise ConstraintFailed(TOO_COMPLEX)
 
 
 def _literal(text: str) -> str:

@@ -38,12 +38,15 @@ class PrefixReuse:
         return needed + sum(page != DROPPED and not self._allocator.owners(page) for page in shared)
 
     def begin(self, sequence: Sequence, blocks: list[Block]) -> None:
-        """Gives a sequence the pages of cached blocks, and claims the blocks of its tokens that no other sequence has claimed."""
+        """Gives a sequence the pages of cached blocks, and claims the blocks of its tokens that no other sequence has claimed: those that
+        it can compute without waiting for a mask, as others wait for them.
+        """
         if blocks:
             sequence.table.share(self.prefixes.prefix(blocks))
             sequence.num_computed = len(blocks) * self._page_size
         sequence.found = blocks
-        for link in sequence.links(sequence.num_tokens // self._page_size, self._page_size)[len(blocks) :]:
+        end = sequence.num_computed + sequence.num_plannable
+        for link in sequence.links(end // self._page_size, self._page_size)[len(blocks) :]:
             if link.name not in self._claims:
                 self._claims[link.name] = sequence.id
                 sequence.claims.append(link.name)

@@ -11,7 +11,6 @@ admitted, as its client's counter stays while those of others grow until it is t
 and it fits the pool alone. Those with a better rank, or a better priority of the same client, go first for as long as any come.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ from server.engine.prefix_reuse import PrefixReuse
 from server.engine.sequence import Constraint, ConstraintFailed, Sequence
 from server.engine.waiting_queue import WaitingQueue
 from server.protocol import Share
-
-log = logging.getLogger("onehead.engine")
 
 _key = attrgetter("key")
 EVERYBODY = Share()
@@ -145,11 +142,16 @@ class Scheduler:
         sequence = self.running.pop(id, None)
         if sequence is None:
             return
-        self._prefix_reuse.release_claims(sequence)
+        self._stop(sequence)
         if sequence.num_in_flight:
             self._ended_in_flight.add(sequence)
         else:
             self._release(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Releases what a sequence holds only while it runs, besides pages."""
+        self._prefix_reuse.release_claims(sequence)
+        sequence.end_constraint()
 
     def _release(self, sequence: Sequence) -> None:
         freed = sequence.table.release()
@@ -184,8 +186,9 @@ class Scheduler:
         budget = self.limits.step_tokens - sum(counts.values())
         # If pages were just too few, no sequence is admitted.
         while budget and self.num_preemptions == preemptions and (admitted := self._admit(budget)):
-            counts[admitted.id] = min(admitted.num_uncomputed, budget)
-            budget -= counts[admitted.id]
+            if count := min(admitted.num_plannable, budget):
+                counts[admitted.id] = count
+                budget -= count
         return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {}) if counts else StepPlan(())
 
     def _has_to_make_place(self) -> bool:
@@ -208,7 +211,7 @@ class Scheduler:
         """Whether all these sequences, and some that wait for a token in flight, can be planned only every other step."""
         if not all(sequence.is_serial and sequence.num_uncomputed == 1 for sequence in ready):
             return False
-        return any(sequence.is_serial and sequence.needs_pending_token for sequence in self.running.values())
+        return any(sequence.is_serial and sequence.num_unseen for sequence in self.running.values())
 
     def _launch(self, counts: dict[int, int], drafts: dict[int, list[int]]) -> StepPlan:
         """The plan that computes `counts` tokens of each sequence; from now on it counts as in flight."""
@@ -257,7 +260,7 @@ class Scheduler:
         sequence.payer, sequence.preempted_at = cause.account, len(sequence.output)
         sequence.num_paid = max(sequence.num_paid, sequence.num_computed)
         del self.running[sequence.id]
-        self._prefix_reuse.release_claims(sequence)
+        self._stop(sequence)
         sequence.table.release()
         sequence.num_computed = 0
         self.waiting.put(sequence)
@@ -278,6 +281,7 @@ class Scheduler:
         return sequence
 
     def _begin(self, sequence: Sequence, blocks: list[Block]) -> None:
+        sequence.begin_constraint()
         self._prefix_reuse.begin(sequence, blocks)
         if not sequence.started:
             sequence.started = True
@@ -331,6 +335,18 @@ class Scheduler:
             self._append_tokens(sequence, outcomes, events)
         return events
 
+    def take_masks(self) -> list[TokenEvent]:
+        """Gives sequences the masks that have arrived for them, and returns an event for each whose constraint has failed."""
+        events = []
+        for sequence in [s for s in self.running.values() if s.awaits_mask and s.constraint is not None and not s.constraint.is_pending]:
+            try:
+                sequence.take_mask()
+            except ConstraintFailed as error:
+                failure = SampleError(str(error), refused=error.refused, code="" if error.refused else "grammar_error")
+                events.append(TokenEvent(sequence.id, len(sequence.output), failure, None))
+                self.cancel(sequence.id)
+        return events
+
     def _on_computed(self, sequence: Sequence, start: int, end: int) -> None:
         """Publishes the blocks completed by tokens `start` .. `end` - 1, and drops pages that slid out of attention windows."""
         if start // self._page_size != end // self._page_size:
@@ -375,16 +391,8 @@ class Scheduler:
         for outcome in outcomes:
             index, finish = len(sequence.output), None
             if isinstance(outcome, SampledToken):
-                try:
-                    finish = sequence.append(outcome.token)
-                    sequence.account.charge(0, 1)
-                except ConstraintFailed as error:
-                    outcome = SampleError(str(error), refused=True)
-                except (KeyboardInterrupt, SystemExit, MemoryError):
-                    raise
-                except BaseException:  # A panic of a Rust library is not an Exception.
-                    log.exception("sequence %d: its constraint failed", sequence.id)
-                    outcome = SampleError("an internal error in applying the grammar", code="grammar_error")
+                finish = sequence.append(outcome.token)
+                sequence.account.charge(0, 1)
             events.append(TokenEvent(sequence.id, index, outcome, finish))
             if isinstance(outcome, SampleError):
                 self._mark_corrupt(sequence, found=_is_corrupt(outcome))

@@ -10,6 +10,7 @@ the sequence is open, and its page table has a slot for every computed token.
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from cache.prefix import Block, Chain, Link
@@ -20,19 +21,40 @@ from server.engine.drafts import Drafter
 
 
 class ConstraintFailed(Exception):
-    """A constraint cannot continue. The message is shown to the client."""
+    """A constraint cannot continue: the request is at fault, or something unexpected happened. The message is shown to the client."""
+
+    def __init__(self, message: str, refused: bool = True) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
+class Guidance(Struct, frozen=True, array_like=True):
+    """What a constraint says about the tokens after the output."""
+
+    mask: bytes | None
+    """The tokens that may be sampled after the forced ones, as in model.step.Sample.mask; None once the constraint allows everything."""
+    forced: list[int] = []
+    """Tokens that must follow before the next one is sampled; the constraint is already past them."""
 
 
 class Constraint(Protocol):
-    """Limits what may be sampled after the output and the forced tokens."""
+    """Limits what may be sampled. It is followed while its sequence runs; what it answers may take any time and is taken by `take`."""
 
-    mask: bytes | None
-    """The allowed tokens, as in model.step.Sample.mask."""
-    forced: list[int]
-    """Tokens that must follow before the next one is sampled; the constraint is already past them."""
+    @property
+    def is_pending(self) -> bool:
+        """Whether the answer to the last `begin` or `advance` is not there yet."""
+
+    def begin(self, output: list[int]) -> None:
+        """Follows this output, a list that grows with the sequence's."""
 
     def advance(self, token: int) -> None:
-        """Updates `mask` and `forced` after a sampled token. Raises ConstraintFailed."""
+        """Follows a sampled token, which is the last of the output."""
+
+    def take(self) -> Guidance:
+        """The answer, once it is there. Raises ConstraintFailed."""
+
+    def end(self) -> None:
+        """Stops; `begin` may follow."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +104,9 @@ class Sequence:
     """Blocks that it reused from the prefix cache when it was admitted."""
     corrupt: bool = False
     """Whether its pages may hold non-finite values and must be zeroed before reuse."""
+    mask: bytes | None = None
+    awaits_mask: bool = False
+    """Whether its constraint is computing what may be sampled next."""
     drafter: Drafter | None = None
     """Drafts its next tokens; None without speculative decoding."""
     chain: Chain = field(init=False)
@@ -110,13 +135,14 @@ class Sequence:
         self._is_guided = self.constraint is not None or self.sampling.reads_output
         self.num_tokens = len(self.prompt) + len(self.output)
         self.most_tokens = len(self.prompt) + self.max_new_tokens
-        self._take_forced()
 
     @property
     def needs_pending_token(self) -> bool:
-        """Whether its next row can be planned only once the token being sampled is known: that token is the last, or the sequence is
-        serial.
+        """Whether its next row can be planned only once the token being sampled is known, as that token is the last or the sequence is
+        serial; or once the mask is known with which the next token is sampled.
         """
+        if self.awaits_mask and not self.num_plannable:
+            return True
         return self.num_unseen > 0 and (self.num_tokens >= self.most_tokens or self.is_serial)
 
     @property
@@ -128,6 +154,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens that are not computed yet: 1 during generation, more when the sequence is new or was preempted."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_plannable(self) -> int:
+        """Tokens that a step may compute: those that are pending, but not the last, which sampling needs, while a mask is awaited."""
+        return self.num_tokens - self.num_computed - self.awaits_mask
 
     @property
     def num_skippable(self) -> int:
@@ -158,8 +189,7 @@ class Sequence:
         if end == self.num_tokens:
             history = self.output + self.forced if self.forced else self.output
             forbidden = self.forbidden if end - len(self.prompt) < self.min_new_tokens else ()
-            mask = None if self.constraint is None else self.constraint.mask
-            sample = self._sample
+            mask, sample = self.mask, self._sample
             if sample is None or sample.output is not history or sample.forbidden is not forbidden or sample.mask is not mask:
                 sample = self._sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask, self.num_unseen)
             elif sample.num_unseen != self.num_unseen:
@@ -218,7 +248,7 @@ class Sequence:
         return scored[:split], scored[split:]
 
     def append(self, token: int) -> str | None:
-        """Appends a forced or sampled token and returns the finish reason if it is the last. Raises ConstraintFailed."""
+        """Appends a forced or sampled token and returns the finish reason if it is the last."""
         was_forced = bool(self.forced)
         if was_forced:
             del self.forced[0]
@@ -230,13 +260,32 @@ class Sequence:
         if len(self.output) >= self.max_new_tokens:
             return "length"
         if self.constraint is not None and not was_forced:
+            self.awaits_mask = True
             self.constraint.advance(token)
-            self._take_forced()
         return None
 
-    def _take_forced(self) -> None:
+    def begin_constraint(self) -> None:
+        """Has its constraint followed, from now until `end_constraint`."""
         if self.constraint is not None:
-            self._force(self.constraint.forced[: self.max_new_tokens - len(self.output)])
+            self.awaits_mask = True
+            self.constraint.begin(self.output)
+
+    def end_constraint(self) -> None:
+        """Stops following its constraint, which forgets the tokens that it forced."""
+        if self.constraint is not None:
+            self.constraint.end()
+            self.awaits_mask = False
+            self._force([])
+
+    def take_mask(self) -> None:
+        """Takes what its constraint has answered. Raises ConstraintFailed."""
+        assert self.constraint is not None, "only a constraint makes masks"
+        guidance = self.constraint.take()
+        self.mask, self.awaits_mask = guidance.mask, False
+        self._force(guidance.forced[: self.max_new_tokens - len(self.output)])
+        if guidance.mask is None:
+            self.constraint.end()
+            self.constraint, self._is_guided = None, self.sampling.reads_output
 
     def _force(self, tokens: list[int]) -> None:
         self.num_tokens += len(tokens) - len(self.forced)

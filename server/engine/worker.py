@@ -25,9 +25,8 @@ from model.step import SampledToken
 from server import logs, protocol
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
-from server.engine.grammar import Grammars
+from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
-from server.engine.sequence import ConstraintFailed
 from server.errors import one_line
 
 if TYPE_CHECKING:
@@ -36,8 +35,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onehead")
 
+PATIENCE = 0.5
+"""Share of the time of a step for which the next one waits for masks, so that constrained sequences run together."""
 
-def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.Ready, Grammars]:
+
+def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.Ready, MaskProcesses]:
     """Loads the engine; checks the config before it imports torch. Raises CheckpointError, OptionError or MemoryError."""
     folder = Path(start.model)
     spec = read_spec(folder)
@@ -45,8 +47,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
     _check_tokenizer(start, spec)
-    grammars = Grammars(Path(start.tokenizer), sorted({*spec.end_token_ids, *start.end_token_ids}))
-    _ = grammars.tokenizer  # Read now, as a large one takes seconds, which would delay a step.
+    masks = MaskProcesses(Path(start.tokenizer), sorted({*spec.end_token_ids, *start.end_token_ids}))
     runner = _load_runner(start, folder, spec, max_context, report)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.options.max_running, start.options.step_tokens)
     if limits.capacity < max_context:
@@ -75,8 +76,9 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         sequences=_sequences(limits, spec.contexts()),
         digest=_same_model(start, files.digest(spec)),
     )
+    masks.wait_until_ready()
     drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.options.speculation == "ngram" else None
-    return EngineCore(Scheduler(limits, drafter_for), runner), ready, grammars
+    return EngineCore(Scheduler(limits, drafter_for), runner), ready, masks
 
 
 def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report") -> "ModelRunner":
@@ -165,12 +167,13 @@ def load_report(pipe: Connection, sink: logs.Sink) -> "Report":
 class Worker:
     """The message loop around one EngineCore."""
 
-    def __init__(self, pipe: Connection, core: EngineCore, grammars: Grammars) -> None:
+    def __init__(self, pipe: Connection, core: EngineCore, masks: MaskProcesses) -> None:
         self.pipe = pipe
         self.core = core
-        self.grammars = grammars
+        self.masks = masks
         self._sending = threading.Lock()
-        self._num_handled = 0
+        self._num_idle_beats = 0
+        self._waits_for_masks = False
 
     def start_heartbeat(self, seconds: float) -> None:
         """Starts a thread that sends a Heartbeat every `seconds` while the pipe is open."""
@@ -178,14 +181,20 @@ class Worker:
         def beat() -> None:
             with contextlib.suppress(OSError):  # The pipe is closed; the message loop ends too.
                 while True:
-                    self.send(protocol.Heartbeat(self.core.runner.progress + self._num_handled))
+                    self._num_idle_beats += self._waits_for_masks  # Waiting for a mask, which is bounded, counts as progress.
+                    self.send(protocol.Heartbeat(self.core.runner.progress + self._num_idle_beats))
                     time.sleep(seconds)
 
         threading.Thread(target=beat, daemon=True, name="heartbeat").start()
 
     def serve(self) -> None:
         """Handles messages and runs steps. Returns on Shutdown; raises EOFError when the other end of the pipe is closed."""
+        patience = 0.0
         while True:
+            if self.core.is_blocked:
+                self._wait_for_masks()
+            else:
+                self.masks.collect(patience)
             handled = False
             while not self.core.scheduler.has_work or self.pipe.poll(0):
                 if handled and not self.core.scheduler.has_work and not self.pipe.poll(0):
@@ -194,11 +203,18 @@ class Worker:
                 if isinstance(message, protocol.Shutdown):
                     return
                 self._handle(message)
-                self._num_handled += 1  # Replaying a constrained output takes time and counts as progress.
                 handled = True
             began = time.perf_counter()
             events = self.core.step(self._send_started)
-            self._send_events(events, time.perf_counter() - began)
+            step_seconds = time.perf_counter() - began
+            if events or not self.core.is_blocked:
+                self._send_events(events, step_seconds)
+            patience = PATIENCE * step_seconds
+
+    def _wait_for_masks(self) -> None:
+        self._waits_for_masks = True
+        self.masks.wait(self.pipe)
+        self._waits_for_masks = False
 
     def _send_started(self) -> None:
         """Sends Started for sequences that are in a step for the first time, before it is computed."""
@@ -239,14 +255,14 @@ class Worker:
                     priority=message.priority,
                     num_top=message.num_top,
                     score_prompt=message.score_prompt,
-                    constraint=self.grammars.constraint(message),
+                    constraint=self.masks.constraint(message),
                     salt=message.salt,
                 )
-            except (NeverFits, ConstraintFailed) as error:
-                self.send(protocol.Failed(message.id, str(error), refused=isinstance(error, ConstraintFailed)))
-            except (KeyboardInterrupt, SystemExit, MemoryError):
+            except NeverFits as error:
+                self.send(protocol.Failed(message.id, str(error)))
+            except MemoryError:
                 raise
-            except BaseException:  # A panic of a Rust library is not an Exception.
+            except Exception:
                 log.exception("sequence %d cannot be admitted", message.id)
                 self.send(protocol.Failed(message.id, "an internal error in admitting this request", code="admission_error"))
 
@@ -296,8 +312,8 @@ def main() -> None:
             raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
         sink = logs.configure(start.log_level, start.log_format)
         try:
-            core, ready, grammars = load(start, report := load_report(pipe, sink))
-            worker = Worker(pipe, core, grammars)
+            core, ready, masks = load(start, report := load_report(pipe, sink))
+            worker = Worker(pipe, core, masks)
             worker.start_heartbeat(start.heartbeat_seconds)  # Before Ready: an engine that cannot start a thread is refused.
             report("starting to serve", 0, 0)
         except Exception as error:
