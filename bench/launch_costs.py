@@ -30,7 +30,7 @@ from model.spec import ModelSpec
 from model.step import Sampling
 from server.config import EMBEDDED_MODEL
 from server.engine.core import EngineCore
-from server.engine.grammar import Grammars
+from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.worker import Worker
 from tests.support.report import show
@@ -87,7 +87,7 @@ def make_worker(num_sequences: int, num_tokens: int) -> Worker:
     runner = ModelRunner(cast(Any, Nothing(spec)), pool, backend, find_device("cpu"), Done(), num_sequences, STEP_TOKENS)
     runner.capture(num_tokens)
     scheduler = Scheduler(Limits(num_pages, layout, num_tokens, num_sequences, STEP_TOKENS))
-    return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(Grammars, None))
+    return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(MaskProcesses, Idle()))
 
 
 def measure(num_sequences: int, context: int, steps: int) -> dict[str, Any]:

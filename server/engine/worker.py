@@ -181,11 +181,15 @@ class Worker:
         def beat() -> None:
             with contextlib.suppress(OSError):  # The pipe is closed; the message loop ends too.
                 while True:
-                    self._num_idle_beats += self._waits_for_masks  # Waiting for a mask, which is bounded, counts as progress.
-                    self.send(protocol.Heartbeat(self.core.runner.progress + self._num_idle_beats))
+                    self.send(protocol.Heartbeat(self.progress()))
                     time.sleep(seconds)
 
         threading.Thread(target=beat, daemon=True, name="heartbeat").start()
+
+    def progress(self) -> int:
+        """A number that grows while steps are computed, and with each call while the next one waits for a mask, as that time is bounded."""
+        self._num_idle_beats += self._waits_for_masks
+        return self.core.runner.progress + self._num_idle_beats
 
     def serve(self) -> None:
         """Handles messages and runs steps. Returns on Shutdown; raises EOFError when the other end of the pipe is closed."""

@@ -110,7 +110,8 @@ def _check_excuse(world: "World", outcome: str, choice: Choice) -> None:
     elif outcome == "out_of_memory" and world.may_lack_memory:
         excused = True
     else:
-        at = 0 if choice.fault == "admission" else choice.fails_at
+        # A grammar fails over the token after which it cannot continue, which has been delivered.
+        at = 0 if choice.fault == "admission" else choice.fails_at + (choice.fault in ("grammar", "refuse"))
         # Its last tokens before may have been left out, or have been those of a run that was called off.
         early = len(choice.tokens) < at and (world.harmed or choice.recalled)
         excused = CODES.get(choice.fault) == outcome and (len(choice.tokens) == at or early)

@@ -18,11 +18,11 @@ from model.step import Row, SampleError, StepPlan, StepResult
 from server import protocol
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
-from server.engine.grammar import Grammars
+from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, Scheduler
-from server.engine.sequence import ConstraintFailed, Sequence
+from server.engine.sequence import ConstraintFailed, Guidance, Sequence
 from server.engine.worker import Worker
-from tests.server.engine.test_scheduler import Forcing
+from tests.server.engine.test_scheduler import ALL_TOKENS, Forcing
 from tests.simulation.model import DRIFT, PagedHash, Poisoned
 from tests.support.delayed import DelayedRunner
 from tests.support.fake_engine import READY
@@ -91,37 +91,86 @@ ENTERING = "poison: enters"
 """The fault of a request whose grammar kills the process before any step."""
 
 
-class SimulatedGrammars(Grammars):
-    """Simulated grammars, by name: they force tokens, or fail in one of four ways."""
+class SimulatedMasks(MaskProcesses):
+    """Simulated constraints, by the name of a grammar: they force tokens, or fail in one of four ways. An answer may take time."""
 
     seen: Counter[str]
 
-    def constraint(self, asked: Any) -> Any:
-        kind, _, at = asked.grammar.partition(":")
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.seen = world.seen
+
+    def constraint(self, submit: Any) -> Any:
+        kind, _, at = submit.grammar.partition(":")
         if not kind:
             return None
         if kind == "admission":
             raise Crashed("in admitting one")
-        if asked.grammar.startswith(ENTERING):
+        if submit.grammar.startswith(ENTERING):
             self.seen[ENTERING] += 1
             raise Died
-        return Forcing(list(asked.output)) if kind == "force" else Failing(kind, int(at), len(asked.output))
+        return SlowForcing(self.world) if kind == "force" else Failing(self.world, kind, int(at))
+
+    def collect(self, patience: float) -> None: ...
+
+    def wait(self, pipe: Any) -> None:
+        """As if an answer had arrived, once in each wake-up."""
+        if pipe.waited:
+            raise Pause
+        pipe.waited = True
+        self.seen["mask: waited for"] += 1
 
 
-class Failing:
-    """A grammar that fails at an index of the output."""
+class SlowForcing(Forcing):
+    """A grammar that forces tokens; its answers take time, in some histories longer than a stall."""
 
-    mask = None
-    forced: tuple[int, ...] = ()
+    def __init__(self, world: "World") -> None:
+        super().__init__()
+        self.world = world
+        self.at = 0.0
 
-    def __init__(self, kind: str, at: int, num_output: int) -> None:
-        self.kind = kind
-        self.left = at - num_output
+    @property
+    def is_pending(self) -> bool:
+        return self.world.now < self.at
+
+    def _answer_later(self) -> None:
+        self.left = -1
+        self.at = self.world.now + self.world.mask_seconds()
+
+    def begin(self, output: list[int]) -> None:
+        super().begin(output)
+        self._answer_later()
 
     def advance(self, token: int) -> None:
-        self.left -= 1
-        if self.left <= 0:
-            raise ConstraintFailed("too complex") if self.kind == "refuse" else Crashed("in following one")
+        assert not self.is_pending, "a token is sampled without its mask"
+        super().advance(token)
+        self._answer_later()
+
+    def take(self) -> Guidance:
+        assert not self.is_pending, "a mask is taken before it is there"
+        return super().take()
+
+
+class Failing(SlowForcing):
+    """A grammar that fails at an index of the output."""
+
+    def __init__(self, world: "World", kind: str, at: int) -> None:
+        super().__init__(world)
+        self.kind = kind
+        self.index = at
+
+    def begin(self, output: list[int]) -> None:
+        self.followed = output
+        self._answer_later()
+
+    def advance(self, token: int) -> None:
+        self._answer_later()
+
+    def take(self) -> Guidance:
+        assert not self.is_pending, "a mask is taken before it is there"
+        if len(self.followed) >= self.index:
+            raise ConstraintFailed("too complex", refused=self.kind == "refuse")
+        return Guidance(ALL_TOKENS)
 
 
 class FaultyRunner(Immediate):
@@ -203,6 +252,8 @@ class Pipe:
         self.engine = engine
         self.inbox: deque[tuple[float, bytes]] = deque()
         self.said = False
+        self.waited = False
+        """Whether the worker has waited for a mask since it was woken."""
 
     def poll(self, timeout: float) -> bool:
         if self.said:  # One step, or one answer, at a time.
@@ -258,7 +309,7 @@ class SimulatedEngine:
         if world.sweeping:
             allocate = scheduler.allocator.allocate
             scheduler.allocator.allocate = lambda count: self.operation("allocate") or allocate(count)  # type: ignore[func-returns-value, method-assign]
-        self.worker = Worker(self.pipe, self.core, world.grammars)  # type: ignore[arg-type]
+        self.worker = Worker(self.pipe, self.core, SimulatedMasks(world))  # type: ignore[arg-type]
         world.at(world.now + script.load_seconds, self._load)
 
     def _drafter(self, sequence: Sequence) -> Drafter:
@@ -319,7 +370,7 @@ class SimulatedEngine:
         script = self.script
         if self.dead or (self.hung and not script.beats_when_hung) or self._operations >= script.mute_at:
             return
-        self.transmit(protocol.encode(protocol.Heartbeat(self.runner.progress)))
+        self.transmit(protocol.encode(protocol.Heartbeat(self.worker.progress())))
         self.world.at(self.world.now + self.world.scenario.heartbeat_seconds, self._beat)
 
     def _wake_soon(self, time: float) -> None:
@@ -333,7 +384,7 @@ class SimulatedEngine:
         if self.dead or self.hung or time != self._wake_at:
             return
         self._wake_at = -1.0
-        self.pipe.said = False
+        self.pipe.said = self.pipe.waited = False
         try:
             self.worker.serve()
             self.die(0)

@@ -71,6 +71,8 @@ class Scenario:
     step_seconds: float
     reading_seconds: float
     drift: bool = False
+    mask_seconds: float = 0.0
+    """The longest that a constraint takes to answer."""
     speculates: bool = False
     overlaps: bool = False
     heals_at: float = 12.0
@@ -203,6 +205,7 @@ def plan(random: Random, windows: bool) -> Scenario:
         step_seconds=0.1 + 0.3 * random(),
         reading_seconds=0.01 if random() < 0.7 else 0.8,
         drift=not windows and random() < 0.3,
+        mask_seconds=(0.0, 0.0, 0.5, 2.0 * PATIENCE.stall)[int(random() * 4)],
     )
     scenario.faults_at = [8.0 * random() for _ in range(1 + int(random() * 2))]
     if scenario.drift:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from pathlib import Path
 from typing import Any
 
 from server import protocol
@@ -17,7 +16,7 @@ from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, MAX_QUARANTINES
 from server.supervision.supervisor import LIVE, State, Supervisor
 from tests.simulation import model as simulation_model
 from tests.simulation.checks import check_ends, check_idle, check_outcome
-from tests.simulation.engine import KILLED, Crashed, Died, Hung, Script, SimulatedEngine, SimulatedGrammars
+from tests.simulation.engine import KILLED, Crashed, Died, Hung, Script, SimulatedEngine
 from tests.simulation.front import Choice, Request, Violation
 from tests.simulation.model import PagedHash
 from tests.simulation.plan import END_RATE, PATIENCE, Call, Scenario
@@ -67,8 +66,6 @@ class World:
         self.to_come = len(scenario.calls)
         self.deaths_in_row = 0
         self.stopped = False
-        self.grammars = SimulatedGrammars(Path(), [])
-        self.grammars.seen = self.seen
         self.store = StreamStore(scenario.retention, lambda: f"s{len(self.requests)}")
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_news, PATIENCE)
         self._fail_nth = fail_nth or FailNth()
@@ -101,6 +98,10 @@ class World:
 
     def step_seconds(self) -> float:
         return self.scenario.step_seconds * (0.5 + self.random())
+
+    def mask_seconds(self) -> float:
+        """How long a constraint takes to answer."""
+        return self.scenario.mask_seconds * self.random() ** 2 if self.scenario.mask_seconds else 0.0
 
     def new_model(self) -> Any:
         scenario = self.scenario

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from model.step import Row, SampledToken, SampleError, Sampling
 from server import protocol
 from server.engine.core import EngineCore
 from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, Scheduler, TokenEvent
-from server.engine.sequence import ConstraintFailed
+from server.engine.sequence import ConstraintFailed, Guidance
 from server.errors import InvalidRequest
 from server.text.codec import TextCodec
 from server.text.service import Source
@@ -97,6 +98,35 @@ def requests(grammars: list[str], count: int, most: int, seed: int) -> list[Aske
     ]
 
 
+class Local:
+    """A constraint followed in this process, as the processes of server.engine.masks follow it."""
+
+    is_pending = False
+
+    def __init__(self, grammars: Grammars, message: protocol.Submit) -> None:
+        self.grammars, self.message = grammars, message
+        self.failure = ""
+
+    def begin(self, output: list[int]) -> None:
+        try:
+            self.follower = self.grammars.constraint(replace(self.message, output=output))
+        except ConstraintFailed as error:
+            self.failure = str(error)
+
+    def advance(self, token: int) -> None:
+        try:
+            self.follower.advance(token)
+        except ConstraintFailed as error:
+            self.failure = str(error)
+
+    def take(self) -> Guidance:
+        if self.failure:
+            raise ConstraintFailed(self.failure)
+        return Guidance(self.follower.mask, self.follower.forced)
+
+    def end(self) -> None: ...
+
+
 class Engine:
     """A core with its scheduler, model and grammars; `crash` replaces it and replays what is open."""
 
@@ -121,11 +151,7 @@ class Engine:
     def _submit(self, id: int, asked: Asked) -> None:
         output, ends, prompt = self._outputs[id], frozenset(self.ends), list(asked.prompt)
         message = protocol.Submit(id, prompt, output, asked.most, 0, self.ends, protocol.Sampling(), grammar=asked.grammar)
-        try:
-            constraint = self.grammars.constraint(message)
-        except ConstraintFailed as error:
-            self._end(id, str(error))
-            return
+        constraint = Local(self.grammars, message)
         self.scheduler.submit(id, prompt, asked.most, Sampling(seed=asked.seed), list(output), 0, ends, constraint=constraint)
 
     def step(self) -> None:

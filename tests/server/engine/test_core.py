@@ -49,9 +49,9 @@ class OverlappedHistory(History):
             self.seen["preempted after a step"] += 1
         self.seen["an extra step"] += len(scheduler._ended_in_flight) > leaving
         self.take(news)
-        # A step may only be launched, and the next only land: with three in which nothing moves, nothing ever will.
+        # A step may only be launched, and the next only land: with three in which nothing moves, but for masks, nothing ever will.
         self.idle = 0 if news or not had_work or scheduler.num_computed_tokens > computed else self.idle + 1
-        assert self.idle < 4 or not scheduler.has_work, "nothing moves"
+        assert self.idle < 4 + 2 * self.most_delay or not scheduler.has_work, "nothing moves"
         assert len(scheduler.running) <= self.limits.max_running
 
     def check_windows(self, sequence: Sequence) -> None:

@@ -12,6 +12,8 @@ from model.sampling import NOT_SAMPLED
 from model.step import Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
+from server.engine.sequence import ConstraintFailed, Guidance
+from tests.server.engine.test_scheduler import Forcing
 from tests.support.drawing import draw
 from tests.support.hash_model import HashModel, one_group, oracle
 from tests.support.integrity import integrity
@@ -108,14 +110,9 @@ def test_a_device_that_fails_is_no_rows_fault(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_a_grammar_that_breaks_ends_its_own_sequence() -> None:
-    class Broken:
-        mask: bytes | None = None
-
-        def __init__(self) -> None:
-            self.forced: list[int] = []
-
-        def advance(self, token: int) -> None:
-            raise RuntimeError("inside a library")
+    class Broken(Forcing):
+        def take(self) -> Guidance:
+            raise ConstraintFailed("inside a library", refused=False)
 
     core = EngineCore(Scheduler(Limits(64, one_group(PAGE), 200, 8, 32)), HashModel(one_group(PAGE)))
     core.scheduler.submit(1, [1, 2], 5, Sampling(seed=1), constraint=Broken())

@@ -10,14 +10,17 @@ from cache.layout import CacheLayout, pages_for
 from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
-from server.engine.sequence import Sequence
+from server.engine.sequence import Guidance, Sequence
 from server.protocol import Share
 from tests.support.hash_model import HashModel, Next, next_token, one_group, oracle
 from tests.support.integrity import integrity
 
 SEEDS, MANY = 2000, 10_000
 """Histories of every run of the tests, and of `-m slow`."""
-KINDS = ("finished", "cancelled", "preempted", "never fits", "scored", "shared", "window passed")
+KINDS = ("finished", "cancelled", "preempted", "never fits", "scored", "shared", "window passed", "waited for a mask")
+
+
+ALL_TOKENS = b"\xff" * 8
 
 
 def forced_after(output: list[int]) -> list[int]:
@@ -28,11 +31,21 @@ def forced_after(output: list[int]) -> list[int]:
 
 
 class Forcing:
-    """The simulated grammar as a constraint. It masks nothing."""
+    """The simulated grammar as a constraint, which allows all tokens. An answer is there after so many looks as `delays` gives."""
 
-    mask: bytes | None = None
+    def __init__(self, delays: Callable[[], int] = lambda: 0) -> None:
+        self.delays = delays
+        self.left = 0
+        self.running = False
 
-    def __init__(self, output: list[int]) -> None:
+    @property
+    def is_pending(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    def begin(self, output: list[int]) -> None:
+        assert not self.running
+        self.running, self.left = True, self.delays()
         self.output: list[int] = []
         self.forced: list[int] = []
         # A replayed output was cut anywhere, also among forced tokens: what was forced then is forced again.
@@ -47,9 +60,18 @@ class Forcing:
             self.forced = []
 
     def advance(self, token: int) -> None:
+        assert self.running and self.left < 0, "a token is sampled without its mask"
+        self.left = self.delays()
         self.output.append(token)
         self.forced = forced_after(self.output)
         self.output += self.forced
+
+    def take(self) -> Guidance:
+        assert self.running and self.left < 0
+        return Guidance(ALL_TOKENS, self.forced)
+
+    def end(self) -> None:
+        self.running = False
 
 
 def forced_oracle(
@@ -91,6 +113,14 @@ class History:
         self.started: set[int] = set()
         self.seen: Counter[str] = Counter()
         self.computed_bound = 0
+        self.most_delay = rng.choice([0, 0, 1, 4])
+        """The most steps that an answer of a constraint takes."""
+        self.last_first: int | None = None
+        self.num_held = 0
+        """Steps in a row in which the first in order did not advance."""
+
+    def delays(self) -> int:
+        return self.rng.randint(0, self.most_delay)
 
     def windowed(self, page_size: int) -> CacheLayout:
         """A layout in which some or all layers have a sliding window."""
@@ -147,7 +177,7 @@ class History:
                 stops,
                 share=self.share(),
                 score_prompt=scores,
-                constraint=Forcing(list(done)) if forces else None,
+                constraint=Forcing(self.delays) if forces else None,
             )
         except NeverFits:
             assert len(prompt) + max_new > self.limits.capacity
@@ -170,9 +200,16 @@ class History:
         scheduler, model, limits = self.scheduler, self.model, self.limits
         # Whoever runs already goes before a newcomer of a better priority, which has to find a place first.
         order = [s.key for s in scheduler.running.values()] or [s.key for s in scheduler.waiting.values()]
+        model.last_rows = {}
         news = self.core.step()
         assert len(model.last_rows) <= limits.max_running and sum(map(len, model.last_rows.values())) <= limits.step_tokens
-        assert not order or min(order)[1] in model.last_rows, "the first in order did not advance"
+        first = min(order)[1] if order else None
+        self.num_held = 0 if first is None or first in model.last_rows or first != self.last_first else self.num_held + 1
+        self.last_first = first
+        assert self.num_held <= (first is not None and self.requests[first][4]) * (1 + self.most_delay), (
+            "the first in order did not advance"
+        )
+        self.seen["waited for a mask"] += self.num_held > 0
         if scheduler.running and scheduler.waiting and not self.priorities:
             assert max(scheduler.running) < min(scheduler.waiting), "arrival order is lost"
         self.take(news)

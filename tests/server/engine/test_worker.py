@@ -14,12 +14,21 @@ import pytest
 from model.step import StepPlan, StepResult
 from server import logs, protocol
 from server.engine.core import EngineCore
-from server.engine.grammar import Grammars
+from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.worker import Worker, load_report
 from tests.server.test_logs import Terminal
 from tests.support.guesser import Guesser
 from tests.support.hash_model import HashModel, next_token, one_group, oracle
+
+
+class NoMasks(MaskProcesses):
+    """Of a server without constraints: starts no process."""
+
+    def _start(self) -> None: ...
+
+    def __init__(self) -> None:
+        super().__init__(Path(), [])
 
 
 class SlowModel(HashModel):
@@ -55,7 +64,7 @@ class Engine:
 def engine() -> Iterator[Engine]:
     ours, theirs = Pipe()
     core = EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), SlowModel(one_group(4)))
-    thread = threading.Thread(target=Worker(theirs, core, Grammars(Path(), [])).serve)
+    thread = threading.Thread(target=Worker(theirs, core, NoMasks()).serve)
     thread.start()
     yield Engine(ours, core)
     ours.send_bytes(protocol.encode(protocol.Shutdown()))
@@ -88,7 +97,7 @@ def test_tokens_that_came_true_together_come_in_one_report() -> None:
     )
     for message in (submit(1, [3, 4, 5], 30), protocol.Shutdown()):
         ours.send_bytes(protocol.encode(message))
-    worker = Worker(theirs, EngineCore(scheduler, model), Grammars(Path(), []))
+    worker = Worker(theirs, EngineCore(scheduler, model), NoMasks())
     worker._handle(protocol.decode_to_engine(theirs.recv_bytes()))  # type: ignore[arg-type]
     while scheduler.has_work:
         worker._send_events(worker.core.step(), 0.0)
@@ -132,7 +141,7 @@ def test_who_starts_is_said_before_the_step(engine: Engine) -> None:
 def test_it_beats_whatever_it_does() -> None:
     ours, theirs = Pipe()
     model = SlowModel(one_group(4))
-    Worker(theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), Grammars(Path(), [])).start_heartbeat(0.001)
+    Worker(theirs, EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), model), NoMasks()).start_heartbeat(0.001)
     assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Heartbeat(0)
     model.progress = 5
     while protocol.decode_from_engine(ours.recv_bytes()) == protocol.Heartbeat(0):
