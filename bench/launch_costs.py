@@ -76,6 +76,12 @@ class Done:
     def send_bytes(self, data: bytes) -> None: ...
 
 
+class NoMasks:
+    """The masks of a worker without constraints."""
+
+    def collect(self, patience: float) -> None: ...
+
+
 def make_worker(num_sequences: int, num_tokens: int) -> Worker:
     """With room for so many sequences of so many tokens."""
     spec = read_spec(EMBEDDED_MODEL)
@@ -87,7 +93,7 @@ def make_worker(num_sequences: int, num_tokens: int) -> Worker:
     runner = ModelRunner(cast(Any, Nothing(spec)), pool, backend, find_device("cpu"), Done(), num_sequences, STEP_TOKENS)
     runner.capture(num_tokens)
     scheduler = Scheduler(Limits(num_pages, layout, num_tokens, num_sequences, STEP_TOKENS))
-    return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(MaskProcesses, Idle()))
+    return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(MaskProcesses, NoMasks()))
 
 
 def measure(num_sequences: int, context: int, steps: int) -> dict[str, Any]:

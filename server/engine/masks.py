@@ -165,6 +165,12 @@ class MaskProcesses:
             command = child_command(MODULE, str(theirs.fileno()), *self._arguments)
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=WORKING_DIRECTORY)
 
+    def close(self) -> None:
+        """Ends the process that forks the others, and so all of them."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
     def wait_until_ready(self) -> None:
         """Waits until the tokenizer has been read. Raises CheckpointError."""
         said = self._channel.recv(2**16).decode()
@@ -213,8 +219,7 @@ class MaskProcesses:
                 socket.send_fds(self._channel, [b"fork"], [theirs.fileno()])
             except OSError:  # The forking process has ended.
                 log.warning("the process that computes masks has ended; another is started")
-                self._channel.close()
-                self._process.wait()
+                self.close()
                 self._start()
                 socket.send_fds(self._channel, [b"fork"], [theirs.fileno()])
         return ours

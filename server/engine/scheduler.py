@@ -27,7 +27,7 @@ from server.engine.fair_shares import FairShares, step_counts
 from server.engine.limits import Limits as Limits
 from server.engine.limits import NeverFits as NeverFits
 from server.engine.prefix_reuse import PrefixReuse
-from server.engine.sequence import Constraint, ConstraintFailed, Sequence
+from server.engine.sequence import Constraint, Sequence
 from server.engine.waiting_queue import WaitingQueue
 from server.protocol import Share
 
@@ -142,16 +142,12 @@ class Scheduler:
         sequence = self.running.pop(id, None)
         if sequence is None:
             return
-        self._stop(sequence)
+        self._prefix_reuse.release_claims(sequence)
+        sequence.end_constraint()
         if sequence.num_in_flight:
             self._ended_in_flight.add(sequence)
         else:
             self._release(sequence)
-
-    def _stop(self, sequence: Sequence) -> None:
-        """Releases what a sequence holds only while it runs, besides pages."""
-        self._prefix_reuse.release_claims(sequence)
-        sequence.end_constraint()
 
     def _release(self, sequence: Sequence) -> None:
         freed = sequence.table.release()
@@ -260,7 +256,8 @@ class Scheduler:
         sequence.payer, sequence.preempted_at = cause.account, len(sequence.output)
         sequence.num_paid = max(sequence.num_paid, sequence.num_computed)
         del self.running[sequence.id]
-        self._stop(sequence)
+        self._prefix_reuse.release_claims(sequence)
+        sequence.end_constraint()
         sequence.table.release()
         sequence.num_computed = 0
         self.waiting.put(sequence)
@@ -339,10 +336,7 @@ class Scheduler:
         """Gives sequences the masks that have arrived for them, and returns an event for each whose constraint has failed."""
         events = []
         for sequence in [s for s in self.running.values() if s.awaits_mask and s.constraint is not None and not s.constraint.is_pending]:
-            try:
-                sequence.take_mask()
-            except ConstraintFailed as error:
-                failure = SampleError(str(error), refused=error.refused, code="" if error.refused else "grammar_error")
+            if (failure := sequence.take_mask()) is not None:
                 events.append(TokenEvent(sequence.id, len(sequence.output), failure, None))
                 self.cancel(sequence.id)
         return events

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from cache.prefix import Block, Chain, Link
 from cache.table import PageTable
-from model.step import PENDING, Row, Sample, SampledToken, Sampling, Scoring
+from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, Scoring
 from server.engine.account import Account
 from server.engine.drafts import Drafter
 
@@ -277,15 +277,19 @@ class Sequence:
             self.awaits_mask = False
             self._force([])
 
-    def take_mask(self) -> None:
-        """Takes what its constraint has answered. Raises ConstraintFailed."""
+    def take_mask(self) -> SampleError | None:
+        """Takes what its constraint has answered. Returns why it cannot continue, if that is the answer."""
         assert self.constraint is not None, "only a constraint makes masks"
-        guidance = self.constraint.take()
+        try:
+            guidance = self.constraint.take()
+        except ConstraintFailed as error:
+            return SampleError(str(error), refused=error.refused, code="" if error.refused else "grammar_error")
         self.mask, self.awaits_mask = guidance.mask, False
         self._force(guidance.forced[: self.max_new_tokens - len(self.output)])
         if guidance.mask is None:
             self.constraint.end()
             self.constraint, self._is_guided = None, self.sampling.reads_output
+        return None
 
     def _force(self, tokens: list[int]) -> None:
         self.num_tokens += len(tokens) - len(self.forced)

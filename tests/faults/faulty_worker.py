@@ -19,7 +19,8 @@ from typing import Any
 from msgspec import structs
 
 from server import protocol
-from server.engine import grammar, worker
+from server.engine import masks, worker
+from server.engine.sequence import ConstraintFailed
 from tests.faults.faulty_server import time_jumps
 from tests.faults.rules import Rule, Rules
 
@@ -235,14 +236,19 @@ class FaultyConstraint:
         self._constraint = constraint
         self._faults = faults
         self._rule = rule
+        self._broken = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._constraint, name)
 
     def advance(self, token: int) -> None:
-        if not self._faults.rules.strike(self._rule):
-            return self._constraint.advance(token)
-        raise ZeroDivisionError("a fault of the suite's, in one row's grammar")
+        self._broken = self._faults.rules.strike(self._rule)
+        self._constraint.advance(token)
+
+    def take(self) -> Any:
+        if self._broken:
+            raise ConstraintFailed("a fault of the suite's, in one row's grammar", refused=False)
+        return self._constraint.take()
 
 
 def contains(tokens: list[int], part: list[int]) -> bool:
@@ -251,7 +257,7 @@ def contains(tokens: list[int], part: list[int]) -> bool:
 
 def install(faults: Faults) -> None:
     """Puts the wraps where the production engine looks its parts up."""
-    load, constraint = worker.load, grammar.Grammars.constraint
+    load, constraint = worker.load, masks.MaskProcesses.constraint
 
     def faulty_load(start: protocol.Start, report: Any) -> Any:
         faults.loading()
@@ -260,15 +266,15 @@ def install(faults: Faults) -> None:
         markers.extend((rule, core.runner.markers[rule.marker]) for rule in faults.rules.named("grammar_fails"))
         return core, *others
 
-    def faulty_constraint(grammars: Any, asked: Any) -> Any:
-        made = constraint(grammars, asked)
+    def faulty_constraint(processes: Any, asked: Any) -> Any:
+        made: Any = constraint(processes, asked)
         struck = [rule for rule, marker in markers if made is not None and contains(asked.prompt, marker)]
         return FaultyConstraint(made, faults, struck[0]) if struck else made
 
     markers: list[tuple[Rule, list[int]]] = []
     FaultyPipe.faults = faults
     worker.load, worker.Connection = faulty_load, FaultyPipe  # type: ignore[misc, attr-defined]
-    grammar.Grammars.constraint = faulty_constraint  # type: ignore[method-assign, assignment]
+    masks.MaskProcesses.constraint = faulty_constraint  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -35,10 +35,11 @@ class ClientHistory(History):
 
     def step(self) -> None:
         scheduler, preemptions = self.scheduler, self.scheduler.num_preemptions
-        had_work = scheduler.has_work
+        had_work, self.model.last_rows = scheduler.has_work, {}
         news = self.core.step()
         rows = self.model.last_rows
-        assert rows or not had_work, "nothing was computed"
+        awaited = any(sequence.awaits_mask for sequence in scheduler.running.values())
+        assert rows or not had_work or awaited, "nothing was computed"
         assert len(rows) <= self.limits.max_running and sum(map(len, rows.values())) <= self.limits.step_tokens
         self.take(news)
         self.check_clients(scheduler.num_preemptions - preemptions)

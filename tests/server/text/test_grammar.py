@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from server import protocol
-from server.engine.grammar import Grammars
-from server.engine.sequence import Constraint, ConstraintFailed
+from server.engine.grammar import GrammarConstraint, Grammars, HealingConstraint
+from server.engine.sequence import ConstraintFailed
 from server.errors import InvalidRequest
 from server.text.codec import TextCodec
 from server.text.service import Source
@@ -93,7 +93,7 @@ def test_200_random_schemas_through_the_server(embedded_server: ServerProcess) -
     assert len(outcomes) == 200 and sum(finished for _, finished in outcomes) >= 180
 
 
-def walk(constraint: Constraint, rng: random.Random, most: int = 400) -> list[int]:
+def walk(constraint: GrammarConstraint | HealingConstraint, rng: random.Random, most: int = 400) -> list[int]:
     """Tokens drawn at random under the mask, with the forced ones, to the end token."""
     output = list(constraint.forced)
     while len(output) < most:
