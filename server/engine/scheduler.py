@@ -163,8 +163,7 @@ class Scheduler:
         counts: dict[int, int] = {}
         preemptions = self.num_preemptions
         ready = sorted([sequence for sequence in self.running.values() if not sequence.needs_pending_token], key=_key)
-        num_others = len(self.running) - len(ready)
-        if num_others and self._would_alternate(ready):
+        if len(ready) < len(self.running) and self._would_alternate(ready):
             # Two groups of sequences would alternate for ever, each in steps that cost as much as one with all of them.
             return StepPlan(())
         # One token of the budget is left for a sequence that waits.

@@ -118,6 +118,11 @@ MUTANTS = (
     Mutant("NaN left by a row in flight", Scheduler, "_discard", "if _is_corrupt(drawn)", "if False"),
     Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
     Mutant("the last token is not computed", PrefixReuse, "find", "sequence.num_skippable", "sequence.num_tokens"),
+    # --- masks
+    Mutant("a mask is taken before it is there", Scheduler, "take_masks", "not s.constraint.is_pending", "True"),
+    Mutant("a row is planned without its mask", Sequence, "append", "self.awaits_mask = True", "pass"),
+    Mutant("waiting for a mask is a stall", Worker, "_wait_for_masks", "self._waits_for_masks = True", "pass"),
+    Mutant("a constraint is followed although its sequence waits", Scheduler, "_preempt", "sequence.end_constraint()", "pass"),
     # --- guesses
     Mutant("a wrong guess is taken for computed", Sequence, "on_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
     Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != draft", "False"),
