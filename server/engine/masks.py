@@ -94,9 +94,11 @@ class ProcessConstraint:
             self._ask(self._pipe, Advance(token))
 
     def take(self) -> Guidance:
-        if self._answer.guidance is None:
-            raise ConstraintFailed(self._answer.failure, self._answer.refused)
-        return self._answer.guidance
+        if self._answer.guidance is not None:
+            return self._answer.guidance
+        if self._answer.refused:
+            raise ConstraintFailed(self._answer.failure)
+        raise ConstraintFailed("an internal error in applying the grammar", refused=False)
 
     def end(self) -> None:
         if self._pipe is not None:

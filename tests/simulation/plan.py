@@ -205,7 +205,6 @@ def plan(random: Random, windows: bool) -> Scenario:
         step_seconds=0.1 + 0.3 * random(),
         reading_seconds=0.01 if random() < 0.7 else 0.8,
         drift=not windows and random() < 0.3,
-        mask_seconds=(0.0, 0.0, 0.5, 2.0 * PATIENCE.stall)[int(random() * 4)],
     )
     scenario.faults_at = [8.0 * random() for _ in range(1 + int(random() * 2))]
     if scenario.drift:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tests.simulation.front import Violation
-from tests.simulation.plan import plan, standard
+from tests.simulation.plan import PATIENCE, plan, standard
 from tests.simulation.world import FailNth, World
 
 REAL_MODEL_EVERY = 10
@@ -27,6 +27,8 @@ SPECULATION_EVERY = 3
 """One seed in this many uses speculative decoding."""
 OVERLAP_EVERY = 3
 """One seed in this many launches a step before the previous one has finished."""
+MASK_SECONDS = (0.0, 0.5, 2.0 * PATIENCE.stall, 0.0, 0.1)
+"""The longest that constraints take to answer, by turns of the seed."""
 COMMON = """
 clock: a jump; frame: a submission left out; frame: garbage; frame: held back, and more after it; frame: later than the exit;
 frame: left out; frame: twice; hung: and beats; hung: and is silent; killed: at receive; killed: at run; killed: at ran; killed: at send;
@@ -54,6 +56,7 @@ def make(seed: int, record: bool = False) -> World:
     windows = seed % REAL_MODEL_EVERY == 0
     scenario = plan(random.Random(seed).random, windows)
     scenario.speculates = seed % SPECULATION_EVERY == 1
+    scenario.mask_seconds = MASK_SECONDS[seed % len(MASK_SECONDS)]
     scenario.overlaps = seed % OVERLAP_EVERY == 2
     return World(scenario, windows, record=record)
 
