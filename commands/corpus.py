@@ -117,7 +117,8 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         raise CheckpointError(f"{path}: expected a tokenizer that this version can read ({error})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if (largest := max(tokenizer.get_vocab(with_added_tokens=True).values())) >= vocab_size:
+    # The post-processor adds ids that need not be in the vocabulary.
+    if (largest := max([*tokenizer.encode("").ids, *tokenizer.get_vocab(with_added_tokens=True).values()])) >= vocab_size:
         raise CheckpointError(f"{path}: has ids up to {largest}, expected less than the vocab_size {vocab_size} of config.json")
     return tokenizer
 

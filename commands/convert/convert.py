@@ -74,7 +74,9 @@ def make_plan(folder: Path) -> Plan:
         except CheckpointError as error:
             if model_type in (*FUSED, *APART):
                 raise
-            raise CheckpointError(f"{error}. Found model_type {model_type!r}; heads are pooled of {', '.join((*FUSED, *APART))}") from None
+            raise CheckpointError(
+                f"{error}. Found model_type {short(model_type)}; heads are pooled of {', '.join((*FUSED, *APART))}"
+            ) from None
     mark = {KEY: {"method": "mean_pool", "heads": num_heads, "uptrained_steps": 0}}
     if model_type == "gpt2":
         # GPT-2's own layout has no place for a single key/value head; gpt_bigcode's is the same block with one.
