@@ -18,6 +18,9 @@ from server.errors import BodyTooLarge, InvalidRequest, MalformedBody, Unsupport
 MAX_DEPTH = 64
 MAX_CONTAINERS = 16_384
 MAX_KEYS = 2048
+LARGE_BYTES = 2**16
+_turn = asyncio.Lock()
+"""Held while a larger body is parsed, which takes up to tens of milliseconds: one in a turn of the event loop, however many arrive."""
 MAX_VALUES = 2**18
 """Items of arrays and members of objects in all: as many are parsed and checked in less than 50 ms, while nothing else runs."""
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -53,8 +56,12 @@ async def read_model(request: Request, schema: type[Model], max_bytes: int) -> M
 
 async def read_value(request: Request, max_bytes: int) -> dict[str, Any]:
     """The body as a JSON object. Raises MalformedBody, UnsupportedMedia or BodyTooLarge."""
-    value = parse(await _read(request, max_bytes))
-    await asyncio.sleep(0)  # Parsing and checking a large body take tens of milliseconds each.
+    body = await _read(request, max_bytes)
+    if len(body) < LARGE_BYTES:
+        return parse(body)
+    async with _turn:
+        value = parse(body)
+        await asyncio.sleep(0)  # Inside, so that the next large body is parsed in the next turn of the event loop.
     return value
 
 
