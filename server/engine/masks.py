@@ -28,7 +28,7 @@ log = logging.getLogger("onehead.engine")
 
 MODULE = "server.engine.mask_process"
 TOO_COMPLEX = "the grammar became too complex to continue"
-SLOW_SECONDS = 0.02
+SLOW_SECONDS = 0.005
 """Processor time from which a mask is slow: a step does not wait for the next one of its constraint."""
 ANSWER_SECONDS = 60.0
 """Time without an answer after which a process counts as lost. Its own limit, of processor time, is far lower."""
