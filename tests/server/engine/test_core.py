@@ -39,6 +39,7 @@ class OverlappedHistory(History):
             return  # All that is left is in flight.
         self.seen["cancelled in flight"] += sum(sequence.num_in_flight > 0 for sequence in self.scheduler.running.values())
         super().cancel()
+        self.idle = 0  # What was computed for it is discarded.
 
     def step(self) -> None:
         scheduler, preemptions = self.scheduler, self.scheduler.num_preemptions
