@@ -177,7 +177,7 @@ def load_engine(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]
     os.environ.update(engine_environment())  # The OpenMP runtime reads it when torch is imported, which is below.
     start = start_message(settings, TextCodec(settings.model), ServerSection())
     try:
-        core, ready, _ = load(start, lambda *_: None)
+        core, ready = load(start, lambda *_: None)
     except (CheckpointError, OptionError) as error:
         raise ConfigurationError(str(error)) from None
     except MemoryError as error:

@@ -39,7 +39,13 @@ PATIENCE = 0.5
 """Share of the time of a step for which the next one waits for masks, so that constrained sequences run together."""
 
 
-def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.Ready, MaskProcesses]:
+def mask_processes(start: protocol.Start) -> MaskProcesses:
+    """The processes that follow constraints, which read the tokenizer while the model is loaded. Raises CheckpointError."""
+    ends = {*read_spec(Path(start.model), warn=False).end_token_ids, *start.end_token_ids}
+    return MaskProcesses(Path(start.tokenizer), sorted(ends))
+
+
+def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.Ready]:
     """Loads the engine; checks the config before it imports torch. Raises CheckpointError, OptionError or MemoryError."""
     folder = Path(start.model)
     spec = read_spec(folder)
@@ -47,7 +53,6 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
     _check_tokenizer(start, spec)
-    masks = MaskProcesses(Path(start.tokenizer), sorted({*spec.end_token_ids, *start.end_token_ids}))
     runner = _load_runner(start, folder, spec, max_context, report)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.options.max_running, start.options.step_tokens)
     if limits.capacity < max_context:
@@ -76,9 +81,8 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         sequences=_sequences(limits, spec.contexts()),
         digest=_same_model(start, files.digest(spec)),
     )
-    masks.wait_until_ready()
     drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.options.speculation == "ngram" else None
-    return EngineCore(Scheduler(limits, drafter_for), runner), ready, masks
+    return EngineCore(Scheduler(limits, drafter_for), runner), ready
 
 
 def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report") -> "ModelRunner":
@@ -316,7 +320,9 @@ def main() -> None:
             raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
         sink = logs.configure(start.log_level, start.log_format)
         try:
-            core, ready, masks = load(start, report := load_report(pipe, sink))
+            masks = mask_processes(start)
+            core, ready = load(start, report := load_report(pipe, sink))
+            masks.wait_until_ready()
             worker = Worker(pipe, core, masks)
             worker.start_heartbeat(start.heartbeat_seconds)  # Before Ready: an engine that cannot start a thread is refused.
             report("starting to serve", 0, 0)

@@ -221,7 +221,7 @@ def try_folder(folder: Path) -> dict[str, Any]:
         codec = TextCodec(folder)
         assert isinstance(codec.files, CheckpointFiles)
         codec.files.sampling_defaults, codec.files.chat_template  # noqa: B018  (properties that read, and may refuse)
-        core, _, _ = load(start_message(_settings(folder), codec, ServerSection()), lambda *_: None)
+        core, _ = load(start_message(_settings(folder), codec, ServerSection()), lambda *_: None)
     except (CheckpointError, OptionError, OneheadError) as error:
         return {"refused": str(error)}
     return {"loaded": _distance(folder, core.runner, read_spec(folder))}
