@@ -29,6 +29,8 @@ WORKER_MODULE = "server.text.worker_process"
 SLOW_NICE = 15
 FORK_SECONDS = 10.0
 """Seconds after which a forking process that does not answer is replaced."""
+MAX_NOT_FORKED, FORK_PAUSE = 2, 0.1
+"""Times that a job is tried again because no process was forked for it, and the seconds before the first of them."""
 LOAD_SECONDS = 120.0
 """Seconds that it may take to read the checkpoint's texts."""
 WAIT_FACTOR = 4
@@ -161,10 +163,14 @@ class Workers:
                 if outcome is not None:
                     return outcome
                 self._turns[ticket].clear()
-            except _Lost as lost:
+            except _NotForked:
                 losses += 1
-                if losses > 1 and isinstance(lost, _NotForked):
+                if losses > MAX_NOT_FORKED:
                     raise _unavailable() from None
+                # A process that is ending closes its sockets a little before its end can be seen.
+                await asyncio.sleep(FORK_PAUSE * losses)
+            except _Lost:
+                losses += 1
                 if losses > 1:  # What allocates too much is ended by its library, without an outcome.
                     raise job.refusal(_MEMORY) from None
 
