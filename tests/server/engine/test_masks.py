@@ -20,7 +20,7 @@ from server.engine.masks import MAX_ATTEMPTS, Begin, MaskProcesses, ProcessConst
 from server.engine.sequence import ConstraintFailed
 from tests.support.constraints import BOMBS
 from tests.support.paths import EMBEDDED
-from tests.support.processes import wait_until
+from tests.support.processes import alive, wait_until
 
 TOKENIZER = EMBEDDED / "tokenizer.json"
 WORDS = LLMatcher.grammar_from_regex("([a-z]+ )+")
@@ -70,7 +70,7 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text(), "the process has ended")
+    wait_until(lambda: not alive(pid), "the process has ended")
 
 
 def follow(processes: MaskProcesses, constraint: ProcessConstraint, output: list[int], number: int) -> None:
