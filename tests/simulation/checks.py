@@ -132,7 +132,7 @@ def check_idle(world: "World", heap: list[Any]) -> None:
         return
     scheduler = world.engines[-1].core.scheduler
     if not world.engines[-1].hung and (scheduler.allocator.num_owned or scheduler.allocator.num_available != world.scenario.pages):
-        raise Violation(f"{scheduler.allocator.num_owned} pages are owned by nobody")
+        raise Violation(f"{scheduler.allocator.num_owned} pages are owned by no sequence")
 
 
 def _at_rest(world: "World") -> bool:

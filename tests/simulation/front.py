@@ -192,7 +192,7 @@ class Request:
         if self.buffer is not None:
             unread = world.now - self.buffer.idle_since if self.buffer.reader is None else 0.0
             if not self.stopping and unread > world.store.retention.detach_seconds + 2 * world.scenario.tick_seconds:
-                raise Violation(f"nobody read a stream for {unread:.1f} s, and it went on")
+                raise Violation(f"a stream had no reader for {unread:.1f} s, and went on")
             world.store.end(self.buffer, world.now)
         world.unsettled -= 1
         world.seen[f"outcome: {outcome}"] += 1
@@ -319,4 +319,4 @@ class Follower:
         world = self.request.world
         world.store.detach(self._reader, world.now)
         if world.store.num_detached > world.store.retention.max_detached + sum(request.stopping for request in world.requests):
-            raise Violation(f"{world.store.num_detached} streams go on that nobody reads")
+            raise Violation(f"{world.store.num_detached} streams without a reader go on")
