@@ -37,6 +37,8 @@ log = logging.getLogger("onehead")
 
 PATIENCE = 0.5
 """Share of the time of a step for which the next one waits for masks, so that constrained sequences run together."""
+READING_SECONDS = 0.01
+"""Time that messages are read between two steps, so that many large ones do not hold up the sequences that run."""
 
 
 def mask_processes(start: protocol.Start) -> MaskProcesses:
@@ -204,10 +206,14 @@ class Worker:
             else:
                 self.masks.collect(patience)
             handled = False
-            while not self.core.scheduler.has_work or self.pipe.poll(0):
+            reading_ends = time.perf_counter() + READING_SECONDS
+            while not self.core.scheduler.has_work or (self.pipe.poll(0) and time.perf_counter() < reading_ends):
                 if handled and not self.core.scheduler.has_work and not self.pipe.poll(0):
                     self._report([], 0.0)  # Idle after a cancellation: updates the gauges, as no step will.
-                message = protocol.decode_to_engine(self.pipe.recv_bytes(protocol.MAX_FRAME_BYTES))
+                data = self.pipe.recv_bytes(protocol.MAX_FRAME_BYTES)
+                if not self.core.scheduler.has_work:
+                    reading_ends = time.perf_counter() + READING_SECONDS
+                message = protocol.decode_to_engine(data)
                 if isinstance(message, protocol.Shutdown):
                     return
                 self._handle(message)

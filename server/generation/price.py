@@ -12,7 +12,7 @@ from server.protocol import Submit
 
 MAX_TOP = 20
 """Most likely tokens that a request may ask for in each token's place."""
-MAX_SENT_IDS = 2**22
+MAX_SENT_IDS = 2**20
 """Token ids that a request may send to the engine: every sequence is sent with its prompt and with all ids of its other fields."""
 MAX_LOGPROBS = 2**20
 """Log-probabilities that an answer may hold, about 70 bytes of JSON each; more only where one sequence over the whole context has more."""

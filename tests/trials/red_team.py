@@ -2,10 +2,10 @@
 
     python -m tests.trials.red_team [--only A1,A5] [--together A1,A2,A5] [--times 10] [--output FILE]
 
-An attack is an entry of ATTACKS: requests that attackers send `--times` times, all at once, and what the checkpoint's folder needs for
-it. `--together` runs several at the same time. The table has, for each attack: the longest answer of /live; the 99th percentile of the
+An attack is an entry of ATTACKS: requests of which attackers keep `--times` open at once, and what the checkpoint's folder needs for it.
+`--together` runs several at the same time. The table has, for each attack: the longest answer of /live; the 99th percentile of the
 stream's gaps between tokens, before and meanwhile; the longest answer to a new grammar; the memory of API process and workers above the
-quiet one, at most and 10 s after; replaced engines; and how the attack was answered. The exit status is 1 where a limit is passed.
+quiet one, at most and 10 s after; and how the attack was answered. The exit status is 1 where a limit is passed (tests.trials.canary).
 """
 
 import argparse
@@ -20,25 +20,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.support.live import exchange
 from tests.support.paths import EMBEDDED
-from tests.support.processes import ServerProcess, children, engines
+from tests.support.processes import ServerProcess
 from tests.support.wire import http_request
 from tests.trials.attack_bodies import KNOWN
+from tests.trials.canary import KEY, Canary, checks, quantile
 
-QUIET_SECONDS = 5.0
-ATTACK_SECONDS = 30.0
+WARM_SECONDS, QUIET_SECONDS, BACK_SECONDS = 2.0, 5.0, 10.0
+ATTACK_SECONDS = 5.0
+"""Each request is sent again until then, so that an attack lasts for hundreds of the other client's tokens."""
+ANSWER_SECONDS = 30.0
 """What is still unanswered then is given up."""
-BACK_SECONDS = 10.0
-PROBE_SECONDS = 0.05
-CANARY, ATTACKERS = "canary", ("attacker 1", "attacker 2", "attacker 3")
-LIMIT_LIVE, LIMIT_GAP, LIMIT_GRAMMAR, LIMIT_MEMORY, LIMIT_AFTER = 0.1, 0.06, 1.0, 512.0, 64.0
-MEBIBYTE = 2**20
+MOST_AFTER = 64
+"""MiB above the quiet server's memory that may be left BACK_SECONDS after an attack."""
+ATTACKERS = ("attacker 1", "attacker 2", "attacker 3")
 
 Body = dict[str, Any]
 Made = tuple[str, Body]
@@ -130,142 +130,63 @@ class Found:
     grammar: float = 0.0
     memory: float = 0.0
     after: float = 0.0
-    replaced: float = 0.0
     answers: dict[str, int] = field(default_factory=dict)
     passed: list[str] = field(default_factory=list)
     """The limits that were passed."""
 
-    def judge(self) -> None:
-        limits = {
-            "live": LIMIT_LIVE,
-            "gap": max(LIMIT_GAP, 3 * self.quiet_gap),
-            "grammar": LIMIT_GRAMMAR,
-            "memory": LIMIT_MEMORY,
-            "after": LIMIT_AFTER,
-            "replaced": 0.0,
-        }
-        self.passed = [f"{name} {getattr(self, name):.3g} > {most:.3g}" for name, most in limits.items() if getattr(self, name) > most]
+
+def encoded(attack: Attack, client: str, times: int) -> list[bytes]:
+    """The requests of an attack, made before it begins, so that making them takes no processor time from the server."""
+    made = [attack.make(number) for number in range(times * COUNTS.get(attack.name, 1))]
+    return [http_request("POST", path, body, {"authorization": f"Bearer {client}"}) for path, body in made]
 
 
-def key(client: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {client}"}
+async def send(port: int, requests: list[bytes], answers: Counter[str]) -> None:
+    """Sends the requests of an attack all at once, and each again, after Retry-After where it was refused for that time, until
+    ATTACK_SECONDS have passed. Counts how they were answered.
+    """
+    end = time.monotonic() + ATTACK_SECONDS
 
+    async def one(request: bytes) -> None:
+        while time.monotonic() < end:
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS), exchange(port, request) as reply:
+                    said = b""
+                    async for piece in reply.pieces():
+                        said = said or piece[:300]
+                answers[str(reply.status) if reply.status == 200 else f"{reply.status} {said.decode(errors='replace')[:90]}"] += 1
+                if reply.status in (429, 503):
+                    await asyncio.sleep(float(reply.headers.get("retry-after", "1")))
+            except (OSError, EOFError, ValueError, TimeoutError) as error:
+                answers[type(error).__name__] += 1
+                await asyncio.sleep(0.1)
 
-def memory_of(pid: int) -> float:
-    """MiB of the API process and its workers, with shared pages counted once."""
-    total = 0
-    remaining = [pid, *(child for child in children(pid) if child not in engines(pid))]
-    while remaining:
-        process = remaining.pop()
-        remaining += children(process) if process != pid else []
-        with suppress(OSError):
-            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
-            total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
-    return total / 1024
-
-
-class Bystander:
-    """Another client's stream, probes and new grammars; `since` starts a phase."""
-
-    def __init__(self, server: ServerProcess, grammars: bool) -> None:
-        self._server, self._grammars = server, grammars
-        self.since()
-
-    def since(self) -> None:
-        self.gaps: list[float] = []
-        self.lives: list[float] = [0.0]
-        self.compiled: list[float] = [0.0]
-        self.memory: list[float] = []
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._stream())
-            group.create_task(self._probe())
-            group.create_task(self._watch())
-            if self._grammars:
-                group.create_task(self._compile())
-
-    async def _stream(self) -> None:
-        body = {"prompt": "def f(x):", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        while True:
-            async with exchange(self._server.port, http_request("POST", "/v1/completions", body, key(CANARY))) as reply:
-                assert reply.status == 200, await reply.body()
-                last: float | None = None
-                async for _ in reply.events():
-                    now = time.perf_counter()
-                    if last is not None:
-                        self.gaps.append(now - last)
-                    last = now
-
-    async def _probe(self) -> None:
-        while True:
-            began = time.perf_counter()
-            async with exchange(self._server.port, http_request("GET", "/live")) as reply:
-                await reply.body()
-            self.lives.append(time.perf_counter() - began)
-            await asyncio.sleep(PROBE_SECONDS)
-
-    async def _compile(self) -> None:
-        for number in itertools.count():
-            body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": f"[a-z]{{3}}-{number}"}}
-            began = time.perf_counter()
-            async with exchange(self._server.port, http_request("POST", "/v1/completions", body, key(CANARY))) as reply:
-                said = await reply.body()
-                assert reply.status == 200, said
-            self.compiled.append(time.perf_counter() - began)
-            await asyncio.sleep(0.3)
-
-    async def _watch(self) -> None:
-        while True:
-            self.memory.append(await asyncio.to_thread(memory_of, self._server.process.pid))
-            await asyncio.sleep(0.1)
-
-
-async def send(server: ServerProcess, made: Made, client: str, answers: Counter[str]) -> None:
-    """Sends a request of an attack and counts how it was answered."""
-    path, body = made
-    try:
-        async with asyncio.timeout(ATTACK_SECONDS), exchange(server.port, http_request("POST", path, body, key(client))) as reply:
-            said = (await reply.body())[:300]
-            answers[str(reply.status) if reply.status == 200 else f"{reply.status} {said.decode(errors='replace')[:90]}"] += 1
-    except (OSError, EOFError, ValueError, TimeoutError) as error:
-        answers[type(error).__name__] += 1
+    await asyncio.gather(*map(one, requests))
 
 
 async def measure(server: ServerProcess, attacks: list[Attack], times: int) -> Found:
     """Runs attacks at the same time, each by a client of its own."""
     found = Found(" + ".join(attack.name for attack in attacks), "; ".join(attack.about for attack in attacks))
-    bystander = Bystander(server, all(attack.grammars for attack in attacks))
-    watching = asyncio.create_task(bystander.run())
-    await asyncio.sleep(2.0)  # Warm.
-    bystander.since()
-    await asyncio.sleep(QUIET_SECONDS)
-    found.quiet_gap, quiet_memory = p99(bystander.gaps), statistics.median(bystander.memory)
-    bystander.since()
-    restarts = await asyncio.to_thread(server.metric, "onehead_engine_restarts_total")
+    batches = [encoded(attack, client, times) for attack, client in zip(attacks, itertools.cycle(ATTACKERS), strict=False)]
     answers: Counter[str] = Counter()
-    await asyncio.gather(
-        *(
-            send(server, attack.make(number), client, answers)
-            for attack, client in zip(attacks, itertools.cycle(ATTACKERS), strict=False)
-            for number in range(times * COUNTS.get(attack.name, 1))
-        )
-    )
-    found.live, found.gap, found.grammar = max(bystander.lives), p99(bystander.gaps), max(bystander.compiled)
-    found.memory = max(bystander.memory) - quiet_memory
-    await asyncio.sleep(BACK_SECONDS)
-    found.after = bystander.memory[-1] - quiet_memory
-    found.replaced = await asyncio.to_thread(server.metric, "onehead_engine_restarts_total") - restarts
+    with Canary(server.port, server.process.pid, all(attack.grammars for attack in attacks)) as canary:
+        await asyncio.sleep(WARM_SECONDS)
+        canary.take()
+        await asyncio.sleep(QUIET_SECONDS)
+        quiet = canary.take()
+        await asyncio.gather(*(send(server.port, requests, answers) for requests in batches))
+        attacked = canary.take()
+        await asyncio.sleep(BACK_SECONDS)
+        after = canary.take()
+    found.live, found.quiet_gap, found.gap = max(attacked.lives, default=0.0), quantile(quiet.gaps, 0.99), quantile(attacked.gaps, 0.99)
+    found.grammar = max(attacked.grammars, default=0.0)
+    quiet_memory = statistics.median(quiet.memory)
+    found.memory, found.after = ((most - quiet_memory) / 2**20 for most in (max(attacked.memory), after.memory[-1]))
     found.answers = dict(answers.most_common(4))
-    watching.cancel()
-    with suppress(asyncio.CancelledError, BaseExceptionGroup):
-        await watching
-    found.judge()
+    found.passed = [f"{check.what.strip(': ')} ({check.found})" for check in checks("", quiet, attacked) if not check.holds]
+    if found.after > MOST_AFTER:
+        found.passed.append(f"at most {MOST_AFTER} MiB more {BACK_SECONDS:g} s later ({found.after:.0f} MiB)")
     return found
-
-
-def p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100)[98] if len(values) > 1 else float("inf")
 
 
 def run(attacks: list[Attack], times: int) -> Found:
@@ -276,7 +197,7 @@ def run(attacks: list[Attack], times: int) -> Found:
         for attack in attacks:
             if attack.prepare is not None:
                 attack.prepare(model)
-        digests = ",".join(hashlib.sha256(client.encode()).hexdigest() for client in (CANARY, *ATTACKERS))
+        digests = ",".join(hashlib.sha256(client.encode()).hexdigest() for client in (KEY, *ATTACKERS))
         log = Path(folder) / "log"
         with log.open("w") as errors, ServerProcess(model, "--server.api_keys", digests, stderr=errors) as server:
             return asyncio.run(measure(server, attacks, times))
@@ -285,7 +206,7 @@ def run(attacks: list[Attack], times: int) -> Found:
 def show(found: Found) -> None:
     figures = (
         f"{found.name:12} live {found.live * 1e3:6.0f} ms  gap p99 {found.quiet_gap * 1e3:5.1f} -> {found.gap * 1e3:6.1f} ms  "
-        f"grammar {found.grammar * 1e3:6.0f} ms  memory +{found.memory:5.0f} MiB, after +{found.after:4.0f}  engines {found.replaced:.0f}"
+        f"grammar {found.grammar * 1e3:6.0f} ms  memory +{found.memory:5.0f} MiB, after +{found.after:4.0f}"
     )
     print(figures, "  PASSED: " + ", ".join(found.passed) if found.passed else "  holds", sep="", flush=True)
     for answer, count in found.answers.items():
