@@ -37,8 +37,8 @@ log = logging.getLogger("onehead")
 
 PATIENCE = 0.5
 """Share of the time of a step for which the next one waits for masks, so that constrained sequences run together."""
-READING_SECONDS = 0.01
-"""Time that messages are read between two steps, so that many large ones do not hold up the sequences that run."""
+READ_BYTES = 2**20
+"""Messages that are read between two steps, about 10 ms of work, so that many large ones do not hold up the sequences that run."""
 
 
 def mask_processes(start: protocol.Start) -> MaskProcesses:
@@ -206,13 +206,12 @@ class Worker:
             else:
                 self.masks.collect(patience)
             handled = False
-            reading_ends = time.perf_counter() + READING_SECONDS
-            while not self.core.scheduler.has_work or (self.pipe.poll(0) and time.perf_counter() < reading_ends):
+            num_bytes = 0
+            while not self.core.scheduler.has_work or (num_bytes < READ_BYTES and self.pipe.poll(0)):
                 if handled and not self.core.scheduler.has_work and not self.pipe.poll(0):
                     self._report([], 0.0)  # Idle after a cancellation: updates the gauges, as no step will.
                 data = self.pipe.recv_bytes(protocol.MAX_FRAME_BYTES)
-                if not self.core.scheduler.has_work:
-                    reading_ends = time.perf_counter() + READING_SECONDS
+                num_bytes += len(data)
                 message = protocol.decode_to_engine(data)
                 if isinstance(message, protocol.Shutdown):
                     return

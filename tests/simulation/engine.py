@@ -23,6 +23,7 @@ from server.engine.scheduler import Limits, Scheduler
 from server.engine.sequence import ConstraintFailed, Guidance, Sequence
 from server.engine.worker import Worker
 from tests.server.engine.test_scheduler import ALL_TOKENS, Forcing
+from tests.simulation.clients import Turns
 from tests.simulation.model import DRIFT, PagedHash, Poisoned
 from tests.support.delayed import DelayedRunner
 from tests.support.fake_engine import READY
@@ -290,6 +291,7 @@ class SimulatedEngine:
         """Sequences that the supervisor knows it was running: a message lost with the engine blames no sequence."""
         self.loaded = False
         self.pipe = Pipe(self)
+        self.turns = Turns()
         self._on_message = on_message
         self._on_exit = on_exit
         self._deaf = False

@@ -36,6 +36,8 @@ class Choice:
     priority: int = 0
     grammar: str = ""
     scores: bool = False
+    share: protocol.Share = protocol.Share()  # noqa: RUF009  (immutable)
+    """Its client."""
     fault: str = ""
     """Its planted fault; `fails_at` is the index of the output at which it occurs."""
     fails_at: int = 0
@@ -70,6 +72,7 @@ class Choice:
             self.priority,
             score_prompt=self.scores,
             grammar=self.grammar,
+            share=self.share,
         )
 
     def deliver(self, delivery: SequenceEvent) -> None:

@@ -23,8 +23,9 @@ from rich.table import Table
 from cache.prefix import PrefixCache
 from cache.table import PageTable
 from model.step import Row
-from server.engine import core
+from server.engine import core, fair_shares
 from server.engine.core import EngineCore
+from server.engine.fair_shares import FairShares
 from server.engine.prefix_reuse import PrefixReuse
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
@@ -136,6 +137,10 @@ MUTANTS = (
     Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and _is_corrupt", "if False and _is_corrupt"),
     Mutant("a failure goes before its tokens", Worker, "_send_events", "failures.append(", "self.send("),
     Mutant("guesses are lost with memory", core, "_without_drafts", "drafts=0", "drafts=row.drafts"),
+    # --- clients
+    Mutant("the first to come is served first", fair_shares, "served_order", "sequence.account.served", "0.0"),
+    Mutant("who was served most is served next", FairShares, "next", "min(", "max("),
+    Mutant("one sequence more than a client may have", FairShares, "_contenders", "<= held", "< held"),
     # --- streams
     Mutant("resumed one event too early", StreamBuffer, "after", "max(0, seen + 1 - first)", "max(0, seen - first)"),
     Mutant("resumed one event too late", StreamBuffer, "after", "max(0, seen + 1 - first)", "max(0, seen + 2 - first)"),

@@ -16,7 +16,10 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from unittest import mock
 
+from server.engine import fair_shares
+from tests.simulation.clients import QUANTUM, give_clients
 from tests.simulation.front import Violation
 from tests.simulation.plan import PATIENCE, plan, standard
 from tests.simulation.world import FailNth, World
@@ -27,6 +30,8 @@ SPECULATION_EVERY = 3
 """One seed in this many uses speculative decoding."""
 OVERLAP_EVERY = 3
 """One seed in this many launches a step before the previous one has finished."""
+CLIENTS_EVERY = 2
+"""One seed in this many has several clients."""
 MASK_SECONDS = (0.0, 0.5, 2.0 * PATIENCE.stall, 0.0, 0.1)
 """The longest that constraints take to answer, by turns of the seed."""
 COMMON = """
@@ -38,7 +43,8 @@ outcome: engine_unavailable; outcome: finished;
 outcome: grammar_error; outcome: numerical_error; outcome: out_of_memory; outcome: refused; outcome: request_quarantined;
 outcome: sampling_error; outcome: server_shutting_down; path: a gap; path: a suspect alone; path: an event from the future;
 path: killed, it showed no progress; path: killed, it skipped tokens of; path: killed, it was not loaded; path: expired;
-path: given up; path: layers with windows; path: lost; path: pages shared; path: preempted; path: read again at the end;
+path: given up; path: preempted for another client;
+path: layers with windows; path: lost; path: pages shared; path: preempted; path: read again at the end;
 path: recalled, and sent again; path: replayed after its tokens; path: resumed; path: scores; path: stopped;
 path: stopped by its client; path: stopped for want of a reader; path: superseded; poison: crashes;
 poison: enters; poison: hangs; poison: kills;
@@ -58,21 +64,28 @@ def make(seed: int, record: bool = False) -> World:
     scenario.speculates = seed % SPECULATION_EVERY == 1
     scenario.mask_seconds = MASK_SECONDS[seed % len(MASK_SECONDS)]
     scenario.overlaps = seed % OVERLAP_EVERY == 2
+    if seed % CLIENTS_EVERY:
+        give_clients(scenario, seed)
     return World(scenario, windows, record=record)
 
 
 def run(seed: int) -> Counter[str]:
     """Runs one history and returns what occurred in it. Raises on a violation."""
     world = make(seed)
-    world.run()
+    _run(world)
     return world.seen
+
+
+def _run(world: World) -> None:
+    with mock.patch.object(fair_shares, "QUANTUM", QUANTUM):
+        world.run()
 
 
 def failure(world: World) -> str:
     """The violation in a world's history and the events before it; empty if there is none."""
     world.record = True
     try:
-        world.run()
+        _run(world)
     except Exception as error:
         where = "" if isinstance(error, Violation) else traceback.format_exc()
         return "\n".join([f"{type(error).__name__}: {error}", *world.describe(), *world.history, where])

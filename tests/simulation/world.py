@@ -145,6 +145,7 @@ class World:
         self.num_steps += 1
         scheduler = engine.core.scheduler
         allocator = scheduler.allocator
+        engine.turns.check(scheduler)
         problems = integrity(scheduler)
         if problems or allocator.num_available + allocator.num_owned != self.scenario.pages:
             raise Violation(f"pages: {problems}")
@@ -158,6 +159,7 @@ class World:
         scheduler = engine.core.scheduler
         if scheduler.num_preemptions:
             self.seen["path: preempted"] += scheduler.num_preemptions
+            self.seen["path: preempted for another client"] += any(s.payer not in (None, s.account) for s in scheduler.waiting.values())
         if scheduler.num_hit_tokens:
             self.seen["path: pages shared"] += 1
         self.seen["path: two steps in flight"] += engine.delayed.most_in_flight > 1
