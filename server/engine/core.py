@@ -55,6 +55,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
+        self._uncleared: tuple[int, ...] = ()
+        """Pages that a plan which did not fit into memory was to clear."""
         self.is_blocked = False
         """Whether the last step found nothing to compute: every open sequence waits for a mask, or for one that does."""
 
@@ -63,7 +65,7 @@ class EngineCore:
         the first call has no events; any other runner computes and commits the planned step. `before` is called once the plan is made.
         """
         events: list[TokenEvent | PromptScored] = [*self.scheduler.take_masks()]
-        plan = self.scheduler.plan()
+        plan = self._clearing(self.scheduler.plan())
         self.is_blocked = not plan.rows and self._in_flight is None
         return events + (self._compute(plan, before) if plan.rows else self._commit_in_flight(None))
 
@@ -112,13 +114,21 @@ class EngineCore:
             try:  # Again: the parts computed before have freed their memory.
                 return self.runner.run(plan)
             except MemoryError:
+                self._uncleared = plan.clear
                 return StepResult((OUT_OF_MEMORY,))
         if len(plan.rows) == 1:
             return self._run_parts(*_halves(plan.rows[0]), plan.clear)
         half = len(plan.rows) // 2
         left = self._run(StepPlan(plan.rows[:half], plan.clear))
-        right = self._run(StepPlan(plan.rows[half:]))
+        right = self._run(self._clearing(StepPlan(plan.rows[half:])))
         return StepResult(left.drawn + right.drawn, {**left.scored, **{half + i: scored for i, scored in right.scored.items()}})
+
+    def _clearing(self, plan: StepPlan) -> StepPlan:
+        """The plan, which also clears the pages that a failed one perhaps has not; nothing has been computed since."""
+        if not self._uncleared or not plan.rows:
+            return plan
+        clear, self._uncleared = self._uncleared, ()
+        return StepPlan(plan.rows, clear + plan.clear)
 
     def _run_parts(self, first: Row, second: Row, clear: tuple[int, ...]) -> StepResult:
         """Computes the two halves of one row in two steps."""

@@ -282,7 +282,7 @@ class World:
             moved = engine.number, engine.runner.progress
             self._unmoved = 0.0 if moved != self._moved else self._unmoved + elapsed
             self._moved = moved
-            if self._unmoved >= PATIENCE.stall + SLACK_SECONDS:
+            if self._unmoved >= PATIENCE.stall + SLACK_SECONDS + self.scenario.mask_seconds:
                 raise Violation(f"READY with {len(supervisor.open)} open, and nothing has moved for {self._unmoved:.1f} s")
         else:
             self._unmoved = 0.0
