@@ -132,7 +132,7 @@ class CompareOptions(ToolOptions):
 
 
 class PlanOptions(ToolOptions):
-    """onehead plan: what a checkpoint takes and how many sequences fit, from its config.json alone."""
+    """onehead plan: what a checkpoint takes and how many sequences fit, from its config.json alone; and what quantization costs it."""
 
     by_position: ClassVar[str] = "model"
 
@@ -147,23 +147,24 @@ class PlanOptions(ToolOptions):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
     )
-    quantization: Literal["none", "int8", "fp8"] = Field(
-        "none", description="weights in 8 bits; where the folder has weights, also the error"
+    quantization: Literal["none", "int8", "fp8", "all"] = Field(
+        "none",
+        description="of the weights; where they are there, also what it costs in perplexity, measured on this machine. all: every form's "
+        "perplexity, with memory planned for none",
     )
     cache_dtype: Literal["auto", "fp8"] = Field("auto", description="fp8: keys and values in 8 bits")
     page_size: Positive = Field(64, le=1024, description="tokens of a page")
     step_tokens: Positive = Field(512, le=65536, description="most tokens computed in one step")
-    data: Path | None = Field(
-        None,
-        description="folder whose *.py files perplexity is measured on, with weights in 8 bits; default: this Python's standard library",
+    text: Path | None = Field(
+        None, description="file that perplexity is measured on; default: documentation and modules of this Python, about 5,000 tokens"
     )
     format: Literal["text", "json"] = Field("text", description="of what is printed")
     picture: Path | None = Field(None, description="write the sequences that fit by context to this .svg or .png")
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
-        if self.data is not None and self.quantization == "none":
-            raise OptionError(f"data {self.data} has no effect without 8 bits; expected quantization int8 or fp8 with it")
+        if self.text is not None and self.quantization == "none":
+            raise OptionError(f"text {self.text} has no effect with quantization none; expected all, or the one to be measured")
         if self.picture is not None and (self.picture.suffix not in (".svg", ".png") or not self.picture.parent.is_dir()):
             raise OptionError(f"picture {self.picture} must be a .svg or .png in a folder that exists")
         return self

@@ -2,7 +2,7 @@
 several key/value heads: what it takes as it is, beside what it takes once `onehead convert` has made them one.
 
 The arithmetic is the server's own: the decoder's parameters counted on shapes, the cache's layout, the share of memory that the server
-takes. With weights in the folder and 8 bits asked for, it also reads them and says what rounding costs. It knows no HTTP and no engine.
+takes. Where quantization is asked for and the weights are there, it also measures perplexity. It knows no HTTP and no engine.
 """
 
 import json
@@ -18,8 +18,8 @@ from rich.table import Table
 from cache.layout import CacheLayout
 from cache.pool import bytes_per_page
 from commands.convert import convert
-from commands.convert.rounding_error import rounding_errors
 from commands.options import PlanOptions
+from commands.perplexity import Measured, measure
 from commands.pictures import MISSING, load_pyplot
 from model.checkpoint.families import read_spec
 from model.decoder import Decoder, meta_decoder
@@ -31,6 +31,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 KV_ITEM_BYTES = ITEM_BYTES | {"fp8": 1}
 ROW_BYTES = {"int8": 8, "fp8": 4}
 """What a row of a matrix in 8 bits takes besides its weights: a scale, and in int8 a sum."""
+NOT_QUANTIZED = "none", "all"
+"""Values of --quantization for which memory is planned with weights in the dtype."""
 BAR = 32
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -90,7 +92,7 @@ class Plan:
     @property
     def weight_form(self) -> str:
         """What the weights are held in: one of `weight_bytes`."""
-        return self.dtype if self.quantization == "none" else self.quantization
+        return self.dtype if self.quantization in NOT_QUANTIZED else self.quantization
 
 
 def make_plan(options: PlanOptions) -> Plan:
@@ -99,7 +101,7 @@ def make_plan(options: PlanOptions) -> Plan:
     device, reason, memory = _device(options)
     share, default = device_class(device).default_cache_share, str(device_class(device).default_dtype).removeprefix("torch.")
     dtype = default if options.dtype == "auto" else options.dtype
-    form = dtype if options.quantization == "none" else options.quantization
+    form = dtype if options.quantization in NOT_QUANTIZED else options.quantization
     kv_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
     decoder = meta_decoder(spec)
     weights = weight_bytes(decoder, dtype)
@@ -186,19 +188,39 @@ def weight_bytes(decoder: Decoder, dtype: str = "float32") -> dict[str, int]:
 def plan(options: PlanOptions) -> None:
     """Prints the plan of a folder, and writes its picture where one is asked for. Raises CheckpointError."""
     made = make_plan(options)
-    has_weights = any(options.model.glob("*.safetensors"))
-    errors = None
-    if options.quantization != "none" and has_weights:
+    measured, reason = None, _unmeasured(made, options)
+    if reason is None:
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            errors = rounding_errors(options.model, made.spec, options.quantization, options.data, progress)
+            measured = measure(options.model, made.spec, made.device, _forms(made), options.text, progress)
+    elif options.text is not None:
+        raise OptionError(f"text {options.text} has no effect, as perplexity is not measured: {reason}")
     if options.format == "json":
-        print(json.dumps(made.as_json() | ({f"{made.quantization}_error": errors} if errors else {}), indent=2))
+        print(json.dumps(made.as_json() | ({"perplexity": measured.as_json()} if measured else {}), indent=2))
     else:
-        show(made, Console(soft_wrap=True), errors)
+        show(made, Console(soft_wrap=True), measured or reason or "")
     if options.picture is not None:
         if made.fit is None:
             raise OptionError(f"picture {options.picture}: there is nothing to draw, as the weights alone do not fit")
         draw(made, options.picture)
+
+
+def _unmeasured(made: Plan, options: PlanOptions) -> str | None:
+    """Why perplexity is not measured; empty where it was not asked for, None where it is."""
+    if made.quantization == "none":
+        return ""
+    if not any(options.model.glob("*.safetensors")):
+        return f"{options.model} has no weights"
+    if made.heads > 1:
+        return f"the checkpoint has {made.heads} key/value heads; `onehead convert` makes one of them"
+    if made.device == "cuda" and not torch.cuda.is_available():
+        return "the plan is for a GPU, and torch finds none here"
+    return None
+
+
+def _forms(made: Plan) -> dict[str, tuple[str, str]]:
+    """(dtype, quantization) of each form to be measured: every one, or the weights as they are beside the one that is planned."""
+    every = {form: (form, "none") if form in ITEM_BYTES else (made.dtype, form) for form in made.weight_bytes}
+    return every if made.quantization == "all" else {form: every[form] for form in (made.dtype, made.quantization)}
 
 
 def readable(count: float) -> str:
@@ -209,8 +231,8 @@ def readable(count: float) -> str:
     return f"{count:.0f} B" if unit == 0 else f"{count:.2f} {UNITS[unit]}"
 
 
-def show(made: Plan, console: Console, errors: dict[str, Any] | None) -> None:
-    """The plan as text, with bars."""
+def show(made: Plan, console: Console, measured: Measured | str) -> None:
+    """The plan as text, with bars, and with perplexities or why there are none."""
     spec = made.spec
     windows = [window for window in spec.windows if window is not None]
     seen = f", {len(windows)} of them with a window of {windows[0]} tokens" if windows else ""
@@ -227,22 +249,24 @@ def show(made: Plan, console: Console, errors: dict[str, Any] | None) -> None:
     for name, kind in (("K, V of a token", "multi_query"), (f"with {made.compared_heads} heads", "multi_head")):
         kv_bytes = made.kv_bytes_per_token
         table.add_row(name, *(f"{kv_bytes[form][kind]:,}" if form in kv_bytes else "" for form in made.weight_bytes))
+    if isinstance(measured, Measured):
+        _add_perplexity(table, list(made.weight_bytes), measured)
+        notes = [f"on {measured.tokens:,} tokens of {measured.text}, on this machine"]
+        notes += [f"not measured in {form}: {reason}" for form, reason in measured.refused.items()]
+    else:
+        notes = [f"not measured: {measured}"] if measured else []
     console.print(table)
-    if errors is not None:
-        _show_errors(made.quantization, errors, console)
+    for note in notes:
+        console.print(f"perplexity: {note}")
     _show_memory(made, console)
 
 
-def _show_errors(kind: str, errors: dict[str, Any], console: Console) -> None:
-    worst = errors["worst_matrix"]
-    console.print(
-        f"\n{kind} against float32: weights differ by {errors['mean']:.2%} of their norm, at most {worst['error']:.2%} ({worst['name']})"
-    )
-    if "perplexity" in errors:
-        before, after = errors["perplexity"]["float32"], errors["perplexity"][kind]
-        console.print(
-            f"perplexity on {errors['tokens']} tokens: {before:.4f} in float32, {after:.4f} in {kind} ({after / before - 1:+.3%})"
-        )
+def _add_perplexity(table: Table, forms: list[str], measured: Measured) -> None:
+    """Rows of the perplexity of each form, and by how much it is above the first one's."""
+    found = measured.perplexity
+    first = next(iter(found), "")
+    table.add_row("perplexity", *(f"{found[form]:.4f}" if form in found else "" for form in forms))
+    table.add_row(f"over {first}", *(f"{found[form] / found[first] - 1:+.3%}" if form in found and form != first else "" for form in forms))
 
 
 def _show_memory(made: Plan, console: Console) -> None:

@@ -103,7 +103,7 @@ def test_refusals(tmp_path: Path, run: Run) -> None:
     assert run(str(tmp_path), "--memory", "80 gigs")[0] == 78
     assert run(str(tmp_path), "--dtype", "float8")[0] == 78
     assert run()[0] == 2
-    for options in (["--memory", "0.5"], ["--page_size", "0"], ["--step_tokens", "-1"], ["--picture", "x.txt"], ["--data", "."]):
+    for options in (["--memory", "0.5"], ["--page_size", "0"], ["--step_tokens", "-1"], ["--picture", "x.txt"], ["--text", "x"]):
         status, _, errors = run(str(MODELS / "gemma-2b"), *options)
         assert status == 2 and options[0][2:] in errors
     status, _, errors = run(str(MODELS / "gemma-2b"), "--memory", "1MB", "--picture", str(tmp_path / "x.svg"))

@@ -17,8 +17,8 @@ from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.pool import FLOAT8, KVPool, in_float8
 from cache.table import PageTable
-from commands.convert.rounding_error import rounding_errors
 from commands.options import PlanOptions
+from commands.perplexity import measure
 from commands.plan import make_plan
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
@@ -176,11 +176,11 @@ def test_the_embedded_model_says_much_the_same(quantization: str, cache_dtype: s
 
 
 def test_perplexity_with_fp8_weights_is_within_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commands.convert.rounding_error.NUM_SEQUENCES", 2)
+    monkeypatch.setattr("commands.perplexity.CHARACTERS", 500)
     with Progress(disable=True) as progress:
-        errors = rounding_errors(EMBEDDED, read_spec(EMBEDDED), "fp8", None, progress)
-    assert 1e-5 < abs(errors["perplexity"]["fp8"] / errors["perplexity"]["float32"] - 1) < 0.02
-    assert 0.02 < errors["mean"] < 0.03
+        forms = {"float32": ("float32", "none"), "fp8": ("float32", "fp8")}
+        perplexity = measure(EMBEDDED, read_spec(EMBEDDED), "cpu", forms, None, progress).perplexity
+    assert 1e-5 < abs(perplexity["fp8"] / perplexity["float32"] - 1) < 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
