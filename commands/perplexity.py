@@ -78,14 +78,23 @@ def measure(
 
 def built_in_text() -> str:
     """Two texts in one, of about the same length: the language reference of this Python, and modules of its standard library."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    code = [path.read_text(encoding="utf-8")[:CHARACTERS] for path in (folder / name for name in CODE) if path.is_file()]
+    code = [text[:CHARACTERS] for text in modules(CODE)]
+    return "\n".join([language_reference()[: CHARACTERS * len(CODE)], *code])
+
+
+def language_reference() -> str:
+    """The topics of `help()`; empty where this Python comes without them."""
     try:
         topics: dict[str, str] = import_module(PROSE).topics
     except ImportError:  # Some distributions package it separately.
-        topics = {}
-    prose = "\n".join(topics[name] for name in sorted(topics))
-    return "\n".join([prose[: CHARACTERS * len(CODE)], *code])
+        return ""
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def modules(names: Sequence[str]) -> list[str]:
+    """The source of modules of the standard library, of those that are there."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return [path.read_text(encoding="utf-8") for path in (folder / name for name in names) if path.is_file()]
 
 
 def read_text(path: Path) -> str:
@@ -107,11 +116,11 @@ def read_codec(folder: Path, spec: ModelSpec) -> TextCodec:
     return codec
 
 
-def windows_of(codec: TextCodec, text: str, length: int) -> list[list[int]]:
-    """The text's tokens in windows of up to `length`, each opened as the tokenizer opens a prompt. Raises OptionError for a text without
-    two tokens.
+def windows_of(codec: TextCodec, text: str, length: int, most: int | None = None) -> list[list[int]]:
+    """The text's tokens, or the first `most` of them, in windows of up to `length`, each opened as the tokenizer opens a prompt. Raises
+    OptionError for a text without two tokens.
     """
-    ids, opening = codec.encode_bare(text), codec.opening
+    ids, opening = codec.encode_bare(text)[:most], codec.opening
     step = length - len(opening)
     windows = [opening + ids[first : first + step] for first in range(0, len(ids), step)]
     if sum(map(num_scored, windows)) < 1:
