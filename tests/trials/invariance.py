@@ -145,6 +145,7 @@ async def killed(folder: Path, options: list[str], cases: list[Case], reference:
 def settings_of(options: argparse.Namespace, quantization: str) -> OfflineSettings:
     """The engine of one quantization: in float32, on one thread, its cache of the least pages that the passes ask for."""
     engine = {"quantization": quantization, "threads": 1, "dtype": "float32", "device": "cpu"}
+    engine |= {"max_context": options.context}
     cache = {"page_size": PAGE_SIZE, "pages": POOL_CONTEXTS * (options.context // PAGE_SIZE + 1)}
     return OfflineSettings.model_validate({"model": options.model, "concurrency": [1], "engine": engine, "cache": cache})
 
@@ -153,6 +154,7 @@ def as_options(settings: EngineSettings) -> list[str]:
     """The same engine on the command line."""
     engine, cache = settings.engine, settings.cache
     sizes = ["--cache.page_size", str(cache.page_size), "--cache.pages", str(cache.pages)]
+    sizes += ["--engine.max_context", str(engine.max_context)]
     return ["--engine.quantization", engine.quantization, "--engine.dtype", engine.dtype, "--engine.threads", str(engine.threads), *sizes]
 
 
@@ -199,6 +201,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")
     parser.add_argument("--model", type=Path, help="checkpoint folder (default: a tiny random one)")
+    parser.add_argument("--context", type=int, help="most tokens of a sequence (default: the model's)")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--quantizations", default=",".join(QUANTIZATIONS))
@@ -221,7 +224,7 @@ def main() -> int:
             options.model = make_checkpoint(SHAPES[0], Path(scratch)).folder
         from model.checkpoint.families import read_spec
 
-        options.context = read_spec(options.model).max_positions
+        options.context = options.context or read_spec(options.model).max_positions
         infos, found = [], []
         for quantization in options.quantizations:
             info, figures = measure(options, quantization)

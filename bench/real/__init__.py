@@ -1,0 +1,1 @@
+"""The suite on published weights: `python -m bench.real`."""
