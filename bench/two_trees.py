@@ -82,7 +82,7 @@ class Server:
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
+        self.process.communicate()
 
 
 async def tokens(port: int, kind: str, number: int) -> int:
