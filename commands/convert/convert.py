@@ -32,8 +32,8 @@ from model.checkpoint.config import Config, read_json, short
 from model.checkpoint.conversion import KEY
 from model.checkpoint.families import family_of, gpt_bigcode, read_spec, spec_of
 from model.checkpoint.files import MOST_LIST_BYTES
-from model.checkpoint.names import Part
-from model.checkpoint.safetensors_file import DTYPES, Entry
+from model.checkpoint.names import Entry, Part
+from model.checkpoint.safetensors_file import DTYPES
 from model.checkpoint.saving import write_checkpoint
 from model.checkpoint.weights import TIED_DUPLICATE, Checkpoint, check_tensors, check_tied, is_ignored, load_decoder
 from model.decoder import meta_decoder

@@ -23,7 +23,7 @@ MOST_TOKENIZER_BYTES = 2**27
 def read_file(path: Path, most: int) -> bytes | None:
     """The bytes of a regular file, None if there is no file of that name. Raises CheckpointError."""
     try:
-        with open(path, "rb", opener=_open) as file:
+        with open(path, "rb", opener=open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
             data = file.read(most + 1)
@@ -36,8 +36,24 @@ def read_file(path: Path, most: int) -> bytes | None:
     return data
 
 
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # Opening a FIFO would wait for its writer.
+def open_without_waiting(path: str, flags: int) -> int:
+    """An opener for `open`: opening a FIFO would wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_exactly(path: Path, begin: int, into: memoryview, what: str) -> None:
+    """Fills a buffer from byte `begin` of a file on, which `what` names in messages. Raises CheckpointError."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            done = 0
+            while done < len(into):
+                count = file.readinto(into[done:])
+                if not count:
+                    raise CheckpointError(f"{path}: ended within {what}: it became shorter while it was read")
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def read_text(path: Path, most: int) -> str | None:

@@ -9,6 +9,16 @@ from model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """The type of a checkpoint tensor by the name its format gives it, its shape, and its place in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Rows of a decoder parameter: the checkpoint tensor that holds them, and their number (None: all rows)."""
 

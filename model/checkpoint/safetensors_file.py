@@ -16,6 +16,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from model.checkpoint.files import read_exactly
+from model.checkpoint.names import Entry
 from model.spec import CheckpointError
 
 MAX_HEADER_BYTES = 2**24
@@ -45,16 +47,6 @@ class Described(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[list[Count], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[Count, Count]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The place of a tensor in its file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    num_bytes: int
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,19 +81,8 @@ class SafetensorsFile:
 
     def read(self, name: str, into: Tensor, first: int = 0) -> None:
         """Fills `into`, a contiguous CPU tensor of the same dtype, with elements from number `first` on. Raises CheckpointError."""
-        entry = self.entries[name]
         buffer = memoryview(cast(Any, into.view(-1).view(torch.uint8).numpy()))
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(entry.begin + first * into.itemsize)
-                done = 0
-                while done < len(buffer):
-                    count = file.readinto(buffer[done:])
-                    if not count:
-                        raise CheckpointError(f"{self.path}: ended within {name}: it became shorter while it was read")
-                    done += count
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
+        read_exactly(self.path, self.entries[name].begin + first * into.itemsize, buffer, name)
 
 
 def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:

@@ -15,8 +15,8 @@ from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
 from model.checkpoint.files import MOST_CONFIG_BYTES, MOST_LIST_BYTES, read_text
 from model.checkpoint.identity import INDEX, file_digest
-from model.checkpoint.names import Part
-from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, Entry, SafetensorsFile
+from model.checkpoint.names import Entry, Part
+from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile
 from model.decoder import Decoder, meta_decoder
 from model.devices.products import Products
 from model.devices.replacement import RowMatrix
