@@ -97,7 +97,7 @@ def _value(cursor: Cursor, kind: int, key: str) -> Value:
         raise CheckpointError(f"{key}: value type {kind} is not known")
     found: int | float = cursor.number(FORMATS[kind], key)
     if kind == BOOL:
-        return _bools(array("B", [int(found)]), key)[0] == 1
+        return bool(_bools(array("B", [int(found)]), key)[0])
     return _shortest(found) if FORMATS[kind] == "f" else found
 
 
