@@ -66,7 +66,7 @@ class EngineCore:
         """
         events: list[TokenEvent | PromptScored] = [*self.scheduler.take_masks()]
         plan = self._clearing(self.scheduler.plan())
-        self.is_blocked = not plan.rows and self._in_flight is None
+        self.is_blocked = self.scheduler.has_work and not plan.rows and self._in_flight is None
         return events + (self._compute(plan, before) if plan.rows else self._commit_in_flight(None))
 
     def _compute(self, plan: StepPlan, before: Callable[[], object]) -> list[TokenEvent | PromptScored]:

@@ -179,7 +179,6 @@ class Worker:
         self.masks = masks
         self._sending = threading.Lock()
         self._num_idle_beats = 0
-        self._waits_for_masks = False
 
     def start_heartbeat(self, seconds: float) -> None:
         """Starts a thread that sends a Heartbeat every `seconds` while the pipe is open."""
@@ -194,7 +193,7 @@ class Worker:
 
     def progress(self) -> int:
         """A number that grows while steps are computed, and with each call while the next one waits for a mask, as that time is bounded."""
-        self._num_idle_beats += self._waits_for_masks
+        self._num_idle_beats += self.core.is_blocked
         return self.core.runner.progress + self._num_idle_beats
 
     def serve(self) -> None:
@@ -202,7 +201,7 @@ class Worker:
         patience = 0.0
         while True:
             if self.core.is_blocked:
-                self._wait_for_masks()
+                self.masks.wait(self.pipe)
             else:
                 self.masks.collect(patience)
             handled = False
@@ -223,11 +222,6 @@ class Worker:
             if events or not self.core.is_blocked:
                 self._send_events(events, step_seconds)
             patience = PATIENCE * step_seconds
-
-    def _wait_for_masks(self) -> None:
-        self._waits_for_masks = True
-        self.masks.wait(self.pipe)
-        self._waits_for_masks = False
 
     def _send_started(self) -> None:
         """Sends Started for sequences that are in a step for the first time, before it is computed."""

@@ -222,6 +222,7 @@ class History:
             self.started.add(sequence.id)
         for event in news:
             self.hear(event)
+        assert scheduler.has_work or not self.core.is_blocked, "an idle engine waits for a mask"
         assert integrity(scheduler) == []
         assert scheduler.allocator.num_available + scheduler.allocator.num_owned == self.limits.num_pages
         for sequence in scheduler.running.values():
