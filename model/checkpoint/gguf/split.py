@@ -28,6 +28,19 @@ def part_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
 
 
+def gguf_in(folder: Path) -> Path | None:
+    """The file, or the first part, of the one GGUF checkpoint in a folder; None if the folder has none, or safetensors files, which come
+    first. Raises CheckpointError if it has several.
+    """
+    names = [path.name for path in folder.iterdir()]
+    found = sorted({part_paths(folder / name)[0] for name in names if name.endswith(SUFFIX)})
+    if not found or any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return None
+    if len(found) > 1:
+        raise CheckpointError(f"{folder}: has several GGUF checkpoints, {found[0].name} and {found[1].name}; expected one")
+    return found[0]
+
+
 @dataclass(frozen=True, slots=True)
 class GGUF:
     """A GGUF checkpoint whose headers have been checked. `files`: its parts in order; `tensors`: the file of each tensor, by the name it

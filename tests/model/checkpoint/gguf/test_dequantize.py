@@ -1,0 +1,54 @@
+"""Dequantization, compared bit for bit with the `gguf` package's on random bytes and on every float16 scale there is."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+from model.checkpoint.gguf import dequantize as module
+from model.checkpoint.gguf.dequantize import QUANTIZED, check_scales, dequantize
+from model.checkpoint.gguf.types import BLOCK_TYPES
+from model.spec import CheckpointError
+
+TYPES = sorted(QUANTIZED)
+SCALES = module._SCALES
+
+
+def test_types_are_those_of_gguf() -> None:
+    for number, kind in BLOCK_TYPES.items():
+        assert GGMLQuantizationType(number).name == kind.name
+        assert GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (kind.block_elements, kind.block_bytes)
+
+
+def random_blocks(kind: str) -> torch.Tensor:
+    """Random bytes, with the finite float16 numbers as scales, each of them at least once."""
+    rng = np.random.default_rng(TYPES.index(kind))
+    patterns = np.arange(2**16, dtype=np.uint16)
+    finite = patterns[np.isfinite(patterns.view(np.float16))]
+    size = next(found.block_bytes for found in BLOCK_TYPES.values() if found.name == kind)
+    data = rng.integers(0, 256, (len(finite), size), dtype=np.uint8)
+    for begin in SCALES[kind]:
+        data[:, begin : begin + 2] = rng.permutation(finite)[:, None].view(np.uint8)
+    return torch.from_numpy(data)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_equals_gguf_bit_for_bit(kind: str) -> None:
+    data = random_blocks(kind)
+    expected = quants.dequantize(data.numpy(), GGMLQuantizationType[kind])
+    found = torch.empty(expected.shape)
+    dequantize(kind, data, found)
+    assert np.array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
+    check_scales(kind, data)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("pattern", [0x7C00, 0xFC00, 0x7E00, 0xFFFF])
+def test_a_scale_that_is_no_number_is_refused(kind: str, pattern: int) -> None:
+    for begin in SCALES[kind]:
+        data = random_blocks(kind)[:10].clone()
+        data[7, begin], data[7, begin + 1] = pattern & 255, pattern >> 8
+        with pytest.raises(CheckpointError, match="a block whose scale is NaN or infinity"):
+            dequantize(kind, data, torch.empty(data.numel() // data.shape[1], 256 if kind.endswith("_K") else 32))
+        with pytest.raises(CheckpointError, match="a block whose scale is NaN or infinity"):
+            check_scales(kind, data)

@@ -1,0 +1,221 @@
+"""Checkpoint folders of random weights, and the GGUF files that llama.cpp's converter makes of such folders.
+
+Names come from the `gguf` package's own table, and the metadata is written with its GGUFWriter, so that nothing of what is tested is used.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from model.checkpoint.families import spec_of
+from model.checkpoint.saving import save_decoder
+from model.decoder import meta_decoder
+
+ARCHITECTURES = {
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "falcon": gguf.MODEL_ARCH.FALCON,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gpt_bigcode": gguf.MODEL_ARCH.STARCODER,
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "minicpm3": gguf.MODEL_ARCH.MINICPM3,
+}
+
+
+def make_folder(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
+    """Writes a config and random weights for it."""
+    decoder = meta_decoder(spec_of(folder, config)).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in decoder.parameters():
+        parameter.data.normal_(std=0.5, generator=generator)
+    save_decoder(folder, decoder, torch.float32, config)
+
+
+def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> None:
+    """Converts a folder's weights, matrices with columns for whole blocks to the type `kind` and all others to F32. `metadata`: keys of the
+    architecture to be written besides, or in the place of the converter's.
+    """
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    architecture = ARCHITECTURES[config["model_type"]]
+    name = gguf.MODEL_ARCH_NAMES[architecture]
+    writer = gguf.GGUFWriter(path, name)
+    keys = {f"{name}.{key}": value for key, value in (_METADATA[config["model_type"]](config) | metadata).items() if value is not None}
+    adders: Any = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    for key, value in keys.items():
+        adders[type(value)](key, value)
+    for tensor, array in _converted(config, tensors, architecture).items():
+        _add(writer, tensor, np.ascontiguousarray(array), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, name: str, array: Any, kind: str) -> None:
+    found = gguf.GGMLQuantizationType[kind]
+    if array.ndim < 2 or array.shape[-1] % gguf.GGML_QUANT_SIZES[found][0]:
+        found = gguf.GGMLQuantizationType.F32
+    writer.add_tensor(name, gguf.quants.quantize(array, found), raw_dtype=found)
+
+
+def _converted(config: dict[str, Any], tensors: dict[str, Any], architecture: gguf.MODEL_ARCH) -> dict[str, Any]:
+    """Arrays under their names in a GGUF file, changed as the converter changes them."""
+    kind, heads = config["model_type"], config.get("num_attention_heads", 1)
+    num_layers = config["n_layer" if "n_layer" in config else "num_hidden_layers"]
+    names, found, experts = gguf.get_tensor_name_map(architecture, num_layers), dict[str, Any](), dict[str, dict[int, Any]]()
+    for theirs, tensor in tensors.items():
+        array = tensor.numpy()
+        if kind == "llama" and ".q_proj." in theirs:
+            array = _interleaved(array, heads)
+        elif kind == "llama" and ".k_proj." in theirs:
+            array = _interleaved(array, 1)
+        elif kind.startswith("gemma") and theirs.endswith("norm.weight"):
+            array = array + np.float32(1)
+        if ".mlp.experts." in theirs:
+            before, _, after = theirs.partition(".experts.")
+            number, _, matrix = after.partition(".")
+            experts.setdefault(f"{before}.experts.{matrix}", {})[int(number)] = array
+        elif kind.startswith("deepseek") and theirs.endswith("kv_b_proj.weight"):
+            keys_and_values = array.reshape(heads, -1, array.shape[-1])
+            keys, values = np.split(keys_and_values, [config["qk_nope_head_dim"]], axis=1)
+            found[_name(names, theirs.replace("kv_b_proj", "k_b_proj"))] = keys.transpose(0, 2, 1)
+            found[_name(names, theirs.replace("kv_b_proj", "v_b_proj"))] = values
+        else:
+            found[_name(names, theirs)] = array
+    for merged, arrays in experts.items():
+        found[_name(names, merged)] = np.stack([arrays[number] for number in sorted(arrays)])
+    return found | _factors(config)
+
+
+def _name(names: gguf.TensorNameMap, theirs: str) -> str:
+    found = names.get_name(theirs.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
+    assert found is not None, theirs
+    return found
+
+
+def _interleaved(array: Any, heads: int) -> Any:
+    return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def _factors(config: dict[str, Any]) -> dict[str, Any]:
+    """The divisors of rotary frequencies that the converter computes for Llama 3, and copies for LongRoPE."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{size}.weight": np.array(rope[f"{size}_factor"], np.float32) for size in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    dim, context = config["head_dim"], rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    factors = []
+    for pair in range(0, dim, 2):
+        turns = context * rope["rope_theta"] ** (-pair / dim) / (2 * math.pi)
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        factors.append(1 / ((1 - share) / rope["factor"] + share))
+    return {"rope_freqs.weight": np.array(factors, np.float32)}
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "context_length": config.get("max_position_embeddings", config.get("n_positions")),
+        "embedding_length": config.get("hidden_size", config.get("n_embd")),
+        "block_count": config.get("num_hidden_layers", config.get("n_layer")),
+        "feed_forward_length": config.get("intermediate_size"),
+        "attention.head_count": config.get("num_attention_heads", config.get("n_head")),
+        "attention.head_count_kv": 1,
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", 1e-6),
+    }
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    keys: dict[str, Any] = {"rope.freq_base": float(rope.get("rope_theta", 10000.0))}
+    if rope.get("rope_type") in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+        keys |= {"rope.scaling.original_context_length": rope.get("original_max_position_embeddings")}
+    if rope.get("mscale_all_dim"):
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    return keys
+
+
+def _llama(config: dict[str, Any]) -> dict[str, Any]:
+    dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    more = {"rope.dimension_count": dim, "vocab_size": config["vocab_size"], "attention.key_length": config.get("head_dim")}
+    return _sizes(config) | _rope(config) | more
+
+
+def _gemma(config: dict[str, Any]) -> dict[str, Any]:
+    return _sizes(config) | {f"attention.{kind}_length": config["head_dim"] for kind in ("key", "value")}
+
+
+def _gemma3(config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(config) | {"rope.freq_base": 1e6, "attention.sliding_window": config["sliding_window"]}
+
+
+def _starcoder(config: dict[str, Any]) -> dict[str, Any]:
+    epsilon = {"attention.layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5), "attention.layer_norm_rms_epsilon": None}
+    return _sizes(config) | epsilon | {"feed_forward_length": config.get("n_inner", 4 * config["n_embd"])}
+
+
+def _falcon(config: dict[str, Any]) -> dict[str, Any]:
+    epsilon = {"attention.layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5), "attention.layer_norm_rms_epsilon": None}
+    return _sizes(config) | epsilon | {"feed_forward_length": 4 * config["hidden_size"], "tensor_data_layout": "jploski"}
+
+
+def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
+    rotary, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    is_v3 = config["model_type"] == "deepseek_v3"
+    groups = {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]} if "n_group" in config else {}
+    return (
+        _sizes(config)
+        | _rope(config)
+        | groups
+        | {
+            "vocab_size": config["vocab_size"],
+            "leading_dense_block_count": config["first_k_dense_replace"],
+            "attention.q_lora_rank": config["q_lora_rank"],
+            "attention.kv_lora_rank": rank,
+            "attention.key_length": rank + rotary,
+            "attention.value_length": rank,
+            "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
+            "attention.value_length_mla": config["v_head_dim"],
+            "rope.dimension_count": rotary,
+            "expert_count": config["n_routed_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_weights_scale": config.get("routed_scaling_factor", 2.5 if is_v3 else 1.0),
+            "expert_weights_norm": config.get("norm_topk_prob", is_v3),
+            "expert_gating_func": 2 if is_v3 else 1,
+        }
+    )
+
+
+def _minicpm3(config: dict[str, Any]) -> dict[str, Any]:
+    rotary = config["qk_rope_head_dim"]
+    return _sizes(config) | {
+        "attention.head_count_kv": config["num_attention_heads"],
+        "vocab_size": config["vocab_size"],
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": config["kv_lora_rank"],
+        "attention.key_length": config["qk_nope_head_dim"] + rotary,
+        "rope.dimension_count": rotary,
+    }
+
+
+_METADATA: dict[str, Any] = {
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "falcon": _falcon,
+    "gemma": _gemma,
+    "gemma3_text": _gemma3,
+    "gpt_bigcode": _starcoder,
+    "llama": _llama,
+    "minicpm3": _minicpm3,
+}
