@@ -58,6 +58,12 @@ class Subject:
         return ["--engine.dtype", dtype, "--engine.quantization", quantization]
 
 
+def same_tokens(subject: Subject) -> list[Check]:
+    """Greedy tokens over HTTP, alone and among others, against `transformers`."""
+    found = _trial(subject, "same", "published_gguf", ["tests.trials.published_gguf", "--model", str(subject.served)])
+    return [Check(each["what"], each["holds"], each["found"]) for each in found["checks"]]
+
+
 def perplexities(subject: Subject) -> list[Check]:
     """Every form here, and in llama.cpp the published file, its exact float32 weights and those in Q4_0, on the same windows."""
     published, spec = subject.published, read_spec(subject.folder)
@@ -229,6 +235,7 @@ def _trial(subject: Subject, name: str, result: str, command: list[str]) -> dict
 
 
 PARTS: dict[str, Callable[[Subject], list[Check]]] = {
+    "same": same_tokens,
     "perplexity": perplexities,
     "speed": speeds,
     "start": starts,

@@ -80,9 +80,9 @@ def perplexity(path: str, windows: list[list[int]], threads: int) -> dict[str, A
         for start in range(0, len(window), SCORED_AT_ONCE):
             batches.step([(0, start, window[start : start + SCORED_AT_ONCE])], all_logits=True)
             for index, target in enumerate(window[start + 1 : start + 1 + SCORED_AT_ONCE]):
-                logits = batches.logits(index).astype(np.float64)
+                logits = batches.logits(index)
                 largest = logits.max()
-                nats += largest + np.log(np.exp(logits - largest).sum()) - logits[target]
+                nats += float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64))) - float(logits[target])
                 count += 1
     return {"perplexity": float(np.exp(nats / count)), "tokens": count}
 
