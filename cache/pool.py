@@ -104,7 +104,7 @@ def _put(pages_PSd: Tensor, slots_T: Tensor, x_Td: Tensor) -> None:
     slots_Nd = pages_PSd.flatten(0, 1)
     if pages_PSd.dtype is FLOAT8:  # As bytes: torch does not copy rows of it everywhere.
         slots_Nd, x_Td = slots_Nd.view(torch.uint8), in_float8(x_Td).view(torch.uint8)
-    slots_Nd.index_copy_(0, slots_T, x_Td)
+    slots_Nd.index_copy_(0, slots_T, x_Td.to(slots_Nd.dtype))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

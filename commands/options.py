@@ -144,8 +144,9 @@ class PlanOptions(ToolOptions):
         "auto",
         description="of the server that is planned; auto: this machine's. The cache takes 0.9 of the memory left on a GPU, 0.4 on a CPU",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="of weights and cache; auto: bfloat16 on a GPU; on a CPU weights as stored, by config.json, and a float32 cache",
     )
     quantization: Literal["none", "int8", "fp8", "all"] = Field(
         "none",

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch import nn
 
 from cache.layout import CacheLayout
 from cache.pool import bytes_per_page
@@ -23,17 +24,19 @@ from commands.convert import convert
 from commands.options import PlanOptions
 from commands.perplexity import Measured, measure
 from commands.pictures import MISSING, load_pyplot
+from model.checkpoint.config import read_json
 from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles
 from model.decoder import Decoder, meta_decoder
 from model.devices import device_class, find_device
 from model.devices.quantized_modules import STORED_AS, quantize_modules
+from model.layers import Router
 from model.spec import CheckpointError, ModelSpec, OptionError
 from server.errors import ConfigurationError
 from server.hub.measured import keep
 from server.hub.tokenizer_file import tokenizer_path
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_ITEM_BYTES = ITEM_BYTES | {"fp8": 1}
 ROW_BYTES = {"int8": 8, "fp8": 4}
 """What a row of a matrix in 8 bits takes besides its weights: a scale, and in int8 a sum."""
@@ -105,21 +108,33 @@ def make_plan(options: PlanOptions) -> Plan:
     """The plan of a folder. Raises CheckpointError, and OptionError for the memory of a GPU that is not here."""
     spec, heads = read_heads(options.model)
     device, reason, memory = _device(options)
-    share, default = device_class(device).default_cache_share, str(device_class(device).default_dtype).removeprefix("torch.")
-    dtype = default if options.dtype == "auto" else options.dtype
+    share, dtypes = device_class(device).default_cache_share, device_class(device)().dtypes(options.dtype)
+    compute, cache = (str(each).removeprefix("torch.") for each in (dtypes.compute, dtypes.cache))
+    held = _stored_dtype(options.model) if dtypes.matrices is None else str(dtypes.matrices).removeprefix("torch.")
+    dtype = held if options.quantization in NOT_QUANTIZED else compute
     form = dtype if options.quantization in NOT_QUANTIZED else options.quantization
-    kv_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
+    kv_dtype = cache if options.cache_dtype == "auto" else options.cache_dtype
     decoder = meta_decoder(spec)
-    weights = weight_bytes(decoder, dtype)
-    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, dtype) for name, count in weights.items()}
+    kinds = compute, "float32" if device == "cpu" else None
+    weights = weight_bytes(decoder, *kinds)
+    weights = {name: count for name, count in weights.items() if name != "float16" or name == form}
+    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, *kinds) for name, count in weights.items()}
     left, left_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
     kv_bytes = {
         name: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": _multi_head(spec, heads, size)}
         for name, size in KV_ITEM_BYTES.items()
+        if name in (*weights, "fp8", kv_dtype)
     }
     fit = _fit(spec, heads, (left, left_as_is), KV_ITEM_BYTES[kv_dtype], options) if left > 0 else None
     counted = decoder.num_parameters, weights, as_is, kv_bytes
     return Plan(spec, heads, *counted, device, reason, memory, share, dtype, options.quantization, kv_dtype, fit)
+
+
+def _stored_dtype(folder: Path) -> str:
+    """The dtype in which a checkpoint stores its matrices, by its config.json."""
+    config = read_json(folder / "config.json")
+    found = config.get("dtype", config.get("torch_dtype"))
+    return found if found in ITEM_BYTES else "float32"
 
 
 def read_heads(folder: Path) -> tuple[ModelSpec, int]:
@@ -142,10 +157,10 @@ def _multi_head(spec: ModelSpec, heads: int, itemsize: int) -> int:
     return heads * spec.kv_bytes_per_token(itemsize) if heads > 1 else spec.multi_head_bytes_per_token(itemsize)
 
 
-def _bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str) -> int:
+def _bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vectors: str | None) -> int:
     """Bytes of the rows of K's and V's projections that pooling `heads` heads into one takes away."""
     rows = 2 * spec.num_layers * (heads - 1) * spec.head_dim
-    bias = ITEM_BYTES.get(form, ITEM_BYTES[dtype]) * spec.qkv_bias
+    bias = ITEM_BYTES[vectors or (form if form in ITEM_BYTES else dtype)] * spec.qkv_bias
     row = spec.hidden_size * ITEM_BYTES[form] if form in ITEM_BYTES else spec.hidden_size + ROW_BYTES[form]
     return rows * (row + bias)
 
@@ -177,9 +192,17 @@ def _fit(spec: ModelSpec, heads: int, left: tuple[int, int], itemsize: int, opti
     ]
 
 
-def weight_bytes(decoder: Decoder, dtype: str = "float32") -> dict[str, int]:
-    """Bytes of all parameters of a decoder in each form that the server can hold them in; 8 bits beside what stays in `dtype`."""
-    counted = {form: decoder.num_parameters * size for form, size in ITEM_BYTES.items()}
+def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None = None) -> dict[str, int]:
+    """Bytes of all parameters of a decoder in each form that the server can hold them in; 8 bits beside what stays in `dtype`. What is no
+    linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
+    """
+    matrices = {
+        module.weight for module in decoder.modules() if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, Router)
+    }
+    counted = {
+        form: sum(p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors] for p in decoder.parameters())
+        for form in ITEM_BYTES
+    }
     for kind in STORED_AS:
         quantized = meta_decoder(decoder.spec)
         quantize_modules(quantized, kind, torch.float32)
@@ -197,7 +220,7 @@ def plan(options: PlanOptions) -> None:
     measured, reason = None, _unmeasured(made, options)
     if reason is None:
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            measured = measure(options.model, made.spec, made.device, _forms(made), options.text, progress)
+            measured = measure(options.model, made.spec, made.device, _forms(made, options.dtype), options.text, progress)
         if options.quantization == "all":
             _keep(options.model, made, measured)
     elif options.text is not None:
@@ -235,9 +258,12 @@ def _unmeasured(made: Plan, options: PlanOptions) -> str | None:
     return None
 
 
-def _forms(made: Plan) -> dict[str, tuple[str, str]]:
-    """(dtype, quantization) of each form to be measured: every one, or the weights as they are beside the one that is planned."""
-    every = {form: (form, "none") if form in ITEM_BYTES else (made.dtype, form) for form in made.weight_bytes}
+def _forms(made: Plan, dtype: str) -> dict[str, tuple[str, str]]:
+    """(engine.dtype, quantization) of each form to be measured: every one, or the weights as they are beside the one that is planned.
+    `dtype` is the option of the plan.
+    """
+    every = {form: (form, "none") if form in ITEM_BYTES else (dtype, form) for form in made.weight_bytes}
+    every |= {made.dtype: (dtype, "none")}
     return every if made.quantization == "all" else {form: every[form] for form in (made.dtype, made.quantization)}
 
 

@@ -154,7 +154,9 @@ class ServerSection(Section):
 class EngineSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="weights and cache; auto: float32 on a CPU, bfloat16 on a GPU"
+        "auto",
+        description="of weights and cache, on a GPU also of arithmetic, which is float32 on a CPU; auto: bfloat16 on a GPU; on a CPU "
+        "weights as the checkpoint stores them and a float32 cache, with the results of float32 bit for bit",
     )
     quantization: Literal["none", "int8", "fp8"] = Field(
         "none", description="weights in 8 bits, a scale for each output channel; int8: activations too; fp8: from compute capability 8.9 on"

@@ -81,7 +81,7 @@ class Generator:
         initialise(decoder, seed=0)
         pages = pages_for(len(PROMPT) + num_tokens, 64)
         options = EngineOptions("cpu", "float32", 0, 64, pages, None, spec.max_positions, 1, spec.max_positions)
-        self.runner = ModelRunner.over(decoder.requires_grad_(False).eval(), torch.float32, find_device("cpu"), options)
+        self.runner = ModelRunner.over(decoder.requires_grad_(False).eval(), find_device("cpu"), options)
         self.pages = [array("q", range(pages))]
 
     def generate(self, num_tokens: int, cached: bool, say: Say = silent) -> list[int]:

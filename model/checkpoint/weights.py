@@ -4,6 +4,7 @@ It knows files and names, and of families only the table of names. While loading
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
@@ -151,24 +152,21 @@ def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part,
     """Reads the values of one parameter, quantized if its module is. Memory holds them and one block more."""
     module_name, _, leaf = name.rpartition(".")
     module = decoder.get_submodule(module_name)
+    stored = reduce(torch.promote_types, (DTYPES[checkpoint.entry(part.name).dtype] for part in parts))
     if isinstance(module, RowMatrix) and leaf == "weight":
-        module.allocate(device)
-        take = module.set_rows
+        module.allocate(device, stored)
+        take, dtype = module.set_rows, stored if module.scale is not None else module.weight.dtype
     else:
         value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-        if len(parts) == 1 and DTYPES[checkpoint.entry(parts[0].name).dtype] is dtype and value.is_cpu and not parts[0].transposed:
-            checkpoint.fill(parts[0].name, value, 0)
-            return
 
         def take(first: int, rows: Tensor) -> None:
             value[first : first + len(rows)] = rows
-            narrower = torch.finfo(dtype).max < torch.finfo(rows.dtype).max
-            if narrower and not value[first : first + len(rows)].isfinite().all():
-                raise CheckpointError(f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take another engine.dtype")
 
     first = 0
     for block in chain.from_iterable(map(checkpoint.blocks, parts)):
+        if dtype is not stored and not block.to(dtype).isfinite().all():
+            raise CheckpointError(f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take another engine.dtype")
         take(first, block)
         first += len(block)
 

@@ -7,7 +7,7 @@ Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are w
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,6 +51,16 @@ class Stream(Protocol):
         """
 
 
+class Dtypes(NamedTuple):
+    """What a value of engine.dtype stands for on a device."""
+
+    compute: torch.dtype
+    """Of activations, and of weights that are no matrices: norms and biases."""
+    matrices: torch.dtype | None
+    """Of linear layers and embedding tables; None leaves each as the checkpoint stores it, where kernels take that."""
+    cache: torch.dtype
+
+
 class Device:
     """One kind of hardware. What a subclass does not override is done by torch, and done when the call returns."""
 
@@ -70,11 +80,16 @@ class Device:
     invariant_backend_needs: str
     """What has to hold for that backend to be chosen, for error messages."""
 
+    def dtypes(self, option: str) -> Dtypes:
+        """What engine.dtype means here: one dtype for everything. Raises OptionError for one that cannot be had."""
+        dtype = self.default_dtype if option == "auto" else getattr(torch, option)
+        return Dtypes(dtype, dtype, dtype)
+
     def backend_for(self, pool: KVPool, num_heads: int) -> str:
         """Name of the fastest attention backend for a pool of this dtype and these sizes. The pool may be on torch's meta device."""
         raise NotImplementedError
 
-    def products(self, dtype: torch.dtype, quantization: str, deterministic: bool) -> Products:
+    def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
         """What computes a decoder's matrix products."""
         raise NotImplementedError
 

@@ -19,8 +19,8 @@ class RowMatrix(nn.Module):
     All are parameters, so that they are counted, moved and named like any other.
     """
 
-    num_filling_bytes = 0
-    """Bytes that only round its size up."""
+    num_filling = 0
+    """Elements of the weight that only round its size up."""
 
     def __init__(self, weight: Tensor, num_rows: int, quantized: bool) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class RowMatrix(nn.Module):
         if weight.dtype is torch.int8:
             self.row_sums = _parameter(torch.empty(num_rows, dtype=torch.int32, device="meta"))
 
-    def allocate(self, device: torch.device) -> None:
-        """Allocates memory for the values that `set_rows` brings."""
+    def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
+        """Allocates memory for the values that `set_rows` brings, which are `stored` in that dtype."""
         for name in ("weight", "scale", "row_sums"):
             if (parameter := getattr(self, name)) is not None:
                 setattr(self, name, _parameter(self._memory(parameter, device)))

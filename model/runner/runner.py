@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cache.layout import CacheLayout, pages_for
-from cache.pool import FLOAT8, KVPool, bytes_per_page
+from cache.pool import FLOAT8, KVPool
 from model.batch import Batch, build_batch
 from model.checkpoint.weights import Report, load_decoder
 from model.decoder import Decoder
@@ -34,6 +34,7 @@ from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
 from model.step import PENDING, Row, Sample, Sampling, StepPlan, StepResult
 
+META = torch.device("meta")
 SCORED_AT_ONCE = 128
 GREEDY, SORTING = Sampling(temperature=0.0), Sampling(top_p=0.9, typical_p=0.9)
 """The ways of drawing that take the least memory and the most."""
@@ -73,11 +74,11 @@ class ModelRunner:
         """Reads the weights and allocates the pool. Raises CheckpointError, OptionError, and MemoryError as `over`."""
         device = find_device(options.device)
         device.use_threads(options.threads)
-        dtype: torch.dtype = device.default_dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-        _check_options(spec, options, dtype, device)
-        decoder = load_decoder(folder, spec, dtype, device.torch_device, _products(options, dtype, device), report)
+        dtype = device.dtypes(options.dtype).compute
+        _check_options(spec, options, device)
+        decoder = load_decoder(folder, spec, dtype, device.torch_device, _products(options, device), report)
         report("measuring memory", 0, 0)
-        runner = cls.over(decoder, dtype, device, options)
+        runner = cls.over(decoder, device, options)
         if device.warms_up:
             report("compiling kernels", 0, 0)
             longest = runner.pool.layout.most_tokens(runner.pool.num_pages, options.step_tokens, options.max_context)
@@ -86,16 +87,15 @@ class ModelRunner:
         return runner
 
     @classmethod
-    def over(cls, decoder: Decoder, dtype: torch.dtype, device: Device, options: EngineOptions) -> "ModelRunner":
-        """A runner of a loaded decoder, with a cache in `dtype` or float8. Raises MemoryError if the memory for the cache is not there, or
-        if its pages cannot hold one token of a sequence.
+    def over(cls, decoder: Decoder, device: Device, options: EngineOptions) -> "ModelRunner":
+        """A runner of a loaded decoder and a cache. Raises MemoryError if the memory for the cache is not there, or if its pages cannot
+        hold one token of a sequence.
         """
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-        stored_as = _stored_as(options, dtype)
-        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, stored_as.itemsize)
+        page_bytes = _pool(spec, layout, 1, options, device, META).num_bytes
         # Steps are measured before free memory is: the first ones load libraries, whose memory stays taken.
-        steps = 0 if options.pages else _step_bytes(decoder, dtype, device, options, layout)
+        steps = 0 if options.pages else _step_bytes(decoder, device, options, layout)
         free = device.memory()[0] - steps
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
@@ -106,7 +106,7 @@ class ModelRunner:
         if device.overcommits and wanted > free:
             raise MemoryError(f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower cache.pages or cache.memory")
         try:
-            pool = _pool(spec, layout, num_pages, dtype, device.torch_device, options)
+            pool = _pool(spec, layout, num_pages, options, device)
             backend = _backend(spec, pool, device)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError):
@@ -121,8 +121,14 @@ class ModelRunner:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
-        filling = sum(module.num_filling_bytes for module in self.decoder.modules() if isinstance(module, RowMatrix))
+        filling = sum(m.num_filling * m.weight.itemsize for m in self.decoder.modules() if isinstance(m, RowMatrix))
         return sum(parameter.nbytes for parameter in self.decoder.parameters()) - filling
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most weights or, where these are quantized, of what is not."""
+        most = max(self.decoder.parameters(), key=torch.Tensor.numel).dtype
+        return most if most.itemsize > 1 else self.pool.compute_dtype
 
     @property
     def kernels(self) -> str:
@@ -251,14 +257,12 @@ class ModelRunner:
             pending.scores.append((rows, Scores(self.device, logits_SV, targets, num_tops)))
 
 
-def _stored_as(options: EngineOptions, dtype: torch.dtype) -> torch.dtype:
-    """The type of keys and values in the cache of a model that computes in `dtype`."""
-    return FLOAT8 if options.cache_dtype == "fp8" else dtype
-
-
-def _pool(spec: ModelSpec, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device, options: EngineOptions) -> KVPool:
-    sizes = num_pages, spec.key_dim, spec.value_dim
-    return KVPool.allocate(layout, *sizes, dtype, device, value_in_key=spec.value_in_key, stored_as=_stored_as(options, dtype))
+def _pool(
+    spec: ModelSpec, layout: CacheLayout, num_pages: int, options: EngineOptions, device: Device, place: torch.device | None = None
+) -> KVPool:
+    sizes, dtypes = (num_pages, spec.key_dim, spec.value_dim), device.dtypes(options.dtype)
+    stored_as, place = FLOAT8 if options.cache_dtype == "fp8" else dtypes.cache, place or device.torch_device
+    return KVPool.allocate(layout, *sizes, dtypes.compute, place, value_in_key=spec.value_in_key, stored_as=stored_as)
 
 
 def _backend(spec: ModelSpec, pool: KVPool, device: Device) -> Backend:
@@ -266,11 +270,11 @@ def _backend(spec: ModelSpec, pool: KVPool, device: Device) -> Backend:
     return create_backend(device.backend_for(pool, heads), pool, spec.attention_scale, heads)
 
 
-def _step_bytes(decoder: Decoder, dtype: torch.dtype, device: Device, options: EngineOptions, layout: CacheLayout) -> int:
+def _step_bytes(decoder: Decoder, device: Device, options: EngineOptions, layout: CacheLayout) -> int:
     """Bytes that steps take besides weights and cache, measured over the smallest cache: the largest step, and the largest captured one."""
 
     def prepare() -> Any:
-        pool = _pool(decoder.spec, layout, layout.pages_per_block, dtype, device.torch_device, options)
+        pool = _pool(decoder.spec, layout, layout.pages_per_block, options, device)
         return partial(_try, ModelRunner(decoder, pool, _backend(decoder.spec, pool, device), device))
 
     limits = options.max_running, options.max_context
@@ -302,7 +306,7 @@ def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
     return [array("q", bytes(8 * pages_for(num_tokens, layout.page_size) * group.num_stacks)) for group in layout.groups]
 
 
-def _check_options(spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, device: Device) -> None:
+def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> None:
     """Raises OptionError where the hardware lacks float8, or attention would not be batch-invariant although engine.deterministic is
     true.
     """
@@ -312,19 +316,19 @@ def _check_options(spec: ModelSpec, options: EngineOptions, dtype: torch.dtype, 
     if not options.deterministic:
         return
     layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-    pool = _pool(spec, layout, layout.pages_per_block, dtype, torch.device("meta"), options)
+    pool = _pool(spec, layout, 1, options, device, META)
     found = device.backend_for(pool, spec.num_query_heads)
     if found != device.invariant_backend:
         raise OptionError(
-            f"engine.deterministic is true, but attention by {found!r} on {device.name}, in {str(dtype).removeprefix('torch.')} with "
-            f"pages of {options.page_size} and keys of {spec.key_dim} columns in "
-            f"{str(pool.keys_LPSd.dtype).removeprefix('torch.')}, is not batch-invariant; expected {device.invariant_backend_needs}"
+            f"engine.deterministic is true, but attention by {found!r} on {device.name}, with pages of {options.page_size} and keys of "
+            f"{spec.key_dim} columns in {str(pool.keys_LPSd.dtype).removeprefix('torch.')}, is not batch-invariant; expected "
+            f"{device.invariant_backend_needs}"
         )
 
 
-def _products(options: EngineOptions, dtype: torch.dtype, device: Device) -> Products:
+def _products(options: EngineOptions, device: Device) -> Products:
     """What computes products. Raises OptionError where these would not be batch-invariant although engine.deterministic is true."""
-    products = device.products(dtype, options.quantization, options.deterministic)
+    products = device.products(device.dtypes(options.dtype), options.quantization, options.deterministic)
     if options.deterministic and not products.batch_invariant:
         raise OptionError(
             f"engine.deterministic is true, but products of {options.quantization} weights are torch's on {device.name}, and not "

@@ -60,10 +60,10 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     if limits.capacity < max_context:
         short = "the KV cache holds %d tokens of one sequence, fewer than the context of %d: longer requests are refused; see cache.memory"
         log.warning(short, limits.capacity, max_context)
-    dtype, kv_dtype = runner.pool.compute_dtype, runner.pool.keys_LPSd.dtype
+    kv_dtype = runner.pool.keys_LPSd.dtype
     ready = protocol.Ready(
         model_type=spec.model_type,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(runner.dtype).removeprefix("torch."),
         device=runner.device.name,
         vocab_size=spec.vocab_size,
         max_context=max_context,

@@ -87,7 +87,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def test_the_command_prints_exact_bytes_and_works_from_config_json_alone(run: Run) -> None:
     folder = str(MODELS / "granite-20b-code")
-    command = [sys.executable, "-m", "commands.cli", "plan", folder, "--memory", "80GiB"]
+    command = [sys.executable, "-m", "commands.cli", "plan", folder, "--memory", "80GiB", "--device", "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     for figure in ("26,624", "1,277,952", "53,248", "2,555,904", "40,133,986,304"):
@@ -184,7 +184,7 @@ def test_a_checkpoint_with_several_heads_is_compared_with_what_convert_makes_of_
 def test_as_it_is_in_8_bits_to_the_byte(tmp_path: Path) -> None:
     """Against a decoder with as many heads, in the forms that the server would hold."""
     config = BIGCODE | {"multi_query": False, "vocab_size": 300, "n_positions": 64, "n_embd": 64, "n_head": 4, "n_layer": 3}
-    plan = make_plan(PlanOptions(model=config_folder(tmp_path, config), memory=10**9, dtype="bfloat16"))
+    plan = make_plan(PlanOptions(model=config_folder(tmp_path, config), memory=10**9, dtype="bfloat16", device="cuda"))
     decoder = meta_decoder(plan.spec)
     with torch.device("meta"):
         several = MultiHeadDecoder(plan.spec)

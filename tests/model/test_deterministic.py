@@ -9,7 +9,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-import torch
 
 from model.checkpoint.families import read_spec
 from model.devices.cpu import native
@@ -34,28 +33,26 @@ def load_runner(folder: Path, dtype: str, quantization: str, page_size: int, det
 
 @needs_kernels
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_cpu_with_kernels_gives_it_anyway(quantization: str, tiny_folder: Path) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_a_cpu_with_kernels_gives_it_anyway(dtype: str, quantization: str, tiny_folder: Path) -> None:
     for asked in (False, True):
-        runner = load_runner(tiny_folder, "float32", quantization, 16, asked)
+        runner = load_runner(tiny_folder, dtype, quantization, 16, asked)
         assert runner.deterministic and runner.kernels.startswith("native-")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "quantization", "page_size"), [("bfloat16", "none", 16), ("bfloat16", "int8", 16), ("float32", "none", 8)]
-)
-def test_a_cpu_refuses_it_where_torch_computes(dtype: str, quantization: str, page_size: int, tiny_folder: Path, tmp_path: Path) -> None:
-    assert not load_runner(tiny_folder, dtype, quantization, page_size, False).deterministic
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_kernels)])
+def test_a_cpu_refuses_it_where_torch_attends(dtype: str, tiny_folder: Path, tmp_path: Path) -> None:
+    assert not load_runner(tiny_folder, dtype, "none", 8, False).deterministic
     shutil.copy(tiny_folder / "config.json", tmp_path)  # And no weights: they are not looked for.
-    with pytest.raises(
-        OptionError, match=f"engine.deterministic is true.*{dtype} with pages of {page_size}.*expected engine.dtype float32"
-    ):
-        load_runner(tmp_path, dtype, quantization, page_size, True)
+    expected = f"engine.deterministic is true.*pages of 8 and keys of 16 columns in {dtype}.*expected cache.dtype auto, cache.page_size"
+    with pytest.raises(OptionError, match=expected):
+        load_runner(tmp_path, dtype, "none", 8, True)
 
 
 @pytest.mark.parametrize(
     ("quantization", "cache_dtype", "expected"),
     [
-        ("none", "fp8", "keys of .* columns in float8_e4m3fn.*expected engine.dtype float32, cache.dtype auto"),
+        ("none", "fp8", "keys of .* columns in float8_e4m3fn.*expected cache.dtype auto"),
         ("fp8", "auto", "fp8 weights.*expected engine.quantization none or int8"),
     ],
 )
@@ -80,15 +77,14 @@ def test_a_gpu_refuses_it_without_triton_and_where_attention_is_the_references(t
 
     monkeypatch.setattr("model.devices.gpu.device.find_spec", found("triton"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    whole = made_options("auto", "none", 64, True)
-    for options in (whole, made_options("auto", "fp8", 64, True, "fp8")):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            _check_options(spec, options, dtype, GpuDevice())
+    for dtype in ("auto", "bfloat16", "float16", "float32"):
+        for options in (made_options(dtype, "none", 64, True), made_options(dtype, "fp8", 64, True, "fp8")):
+            _check_options(spec, options, GpuDevice())
     with pytest.raises(OptionError, match=r"pages of 48.*a power of two from 16"):
-        _check_options(spec, made_options("auto", "none", 48, True), torch.bfloat16, GpuDevice())
+        _check_options(spec, made_options("auto", "none", 48, True), GpuDevice())
     monkeypatch.setattr("model.devices.gpu.device.find_spec", found("no triton"))
     with pytest.raises(OptionError, match="expected triton"):
-        _check_options(spec, whole, torch.bfloat16, GpuDevice())
+        _check_options(spec, made_options("auto", "none", 64, True), GpuDevice())
 
 
 def test_the_option_is_off_unless_it_is_asked_for() -> None:

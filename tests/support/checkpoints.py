@@ -1,11 +1,13 @@
 """Tiny random checkpoints written by `transformers`, which is also the oracle for what is read from them."""
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
@@ -75,6 +77,15 @@ def make_checkpoint(shape: Shape, folder: Path) -> TinyCheckpoint:
     model.save_pretrained(folder)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     return TinyCheckpoint(folder, shape)
+
+
+def store_as(folder: Path, dtype: torch.dtype) -> Path:
+    """Rounds the weights of a folder to `dtype`, in which they are then stored. -> the folder"""
+    tensors = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    return folder
 
 
 def make_tokenizer(marks: tuple[str, ...] = (), vocab_size: int = 257) -> Tokenizer:

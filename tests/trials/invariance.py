@@ -1,12 +1,13 @@
 """The same request gives the same bits: token ids and log-probabilities, alone, in every condition of support/conditions.py, and served.
 
-    python -m tests.trials.invariance --output DIR [--model FOLDER] [--requests 200] [--quantizations none,int8]
+    python -m tests.trials.invariance --output DIR [--model FOLDER] [--requests 200] [--dtype auto] [--quantizations none,int8]
         [--passes batch7,prefix,...]
 
 Without a model it is a tiny random checkpoint. For each quantization the model is loaded once, the requests are computed alone on one
 thread, and then again in every pass. The pass `kill` is a real server: all requests are streamed over HTTP at once, undisturbed and with
 the engine killed in the middle; every number on the wire is compared between the two, and with the reference as far as the wire has it.
-Writes invariance.json into DIR. Exit status 1 where a bit differs or where what a pass is about did not take place.
+The pass `float32`, of checkpoints that are stored in 16 bits, is each request alone in an engine that widens the weights when it reads
+them. Writes invariance.json into DIR. Exit status 1 where a bit differs or where what a pass is about did not take place.
 """
 
 import argparse
@@ -31,6 +32,8 @@ from tests.support.report import Check, Found, conclude, progress, show
 from tests.support.wire import http_request
 
 QUANTIZATIONS = "none", "int8"
+WIDENED, KILL = "float32", "kill"
+"""The passes that are not of support/conditions.py."""
 PATIENCE = 900.0
 """Seconds for an answer: all requests are sent at once, and a large model computes their prompts again after every kill."""
 KILL_AT = 0.15, 0.45, 0.75
@@ -142,9 +145,9 @@ async def killed(folder: Path, options: list[str], cases: list[Case], reference:
 # --- in this process
 
 
-def settings_of(options: argparse.Namespace, quantization: str) -> OfflineSettings:
-    """The engine of one quantization: in float32, on one thread, its cache of the least pages that the passes ask for."""
-    engine = {"quantization": quantization, "threads": 1, "dtype": "float32", "device": "cpu"}
+def settings_of(options: argparse.Namespace, quantization: str, dtype: str) -> OfflineSettings:
+    """The engine of one quantization on one thread, its cache of the least pages that the passes ask for."""
+    engine = {"quantization": quantization, "threads": 1, "dtype": dtype, "device": "cpu"}
     engine |= {"max_context": options.context}
     cache = {"page_size": PAGE_SIZE, "pages": POOL_CONTEXTS * (options.context // PAGE_SIZE + 1)}
     return OfflineSettings.model_validate({"model": options.model, "concurrency": [1], "engine": engine, "cache": cache})
@@ -168,29 +171,40 @@ def run_pass(name: str, engine: Engine, cases: list[Case], bar: Progress, label:
 
 def measure(options: argparse.Namespace, quantization: str) -> tuple[Found, list[Found]]:
     """Every pass of one quantization: what was measured, and figures of every condition."""
-    settings = settings_of(options, quantization)
+    settings = settings_of(options, quantization, options.dtype)
     core, ready = load_engine(settings)
     engine = Engine(core.runner, ready.max_context)  # type: ignore[arg-type]
     cases = make_cases(options.requests, ready.vocab_size, ready.capacity, options.seed)
     found: list[Found] = []
-    wanted = [name for name in options.passes if name != "kill"]
+    wanted = [name for name in options.passes if name not in (WIDENED, KILL)]
     with torch_threads(1), progress() as bar:
         (reference,), seconds = run_pass("alone", engine, cases, bar, quantization)
-        estimate = seconds * (len(wanted) + 2 * ("prefix" in wanted) + ("kill" in options.passes))
+        estimate = seconds * (len(wanted) + 2 * ("prefix" in wanted) + (KILL in options.passes))
         bar.console.print(f"{quantization}: alone took {seconds:.0f} s; {len(wanted)} passes more are about {estimate:.0f} s")
         for name in wanted:
             outcomes, seconds = run_pass(name, engine, cases, bar, quantization)
             found += [compare(reference.traces, outcome, cases) | {"seconds": seconds} for outcome in outcomes]
+        if WIDENED in options.passes:
+            found.append(compare(reference.traces, widened(options, quantization, ready.weight_bytes, cases, bar), cases))
     del core, engine
-    if "kill" in options.passes:
+    if KILL in options.passes:
         found += asyncio.run(killed(options.model, as_options(settings), cases, reference.traces))
     return info_of(settings, ready), [{"quantization": quantization} | each for each in found]
+
+
+def widened(options: argparse.Namespace, quantization: str, stored_bytes: int, cases: list[Case], bar: Progress) -> Outcome:
+    """Each request alone, in an engine with the weights in float32."""
+    core, ready = load_engine(settings_of(options, quantization, "float32"))
+    (outcome,), _ = run_pass("alone", Engine(core.runner, ready.max_context), cases, bar, WIDENED)  # type: ignore[arg-type]
+    outcome.name, outcome.occurred = WIDENED, ready.weight_bytes > stored_bytes
+    outcome.evidence = f"weights of {ready.weight_bytes:,} bytes, as stored {stored_bytes:,}"
+    return outcome
 
 
 def checks_of(found: list[Found]) -> list[Check]:
     checks = []
     for each in found:
-        name = f"{each['condition']}, {'float32' if each['quantization'] == 'none' else each['quantization']}"
+        name = f"{each['condition']}, {'not quantized' if each['quantization'] == 'none' else each['quantization']}"
         checks.append(Check(f"{name}: the same bits", not each["differ"], each["first_difference"] or f"{each['requests']} requests"))
         if not each["occurred"]:
             checks.append(Check(f"{name}: takes place", False, each["evidence"] or "it did not"))
@@ -204,11 +218,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, help="most tokens of a sequence (default: the model's)")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument("--dtype", default="auto", help="engine.dtype (default: %(default)s)")
     parser.add_argument("--quantizations", default=",".join(QUANTIZATIONS))
-    parser.add_argument("--passes", default=",".join((*passes(), "kill")), help="default: %(default)s")
+    parser.add_argument("--passes", default=",".join((*passes(), KILL)), help=f"there is also {WIDENED}; default: %(default)s")
     options = parser.parse_args()
     options.quantizations, options.passes = options.quantizations.split(","), options.passes.split(",")
-    for name, known in (("quantizations", QUANTIZATIONS), ("passes", (*passes(), "kill"))):
+    for name, known in (("quantizations", QUANTIZATIONS), ("passes", (*passes(), WIDENED, KILL))):
         unknown = set(getattr(options, name)) - set(known)
         if unknown:
             parser.error(f"--{name}: no {min(unknown)!r}; there are: {', '.join(known)}")

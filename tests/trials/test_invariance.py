@@ -26,10 +26,10 @@ FAMILIES = [("gpt_bigcode", 2), ("falcon", 1), ("gemma", 0), ("gemma3_text", 1),
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels were compiled: torch's products are not invariant")
 
 
-def engine_of(folder: Path, quantization: str = "none") -> tuple[Engine, int]:
+def engine_of(folder: Path, quantization: str = "none", dtype: str = "auto") -> tuple[Engine, int]:
     """An engine over the checkpoint, and its vocabulary's size."""
     spec = read_spec(folder)
-    options = EngineOptions("cpu", "float32", 1, PAGE, 600, None, CONTEXT, 64, 512, quantization)
+    options = EngineOptions("cpu", dtype, 1, PAGE, 600, None, CONTEXT, 64, 512, quantization)
     return Engine(ModelRunner.load(folder, spec, options), CONTEXT), spec.vocab_size
 
 
@@ -72,6 +72,13 @@ def test_cases_are_of_every_kind() -> None:
 
 
 @needs_kernels
+def test_the_same_bits_with_weights_and_cache_of_16_bits(family_checkpoint: Callable[[str, int], FamilyCheckpoint]) -> None:
+    with torch_threads(1):
+        engine, vocab_size = engine_of(family_checkpoint("gemma3_text", 1).folder, dtype="bfloat16")
+        assert problems(engine, make_cases(COUNT, vocab_size, CONTEXT, seed=0), ("batch32", "prefix", "preemption")) == []
+
+
+@needs_kernels
 def test_a_difference_is_found(tiny_folder: Path) -> None:
     engine, vocab_size = engine_of(tiny_folder)
     cases = make_cases(3, vocab_size, CONTEXT, seed=0)
@@ -99,7 +106,7 @@ def expected(tiny_checkpoint: TinyCheckpoint) -> list[int]:
     return [item[1] for item in finish(engine.core(1), 0, Case(PROMPT, 40, Sampling(temperature=0.0)))]
 
 
-@pytest.mark.parametrize(("flags", "name"), [("avx2,fma", "native-avx2"), ("sse2", "native-portable"), ("none", "torch")])
+@pytest.mark.parametrize(("flags", "name"), [("avx2,fma,f16c", "native-avx2"), ("sse2", "native-portable"), ("none", "torch")])
 def test_an_engine_of_a_processor_with_fewer_features(flags: str, name: str, tiny_folder: Path, expected: list[int]) -> None:
     if native.library(name.removeprefix("native-") if "-" in name else "avx512") is None:
         pytest.skip("no kernels were compiled, or none that this processor runs")

@@ -133,17 +133,17 @@ def check_deterministic(
     monkeypatch.setattr("model.devices.gpu.device.integer_product", HOST.integer_product)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
     device = GpuDevice("cpu")
-    products = device.products(dtype, quantization, True), Products(quantization)
+    products = device.products(device.dtypes("auto"), quantization, True), Products(quantization)
     decoder, usual = (load_decoder(checkpoint.folder, spec, dtype, CPU, each) for each in products)
     assert sum(p.nbytes for p in decoder.parameters()) == sum(p.nbytes for p in usual.parameters())
     left = [name for name, module in decoder.named_modules() if isinstance(module, nn.Linear | nn.LayerNorm | RMSNorm)]
     assert left == []
     # The interpreter's time is in the number of blocks.
     monkeypatch.setattr(launches, "choose", lambda columns, itemsize: Tile(32, 128, 128, 4, 1))
-    options = EngineOptions("cpu", "", 1, 32, 60, None, 512, 8, 64, quantization)
-    runner = ModelRunner.over(decoder, dtype, device, options)
+    options = EngineOptions("cpu", str(dtype).removeprefix("torch."), 1, 32, 60, None, 512, 8, 64, quantization)
+    runner = ModelRunner.over(decoder, device, options)
     assert runner.kernels == "triton" and runner.deterministic
-    unlike = ModelRunner.over(usual, dtype, device, options)
+    unlike = ModelRunner.over(usual, device, options)
     assert unlike.kernels == "triton+torch" and not unlike.deterministic
     scored = [score_prompt(each) for each in (runner, unlike)]
     assert max(abs(a - b) for a, b in zip(*scored, strict=True)) < (1e-4 if dtype is torch.float32 and quantization == "none" else 0.3)

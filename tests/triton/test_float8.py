@@ -14,6 +14,7 @@ from tests.triton.test_kernels import NEAR
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
+GPU = GpuDevice("cpu")
 FAMILIES = [
     ("starcoderbase-1b", 16, 128, None),
     ("falcon-7b", 71, 64, None),
@@ -110,7 +111,7 @@ def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtyp
         linear.bias = given  # type: ignore[assignment]
         linear.arithmetic = HOST
         expected_TO = linear(x_TI)
-        linear.arithmetic = GpuDevice("cpu").products(dtype, "fp8", False).arithmetic
+        linear.arithmetic = GPU.products(GPU.dtypes("auto"), "fp8", False).arithmetic
         y_TO = linear(x_TI)
         assert y_TO.dtype is dtype and y_TO.shape == (num_rows, outputs)
         assert ((y_TO.float() - expected_TO.float()).abs() <= NEAR[dtype] * (expected_TO.float().abs() + 0.1)).all()
@@ -119,7 +120,7 @@ def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtyp
 @torch.inference_mode()
 def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company() -> None:
     x_TI, linear = made_linear(90, 200, 40, torch.float32)
-    linear.arithmetic = GpuDevice("cpu").products(torch.float32, "fp8", False).arithmetic
+    linear.arithmetic = GPU.products(GPU.dtypes("auto"), "fp8", False).arithmetic
     together = linear(x_TI)
     for rows in (slice(0, 1), slice(63, 65), slice(70, 90), slice(89, 90)):
         assert torch.equal(linear(x_TI[rows]), together[rows])

@@ -1,6 +1,7 @@
-"""Attention on a CPU by the native kernel (native/attention.cpp): float32 pages are read in place, once for all query heads.
+"""Attention on a CPU by the native kernel (native/attention.cpp): pages are read in place, once for all query heads.
 
-Keys are stored transposed within their page: [d, S]. Invariant: a token's output depends on its own sequence alone, bit for bit.
+Keys are stored transposed within their page: [d, S]. Pages may be in bfloat16 or float16; all arithmetic is in float32. Invariant: a
+token's output depends on its own sequence alone, bit for bit.
 
 Shape letters: T tokens of the step, H query heads, d columns of a key, v of a value, S slots of a page, N rows of the step.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 from cache.layout import LayerGroup
 from cache.pool import KVPool
 from model.batch import Batch
-from model.devices.cpu.native import library, name_of
+from model.devices.cpu.native import NUMBER_TYPES, library, name_of
 from model.layers import Rotation
 
 MULTIPLE = 16
@@ -28,7 +29,7 @@ class Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "new_keys", "new_values", "outputs", "keys", "values", "spans")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride", "num_tokens", "num_spans")),
-        *((name, ctypes.c_int64) for name in ("stack", "num_heads", "key_dim", "value_dim", "page_size")),
+        *((name, ctypes.c_int64) for name in ("stack", "num_heads", "key_dim", "value_dim", "page_size", "number_type")),
         ("scale", ctypes.c_float),
     )
 
@@ -45,7 +46,7 @@ class GroupPlan:
 def supports(pool: KVPool) -> bool:
     """Whether there is a kernel for this processor and these pages."""
     sizes = pool.page_size, pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-    return pool.keys_LPSd.dtype == torch.float32 and all(size % MULTIPLE == 0 for size in sizes) and library() is not None
+    return pool.keys_LPSd.dtype in NUMBER_TYPES and all(size % MULTIPLE == 0 for size in sizes) and library() is not None
 
 
 class NativeBackend:
@@ -62,8 +63,8 @@ class NativeBackend:
         self._steps = []
         for layer, place in enumerate(pool.layout.places):
             keys, values = (x.data_ptr() for x in pool.layer(layer))
-            sizes = {"key_dim": key_dim, "value_dim": value_dim, "page_size": pool.page_size}
-            step = Step(keys=keys, values=None if pool.value_in_key else values, stack=place.stack, **sizes, scale=scale)
+            step = Step(keys=keys, values=None if pool.value_in_key else values, stack=place.stack, key_dim=key_dim, scale=scale)
+            step.value_dim, step.page_size, step.number_type = value_dim, pool.page_size, NUMBER_TYPES[pool.keys_LPSd.dtype]
             self._steps.append((step, ctypes.addressof(step), place.group))
 
     @property
@@ -79,6 +80,9 @@ class NativeBackend:
         if rotation is not None:
             q_THd, k_Td = rotation.both(q_THd, k_Td)
         assert q_THd.dtype is k_Td.dtype is v_Tv.dtype is torch.float32
+        step, address, number = self._steps[layer]
+        if step.number_type:
+            k_Td, v_Tv = (x.to(self.pool.keys_LPSd.dtype) for x in (k_Td, v_Tv))
         num_tokens, num_heads, key_dim = q_THd.shape
         query_stride, *within = q_THd.stride()
         if within != [key_dim, 1]:
@@ -86,7 +90,6 @@ class NativeBackend:
         if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
             k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
         o_THv = q_THd.new_empty(num_tokens, num_heads, self._value_dim)
-        step, address, number = self._steps[layer]
         group = plan[number]
         step.queries, step.new_keys, step.new_values = q_THd.data_ptr(), k_Td.data_ptr(), v_Tv.data_ptr()
         step.query_stride, step.key_stride, step.value_stride = query_stride, k_Td.stride(0), v_Tv.stride(0)

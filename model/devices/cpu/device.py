@@ -3,8 +3,6 @@
 Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -13,8 +11,9 @@ from model.devices.cpu.attention import supports
 from model.devices.cpu.memory import free_and_total_bytes
 from model.devices.cpu.native import library
 from model.devices.cpu.products import NativeProducts
-from model.devices.device import Device
+from model.devices.device import Device, Dtypes
 from model.devices.products import Products
+from model.spec import OptionError
 
 
 class CpuDevice(Device):
@@ -28,8 +27,8 @@ class CpuDevice(Device):
     overcommits = True
     invariant_backend = "native"
     invariant_backend_needs = (
-        "engine.dtype float32, cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, and "
-        "kernels that were compiled when onehead was installed"
+        "cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, and kernels that were compiled when "
+        "onehead was installed"
     )
 
     def use_threads(self, count: int) -> None:
@@ -39,9 +38,23 @@ class CpuDevice(Device):
     def backend_for(self, pool: KVPool, num_heads: int) -> str:
         return "native" if supports(pool) else "torch"
 
-    def products(self, dtype: torch.dtype, quantization: str, deterministic: bool) -> Products:
-        packs = dtype is torch.float32 and quantization != "fp8" and library() is not None
-        return NativeProducts(quantization) if packs else Products(quantization)
+    def dtypes(self, option: str) -> Dtypes:
+        """Arithmetic is in float32, whatever numbers are held in: narrower ones are widened in registers, which only our kernels do."""
+        _, held, cache = super().dtypes(option)
+        if library() is None:
+            if cache is not torch.float32:
+                raise OptionError(
+                    f"engine.dtype {option} on a CPU needs kernels that were compiled when onehead was installed, and there are none; take "
+                    "auto, which holds weights in float32 then"
+                )
+        elif option == "auto":
+            held = None
+        return Dtypes(torch.float32, held, cache)
+
+    def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
+        if quantization == "fp8" or library() is None:
+            return Products(quantization)
+        return NativeProducts(quantization, dtypes.matrices)
 
     def memory(self) -> tuple[int, int]:
         return free_and_total_bytes()
@@ -53,6 +66,6 @@ class CpuDevice(Device):
         logits_SV = logits_SV.contiguous()
         normaliser_S, largest_S = logits_SV.new_empty(2, len(logits_SV))
         tokens_S = torch.empty(len(logits_SV), dtype=torch.long)
-        addresses = (ctypes.c_void_p(x.data_ptr()) for x in (logits_SV, normaliser_S, largest_S, tokens_S))
-        kernels.summarise_logits(*addresses, *map(ctypes.c_int64, (*logits_SV.shape, torch.get_num_threads())))
+        addresses = (x.data_ptr() for x in (logits_SV, normaliser_S, largest_S, tokens_S))
+        kernels.summarise_logits(*addresses, *logits_SV.shape, torch.get_num_threads())
         return normaliser_S, largest_S, tokens_S

@@ -1,7 +1,8 @@
-"""Products by our CPU kernels (native/product.cpp): matrices packed in the order in which they are read, in float32 or int8.
+"""Products by our CPU kernels (native/product.cpp): matrices packed in the order in which they are read, as floats or in int8.
 
 The modules replace a decoder's linear layers, embedding tables and norms; int8's arithmetic is that of devices/quantization.py. A product
-applies the norm before it and the activation after it. Invariant (batch-invariant): a row of the result depends on that row of x alone.
+applies the norm before it and the activation after it. Invariants: a row of the result depends on that row of x alone (batch-invariant);
+weights in bfloat16 or float16 give the bits that the same numbers in float32 give.
 
 Shape letters: T tokens, S rows whose logits are wanted, I input and O output columns, V rows of a table, D its columns.
 """
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from model.attention import HeadProjections, MultiQueryAttention
 from model.decoder import Block, Decoder
 from model.devices.cpu.huge_pages import HugePages
-from model.devices.cpu.native import library, name_of
+from model.devices.cpu.native import NUMBER_TYPES, library, name_of
 from model.devices.products import Products
 from model.devices.replacement import FusedLinear, NormReplacement, RowMatrix, replace_modules
 from model.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm, Router
@@ -40,7 +41,7 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "y")),
         *((name, ctypes.c_int64) for name in ("x_stride", "rows")),
         *((name, ctypes.c_void_p) for name in ("weights", "bias")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "activation")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "activation", "weight_type")),
         *((name, ctypes.c_void_p) for name in ("scales", "row_sums")),
         ("norm", Norm),
     )
@@ -62,52 +63,54 @@ class PackedNorm(NormReplacement):
     @property
     def struct(self) -> Norm:
         """The norm as the kernels take it."""
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return Norm(self.weight.data_ptr(), bias, 1 if self.centred else 2, self.epsilon, self.offset)
+        return Norm(self.weight.data_ptr(), _address(self.bias), 1 if self.centred else 2, self.epsilon, self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype is torch.float32
         rows_TD = x.reshape(-1, x.shape[-1])
         rows_TD = rows_TD if rows_TD.stride(-1) == 1 else rows_TD.contiguous()
         y_TD = torch.empty_like(rows_TD, memory_format=torch.contiguous_format)
-        sizes = rows_TD.stride(0), *rows_TD.shape
-        norm, threads = self.struct, ctypes.c_int64(torch.get_num_threads())
-        _kernels().normalise_rows(_address(rows_TD), _address(y_TD), *map(ctypes.c_int64, sizes), ctypes.byref(norm), threads)
+        norm, sizes = self.struct, (rows_TD.stride(0), *rows_TD.shape)
+        _kernels().normalise_rows(rows_TD.data_ptr(), y_TD.data_ptr(), *sizes, ctypes.addressof(norm), torch.get_num_threads())
         return y_TD.view(x.shape)
 
 
 class PackedMatrix(RowMatrix):
-    """W [O, I] in panels of rows."""
+    """W [O, I] in panels of rows, held in a dtype (int8: quantized) or, if that is None, in the one in which it is stored."""
 
-    def __init__(self, num_rows: int, num_columns: int, quantized: bool) -> None:
+    def __init__(self, num_rows: int, num_columns: int, held: torch.dtype | None) -> None:
         found = _kernels()
         panel = found.panel()
-        columns = (num_columns + 3) // 4 * 4 if quantized else num_columns
-        dtype = torch.int8 if quantized else torch.float32
-        panels = torch.empty((num_rows + panel - 1) // panel, columns, panel, dtype=dtype, device="meta")
-        super().__init__(panels, num_rows, quantized)
-        self._library = found
+        columns = (num_columns + 3) // 4 * 4 if held is torch.int8 else num_columns
+        panels = torch.empty((num_rows + panel - 1) // panel, columns, panel, dtype=held, device="meta")
+        super().__init__(panels, num_rows, held is torch.int8)
+        self._library, self._held = found, held
         self.shape = num_rows, num_columns
-        self.num_filling_bytes = self.weight.nbytes - num_rows * num_columns * dtype.itemsize
+        self.num_filling = self.weight.numel() - num_rows * num_columns
+
+    def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
+        if self._held is None and stored in NUMBER_TYPES:
+            self.weight = nn.Parameter(self.weight.to(stored), requires_grad=False)
+        super().allocate(device, stored)
 
     def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
         return _memory.zeros(parameter.shape, parameter.dtype)
 
     def _store(self, first: int, rows: Tensor) -> None:
-        rows = rows.contiguous() if self.scale is not None else rows.float().contiguous()
-        pack = self._library.pack_floats if self.scale is None else self._library.pack_bytes
-        pack(_address(self.weight), _address(rows), *map(ctypes.c_int64, (first, len(rows), self.shape[1])))
+        rows = rows.to(self.weight.dtype).contiguous()
+        self._library.pack(self.weight.data_ptr(), rows.data_ptr(), first, len(rows), self.shape[1], rows.itemsize)
 
     def _arguments(self, bias: Tensor | None = None, activation: str = "none", norm: PackedNorm | None = None) -> Product:
         """The kernel's arguments for activation(norm(x) W^T + bias) that do not depend on x."""
         return Product(
             weights=self.weight.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
+            bias=_address(bias),
             inputs=self.shape[1],
             outputs=self.shape[0],
             activation=CODES[activation],
-            scales=None if self.scale is None else self.scale.data_ptr(),
-            row_sums=None if self.row_sums is None else self.row_sums.data_ptr(),
+            weight_type=NUMBER_TYPES[self.weight.dtype],
+            scales=_address(self.scale),
+            row_sums=_address(self.row_sums),
             norm=NO_NORM if norm is None else norm.struct,
         )
 
@@ -129,15 +132,11 @@ class PackedLinear(PackedMatrix, FusedLinear):
     The first product fixes the addresses that it reads: parameters must not move afterwards.
     """
 
-    def __init__(self, linear: nn.Linear, quantized: bool) -> None:
-        super().__init__(linear.out_features, linear.in_features, quantized)
+    def __init__(self, linear: nn.Linear, held: torch.dtype | None) -> None:
+        super().__init__(linear.out_features, linear.in_features, held)
         self.bias = linear.bias
         self.norm: PackedNorm | None = None
         self._fixed: Product | None = None
-
-    def allocate(self, device: torch.device) -> None:
-        super().allocate(device)
-        self._fixed = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fixed is None:
@@ -149,24 +148,24 @@ class PackedLinear(PackedMatrix, FusedLinear):
         """activation(first half) * second half of each row."""
         y_TF = x_TE.new_empty(*x_TE.shape[:-1], x_TE.shape[-1] // 2)
         sizes = y_TF.numel() // max(1, y_TF.shape[-1]), y_TF.shape[-1], CODES[self.activation], torch.get_num_threads()
-        self._library.gate(_address(x_TE), _address(y_TF), *map(ctypes.c_int64, sizes))
+        self._library.gate(x_TE.data_ptr(), y_TF.data_ptr(), *sizes)
         return y_TF
 
 
 class PackedEmbedding(PackedMatrix):
     """Replaces an nn.Embedding, as a table and, if it is the token embedding of a tied model, as the head."""
 
-    def __init__(self, embedding: nn.Embedding, quantized: bool) -> None:
-        super().__init__(embedding.num_embeddings, embedding.embedding_dim, quantized)
+    def __init__(self, embedding: nn.Embedding, held: torch.dtype | None) -> None:
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, held)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """Rows by number, as float32. Raises IndexError for a number out of range."""
         if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.shape[0]:
             raise IndexError(f"rows {ids_T.min()} to {ids_T.max()} of {self.shape[0]}")
         found = torch.empty(len(ids_T), self.shape[1], dtype=self.weight.dtype)
-        take = self._library.take_floats if self.scale is None else self._library.take_bytes
-        take(_address(self.weight), _address(ids_T), *map(ctypes.c_int64, (len(ids_T), self.shape[1])), _address(found))
-        return found if self.scale is None else found.float() * self.scale[ids_T, None]
+        addresses = self.weight.data_ptr(), ids_T.data_ptr(), found.data_ptr()
+        self._library.take(*addresses, *found.shape, found.itemsize)
+        return found.float() if self.scale is None else found.float() * self.scale[ids_T, None]
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """x_SD -> logits_SV"""
@@ -194,29 +193,31 @@ class PackedHeads(HeadProjections):
 def _packed(matrix: Tensor) -> PackedLinear:
     rows, columns = matrix.shape
     with torch.device("meta"):
-        linear = PackedLinear(Linear(columns, rows, bias=False), quantized=False)
+        linear = PackedLinear(Linear(columns, rows, bias=False), torch.float32)
     linear.allocate(matrix.device)
     linear.set_rows(0, matrix)
     return linear
 
 
 class NativeProducts(Products):
-    """Products of our CPU kernels, in float32 or int8. Routers stay in float: they decide, and are small."""
+    """Products of our CPU kernels, of matrices in int8 or, if not quantized, in `held` (None: as the checkpoint stores them). Routers stay
+    in float32, because they decide, and so do the matrices of PackedHeads.
+    """
 
     batch_invariant = True
 
-    def __init__(self, quantization: str) -> None:
+    def __init__(self, quantization: str, held: torch.dtype | None = None) -> None:
         super().__init__(quantization, name_of(_kernels()))
+        self._held = torch.int8 if quantization == "int8" else held
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
         replace_modules(decoder, self._replacement)
 
     def _replacement(self, module: nn.Module) -> nn.Module | None:
-        quantized = self.quantization == "int8"
         if isinstance(module, Linear):
-            return PackedLinear(module, quantized and not isinstance(module, Router))
+            return PackedLinear(module, torch.float32 if isinstance(module, Router) else self._held)
         if type(module) is Embedding:
-            return PackedEmbedding(module, quantized)
+            return PackedEmbedding(module, self._held)
         if type(module) is HeadProjections:
             with torch.device("meta"):
                 return PackedHeads(module.num_heads, module.latent)
@@ -245,5 +246,5 @@ def _fuse_norms(block: Block) -> None:
             setattr(block, name, nn.Identity())
 
 
-def _address(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

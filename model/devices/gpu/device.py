@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache.pool import KVPool
 from model.batch import Numbers
-from model.devices.device import Device, Event, GumbelMax, Key, Stream
+from model.devices.device import Device, Dtypes, Event, GumbelMax, Key, Stream
 from model.devices.gpu import attention, upload
 from model.devices.products import Products
 from model.devices.quantization import Arithmetic, column_product, float8_product
@@ -89,7 +89,7 @@ class GpuDevice(Device):
     def backend_for(self, pool: KVPool, num_heads: int) -> str:
         return "triton" if self._has_kernels and attention.supports(pool, num_heads) else "reference"
 
-    def products(self, dtype: torch.dtype, quantization: str, deterministic: bool) -> Products:
+    def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
         arithmetic = Arithmetic(integer_product, float8_product)
         if self._has_kernels:
             from model.devices.gpu.launches import multiply_float8

@@ -125,8 +125,8 @@ def _pool(layout: CacheLayout, allocator: PageAllocator, dtype: torch.dtype, val
     return pool
 
 
-def make_runner(folder: Path, quantization: str = "none", cache_dtype: str = "fp8", dtype: str = "float32") -> ModelRunner:
-    options = EngineOptions("cpu", dtype, 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
+def make_runner(folder: Path, quantization: str = "none", cache_dtype: str = "fp8") -> ModelRunner:
+    options = EngineOptions("cpu", "float32", 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
     return ModelRunner.load(folder, read_spec(folder), options)
 
 
@@ -137,16 +137,15 @@ GREEDY = Sampling(temperature=0.0)
 @torch.inference_mode()
 def test_the_plan_counts_what_the_runner_takes(family: str, tmp_path: Path) -> None:
     folder = (make_checkpoint(SHAPES[0], tmp_path) if family == "gpt_bigcode" else make_family_checkpoint(family, 1, tmp_path)).folder
-    for dtype in ("float32", "bfloat16"):
-        runner = make_runner(folder, "fp8", dtype=dtype)
-        options = PlanOptions(model=folder, memory=10**9, device="cpu", dtype=dtype, quantization="fp8", cache_dtype="fp8", page_size=16)  # type: ignore[arg-type]
-        plan, spec = make_plan(options), runner.decoder.spec
-        assert plan.weight_bytes["fp8"] == runner.weight_bytes and runner.pool.compute_dtype is getattr(torch, dtype)
-        assert plan.kv_bytes_per_token["fp8"]["multi_query"] == spec.kv_bytes_per_token(1)
-        assert runner.pool.num_bytes * 4 == make_runner(folder, cache_dtype="auto").pool.num_bytes
-        num_pages = int((10**9 - runner.weight_bytes) * 0.4) // (runner.pool.num_bytes // runner.pool.num_pages)
-        assert plan.fit is not None
-        assert all(row["multi_query"] == runner.pool.layout.sequences(num_pages, row["context"], 512) for row in plan.fit)
+    runner = make_runner(folder, "fp8")
+    options = PlanOptions(model=folder, memory=10**9, device="cpu", quantization="fp8", cache_dtype="fp8", page_size=16)
+    plan, spec = make_plan(options), runner.decoder.spec
+    assert plan.weight_bytes["fp8"] == runner.weight_bytes and plan.dtype == "float32" and runner.dtype is torch.float32
+    assert plan.kv_bytes_per_token["fp8"]["multi_query"] == spec.kv_bytes_per_token(1)
+    assert runner.pool.num_bytes * 4 == make_runner(folder, cache_dtype="auto").pool.num_bytes
+    num_pages = int((10**9 - runner.weight_bytes) * 0.4) // (runner.pool.num_bytes // runner.pool.num_pages)
+    assert plan.fit is not None
+    assert all(row["multi_query"] == runner.pool.layout.sequences(num_pages, row["context"], 512) for row in plan.fit)
 
 
 @torch.inference_mode()
@@ -185,7 +184,7 @@ def test_perplexity_with_fp8_weights_is_within_two_percent(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_float_copy_stays(dtype: torch.dtype) -> None:
-    decoder = load_decoder(EMBEDDED, read_spec(EMBEDDED), dtype, CPU, CpuDevice().products(dtype, "fp8", False))
+    decoder = load_decoder(EMBEDDED, read_spec(EMBEDDED), dtype, CPU, CpuDevice().products(CpuDevice().dtypes("auto"), "fp8", False))
     assert {p.dtype for p in decoder.parameters() if p.ndim == 2} == {FLOAT8}
 
 
@@ -198,10 +197,10 @@ def test_a_gpu_without_float8_is_refused_by_its_capability(
     spec = read_spec(EMBEDDED)
     options = EngineOptions("cuda", "auto", 1, 16, 20, None, 320, 4, 64, quantization, cache_dtype=cache_dtype)
     if not refused or "fp8" not in (quantization, cache_dtype):
-        _check_options(spec, options, torch.bfloat16, GpuDevice())
+        _check_options(spec, options, GpuDevice())
         return
     with pytest.raises(OptionError, match=rf"compute capability {capability[0]}\.{capability[1]}, expected 8\.9 or more") as error:
-        _check_options(spec, options, torch.bfloat16, GpuDevice())
+        _check_options(spec, options, GpuDevice())
     assert ("engine.quantization" in str(error.value)) == (quantization == "fp8")
     assert ("cache.dtype" in str(error.value)) == (cache_dtype == "fp8")
 

@@ -10,14 +10,18 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch  # noqa: F401  (loads the OpenMP runtime that the kernels use)
+import torch  # Loads the OpenMP runtime that the kernels use.
 
 log = logging.getLogger("onehead.engine")
 
-FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma"), "portable": ()}
+FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma", "f16c"), "portable": ()}
 """The processor features that each version needs, widest first."""
-INTERFACE = 4
+INTERFACE = 6
 """Version of the kernels' structs and functions, the same as in product.cpp."""
+NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+"""The kernels' NumberType of each dtype."""
+NUM_ARGUMENTS = {"attend": 2, "product": 2, "pack": 6, "take": 6, "normalise_rows": 7, "gate": 6, "summarise_logits": 7}
+"""Of each function; all are integers of 64 bits, addresses of tensors and structs among them."""
 
 
 @cache
@@ -45,7 +49,8 @@ def _load(path: str) -> ctypes.CDLL | None:
         return None
     found.isa.restype = ctypes.c_char_p
     found.panel.restype = ctypes.c_int64
-    found.attend.argtypes = found.product.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    for name, count in NUM_ARGUMENTS.items():
+        getattr(found, name).argtypes = [ctypes.c_int64] * count
     return found
 
 

@@ -7,7 +7,8 @@
 //
 // Letters: H query heads, d columns of a key, v of a value, S slots of a page. A key page is [d, S], so that the scores of neighbouring keys
 // are neighbouring lanes; a value page is [S, v]. Where there are no value pages, the value is the beginning of the key (latent attention),
-// and a page of values is made of one of keys whenever rows pass it. S, d and v are multiples of 16.
+// and a page of values is made of one of keys whenever rows pass it. S, d and v are multiples of 16. Pages hold `Number`s: float32, or 16
+// bits, which are widened when they are loaded.
 
 #include <algorithm>
 #include <vector>
@@ -26,34 +27,37 @@ struct Span {
 };
 
 struct Step {
-    const float *queries, *new_keys, *new_values;  // [T, H, d], [T, d] and [T, v], with the strides below from a token to the next
-    float *outputs;                                // [T, H, v]
-    float *keys, *values;                          // The layer's pages; values may be null.
+    const float *queries;                // [T, H, d], with the strides below from a token to the next
+    const void *new_keys, *new_values;   // [T, d] and [T, v], as pages hold them
+    float *outputs;                      // [T, H, v]
+    void *keys, *values;                 // The layer's pages; values may be null.
     const Span *spans;
-    int64_t query_stride, key_stride, value_stride, num_tokens, num_spans, stack, num_heads, key_dim, value_dim, page_size;
+    int64_t query_stride, key_stride, value_stride, num_tokens, num_spans, stack, num_heads, key_dim, value_dim, page_size, number_type;
     float scale;
 };
 
-static void write(const Step &step, const Span &span) {
+template <class Number> static void write(const Step &step, const Span &span) {
     const int64_t size = step.page_size;
     for (int64_t t = 0; t < span.num_tokens; t++) {
         const int64_t place = span.num_keys - span.num_tokens + t, token = span.first_token + t;
         const int64_t page = span.pages[place / size * span.page_stride + step.stack], offset = place % size;
-        const float *new_key = step.new_keys + token * step.key_stride, *new_value = step.new_values + token * step.value_stride;
-        float *key = step.keys + page * size * step.key_dim + offset;
+        const Number *new_key = (const Number *)step.new_keys + token * step.key_stride;
+        const Number *new_value = (const Number *)step.new_values + token * step.value_stride;
+        Number *key = (Number *)step.keys + page * size * step.key_dim + offset;
         for (int64_t i = 0; i < step.key_dim; i++) key[i * size] = new_key[i];
-        if (step.values) memcpy(step.values + (page * size + offset) * step.value_dim, new_value, step.value_dim * sizeof(float));
+        if (step.values) memcpy((Number *)step.values + (page * size + offset) * step.value_dim, new_value, step.value_dim * sizeof(Number));
     }
 }
 
 // Where a page is.
-struct Page {
-    const float *keys, *values;
+template <class Number> struct Page {
+    const Number *keys, *values;
 };
 
 // scores[r, s] = scale * q_r . k_s for ROWS rows and VECTORS * LANES keys.
-template <int ROWS, int VECTORS>
-static void score(const float *const *queries, const float *keys, const float *next, int64_t key_dim, int64_t page_size, float scale, float *scores) {
+template <int ROWS, int VECTORS, class Number>
+static void score(const float *const *queries, const Number *keys, const Number *next, int64_t key_dim, int64_t page_size, float scale,
+                  float *scores) {
     Vector sums[ROWS][VECTORS];
     UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int n = 0; n < VECTORS; n++) sums[r][n] = all(0.0f);
@@ -73,8 +77,8 @@ static void score(const float *const *queries, const float *keys, const float *n
 }
 
 // mixed[r, c] = mixed[r, c] * shrink[r] + sum over s of weights[r, s] * values[s, c], for VECTORS * LANES columns.
-template <int ROWS, int VECTORS>
-static void mix(const float *weights, const float *shrink, const float *values, const float *next, int64_t first, int64_t last, int64_t value_dim,
+template <int ROWS, int VECTORS, class Number>
+static void mix(const float *weights, const float *shrink, const Number *values, const Number *next, int64_t first, int64_t last, int64_t value_dim,
                 int64_t page_size, float *mixed) {
     Vector sums[ROWS][VECTORS];
     UNROLL for (int r = 0; r < ROWS; r++)
@@ -140,7 +144,8 @@ static float soften(Tile &tile, int r, float *scores, int64_t page_first, int64_
     return shrink;
 }
 
-template <int ROWS> static void pass_page(const Step &step, Tile &tile, Page page, Page next, int64_t page_first, float *scores) {
+template <int ROWS, class Number>
+static void pass_page(const Step &step, Tile &tile, Page<Number> page, Page<Number> next, int64_t page_first, float *scores) {
     const int64_t size = step.page_size;
     int64_t s = 0;
     for (; s + TILE_VECTORS * LANES <= size; s += TILE_VECTORS * LANES)
@@ -160,7 +165,8 @@ template <int ROWS> static void pass_page(const Step &step, Tile &tile, Page pag
         mix<ROWS, 1>(scores, shrink, page.values + c, next.values + c, first, last, step.value_dim, size, tile.mixed + c);
 }
 
-template <int ROWS = TILE_ROWS> static void pass(const Step &step, Tile &tile, Page page, Page next, int64_t page_first, float *scores) {
+template <int ROWS = TILE_ROWS, class Number>
+static void pass(const Step &step, Tile &tile, Page<Number> page, Page<Number> next, int64_t page_first, float *scores) {
     if (tile.num_rows == ROWS)
         pass_page<ROWS>(step, tile, page, next, page_first, scores);
     else if constexpr (ROWS > 1)
@@ -168,18 +174,18 @@ template <int ROWS = TILE_ROWS> static void pass(const Step &step, Tile &tile, P
 }
 
 // [d, S] -> [S, v] of its first v columns.
-static void transpose(const float *keys, int64_t value_dim, int64_t page_size, float *values) {
+template <class Number> static void transpose(const Number *keys, int64_t value_dim, int64_t page_size, Number *values) {
     for (int64_t first = 0; first < page_size; first += LANES)
         for (int64_t c = 0; c < value_dim; c++)
             for (int64_t s = first; s < first + LANES; s++) values[s * value_dim + c] = keys[c * page_size + s];
 }
 
 // Rows first_row .. last_row of a span, of its num_tokens * H: all of them pass a page while it is in the cache.
-static void attend_rows(const Step &step, const Span &span, int64_t first_row, int64_t last_row) {
+template <class Number> static void attend_rows(const Step &step, const Span &span, int64_t first_row, int64_t last_row) {
     const int64_t heads = step.num_heads, size = step.page_size;
     std::vector<Tile> tiles;
     std::vector<float> mixed((last_row - first_row + TILE_ROWS) * step.value_dim, 0.0f), scores(TILE_ROWS * size);
-    std::vector<float> made(step.values ? 0 : size * step.value_dim);
+    std::vector<Number> made(step.values ? 0 : size * step.value_dim);
     int64_t begin = span.num_keys, end = 0;
     for (int64_t row = first_row; row < last_row; row += TILE_ROWS) {
         Tile &tile = tiles.emplace_back();
@@ -197,12 +203,12 @@ static void attend_rows(const Step &step, const Span &span, int64_t first_row, i
         }
     }
     for (int64_t number = begin / size; number * size < end; number++) {
-        Page pages[2];
+        Page<Number> pages[2];
         for (int i = 0; i < 2; i++) {
             const int64_t place = (number + i) * size < end ? number + i : number;
             const int64_t page = span.pages[place * span.page_stride + step.stack];
-            pages[i].keys = step.keys + page * size * step.key_dim;
-            pages[i].values = step.values ? step.values + page * size * step.value_dim : made.data();
+            pages[i].keys = (const Number *)step.keys + page * size * step.key_dim;
+            pages[i].values = step.values ? (const Number *)step.values + page * size * step.value_dim : made.data();
         }
         if (!step.values) transpose(pages[0].keys, step.value_dim, size, made.data());
         for (Tile &tile : tiles)
@@ -216,8 +222,7 @@ static void attend_rows(const Step &step, const Span &span, int64_t first_row, i
                 store(out + c, mul(load(tile.mixed + r * step.value_dim + c), all(1.0f / tile.sum[r])));
 }
 
-// Stores the step's keys and values, then o = softmax(q K^T * scale) V for every head of every token of the spans.
-extern "C" void attend(const Step *step, int64_t num_threads) {
+template <class Number> static void attend_spans(const Step *step, int64_t num_threads) {
     struct Part {
         const Span *span;
         int64_t first, last;
@@ -236,8 +241,17 @@ extern "C" void attend(const Step *step, int64_t num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_parts > 1)
     {
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < step->num_spans; i++) write(*step, step->spans[i]);
+        for (int64_t i = 0; i < step->num_spans; i++) write<Number>(*step, step->spans[i]);
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_parts; i++) attend_rows(*step, *parts[i].span, parts[i].first, parts[i].last);
+        for (int64_t i = 0; i < num_parts; i++) attend_rows<Number>(*step, *parts[i].span, parts[i].first, parts[i].last);
+    }
+}
+
+// Stores the step's keys and values, then o = softmax(q K^T * scale) V for every head of every token of the spans.
+extern "C" void attend(const Step *step, int64_t num_threads) {
+    switch (step->number_type) {
+        case BFLOAT16: return attend_spans<Bfloat16>(step, num_threads);
+        case FLOAT16: return attend_spans<Float16>(step, num_threads);
+        default: return attend_spans<float>(step, num_threads);
     }
 }

@@ -1,7 +1,8 @@
 // Products with weights that were packed once: y = f(norm(x) W^T + b), in float32 and in int8 (model/devices/quantization.py has the arithmetic).
 //
 // W [N, K] lies in panels of PANEL output columns: [N / PANEL, K, PANEL] floats, [N / PANEL, K / 4, PANEL, 4] bytes; so each thread reads one
-// stream. Invariant: an element of y is one sum over k in order, however many rows there are and whichever thread has it.
+// stream. Floats of 16 bits are widened when they are loaded. Invariant: an element of y is one sum over k in order, however many rows there
+// are, whichever thread has it, and in whichever type floats are stored.
 //
 // Letters: M rows, K input and N output columns. The last panel is filled up with zeros, and so are the last bytes of K.
 
@@ -15,7 +16,9 @@ constexpr int BYTE_ROWS = LANES == 16 ? 14 : 2;
 extern "C" int64_t panel() { return PANEL; }
 
 // Of the structs that come from Python, as model/devices/cpu/native/__init__.py has it: raised with every change of either.
-extern "C" int64_t interface() { return 4; }
+extern "C" int64_t interface() { return 6; }
+
+constexpr int64_t WEIGHT_BYTES[] = {4, 2, 2, 1};  // By NumberType.
 
 struct Product {
     const float *x;
@@ -23,8 +26,8 @@ struct Product {
     int64_t x_stride, rows;
     const void *weights;
     const float *bias;  // Or null.
-    int64_t inputs, outputs, activation;
-    const float *scales;      // Of the output columns; null in float32.
+    int64_t inputs, outputs, activation, weight_type;
+    const float *scales;      // Of the output columns; null unless the weights are quantized.
     const int32_t *row_sums;  // Of the quantized weights.
     Norm norm;
 };
@@ -81,6 +84,11 @@ struct Ahead {
     }
 };
 
+// The int8 weights of one column that one step takes.
+struct Four {
+    int8_t bytes[4];
+};
+
 template <class Register> INLINE Register repeated(const char *unit);
 
 template <> INLINE Vector repeated<Vector>(const char *unit) {
@@ -92,6 +100,8 @@ template <> INLINE Vector repeated<Vector>(const char *unit) {
 INLINE void accumulate(Vector &sum, const Vector &value, const Vector &weights) { sum = fma(value, weights, sum); }
 
 #if defined(__AVX512VNNI__)
+INLINE __m512i load(const Four *p) { return _mm512_loadu_si512(p); }
+
 template <> INLINE __m512i repeated<__m512i>(const char *unit) {
     int32_t four;
     memcpy(&four, unit, UNIT);
@@ -128,13 +138,12 @@ template <class Register> struct Sums<Register, 0> {
 };
 
 // sums[r][c] over k of x W; each step takes a register's worth of weights for the left half of the panel, and one for the right.
-template <class Register, class Number, int COUNT>
-__attribute__((noinline)) static void sum_panel(const char *x, const char *panel, int64_t num_steps, Ahead ahead, Number (*sums)[PANEL]) {
-    Sums<Register, COUNT> rows;
-    for (int64_t k = 0; k < num_steps; k++, x += COUNT * UNIT, panel += 2 * sizeof(Register)) {
-        Register w_left, w_right;
-        memcpy(&w_left, panel, sizeof w_left);
-        memcpy(&w_right, panel + sizeof w_left, sizeof w_right);
+template <class Weight, int COUNT, class Number>
+__attribute__((noinline)) static void sum_panel(const char *x, const char *weights, int64_t num_steps, Ahead ahead, Number (*sums)[PANEL]) {
+    const Weight *panel = (const Weight *)weights;
+    Sums<decltype(load(panel)), COUNT> rows;
+    for (int64_t k = 0; k < num_steps; k++, x += COUNT * UNIT, panel += PANEL) {
+        const auto w_left = load(panel), w_right = load(panel + LANES);
         ahead.step();
         rows.add(x, w_left, w_right);
     }
@@ -144,7 +153,7 @@ __attribute__((noinline)) static void sum_panel(const char *x, const char *panel
 // The same in integers: exact.
 template <int COUNT> static void byte_sums(const char *x, const char *panel, int64_t inputs, Ahead ahead, int32_t (*sums)[PANEL]) {
 #if defined(__AVX512VNNI__)
-    sum_panel<__m512i, int32_t, COUNT>(x, panel, inputs / 4, ahead, sums);
+    sum_panel<Four, COUNT>(x, panel, inputs / 4, ahead, sums);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     // Products of bytes with signed bytes do not fit into 16 bits in pairs: they are widened first. Two lanes a column.
     __m256i parts[COUNT][4];
@@ -178,7 +187,10 @@ template <int COUNT> static void tile(const Product &p, const Prepared &x, const
         const char *rows = x.tiles + m * x.row_bytes;
         if (!p.scales) {
             float sums[COUNT][PANEL];
-            sum_panel<Vector, float, COUNT>(rows, panel.weights, p.inputs, ahead, sums);
+            const auto sum = p.weight_type == BFLOAT16  ? sum_panel<Bfloat16, COUNT, float>
+                             : p.weight_type == FLOAT16 ? sum_panel<Float16, COUNT, float>
+                                                        : sum_panel<float, COUNT, float>;
+            sum(rows, panel.weights, p.inputs, ahead, sums);
             for (int r = 0; r < COUNT; r++) finish(p, panel, load(sums[r]), load(sums[r] + LANES), m + r);
         } else if constexpr (COUNT <= BYTE_ROWS) {
             int32_t sums[COUNT][PANEL];
@@ -199,10 +211,11 @@ static int64_t first_row(const Product &p, int64_t num_tiles, int64_t i) { retur
 
 static void pass_panel(const Product &p, const Prepared &x, const Panel &panel, int64_t bytes, bool is_last) {
     const char *next = panel.weights + (is_last ? 0 : bytes);
+    const int64_t num_steps = x.row_bytes / UNIT;
     for (int64_t i = 0; i < x.num_tiles; i++) {
         const int64_t m = first_row(p, x.num_tiles, i);
         const int count = int(first_row(p, x.num_tiles, i + 1) - m);
-        tile<ROWS>(p, x, panel, count, m, {next + i * bytes / x.num_tiles, 2 * int64_t(sizeof(Vector)) / x.num_tiles});
+        tile<ROWS>(p, x, panel, count, m, {next + i * bytes / x.num_tiles, bytes / num_steps / x.num_tiles});
     }
 }
 
@@ -227,7 +240,8 @@ extern "C" void product(const Product *product, int64_t num_threads) {
     const Product &p = *product;
     if (!p.rows) return;
     const int64_t num_panels = (p.outputs + PANEL - 1) / PANEL, padded = (p.inputs + 3) / 4 * 4, most = p.scales ? BYTE_ROWS : ROWS;
-    const int64_t row_bytes = p.scales ? padded : p.inputs * int64_t(sizeof(float)), panel_bytes = row_bytes * PANEL;
+    const int64_t row_bytes = p.scales ? padded : p.inputs * int64_t(sizeof(float));
+    const int64_t panel_bytes = (p.scales ? padded : p.inputs) * WEIGHT_BYTES[p.weight_type] * PANEL;
     const int64_t num_tiles = (p.rows + most - 1) / most;
     char *tiles = tile_memory.of<char>(p.rows * row_bytes);
     Quantized *quantized = quantized_memory.of<Quantized>(p.rows);
@@ -250,7 +264,7 @@ extern "C" void product(const Product *product, int64_t num_threads) {
     }
 }
 
-// Where column k of row `row` of W lies. GROUP numbers of a row lie side by side: 1 float, or 4 bytes.
+// Where column k of row `row` of W lies. GROUP numbers of a row lie side by side: 1 float of 32 or 16 bits, or 4 bytes.
 template <class Number, int GROUP> static Number *place(Number *packed, int64_t row, int64_t k, int64_t inputs) {
     int64_t padded = (inputs + GROUP - 1) / GROUP * GROUP;
     return packed + (row / PANEL) * padded * PANEL + (k / GROUP) * PANEL * GROUP + (row % PANEL) * GROUP + k % GROUP;
@@ -277,9 +291,15 @@ template <class Number, int GROUP> static void take(const Number *packed, const 
     }
 }
 
-extern "C" {
-void pack_floats(float *packed, const float *rows, int64_t first, int64_t count, int64_t inputs) { pack<float, 1>(packed, rows, first, count, inputs); }
-void pack_bytes(int8_t *packed, const int8_t *rows, int64_t first, int64_t count, int64_t inputs) { pack<int8_t, 4>(packed, rows, first, count, inputs); }
-void take_floats(const float *packed, const int64_t *rows, int64_t count, int64_t inputs, float *out) { take<float, 1>(packed, rows, count, inputs, out); }
-void take_bytes(const int8_t *packed, const int64_t *rows, int64_t count, int64_t inputs, int8_t *out) { take<int8_t, 4>(packed, rows, count, inputs, out); }
+// Of numbers with so many bytes: 1 (int8, in groups of 4), 2 or 4.
+extern "C" void pack(void *packed, const void *rows, int64_t first, int64_t count, int64_t inputs, int64_t bytes) {
+    if (bytes == 4) pack<uint32_t, 1>((uint32_t *)packed, (const uint32_t *)rows, first, count, inputs);
+    if (bytes == 2) pack<uint16_t, 1>((uint16_t *)packed, (const uint16_t *)rows, first, count, inputs);
+    if (bytes == 1) pack<int8_t, 4>((int8_t *)packed, (const int8_t *)rows, first, count, inputs);
+}
+
+extern "C" void take(const void *packed, const int64_t *rows, void *out, int64_t count, int64_t inputs, int64_t bytes) {
+    if (bytes == 4) take<uint32_t, 1>((const uint32_t *)packed, rows, count, inputs, (uint32_t *)out);
+    if (bytes == 2) take<uint16_t, 1>((const uint16_t *)packed, rows, count, inputs, (uint16_t *)out);
+    if (bytes == 1) take<int8_t, 4>((const int8_t *)packed, rows, count, inputs, (int8_t *)out);
 }

@@ -14,12 +14,25 @@
 #define UNROLL _Pragma("GCC unroll 32")
 #define INLINE __attribute__((always_inline)) inline
 
+// Types of numbers in memory. `load` widens those of 16 bits to float32, which is exact.
+enum NumberType { FLOAT, BFLOAT16, FLOAT16, INT8 };
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define ISA "avx512"
 constexpr int LANES = 16, TILE_ROWS = 6, TILE_VECTORS = 4;
 using Vector = __m512;
 inline Vector load(const float *p) { return _mm512_loadu_ps(p); }
+inline Vector load(const Bfloat16 *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+inline Vector load(const Float16 *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 inline void store(float *p, Vector v) { _mm512_storeu_ps(p, v); }
 inline Vector all(float x) { return _mm512_set1_ps(x); }
 inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
@@ -34,12 +47,16 @@ inline Vector round_even(Vector a) { return _mm512_roundscale_ps(a, _MM_FROUND_T
 inline Vector times_two_to(Vector a, Vector n) { return _mm512_scalef_ps(a, n); }
 inline Vector of_integers(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
 inline void store_bytes(uint8_t *p, Vector v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v))); }
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define ISA "avx2"
 constexpr int LANES = 8, TILE_ROWS = 3, TILE_VECTORS = 4;
 using Vector = __m256;
 inline Vector load(const float *p) { return _mm256_loadu_ps(p); }
+inline Vector load(const Bfloat16 *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+inline Vector load(const Float16 *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 inline void store(float *p, Vector v) { _mm256_storeu_ps(p, v); }
 inline Vector all(float x) { return _mm256_set1_ps(x); }
 inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
@@ -72,7 +89,21 @@ template <class F> inline Vector each(F f) {
     for (int i = 0; i < LANES; i++) v.lane[i] = f(i);
     return v;
 }
+inline float of_bits(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+inline float widened(Bfloat16 x) { return of_bits(uint32_t(x.bits) << 16); }
+// The product moves the exponent to float32's bias, and makes subnormal numbers normal.
+inline float widened(Float16 x) {
+    const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
+    const float size = rest < 0x0f800000 ? of_bits(rest) * 0x1p112f : of_bits(rest | 0x7f800000);  // Infinity and NaN have no exponent.
+    return sign ? -size : size;
+}
 inline Vector load(const float *p) { return each([=](int i) { return p[i]; }); }
+inline Vector load(const Bfloat16 *p) { return each([=](int i) { return widened(p[i]); }); }
+inline Vector load(const Float16 *p) { return each([=](int i) { return widened(p[i]); }); }
 inline void store(float *p, Vector v) { memcpy(p, v.lane, sizeof v.lane); }
 inline Vector all(float x) { return each([=](int) { return x; }); }
 #ifdef __FP_FAST_FMAF

@@ -78,9 +78,10 @@ class Case:
         o_THv = backend.run(backend.plan(batch), 0, q_THd, k_Td, v_Tv)
         return list(o_THv.split([len(self.rows[i].tokens) for i in chosen]))
 
-    def pool(self) -> KVPool:
-        transposed = self.keys.transpose(2, 3).contiguous().view(self.keys.shape)
-        return KVPool(self.layout, transposed, transposed[..., : self.dims[1]] if self.value_in_key else self.values.clone(), torch.float32)
+    def pool(self, dtype: torch.dtype = torch.float32) -> KVPool:
+        transposed = self.keys.transpose(2, 3).contiguous().view(self.keys.shape).to(dtype)
+        values = transposed[..., : self.dims[1]] if self.value_in_key else self.values.to(dtype, copy=True)
+        return KVPool(self.layout, transposed, values, torch.float32)
 
     def exact(self, i: int) -> torch.Tensor:
         """softmax(q K^T * scale) V of row i in float64, by the formula."""
@@ -146,6 +147,21 @@ def test_values_that_are_the_beginning_of_the_key(width: str, num_heads: int, ke
         for i in everyone:
             assert torch.equal(case.run([i])[0], together[i])
             assert torch.equal(case.cut(i, case.rng.randint(0, len(case.rows[i].tokens))), together[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_pages_of_16_bits_give_the_bits_of_the_same_numbers_in_float32(width: str, dtype: torch.dtype) -> None:
+    latent = (Case(seed, *LATENT[seed], None, most=100, value_in_key=True) for seed in range(2))
+    for case in (*cases(10), *latent):
+        everyone, half = list(range(len(case.rows))), case.pool(dtype)
+        actual = case.run(everyone, half)
+        case.keys, case.values = (x.to(dtype).float() for x in (case.keys, case.values))
+        case.inputs = [(q_nHd, k_nd.to(dtype).float(), v_nv.to(dtype).float()) for q_nHd, k_nd, v_nv in case.inputs]
+        whole = case.pool()
+        for rounded, expected in zip(actual, case.run(everyone, whole), strict=True):
+            assert torch.equal(rounded, expected)
+        assert torch.equal(half.keys_LPSd.float(), whole.keys_LPSd) and torch.equal(half.values_LPSv.float(), whole.values_LPSv)
 
 
 KEY_DIMS = range(32, 577, 16)

@@ -1,4 +1,6 @@
-"""Packed products against torch and against themselves: every shape, every activation, float32 and int8, at every width of vectors."""
+"""Packed products against torch and against themselves: every shape, every activation, floats of 32 and 16 bits and int8, at every width of
+vectors.
+"""
 
 import random
 from collections.abc import Iterator
@@ -25,9 +27,9 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     yield request.param
 
 
-def packed(linear: nn.Linear, quantized: bool, activation: str = "none") -> PackedLinear:
-    replacement = PackedLinear(linear, quantized)
-    replacement.allocate(torch.device("cpu"))
+def packed(linear: nn.Linear, quantized: bool, activation: str = "none", dtype: torch.dtype = torch.float32) -> PackedLinear:
+    replacement = PackedLinear(linear, torch.int8 if quantized else None)
+    replacement.allocate(torch.device("cpu"), dtype)
     cut = random.Random(0).randint(0, linear.out_features)
     for first, last in ((0, cut), (cut, linear.out_features)):
         replacement.set_rows(first, linear.weight.detach()[first:last])
@@ -50,6 +52,32 @@ def test_float_products_are_torchs(width: str, activation: str) -> None:
             expected = x.double() @ linear.weight.double().T + (0 if linear.bias is None else linear.bias.double())
             expected = expected if activation == "none" else ACTIVATIONS[activation](expected)
             assert (replacement(x) - expected).abs().max() < 1e-6 * (1 + inputs**0.5), (inputs, outputs, rows)
+
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@torch.inference_mode()
+def test_every_number_of_16_bits_is_widened_exactly(width: str, dtype: torch.dtype) -> None:
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    linear = nn.Linear(1, 2**16, bias=False)
+    linear.weight.copy_(numbers[:, None])
+    expected, actual = numbers.float(), packed(linear, False, dtype=dtype)(torch.ones(1, 1))[0]
+    assert torch.equal(expected.isnan(), actual.isnan()) and torch.equal(expected.nan_to_num(), actual.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@torch.inference_mode()
+def test_weights_of_16_bits_give_the_bits_of_the_same_numbers_in_float32(width: str, dtype: torch.dtype) -> None:
+    for inputs, outputs in SHAPES:
+        linear = nn.Linear(inputs, outputs)
+        linear.weight.copy_(linear.weight.to(dtype))
+        half, whole = (packed(linear, False, "gelu", each) for each in (dtype, torch.float32))
+        assert 2 * half.weight.nbytes == whole.weight.nbytes and half.num_filling == whole.num_filling
+        for rows in (1, 2, 7, 15, 29, 40):
+            x = torch.randn(rows, inputs)
+            assert torch.equal(half(x), whole(x)), (inputs, outputs, rows)
 
 
 @torch.inference_mode()
@@ -108,15 +136,17 @@ def test_what_is_not_finite_stays_so_in_its_row(width: str, quantized: bool) -> 
         assert not after[2].isfinite().all() and torch.equal(after[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("quantized", "dtype"), [(True, torch.float32), *((False, each) for each in (torch.float32, *HALVES))])
 @torch.inference_mode()
-def test_a_packed_table_gives_its_rows(width: str, quantized: bool) -> None:
+def test_a_packed_table_gives_its_rows(width: str, quantized: bool, dtype: torch.dtype) -> None:
     table = Embedding(45, 70)
-    replacement = PackedEmbedding(table, quantized)
-    replacement.allocate(torch.device("cpu"))
+    table.weight.copy_(table.weight.to(dtype))
+    replacement = PackedEmbedding(table, torch.int8 if quantized else None)
+    replacement.allocate(torch.device("cpu"), dtype)
     replacement.set_rows(0, table.weight)
     ids = torch.tensor([0, 44, 7, 7, 31])
     expected: Tensor = table(ids)
+    assert replacement(ids).dtype is torch.float32
     assert (replacement(ids) - expected).abs().max() <= (0.03 if quantized else 0)
     assert (replacement.logits(expected) - expected @ table.weight.T).abs().max() < (0.5 if quantized else 1e-5)
 
