@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from commands.bench.bench import circumstances
+from model.checkpoint.families import read_spec
 from server import protocol
 from tests.support.processes import ServerProcess
 from tests.support.report import show
@@ -48,7 +49,7 @@ def puppet(pipe: Connection, pace: float) -> None:
         model_type="puppet",
         dtype="float32",
         device="cpu",
-        vocab_size=start.largest_token_id + 1,
+        vocab_size=read_spec(Path(start.model), warn=False).vocab_size,
         max_context=8192,
         end_token_ids=[],
         num_parameters=0,

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def _serve(argv: list[str]) -> int:
     from server.hub.download import resolved
 
     try:
-        found = resolved(settings, _check, lambda: import_module("server.serve"))
+        found = resolved(settings, _check)
         from server.serve import serve
 
         return asyncio.run(serve(found, sink))

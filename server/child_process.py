@@ -1,13 +1,19 @@
 """Child processes of the server: each ends at once when its parent does, and depends on no working directory.
 
-`child_command` gives the command line; this file, run as a script, then asks Linux for the signal at the parent's death before it imports
-anything large, and runs the module. It knows nothing of what the modules do.
+`child_command` gives the command line of a new program; this file, run as a script, then asks Linux for the signal at the parent's death
+before it imports anything large, and runs the module. `fork` copies this process instead, with all that it has read. It knows nothing of
+what they do.
 """
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 WORKING_DIRECTORY = "/"
 """The working directory of child processes: the parent's may be deleted while it runs, and libraries fail to load without one."""
@@ -20,16 +26,68 @@ def child_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", str(_SCRIPT), str(os.getpid()), module, *arguments]
 
 
+@cache
+def _c_library() -> Any:
+    import ctypes
+
+    return ctypes.CDLL(None)
+
+
 def end_with_parent(parent: int) -> None:
     """Has Linux kill this process when its parent ends, or ends it if that has happened already. While it computes, it would see the
     closed pipe only later.
     """
     if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        _c_library().prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def fork(work: Callable[[], object], *descriptors: int, most_bytes: int | None = None) -> int:
+    """Runs `work` in a copy of this process, which then ends; it keeps standard input, output and error and these descriptors alone, and
+    may allocate `most_bytes` more. Returns its process id. Nothing waits for it: its end is seen in what it closes. Raises OSError.
+    """
+    parent, _ = os.getpid(), _c_library()  # Another thread may hold the lock for loading it when the copy is made.
+    if child := os.fork():
+        return child
+    try:
+        end_with_parent(parent)
+        ignore_signals()
+        for last, following in pairwise((2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(last + 1, following)
+        if most_bytes is not None:
+            limit_memory(most_bytes)
+        work()
+    finally:
+        os._exit(0)
+
+
+def ignore_signals() -> None:
+    """For a child that serves others: signals that a process group gets are the API process's, which drains first; children that have
+    ended are forgotten; and no core is written.
+    """
+    import resource
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Lets this process allocate so many more bytes; Linux only."""
+    import resource
+
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        most = pages * resource.getpagesize() + num_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def release_freed_memory() -> None:
+    """Returns memory that this process has freed to the system; with glibc only."""
+    with contextlib.suppress(AttributeError):
+        _c_library().malloc_trim(0)
 
 
 def main() -> None:

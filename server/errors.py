@@ -35,6 +35,17 @@ def one_line(error: BaseException) -> str:
     return line if len(str(error)) <= MAX_LINE_CHARS else f"{line}..."
 
 
+TOO_COMPLEX = "the grammar became too complex to continue"
+
+
+class ConstraintFailed(Exception):
+    """A constraint cannot continue: the request is at fault, or something unexpected happened. The message is shown to the client."""
+
+    def __init__(self, message: str, refused: bool = True) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
 class OneheadError(Exception):
     """Root of the tree. `exit_code` is the exit status of a process that the error ends."""
 

@@ -1,22 +1,18 @@
-"""Settings of llguidance shared by both processes, so that a grammar the API process accepts runs under the same limits in the engine."""
+"""llguidance's tokenizer and its settings for matchers: a grammar that was compiled is followed under the same limits."""
 
-from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from model.checkpoint.files import MOST_TOKENIZER_BYTES, read_text
 
-
-def read_tokenizer(path: Path, ends: list[int]) -> LLTokenizer:
-    """Reads a tokenizer.json. A large one takes seconds, during which the GIL is held. Raises ValueError, or CheckpointError."""
-    text = read_text(path, MOST_TOKENIZER_BYTES)
+def grammar_tokenizer(text: str, ends: list[int]) -> LLTokenizer:
+    """Prepares the tokenizer of a tokenizer.json's text. A large one takes seconds, during which the GIL is held. Raises ValueError."""
     try:
-        return LLTokenizer(text or "", eos_token=ends or None)
-    except (KeyboardInterrupt, SystemExit):
+        return LLTokenizer(text, eos_token=ends or None)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # A panic of the Rust library is not an Exception.
-        raise ValueError(f"{path}: this tokenizer cannot be used for structured output ({type(error).__name__})") from None
+        raise ValueError(f"this tokenizer cannot be used for structured output ({type(error).__name__})") from None
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

@@ -1,6 +1,6 @@
-"""Messages between the API process and the engine process.
+"""Messages between the API process and the engine process, and between the engine and the processes that follow constraints.
 
-Invariant: everything on the pipe is the msgpack encoding of one of these structs; nothing is pickled. VERSION changes with the format.
+Invariant: everything on a pipe is the msgpack encoding of one of these structs; nothing is pickled. VERSION changes with the format.
 This module knows nothing of HTTP, text or tensors.
 """
 
@@ -10,8 +10,12 @@ from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
 from model.step import bitmap as bitmap
 
-VERSION = 13
+VERSION = 14
 MAX_FRAME_BYTES = 64 * 2**20
+FOLLOW = b"follow"
+"""What the engine sends with its request for a process that follows constraints, whose pipe the message's descriptor is."""
+SLOW_MASK_SECONDS = 0.005
+"""Processor time from which a mask is slow: a step does not wait for the next one of its constraint."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -29,10 +33,6 @@ class Start(Message, frozen=True):
     model: str
     tokenizer: str
     """Path of the tokenizer.json that the API process reads; it may be outside the model folder."""
-    largest_token_id: int
-    """The largest token id of the tokenizer."""
-    end_token_ids: list[int]
-    """End-of-sequence tokens according to the tokenizer."""
     options: EngineOptions
     heartbeat_seconds: float
     """Interval between two Heartbeats."""
@@ -209,9 +209,45 @@ class Failed(Message, frozen=True):
     code: str = ""
 
 
+class Begin(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To a process that follows constraints: follow a new one, over this output."""
+
+    grammar: str
+    healed: str
+    output: list[int]
+
+
+class Advance(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To a process that follows a constraint: a token was sampled."""
+
+    token: int
+
+
+class Guidance(Part, frozen=True):
+    """What a constraint says about the tokens after the output."""
+
+    mask: bytes | None
+    """The tokens that may be sampled after the forced ones, as in model.step.Sample.mask; None once the constraint allows everything."""
+    forced: list[int] = []
+    """Tokens that must follow before the next one is sampled; the constraint is already past them."""
+
+
+class Answer(Part, frozen=True):
+    """Answers Begin and Advance: guidance for the next token, or why there is none."""
+
+    guidance: Guidance | None
+    seconds: float = 0.0
+    """Processor time of the mask."""
+    failure: str = ""
+    refused: bool = False
+    """Whether the request is at fault."""
+
+
 ToEngine = Start | Submit | Cancel | Shutdown
 FromEngine = Loading | Ready | Refused | Started | Tokens | PromptScores | Failed | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_mask_request = msgspec.msgpack.Decoder(Begin | Advance).decode
+decode_mask_answer = msgspec.msgpack.Decoder(Answer).decode

@@ -12,7 +12,7 @@ from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.tls import check_certificate
 from server.hub.download import model_id
-from server.service import SupervisedEngine
+from server.service import started_engine
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -38,8 +38,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         if section.tls_certificate and section.tls_key:
             check_certificate(section.tls_certificate, section.tls_key)
         keys = Keys(section.api_keys, section.api_keys_file)
-        engine = SupervisedEngine(settings, section, names.shown)
-        engine.start()
+        engine = started_engine(settings, section, names.shown)
         try:
             # FastAPI and uvicorn are imported while the engine process imports torch.
             from server.web_server import WebServer

@@ -6,18 +6,23 @@ Invariant: the engine process has ended when `close` returns. It knows no routes
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from pathlib import Path
 
 import msgspec
 from prometheus_client import ProcessCollector
 
-from server import protocol
+from model.checkpoint.families import read_spec
+from model.spec import CheckpointError
+from server import child_process, protocol
 from server.config import EngineSettings, ServerSection
 from server.errors import ResourceError
 from server.generation.generation import Generation
+from server.hub.tokenizer_file import tokenizer_path
 from server.metrics import Metrics
 from server.protocol import EngineOptions
 from server.supervision.crash_policy import Timeouts
@@ -25,8 +30,8 @@ from server.supervision.processors import available_processors, engine_threads
 from server.supervision.supervisor import State, Supervisor
 from server.supervision.transport import EngineProcess
 from server.text.codec import TextCodec
+from server.text.jobs import Texts
 from server.text.service import TextService
-from server.text.worker_process import Start
 from server.text.workers import Workers
 
 ENGINE_EXIT_SECONDS = 5.0
@@ -41,14 +46,12 @@ def engine_options(settings: EngineSettings) -> EngineOptions:
     return EngineOptions(**engine | cache | found | {"dtype": settings.engine.dtype, "cache_dtype": settings.cache.dtype})
 
 
-def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSection) -> protocol.Start:
+def start_message(settings: EngineSettings, section: ServerSection) -> protocol.Start:
     """The first message to an engine process: its settings."""
     return protocol.Start(
         version=protocol.VERSION,
         model=str(settings.model),
-        tokenizer=str(codec.path),
-        largest_token_id=codec.largest_id,
-        end_token_ids=list(codec.end_token_ids),
+        tokenizer=str(tokenizer_path(settings.model)),
         options=engine_options(settings),
         heartbeat_seconds=section.stall_after / 4,
         log_level=section.log_level,
@@ -56,38 +59,62 @@ def start_message(settings: EngineSettings, codec: TextCodec, section: ServerSec
     )
 
 
+def read_texts(folder: Path, open_objects: bool) -> Texts:
+    """The tokenizer and chat template of a checkpoint. Raises ConfigurationError, or CheckpointError if the tokenizer does not fit the
+    model.
+    """
+    codec, spec = TextCodec(folder), read_spec(folder, warn=False)  # The engine reads the spec too, and warns.
+    if codec.largest_id >= spec.vocab_size:
+        raise CheckpointError(
+            f"{codec.path}: has ids up to {codec.largest_id}, expected all below vocab_size {spec.vocab_size} of config.json"
+        )
+    if not spec.end_token_ids and not codec.end_token_ids:
+        raise CheckpointError(
+            f"{folder}: no end-of-sequence token; expected eos_token_id in generation_config.json or config.json, or eos_token in "
+            "tokenizer_config.json"
+        )
+    gc.collect()
+    gc.freeze()  # A collection here or in a child would copy the pages that they share.
+    child_process.release_freed_memory()  # Reading frees as much as it keeps.
+    return Texts(codec, open_objects, spec.end_token_ids)
+
+
 class SupervisedEngine:
-    """Starts, watches, restarts and ends the engine process; `generation` submits requests to it."""
+    """Starts, watches, restarts and ends the engine process; `generation` submits requests to it. Raises ConfigurationError,
+    CheckpointError, or OSError if a process cannot be started.
+    """
 
     def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "") -> None:
-        codec = TextCodec(settings.model)
         # The engine needs the processors more.
         places = max(1, int(available_processors()) // 4)
-        self.workers = Workers(Start(str(settings.model), section.open_objects), max(2, places), places)
-        self._start = start_message(settings, codec, section)
+        self.workers = Workers(max(2, places), places)
+        self._start = start_message(settings, section)
         self._changed = asyncio.Event()
-        self._process: EngineProcess | None = None
+        # Before the tokenizer is read, as the engine's imports and weights take longer.
+        self._process = EngineProcess(self._start, self.workers.grammars)
         self._num_spawned = 0
         self._crashed_at: float | None = None
         self._tick = min(TICK_SECONDS, section.stall_after / 10)
         self._watch: asyncio.Task[None] | None = None
-        self.every_tick: list[Callable[[], None]] = []
+        self.every_tick: list[Callable[[], None]] = [self.workers.keep_running]
         """Called at the intervals at which the engine is watched."""
         self.metrics = Metrics(name)
-        ProcessCollector("onehead_engine", lambda: self._process.process.pid if self._process else 0, registry=self.metrics.registry)
+        ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, self._on_engine_event, timeouts)
+        try:
+            texts = read_texts(settings.model, section.open_objects)
+            self.workers.start(texts)  # While this process has no threads that could hold a lock.
+        except BaseException:
+            self._process.end()
+            raise
         self.generation = Generation(
-            self.supervisor, TextService(codec, section, self.workers), self.metrics, section, settings.engine.max_running
+            self.supervisor, TextService(texts, section, self.workers), self.metrics, section, settings.engine.max_running
         )
 
     def start(self) -> None:
-        """Spawns the engine and watches it. Raises ResourceError or ConfigurationError."""
-        try:
-            self.workers.start()
-            self.supervisor.start()
-        except OSError as error:
-            raise ResourceError(f"no process can be started: {error.strerror}") from None
+        """Watches the engine. Raises OSError."""
+        self.supervisor.start()
         self._watch = asyncio.create_task(self._pass_time())
 
     async def _pass_time(self) -> None:
@@ -113,8 +140,9 @@ class SupervisedEngine:
             start = msgspec.structs.replace(start, options=options, digest=ready.digest)
         if self._num_spawned:
             self.metrics.engine_restarts.inc()
+            self._process = EngineProcess(start, self.workers.grammars)
         self._num_spawned += 1
-        self._process = EngineProcess(start, on_message, on_exit)
+        self._process.listen(on_message, on_exit)
         return self._process
 
     def _on_state(self, state: State) -> None:
@@ -150,8 +178,7 @@ class SupervisedEngine:
         self.workers.close()
         if self._watch is not None:
             self._watch.cancel()
-        if self._process is not None:
-            await self._process.ended(ENGINE_EXIT_SECONDS)
+        await self._process.ended(ENGINE_EXIT_SECONDS)
 
 
 def _warn_of_threads(threads: int) -> None:
@@ -167,11 +194,20 @@ def _warn_of_threads(threads: int) -> None:
         )
 
 
+def started_engine(settings: EngineSettings, section: ServerSection, name: str = "") -> SupervisedEngine:
+    """An engine that is loading. Raises ConfigurationError, CheckpointError or ResourceError."""
+    try:
+        engine = SupervisedEngine(settings, section, name)
+        engine.start()
+        return engine
+    except OSError as error:
+        raise ResourceError(f"no process can be started: {error.strerror}") from None
+
+
 @contextlib.asynccontextmanager
 async def running_engine(settings: EngineSettings, section: ServerSection) -> AsyncIterator[SupervisedEngine]:
     """A loaded engine, closed at exit. Raises ConfigurationError, ResourceError or EngineGaveUp if it cannot be loaded."""
-    engine = SupervisedEngine(settings, section)
-    engine.start()
+    engine = started_engine(settings, section)
     try:
         await engine.generation.texts.check()
         await engine.wait_for(State.READY)

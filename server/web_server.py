@@ -1,6 +1,6 @@
 """WebServer: the application, uvicorn, the drain and periodic tasks around one SupervisedEngine that is loading or loaded.
 
-Invariant: no request is cut while it is drained, and `run` returns only when the engine process has ended. It binds no port.
+Invariant: no request is cut while it is drained. It binds no port, and neither starts nor ends the engine.
 """
 
 import asyncio
@@ -141,7 +141,6 @@ class WebServer:
         finally:
             if not self._http.should_exit:  # Without a drain, responses get a moment to be flushed.
                 self._http.end(FLUSH_SECONDS)
-            await self._engine.close()
             await serving
         return EXIT_STREAMS_CUT if self._drain.cut or self._http.cut else 0
 

@@ -26,7 +26,6 @@ SERVING_ROOTS = (
     "server.logs",
     "server.hub.download",
     "server.engine.worker",
-    "server.engine.mask_process",
     "server.hub.tokenizer_conversion",
     "server.text.checkpoint_loading",
 )

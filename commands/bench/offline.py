@@ -172,10 +172,9 @@ def load_engine(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]
     from model.spec import CheckpointError, OptionError
     from server.engine.worker import load
     from server.service import start_message
-    from server.text.codec import TextCodec
 
     os.environ.update(engine_environment())  # The OpenMP runtime reads it when torch is imported, which is below.
-    start = start_message(settings, TextCodec(settings.model), ServerSection())
+    start = start_message(settings, ServerSection())
     try:
         core, ready = load(start, lambda *_: None)
     except (CheckpointError, OptionError) as error:

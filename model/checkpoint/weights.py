@@ -1,9 +1,11 @@
 """Safetensors or GGUF -> Decoder. Every missing, unexpected or misshapen tensor is an error that names it, before any weights are read.
 
-It knows files and names, and of families only the table of names. While loading, memory holds the finished weights and one block more.
+It knows files and names, and of families only the table of names. While loading, memory holds the finished weights and one block more
+for each thread.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from itertools import accumulate, chain
 from math import prod
@@ -29,7 +31,8 @@ from model.spec import CheckpointError, ModelSpec
 IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # The head of a tied checkpoint is the embedding; some files contain it a second time.
 TIED_DUPLICATE = "lm_head.weight"
-BLOCK_ELEMENTS = 2**22
+BLOCK_ELEMENTS = 2**17
+"""Elements that are read and converted at a time by each thread; they fit a processor's cache."""
 MAX_HEADERS_BYTES = 2**26
 """Of all files of a checkpoint together, whose headers are in memory while it is loaded."""
 MAX_NAME_BYTES = 255
@@ -141,9 +144,16 @@ def load_decoder(
     checkpoint.verify()
     check_tied(checkpoint, spec, names["token_embedding.weight"][0])
     products.replace(decoder, dtype)
-    for (ours, parts), done in zip(names.items(), accumulate(sizes), strict=True):
-        _put(decoder, ours, checkpoint, parts, dtype, device)
-        report("loading weights", done, total)
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads if device.type == "cpu" else 1)
+    try:
+        torch.set_num_threads(1)  # Operations on blocks that fit a cache gain nothing from more; parameters are read beside one another.
+        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device), names)
+        for done, _ in zip(accumulate(sizes), loaded, strict=True):
+            report("loading weights", done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
     products.finish(decoder)
     return decoder.requires_grad_(False).eval()
 

@@ -1,71 +1,31 @@
-"""Masks: the engine's side of the processes that follow constraints and compute masks (server.engine.mask_process).
+"""Masks: the engine's side of the processes that follow constraints and compute masks (server.text.mask_process).
 
 Each constrained sequence that runs has a process of its own, so that the operating system shares the processors between them, and a limit
-of time or memory ends one sequence alone. Processes are forked from one that has the tokenizer. Invariant: an answer depends on the
+of time or memory ends one sequence alone. They are forked by server.text.worker_process. Invariant: an answer depends on the
 constraint and the output alone; a constraint whose process is lost is built again from the output in a new one. This module knows
 nothing of steps.
 """
 
 import contextlib
-import json
 import logging
 import selectors
 import socket
-import subprocess
 import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-import msgspec
-
-from model.spec import CheckpointError
 from server import protocol
-from server.child_process import WORKING_DIRECTORY, child_command
-from server.engine.sequence import ConstraintFailed, Guidance
+from server.errors import TOO_COMPLEX, ConstraintFailed
+from server.protocol import FOLLOW, SLOW_MASK_SECONDS, Advance, Answer, Begin, Guidance, decode_mask_answer, encode
 
 log = logging.getLogger("onehead.engine")
 
-MODULE = "server.engine.mask_process"
-TOO_COMPLEX = "the grammar became too complex to continue"
-SLOW_SECONDS = 0.005
-"""Processor time from which a mask is slow: a step does not wait for the next one of its constraint."""
 ANSWER_SECONDS = 60.0
 """Time without an answer after which a process counts as lost. Its own limit, of processor time, is far lower."""
 MAX_ATTEMPTS = 3
 """Processes that may be lost over one mask. The limits of a process end it, so the last attempt decides that the grammar is too complex."""
 MAX_SPARES = 16
 """Idle processes that are kept for further sequences."""
-
-
-class Begin(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Follow a new constraint, over this output."""
-
-    grammar: str
-    healed: str
-    output: list[int]
-
-
-class Advance(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A token was sampled."""
-
-    token: int
-
-
-class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """Guidance for the next token, or why there is none."""
-
-    guidance: Guidance | None
-    seconds: float = 0.0
-    """Processor time of the mask."""
-    failure: str = ""
-    refused: bool = False
-    """Whether the request is at fault."""
-
-
-encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Begin | Advance).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 class ProcessConstraint:
@@ -109,11 +69,11 @@ class ProcessConstraint:
         """Reads what has arrived: an answer, or the end of the process."""
         assert self._pipe is not None, "it is registered, so it has a process"
         try:
-            answer = decode_answer(self._pipe.recv_bytes())
+            answer = decode_mask_answer(self._pipe.recv_bytes())
         except (EOFError, OSError):
             self.on_lost()
             return
-        self.is_slow, self._num_lost = answer.seconds > SLOW_SECONDS, 0
+        self.is_slow, self._num_lost = answer.seconds > SLOW_MASK_SECONDS, 0
         self._settle(answer)
 
     def on_lost(self) -> None:
@@ -148,36 +108,18 @@ class ProcessConstraint:
 
 
 class MaskProcesses:
-    """The processes that follow constraints over one tokenizer. `ends`: the end-of-sequence tokens."""
+    """The processes that follow constraints. `channel`: where processes are asked for; the API process holds both of its ends, so that
+    what was asked waits there while the process that forks is replaced.
+    """
 
-    def __init__(self, tokenizer: Path, ends: list[int]) -> None:
-        self._arguments = str(tokenizer), json.dumps(ends)
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
         self._selector = selectors.DefaultSelector()
         self._spares: list[Connection] = []
         self._pending: dict[ProcessConstraint, float] = {}
         """Constraints that wait for an answer -> when that is overdue; the earliest first."""
         self._soon: set[ProcessConstraint] = set()
         """Those whose answer is worth waiting for."""
-        self._start()
-
-    def _start(self) -> None:
-        """Starts the process that forks the others. Raises OSError."""
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            command = child_command(MODULE, str(theirs.fileno()), *self._arguments)
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=WORKING_DIRECTORY)
-
-    def close(self) -> None:
-        """Ends the process that forks the others, and so all of them."""
-        self._channel.close()
-        self._process.kill()
-        self._process.wait()
-
-    def wait_until_ready(self) -> None:
-        """Waits until the tokenizer has been read. Raises CheckpointError."""
-        said = self._channel.recv(2**16).decode()
-        if said != "ready":
-            raise CheckpointError(said or f"the process that computes masks ended with status {self._process.wait()}")
 
     def constraint(self, submit: protocol.Submit) -> ProcessConstraint | None:
         """The constraint of a submission; None if it has none."""
@@ -217,13 +159,7 @@ class MaskProcesses:
     def _fork(self) -> Connection:
         ours, theirs = Pipe()
         with theirs:
-            try:
-                socket.send_fds(self._channel, [b"fork"], [theirs.fileno()])
-            except OSError:  # The forking process has ended.
-                log.warning("the process that computes masks has ended; another is started")
-                self.close()
-                self._start()
-                socket.send_fds(self._channel, [b"fork"], [theirs.fileno()])
+            socket.send_fds(self._channel, [FOLLOW], [theirs.fileno()])
         return ours
 
     def release(self, constraint: ProcessConstraint, pipe: Connection, reusable: bool) -> None:

@@ -10,7 +10,6 @@ the sequence is open, and its page table has a slot for every computed token.
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from cache.prefix import Block, Chain, Link
@@ -18,23 +17,8 @@ from cache.table import PageTable
 from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, Scoring
 from server.engine.account import Account
 from server.engine.drafts import Drafter
-
-
-class ConstraintFailed(Exception):
-    """A constraint cannot continue: the request is at fault, or something unexpected happened. The message is shown to the client."""
-
-    def __init__(self, message: str, refused: bool = True) -> None:
-        super().__init__(message)
-        self.refused = refused
-
-
-class Guidance(Struct, frozen=True, array_like=True):
-    """What a constraint says about the tokens after the output."""
-
-    mask: bytes | None
-    """The tokens that may be sampled after the forced ones, as in model.step.Sample.mask; None once the constraint allows everything."""
-    forced: list[int] = []
-    """Tokens that must follow before the next one is sampled; the constraint is already past them."""
+from server.errors import ConstraintFailed
+from server.protocol import Guidance
 
 
 class Constraint(Protocol):

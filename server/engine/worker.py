@@ -1,4 +1,5 @@
-"""The engine process: receives messages, runs steps, sends events. server/child_process.py runs it, on an inherited pipe.
+"""The engine process: receives messages, runs steps, sends events. server/child_process.py runs it, on an inherited pipe and a channel on
+which processes that follow constraints are asked for.
 
 Invariant: it runs until Shutdown or until the other end of the pipe is closed. An exception in a step ends the process, and the
 supervisor replays its sequences; an exception in a submission fails that sequence alone. A thread sends heartbeats.
@@ -10,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from model.checkpoint.identity import ModelFiles
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import SampledToken
 from server import logs, protocol
+from server.child_process import release_freed_memory
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
 from server.engine.masks import MaskProcesses
@@ -41,12 +44,6 @@ READ_BYTES = 2**20
 """Messages that are read between two steps, about 10 ms of work, so that many large ones do not hold up the sequences that run."""
 
 
-def mask_processes(start: protocol.Start) -> MaskProcesses:
-    """The processes that follow constraints, which read the tokenizer while the model is loaded. Raises CheckpointError."""
-    ends = {*read_spec(Path(start.model), warn=False).end_token_ids, *start.end_token_ids}
-    return MaskProcesses(Path(start.tokenizer), sorted(ends))
-
-
 def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.Ready]:
     """Loads the engine; checks the config before it imports torch. Raises CheckpointError, OptionError or MemoryError."""
     folder = Path(start.model)
@@ -54,7 +51,6 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     files = ModelFiles(folder, Path(start.tokenizer))  # Hashed in threads while torch is imported and the weights are read.
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
-    _check_tokenizer(start, spec)
     runner = _load_runner(start, folder, spec, max_context, report)
     limits = Limits(runner.pool.num_pages, runner.pool.layout, max_context, start.options.max_running, start.options.step_tokens)
     if limits.capacity < max_context:
@@ -118,19 +114,6 @@ def _check_conversion(start: protocol.Start, folder: Path) -> None:
         way_out = f"`onehead train --init {folder} --output NEW` trains it; --engine.serve_pooled true serves it as it is"
         raise CheckpointError(f"{fact}; {way_out}")
     log.warning("%s; it is served because engine.serve_pooled is true", fact)
-
-
-def _check_tokenizer(start: protocol.Start, spec: ModelSpec) -> None:
-    """Raises CheckpointError if the tokenizer does not fit the model."""
-    if start.largest_token_id >= spec.vocab_size:
-        raise CheckpointError(
-            f"{start.tokenizer}: has ids up to {start.largest_token_id}, expected all below vocab_size {spec.vocab_size} of config.json"
-        )
-    if not spec.end_token_ids and not start.end_token_ids:
-        raise CheckpointError(
-            f"{start.model}: no end-of-sequence token; expected eos_token_id in generation_config.json or config.json, "
-            "or eos_token in tokenizer_config.json"
-        )
 
 
 def _same_model(start: protocol.Start, digest: str) -> str:
@@ -313,16 +296,15 @@ def main() -> None:
         # A service manager may signal every process of the service; only the API process reacts, and drains first.
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
+    gc.disable()  # While it loads, which makes next to no garbage: collections would take a tenth of the time.
     try:
         start = protocol.decode_to_engine(pipe.recv_bytes())
         if not isinstance(start, protocol.Start) or start.version != protocol.VERSION:
             raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
         sink = logs.configure(start.log_level, start.log_format)
         try:
-            masks = mask_processes(start)
             core, ready = load(start, report := load_report(pipe, sink))
-            masks.wait_until_ready()
-            worker = Worker(pipe, core, masks)
+            worker = Worker(pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))))
             worker.start_heartbeat(start.heartbeat_seconds)  # Before Ready: an engine that cannot start a thread is refused.
             report("starting to serve", 0, 0)
         except Exception as error:
@@ -331,6 +313,8 @@ def main() -> None:
             os._exit(0)  # Threads that still hash files are not waited for.
         worker.send(ready)
         gc.freeze()  # Excludes what is loaded from garbage collection, whose pauses would delay steps.
+        gc.enable()
+        release_freed_memory()
         try:
             worker.serve()
         except (EOFError, ConnectionError):

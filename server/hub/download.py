@@ -32,10 +32,10 @@ Check = Callable[[Path], object]
 log = logging.getLogger("onehead")
 
 
-def resolved(settings: Settings, check: Check, meanwhile: Callable[[], object] = lambda: None) -> Settings:
-    """The settings with the model's folder, after its tokenizer.json has been found or converted, and been loaded in a child process,
-    during which `meanwhile` is called. All that blocks, and so must come before the event loop, which handles signals. Raises the errors of
-    `resolve`, `tokenizer_path` and `try_checkpoint`.
+def resolved(settings: Settings, check: Check) -> Settings:
+    """The settings with the model's folder, after its tokenizer.json has been found or converted, and been loaded in a child process. All
+    that blocks, and so must come before the event loop, which handles signals. Raises the errors of `resolve`, `tokenizer_path` and
+    `try_checkpoint`.
     """
 
     def check_all(folder: Path) -> None:
@@ -45,7 +45,7 @@ def resolved(settings: Settings, check: Check, meanwhile: Callable[[], object] =
 
     folder = resolve(settings.model, check=check_all)
     check_all(folder)
-    try_checkpoint(folder, meanwhile)
+    try_checkpoint(folder)
     # An engine that is started later, after a crash, must find the same folder: whatever the working directory, and a link, is by then.
     return settings.found_in(folder.resolve())
 

@@ -60,40 +60,47 @@ class Frames:
 
 
 class EngineProcess:
-    """An engine process. `on_message` gets each message, then `on_exit` the exit status; both are called on the event loop."""
+    """An engine process, which is sent its Start at once. `grammars`: the channel over which it asks for processes that follow constraints.
+    Raises OSError.
+    """
 
-    def __init__(
-        self,
-        start: protocol.Start,
-        on_message: Callable[[protocol.FromEngine], None],
-        on_exit: Callable[[int], None],
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._on_message = on_message
-        self._on_exit = on_exit
+    def __init__(self, start: protocol.Start, grammars: socket.socket) -> None:
         self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
         self._frames = Frames()
         self._pipe, theirs = Pipe(duplex=True)
-        fd = theirs.fileno()
+        with theirs:  # The child holds the only copy afterwards, so the pipe ends when the child does.
+            descriptors = theirs.fileno(), grammars.fileno()
+            # A process group of its own: Ctrl-C in a terminal must reach only this process, which drains first.
+            self.process = subprocess.Popen(
+                child_command(ENGINE_MODULE, *map(str, descriptors)),
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+                cwd=WORKING_DIRECTORY,
+                env=engine_environment(),
+            )
+        with contextlib.suppress(OSError):  # It has exited, which `listen` finds.
+            self._pipe.send_bytes(protocol.encode(start))
+
+    def listen(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> None:
+        """From now on `on_message` gets each message, then `on_exit` the exit status; both are called on the event loop. Raises OSError."""
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._on_exit = on_exit
         # A second descriptor for reading without blocking; the writing thread's own calls block.
         self._socket = socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
-        # A process group of its own: Ctrl-C in a terminal must reach only this process, which drains first.
-        self.process = subprocess.Popen(
-            child_command(ENGINE_MODULE, str(fd)),
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-            cwd=WORKING_DIRECTORY,
-            env=engine_environment(),
-        )
-        theirs.close()  # The child holds the only copy now, so the pipe ends when the child does.
         try:
             threading.Thread(target=self._write, daemon=True).start()
         except RuntimeError as error:  # The thread limit is reached; reported like a process that cannot be spawned.
             self.process.kill()
             raise OSError(errno.EAGAIN, "no thread can be started") from error
         self._loop.add_reader(self._socket, self._read)
-        self.send(start)
+
+    def end(self) -> None:
+        """Ends a process that is not listened to."""
+        self._pipe.close()
+        self.process.kill()
+        self.process.wait()
 
     def send(self, message: protocol.ToEngine) -> None:
         """Queues a message; never blocks. Messages to an engine that has exited are dropped."""

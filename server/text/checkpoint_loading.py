@@ -1,7 +1,8 @@
 """Loads a checkpoint's settings and tokenizer as the API and engine processes do, within limits of time and memory.
 
 server/child_process.py starts it with the folder as argument. Invariant: it ends with status 0 only if everything could be loaded; else its
-last line of output is the reason, also if a limit ends it. It compiles no chat template: server/text/worker_process.py does, under limits.
+last line of output is the reason, also if a limit ends it. It compiles no chat template and prepares no grammars: the forking process does
+(server/text/worker_process.py), under limits.
 """
 
 import os
@@ -11,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from model.spec import CheckpointError
-from server import guidance
 from server.errors import ConfigurationError, one_line
 from server.text.checkpoint_settings import CheckpointFiles
 from server.text.codec import TextCodec
 
 SECONDS, MEMORY_BYTES = 8, 2**30
-"""Limits of the processor time and the address space. A vocabulary of 262,144 tokens takes 3 s, and half of that memory."""
+"""Limits of the processor time and the address space. A vocabulary of 262,144 tokens takes 1 s, and a quarter of that memory."""
 MAX_TOKENS = 100
 """Bound on the tokens of a prompt of one letter: a normalizer can put any text before every prompt."""
 
@@ -49,7 +49,6 @@ def _load(folder: Path) -> Iterator[Path]:
     codec = TextCodec(folder)
     if (num_tokens := len(codec.encode("a"))) > MAX_TOKENS:
         raise CheckpointError(f"{codec.path}: makes {num_tokens} tokens of one letter; at most {MAX_TOKENS} are expected")
-    guidance.read_tokenizer(codec.path, list(codec.end_token_ids))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ import json
 import random
 import re
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from server import guidance
-from server.errors import ConfigurationError
 from server.text import json_schema
-from server.text.codec import TextCodec
 
 TRIED_PATHS = 4
 TRIED_TOKENS = 16
@@ -22,45 +20,21 @@ _UNSUPPORTED = re.compile(r'Unimplemented keys: \[((?:"[A-Za-z$-]{1,40}"(?:, )?)
 
 
 class GrammarCompiler:
-    """Compiles and checks grammars for one tokenizer. The constructor reads the tokenizer. Raises ConfigurationError."""
+    """Compiles and checks grammars for one tokenizer; refuses them where there is none."""
 
-    def __init__(self, codec: TextCodec, open_objects: bool = False) -> None:
+    def __init__(self, tokenizer: LLTokenizer | None, open_objects: bool = False) -> None:
+        self.tokenizer = tokenizer
         self._open_objects = open_objects
-        try:
-            self.tokenizer = guidance.read_tokenizer(codec.path, list(codec.end_token_ids))
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
 
     def compile(self, kind: str, source: str) -> str:
         """The grammar for protocol.Submit. Raises ValueError with a message for the client."""
+        if self.tokenizer is None:
+            raise ValueError("is not supported: this model's tokenizer cannot be used for structured output")
         grammar = _grammar(kind, source, self._open_objects)
-        problem = self._check(grammar)
+        problem = _check(grammar, self.tokenizer)
         if problem is not None:
             raise ValueError(problem)
         return grammar
-
-    def _check(self, grammar: str) -> str | None:
-        """The problem of a grammar, worded for the client; None if it works. Generates several texts as the engine would: one of the lowest
-        allowed token ids, one of the highest, and others of random ones with fixed seeds.
-        """
-        for path in range(TRIED_PATHS):
-            matcher = guidance.new_matcher(self.tokenizer, grammar)
-            if matcher.is_error():
-                return _client_message(matcher.get_error())
-            rng = random.Random(path)
-            for _ in range(TRIED_TOKENS):
-                matcher.consume_tokens(matcher.compute_ff_tokens())
-                allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-                if matcher.is_error() or not allowed:
-                    return "is too complex to be followed, or nothing satisfies it"
-                highest = allowed.bit_length() - 1
-                start = rng.randint(0, highest) if path > 1 else path * highest
-                rest = allowed >> start
-                token = start + (rest & -rest).bit_length() - 1
-                if token in self.tokenizer.eos_tokens or matcher.is_stopped():
-                    break
-                matcher.consume_token(token)
-        return None
 
 
 def _grammar(kind: str, text: str, open_objects: bool) -> str:
@@ -82,6 +56,30 @@ def _grammar(kind: str, text: str, open_objects: bool) -> str:
     if "::=" in text:
         raise ValueError(f"has ::= as in GBNF at character {text.index('::=')}; it must be a Lark grammar")
     return LLMatcher.grammar_from_lark(text)
+
+
+def _check(grammar: str, tokenizer: LLTokenizer) -> str | None:
+    """The problem of a grammar, worded for the client; None if it works. Generates several texts as the engine would: one of the lowest
+    allowed token ids, one of the highest, and others of random ones with fixed seeds.
+    """
+    for path in range(TRIED_PATHS):
+        matcher = guidance.new_matcher(tokenizer, grammar)
+        if matcher.is_error():
+            return _client_message(matcher.get_error())
+        rng = random.Random(path)
+        for _ in range(TRIED_TOKENS):
+            matcher.consume_tokens(matcher.compute_ff_tokens())
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            if matcher.is_error() or not allowed:
+                return "is too complex to be followed, or nothing satisfies it"
+            highest = allowed.bit_length() - 1
+            start = rng.randint(0, highest) if path > 1 else path * highest
+            rest = allowed >> start
+            token = start + (rest & -rest).bit_length() - 1
+            if token in tokenizer.eos_tokens or matcher.is_stopped():
+                break
+            matcher.consume_token(token)
+    return None
 
 
 def _client_message(error: str) -> str:

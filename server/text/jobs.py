@@ -4,6 +4,7 @@ Invariant: a job gives the same result, or the same refusal, in whichever proces
 """
 
 import json
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,18 +24,22 @@ Message = dict[str, str]
 class Texts:
     """What jobs work with: the tokenizer, chat template and grammar compiler of one checkpoint."""
 
-    def __init__(self, codec: TextCodec, open_objects: bool = False) -> None:
+    def __init__(self, codec: TextCodec, open_objects: bool = False, end_token_ids: Iterable[int] = ()) -> None:
         self.codec = codec
         self.chat_template = ChatTemplate(codec)
         self.fim = FillInTheMiddle(codec)
         self.open_objects = open_objects
+        self._ends = sorted({*codec.end_token_ids, *end_token_ids})
 
     @cached_property
     def compiler(self) -> "GrammarCompiler":
-        """Created on first use, which takes seconds for a large vocabulary. Raises ConfigurationError."""
+        """Prepared on first use, which takes seconds for a large vocabulary, from what has been read. Raises ValueError where llguidance
+        cannot use this tokenizer.
+        """
+        from server import guidance
         from server.text.grammar import GrammarCompiler
 
-        return GrammarCompiler(self.codec, self.open_objects)
+        return GrammarCompiler(guidance.grammar_tokenizer(self.codec.tokenizer.to_str(), self._ends), self.open_objects)
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
@@ -43,8 +48,8 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     Result: ClassVar[Any] = list[int]
     option: ClassVar[str] = "tokenize_timeout"
     """The option of ServerSection that limits its processor time."""
-    always_in_worker: ClassVar[bool] = False
-    """Whether the cost of short ones has no bound either."""
+    needs_grammars: ClassVar[bool] = False
+    """Whether it needs the grammar compiler, and the cost of short ones has no bound either."""
 
     @property
     def num_chars(self) -> int:
@@ -189,7 +194,7 @@ class CompileGrammar(Job, frozen=True):
 
     Result = str
     option = "grammar_timeout"
-    always_in_worker = True
+    needs_grammars = True
 
     kind: str
     source: str

@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 from server.config import ServerSection
 from server.errors import ConfigurationError, InvalidRequest, ResourceError, Unavailable
 from server.text.chat_template import MAX_CHEAP_MESSAGES
-from server.text.codec import TextCodec
 from server.text.jobs import AnyJob, CompileGrammar, EncodeChat, Texts
 from server.text.worker_process import Loaded
 
@@ -43,8 +42,8 @@ class Runner(Protocol):
 class TextService:
     """The jobs of one server."""
 
-    def __init__(self, codec: TextCodec, section: ServerSection, workers: Runner) -> None:
-        self.texts = Texts(codec, section.open_objects)
+    def __init__(self, texts: Texts, section: ServerSection, workers: Runner) -> None:
+        self.texts = texts
         self.workers = workers
         self._section = section
         self._cheap_template = False
@@ -64,7 +63,7 @@ class TextService:
 
     async def run(self, job: AnyJob, client: str) -> Any:
         """The result of a job of a client. Raises InvalidRequest, Overloaded or Unavailable."""
-        if job.num_chars < LONG_TEXT_CHARS and not job.always_in_worker and self._is_cheap(job):
+        if job.num_chars < LONG_TEXT_CHARS and not job.needs_grammars and self._is_cheap(job):
             return job.run(self.texts)
         return await self.workers.run(job, client, getattr(self._section, job.option))
 

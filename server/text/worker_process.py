@@ -1,52 +1,54 @@
-"""The worker processes' side: a process that has read the checkpoint's texts once, and forks a child for each job.
+"""The forking process: it has a checkpoint's texts, and forks a child for each job, and for each constraint that the engine follows.
 
-The parent sends one end of a socket pair for each job; the child answers with its process id, receives the job, sends the outcome and ends.
-A child shares the memory of what was read, and can be killed at any point without harm to another job. Invariant: the forking process has
-a single thread, and runs nothing whose cost depends on a request. It knows no clients, queues or time limits.
+Requests for children arrive over two channels, each as one descriptor: `jobs`, and `grammars` for children that need the tokenizer of
+grammars. That takes seconds and as much memory as the texts, so a process of its own prepares it at the first such request, and forks
+these children. A job's child answers with its process id, receives the job over its descriptor, sends the outcome and ends; a constraint's
+is server.text.mask_process. Children share the memory of what was read, and can be killed at any point without harm to another.
+The forking process is a copy of the API process, which has read the texts, and reads no files. Invariant: it has a single thread, and runs
+nothing whose cost depends on a request. It knows no clients, queues or time limits.
 """
 
 import contextlib
-import hashlib
+import gc
+import logging
 import os
 import resource
-import signal
+import select
 import socket
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
+import time
+from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 
-from model.spec import CheckpointError
 from server import child_process
 from server.errors import ConfigurationError, InvalidRequest
-from server.text.codec import TextCodec
+from server.protocol import FOLLOW
 from server.text.jobs import AnyJob, Texts
 
-JOB_MEMORY = 128 * 2**20
-"""Bytes that a job may allocate."""
+JOB, MESSAGE_BYTES = b"job", 8
+"""What comes with the descriptor of a job, and more than the length of that or of server.protocol.FOLLOW."""
+JOB_MEMORY, CONSTRAINT_MEMORY = 128 * 2**20, 256 * 2**20
+"""Bytes that a job, and a process that follows constraints, may allocate."""
 LOAD_MEMORY, LOAD_SECONDS = 2**29, 3
 """Bytes and seconds of processor time for compiling and trying the chat template."""
-JOB_NICE = 5
+GRAMMARS_MEMORY, GRAMMARS_SECONDS = 2**30, 20
+"""The same for preparing the tokenizer of grammars: 2 s and 300 MB for a vocabulary of 262,144 tokens."""
+MAX_PREPARED = 3
+"""Times that this is begun without success before structured output is refused."""
+JOB_NICE, CONSTRAINT_NICE = 5, 19
+FORK_PAUSE = 0.1
+"""Seconds until another attempt where the system has no process to fork."""
 LENGTH_BYTES = 4
 
 
-class Start(msgspec.Struct, frozen=True):
-    """The first message, from the parent: the checkpoint's folder, and server.open_objects."""
-
-    folder: str
-    open_objects: bool
-
-
 class Loaded(msgspec.Struct, frozen=True):
-    """The answer: why the checkpoint is refused, or empty; whether short conversations may be rendered in the API process; and a digest
-    of what was read.
+    """What the forking process says first: why the chat template is refused, or empty; and whether short conversations may be rendered in
+    the API process.
     """
 
     error: str = ""
     cheap_template: bool = False
-    digest: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -65,14 +67,6 @@ def frame(message: Any) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-def limit_memory(num_bytes: int) -> None:
-    """Lets this process allocate so many more bytes; Linux only."""
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
-        most = pages * resource.getpagesize() + num_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-
 def outcome(job: AnyJob, texts: Texts) -> Outcome:
     """Carries out a job."""
     try:
@@ -83,30 +77,98 @@ def outcome(job: AnyJob, texts: Texts) -> Outcome:
         return Outcome(failure=type(error).__name__)
 
 
-def _fork(work: Callable[[], None], memory: int) -> int:
-    """Runs `work` in a child process with limits, which ends without returning."""
-    parent = os.getpid()
-    child = os.fork()
-    if child:
-        return child
-    try:
-        child_process.end_with_parent(parent)
-        os.nice(JOB_NICE)
-        limit_memory(memory)
-        work()
-    finally:
-        os._exit(0)
-
-
-def _run_job(channel: socket.socket, texts: Texts) -> None:
+def _run_job(descriptor: int, texts: Texts) -> None:
+    os.nice(JOB_NICE)
     # Libraries write about memory that they lack to standard error, in words of their own.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    with channel, channel.makefile("rwb") as stream:
+    with socket.socket(fileno=descriptor) as channel, channel.makefile("rwb") as stream:
         stream.write(os.getpid().to_bytes(LENGTH_BYTES, "big"))
         stream.flush()
         length = int.from_bytes(stream.read(LENGTH_BYTES), "big")
         job: AnyJob = msgspec.msgpack.decode(stream.read(length), type=AnyJob)
         stream.write(frame(outcome(job, texts)))
+
+
+def _follow(descriptor: int, texts: Texts) -> None:
+    from server.text.constraints import Grammars
+    from server.text.mask_process import follow, limit_mask
+
+    os.nice(CONSTRAINT_NICE)
+    tokenizer = texts.compiler.tokenizer
+    with contextlib.suppress(EOFError, OSError):
+        follow(Connection(descriptor), None if tokenizer is None else Grammars(tokenizer, limit_mask))
+
+
+def _fork_child(channel: socket.socket, texts: Texts) -> None:
+    """Forks the child that the next message of a channel asks for, when the system has a process for it."""
+    message, (descriptor, *_), _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 1)
+    work, memory = (_follow, CONSTRAINT_MEMORY) if message == FOLLOW else (_run_job, JOB_MEMORY)
+    while True:
+        try:
+            child_process.fork(lambda: work(descriptor, texts), descriptor, most_bytes=memory)
+            break
+        except OSError:  # No more processes are allowed for the moment.
+            time.sleep(FORK_PAUSE)
+    os.close(descriptor)
+
+
+class _GrammarProcess:
+    """The process that forks children from the grammars' channel, while there is one."""
+
+    def __init__(self, channel: socket.socket, texts: Texts) -> None:
+        self._channel = channel
+        self._texts = texts
+        self._pipe: int | None = None
+        """The process holds its other end, over which it says that the tokenizer is prepared."""
+        self._num_failed = 0
+
+    @property
+    def awaited(self) -> int:
+        """What becomes readable where there is something to do: the channel while there is no process, else the pipe."""
+        return self._channel.fileno() if self._pipe is None else self._pipe
+
+    def proceed(self) -> None:
+        """Starts the process; or notes that it is prepared, or has ended."""
+        if self._pipe is None:
+            self._start()
+        elif os.read(self._pipe, 1):
+            self._num_failed = 0
+        else:
+            os.close(self._pipe)
+            self._pipe = None
+
+    def _start(self) -> None:
+        self._pipe, pipe = os.pipe()
+        self._num_failed += 1
+        try:
+            child_process.fork(lambda: self._serve(pipe), pipe, self._channel.fileno())
+        except OSError:  # Its end is read from the pipe.
+            time.sleep(FORK_PAUSE)
+        os.close(pipe)
+
+    def _serve(self, pipe: int) -> None:
+        _prepare_grammars(self._texts, usable=self._num_failed <= MAX_PREPARED)
+        os.write(pipe, b".")
+        gc.freeze()
+        while True:
+            _fork_child(self._channel, self._texts)
+
+
+def _prepare_grammars(texts: Texts, usable: bool) -> None:
+    """Prepares the tokenizer of grammars, within limits that end this process. Where it is not usable, grammars are refused."""
+    from server.text.grammar import GrammarCompiler
+
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (GRAMMARS_SECONDS, hard))
+    child_process.limit_memory(GRAMMARS_MEMORY)
+    try:
+        if usable:
+            _ = texts.compiler
+    except ValueError:
+        usable = False
+    if not usable:
+        texts.compiler = GrammarCompiler(None)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
 
 def _try_template(texts: Texts) -> bool:
@@ -127,63 +189,34 @@ def _try_template(texts: Texts) -> bool:
         os.write(writer, b"compiled ")
         os.write(writer, b"cheap" if texts.chat_template.trial() else b"")
 
-    child = _fork(work, LOAD_MEMORY)
+    child_process.fork(work, writer, most_bytes=LOAD_MEMORY)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
         said = stream.read().decode()
-    os.waitpid(child, 0)
     if not said.startswith("compiled"):
         bound = f"{LOAD_SECONDS} s or {LOAD_MEMORY >> 20} MiB"
         reason = f"{texts.codec.files.chat_template_place}: the chat template takes more than {bound} to compile"
         raise ConfigurationError(said.removeprefix("refused ") or reason)
     # Children find it compiled. Within the limit, as before: Jinja computes constants only where there is memory for them.
-    limit_memory(LOAD_MEMORY)
+    child_process.limit_memory(LOAD_MEMORY)
     _ = texts.chat_template.compiled
     return said.endswith("cheap")
 
 
-def load(start: Start) -> tuple[Texts, bool]:
-    """Reads the checkpoint's texts. Raises ConfigurationError."""
-    texts = Texts(TextCodec(Path(start.folder)), start.open_objects)
-    _ = texts.compiler  # Read here once.
-    return texts, _try_template(texts)
-
-
-def _reap() -> None:
-    """Forgets the children that have ended."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def main() -> None:
-    """Entry point: ends where the parent has ended, and where the system has no process to fork, after which it is started again."""
-    with contextlib.suppress(ConnectionError, BlockingIOError):
-        _serve()
-
-
-def _serve() -> NoReturn:
-    """Receives Start, answers Loaded, then forks a child for each socket received, until the parent closes its end."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # The parent handles signals sent to the process group: it drains first.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=int(sys.argv[1])) as control:
-        start = msgspec.msgpack.decode(control.recv(2**16), type=Start)
-        try:
-            texts, cheap = load(start)
-        except (CheckpointError, ConfigurationError) as error:
-            control.send(msgspec.msgpack.encode(Loaded(error=str(error)[:4096])))
-            sys.exit(0)
-        files = texts.codec.path.read_bytes() + (texts.codec.files.chat_template or "").encode(errors="replace")
-        control.send(msgspec.msgpack.encode(Loaded("", cheap, hashlib.sha256(files).hexdigest())))
-        while True:
-            message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            if not message:
-                sys.exit(0)
-            _reap()
-            with socket.socket(fileno=descriptors[0]) as channel:
-                _fork(lambda: _run_job(channel, texts), JOB_MEMORY)
-
-
-if __name__ == "__main__":
-    main()
+def run(texts: Texts, control: socket.socket, jobs: socket.socket, grammars: socket.socket) -> None:
+    """The life of the forking process: says Loaded over `control`, then forks children until it is ended."""
+    logging.getLogger().handlers = [logging.NullHandler()]  # The API process's are written by a thread of it.
+    try:
+        loaded = Loaded(cheap_template=_try_template(texts))
+    except ConfigurationError as error:
+        loaded = Loaded(error=str(error)[:4096])
+    with contextlib.suppress(BlockingIOError):  # Only the first one is read.
+        control.send(msgspec.msgpack.encode(loaded), socket.MSG_DONTWAIT)
+    gc.freeze()  # Collections in the forked processes would copy the pages that they share.
+    grammar_process = _GrammarProcess(grammars, texts)
+    while True:
+        readable, _, _ = select.select([jobs.fileno(), grammar_process.awaited], [], [])
+        if grammar_process.awaited in readable:
+            grammar_process.proceed()
+        if jobs.fileno() in readable:
+            _fork_child(jobs, texts)

@@ -1,38 +1,38 @@
 """Workers: runs jobs in worker processes, with limits of time and memory, in turns for all clients.
 
-Each job gets a process of its own, forked from one that has read the checkpoint's texts (server.text.worker_process); a job over a limit
-is killed. Invariant: no job can delay or end another one of another client by more than its turn, and no process outlives its job or this
+Each job gets a process of its own, forked from one that has the checkpoint's texts (server.text.worker_process); a job over a limit is
+killed. Invariant: no job can delay or end another one of another client by more than its turn, and no process outlives its job or this
 process. It does not know what jobs compute.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
 import socket
-import subprocess
 import time
 from typing import Any
 
 import msgspec
 
-from server.child_process import WORKING_DIRECTORY, child_command
+from server import child_process
 from server.errors import InvalidRequest, Overloaded, Unavailable
+from server.text import worker_process
 from server.text.job_queue import QUANTUM, RETRY_SECONDS, JobQueue, Ticket
-from server.text.jobs import AnyJob
-from server.text.worker_process import JOB_MEMORY, LENGTH_BYTES, Loaded, Outcome, Start, frame
+from server.text.jobs import AnyJob, Texts
+from server.text.worker_process import JOB, JOB_MEMORY, LENGTH_BYTES, Loaded, Outcome, frame
 
 log = logging.getLogger("onehead.workers")
 
-WORKER_MODULE = "server.text.worker_process"
 SLOW_NICE = 15
 FORK_SECONDS = 10.0
 """Seconds after which a forking process that does not answer is replaced."""
 MAX_NOT_FORKED, FORK_PAUSE = 2, 0.1
 """Times that a job is tried again because no process was forked for it, and the seconds before the first of them."""
 LOAD_SECONDS = 120.0
-"""Seconds that it may take to read the checkpoint's texts."""
+"""Seconds that it may take to try the chat template."""
 WAIT_FACTOR = 4
 """A job that has not ended after so many times its limit of processor time, because it waited, is refused as overload."""
 
@@ -48,86 +48,57 @@ class _NotForked(_Lost):
     """No process was forked for a job."""
 
 
-class _Forker:
-    """The process that forks. `loaded` is its answer when it has read the checkpoint's texts."""
-
-    def __init__(self, start: Start) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = child_command(WORKER_MODULE, str(theirs.fileno()))
-            null = subprocess.DEVNULL
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=null, stdout=null, process_group=0, cwd=WORKING_DIRECTORY
-            )
-        self._control.setblocking(False)
-        self._control.send(msgspec.msgpack.encode(start))
-        self.loaded: asyncio.Task[Loaded] = asyncio.create_task(self._load())
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    async def _load(self) -> Loaded:
-        async with asyncio.timeout(LOAD_SECONDS):
-            data = await asyncio.get_running_loop().sock_recv(self._control, 2**16)
-        if not data:
-            raise BrokenPipeError
-        return msgspec.msgpack.decode(data, type=Loaded)
-
-    def fork(self, channel: socket.socket) -> None:
-        """Has a child forked that receives a job by `channel`. Raises OSError."""
-        socket.send_fds(self._control, [b"."], [channel.fileno()])
-
-    def close(self) -> None:
-        """Ends the process and its children."""
-        self.loaded.cancel()
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-
-
 class Workers:
     """The worker processes of one server. `quick`, `slow`: jobs that run at once in each lane of the queue."""
 
-    def __init__(self, start: Start, quick: int = 2, slow: int = 1) -> None:
-        self._start = start
-        self._forker: _Forker | None = None
-        self._digest = ""
-        """Of the texts of the first process that forks; another must have read the same."""
+    def __init__(self, quick: int = 2, slow: int = 1) -> None:
+        # This process holds both ends of each, so that what was sent waits while the process that receives it is replaced.
+        self._channels = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+        self._said, self._jobs, self.grammars = (ours for ours, _ in self._channels)
+        """What the forking process says; where children are asked for, by this process alone, and by engines too."""
+        self._said.setblocking(False)
+        self._texts: Texts | None = None
+        self._forker = 0
+        """The process id of the forking process; 0 while there is none."""
         self._queue = JobQueue(quick, slow)
         self._turns: dict[Ticket, asyncio.Event] = {}
 
-    def start(self) -> None:
-        """Starts the process that forks, if it does not run. Raises OSError."""
-        if self._forker is not None and not self._forker.alive:
-            log.warning("the process that forks workers ended; it is started again")
-            self.close()
-        self._forker = self._forker or _Forker(self._start)
+    def start(self, texts: Texts) -> None:
+        """Forks the process that forks the others. Raises OSError."""
+        self._texts = texts
+        self.keep_running()
+
+    def keep_running(self) -> None:
+        """Replaces the forking process if it has ended. Raises OSError."""
+        assert self._texts is not None, "start was called"
+        if self._forker and os.waitpid(self._forker, os.WNOHANG)[0]:
+            log.warning("the process that forks workers ended; it is replaced")
+            self._forker = 0
+        if not self._forker:
+            texts, ends = self._texts, [theirs for _, theirs in self._channels]
+            self._forker = child_process.fork(lambda: worker_process.run(texts, *ends), *(end.fileno() for end in ends))
 
     async def loaded(self) -> Loaded:
-        """Waits until the checkpoint's texts have been read. Raises Unavailable if there is no process that reads them."""
+        """What the first forking process says of the checkpoint. Raises Unavailable if it says nothing."""
         try:
-            self.start()
-            assert self._forker is not None
-            await asyncio.wait([loading := self._forker.loaded])
-            if not loading.cancelled():
-                return loading.result()
-        except (OSError, TimeoutError):
-            log.warning("no worker process could be started")
-        self.close()
-        raise _unavailable()
+            async with asyncio.timeout(LOAD_SECONDS):
+                return msgspec.msgpack.decode(await asyncio.get_running_loop().sock_recv(self._said, 2**16), type=Loaded)
+        except TimeoutError:
+            raise _unavailable() from None
 
     def close(self) -> None:
         """Ends all processes."""
-        if self._forker is not None:
-            self._forker.close()
-            self._forker = None
+        if self._forker:
+            os.kill(self._forker, signal.SIGKILL)
+            os.waitpid(self._forker, 0)
+            self._forker = 0
+        for end in itertools.chain(*self._channels):
+            end.close()
 
     async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
         """The result of a job. Raises InvalidRequest if it refuses, or takes more than `seconds` of processor time or too much
         memory; Overloaded or Unavailable if it could not be done for other reasons.
         """
-        await self.loaded()
         ticket = self._queue.add(client, job.num_chars)
         self._turns[ticket] = asyncio.Event()
         try:
@@ -176,17 +147,12 @@ class Workers:
 
     async def _attempt(self, ticket: Ticket, job: AnyJob, seconds: float) -> Outcome | None:
         """Runs a job in a child process; None if it lost its place to another job."""
-        loaded = await self.loaded()
-        self._digest = self._digest or loaded.digest
-        if loaded.error or loaded.digest != self._digest:  # The files have changed since the start.
-            log.error("workers cannot be started: %s", loaded.error or "the tokenizer or the chat template is another one now")
-            self.close()
-        if self._forker is None:
-            raise _unavailable()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._forker.fork(theirs)
+                self.keep_running()
+                channel = self.grammars if job.needs_grammars else self._jobs
+                socket.send_fds(channel, [JOB], [theirs.fileno()], socket.MSG_DONTWAIT)
             except OSError:
                 ours.close()
                 raise _NotForked from None
@@ -212,7 +178,7 @@ class Workers:
                 return int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
         except TimeoutError:
             log.warning("the process that forks workers does not answer; it is replaced")
-            self.close()
+            os.kill(self._forker, signal.SIGKILL)
             raise _NotForked from None
         except (OSError, EOFError):
             raise _NotForked from None

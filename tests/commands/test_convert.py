@@ -31,7 +31,6 @@ from model.spec import CheckpointError, OptionError
 from server.config import EngineSettings, ServerSection, load
 from server.engine import worker
 from server.service import start_message
-from server.text.codec import TextCodec
 from tests.support.checkpoints import make_tokenizer
 from tests.support.families import CONFIGS, make_family_checkpoint
 
@@ -425,7 +424,7 @@ def test_without_a_tokenizer_there_are_no_losses_and_that_is_said(tmp_path: Path
 
 def load_worker(folder: Path, *arguments: str) -> Any:
     settings = load(EngineSettings, ["--model", str(folder), "--cache.pages", "4", "--engine.threads", "1", *arguments], "onehead")
-    return worker.load(start_message(settings, TextCodec(folder), ServerSection()), lambda *_: None)
+    return worker.load(start_message(settings, ServerSection()), lambda *_: None)
 
 
 def test_only_pooled_is_served_when_asked_for(pooled: Pooled, caplog: pytest.LogCaptureFixture) -> None:

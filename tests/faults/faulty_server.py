@@ -11,7 +11,8 @@ import time
 
 from commands import cli
 from server.supervision import transport
-from server.text import workers
+from server.text import worker_process
+from tests.faults import faulty_texts
 from tests.faults.rules import FOLDER_VARIABLE, VARIABLE, Rule, Rules
 from tests.support.paths import ROOT
 
@@ -43,7 +44,7 @@ def main() -> int:
     # Engines are started with -P, which keeps them from finding this package by themselves.
     os.environ["PYTHONPATH"] = str(ROOT)
     transport.ENGINE_MODULE = "tests.faults.faulty_worker"
-    workers.WORKER_MODULE = "tests.faults.faulty_texts"
+    worker_process.run = faulty_texts.run  # type: ignore[assignment]
     rules = Rules.of_environment()
     for rule in rules.named("time_jumps"):
         if rules.strike(rule):

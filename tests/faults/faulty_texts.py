@@ -1,12 +1,13 @@
 """The production process that forks workers for texts and grammars, with faults from the environment patched into what they name."""
 
-import sys
 import time
 from typing import Any
 
 from server.text import worker_process
 from server.text.codec import TextCodec
 from tests.faults.rules import Rule, Rules
+
+sound_run = worker_process.run
 
 
 def tokenizer_hangs(rules: Rules, rule: Rule) -> None:
@@ -24,12 +25,9 @@ def tokenizer_hangs(rules: Rules, rule: Rule) -> None:
         setattr(TextCodec, name, stuck)
 
 
-def main() -> None:
+def run(*arguments: Any) -> None:
+    """In place of worker_process.run."""
     rules = Rules.of_environment()
     for rule in rules.named("tokenizer_hangs"):
         tokenizer_hangs(rules, rule)
-    worker_process.main()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sound_run(*arguments)

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from server import protocol
 from server.engine import masks, worker
-from server.engine.sequence import ConstraintFailed
+from server.errors import ConstraintFailed
 from tests.faults.faulty_server import time_jumps
 from tests.faults.rules import Rule, Rules
 

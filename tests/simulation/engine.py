@@ -20,8 +20,10 @@ from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
 from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, Scheduler
-from server.engine.sequence import ConstraintFailed, Guidance, Sequence
+from server.engine.sequence import Sequence
 from server.engine.worker import Worker
+from server.errors import ConstraintFailed
+from server.protocol import Guidance
 from tests.server.engine.test_scheduler import ALL_TOKENS, Forcing
 from tests.simulation.clients import Turns
 from tests.simulation.model import DRIFT, PagedHash, Poisoned

@@ -13,11 +13,12 @@ from msgspec.structs import replace
 from model.step import Row, SampledToken, SampleError, Sampling
 from server import protocol
 from server.engine.core import EngineCore
-from server.engine.grammar import Grammars
 from server.engine.scheduler import Limits, Scheduler, TokenEvent
-from server.engine.sequence import ConstraintFailed, Guidance
-from server.errors import InvalidRequest
+from server.errors import ConstraintFailed, InvalidRequest
+from server.guidance import grammar_tokenizer
+from server.protocol import Guidance
 from server.text.codec import TextCodec
+from server.text.constraints import Grammars
 from server.text.service import Source
 from tests.support.constraints import BOMBS, MIXED
 from tests.support.hash_model import HashModel, one_group
@@ -196,7 +197,10 @@ def together(asked: list[Asked], grammars: Grammars, ends: list[int], seed: int,
 
 
 def fresh(grammars: Grammars) -> Grammars:
-    """Unused grammars over a tokenizer that was already read, as reading a large one takes seconds."""
-    other = Grammars(Path(), [])
-    other.tokenizer = grammars.tokenizer
-    return other
+    """Unused grammars over a tokenizer that was already prepared, as preparing a large one takes seconds."""
+    return Grammars(grammars.tokenizer)
+
+
+def read_grammars(path: Path, ends: list[int]) -> Grammars:
+    """Those of a tokenizer.json."""
+    return Grammars(grammar_tokenizer(path.read_text(encoding="utf-8"), ends))

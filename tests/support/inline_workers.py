@@ -27,21 +27,22 @@ class InlineWorkers:
 def inline_texts(codec: TextCodec, section: ServerSection | None = None) -> TextService:
     """A TextService without processes."""
     section = section or ServerSection()
-    return TextService(codec, section, InlineWorkers(codec, section.open_objects))
+    return TextService(Texts(codec, section.open_objects), section, InlineWorkers(codec, section.open_objects))
 
 
 class Compiler:
     """Compiles the constraints of requests as a server does, in this process."""
 
     def __init__(self, codec: TextCodec, open_objects: bool = False) -> None:
-        self._codec = codec
         self._section = ServerSection(open_objects=open_objects)
         self._workers = InlineWorkers(codec, open_objects)
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        return self._workers.texts.compiler.tokenizer
+        tokenizer = self._workers.texts.compiler.tokenizer
+        assert tokenizer is not None
+        return tokenizer
 
     async def compile(self, source: Source) -> str:
         """The grammar. Raises InvalidRequest."""
-        return await TextService(self._codec, self._section, self._workers).grammar(source, "")
+        return await TextService(self._workers.texts, self._section, self._workers).grammar(source, "")

@@ -44,8 +44,9 @@ def children(pid: int) -> list[int]:
 
 
 def engines(pid: int) -> list[int]:
-    """Engine processes among the children of a server; the others are its workers."""
-    return [child for child in children(pid) if b"server.text." not in command_line(child)]
+    """Engine processes among the children of a server; the others are copies of it, or load its checkpoint."""
+    others = command_line(pid), b""
+    return [child for child in children(pid) if (line := command_line(child)) not in others and b"server.text." not in line]
 
 
 def command_line(pid: int) -> bytes:

@@ -18,11 +18,10 @@ import jsonschema
 import numpy as np
 
 from server import protocol
-from server.engine.grammar import Grammars
-from server.engine.sequence import ConstraintFailed
-from server.errors import InvalidRequest
+from server.errors import ConstraintFailed, InvalidRequest
 from server.text.codec import TextCodec
 from server.text.service import Source
+from tests.support.guided import read_grammars
 from tests.support.inline_workers import Compiler
 
 TEMPERATURE = 0.6
@@ -258,7 +257,7 @@ class Trial:
         codec = TextCodec(folder)
         self.codec, self.vocab_size, self.ends = codec, codec.largest_id + 1, list(codec.end_token_ids)
         self.compiler = Compiler(codec, open_objects)
-        self.grammars = Grammars(codec.path, self.ends)
+        self.grammars = read_grammars(codec.path, self.ends)
         texts = [codec.decode([id]) for id in range(self.vocab_size)]
         self.bias = np.array([CLOSING if text and not text.strip('"}],') else 0.0 for text in texts])
         self._runner = asyncio.Runner()

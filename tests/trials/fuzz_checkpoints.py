@@ -213,15 +213,11 @@ def try_folder(folder: Path) -> dict[str, Any]:
     from server.config import ServerSection
     from server.engine.worker import load
     from server.errors import OneheadError
-    from server.service import start_message
-    from server.text.checkpoint_settings import CheckpointFiles
-    from server.text.codec import TextCodec
+    from server.service import read_texts, start_message
 
     try:
-        codec = TextCodec(folder)
-        assert isinstance(codec.files, CheckpointFiles)
-        codec.files.sampling_defaults, codec.files.chat_template  # noqa: B018  (properties that read, and may refuse)
-        core, _ = load(start_message(_settings(folder), codec, ServerSection()), lambda *_: None)
+        read_texts(folder, False)
+        core, _ = load(start_message(_settings(folder), ServerSection()), lambda *_: None)
     except (CheckpointError, OptionError, OneheadError) as error:
         return {"refused": str(error)}
     return {"loaded": _distance(folder, core.runner, read_spec(folder))}

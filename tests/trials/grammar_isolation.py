@@ -16,9 +16,8 @@ from typing import Any
 from rich.progress import track
 
 from server.config import EMBEDDED_MODEL
-from server.engine.grammar import Grammars
 from server.text.codec import TextCodec
-from tests.support.guided import alone, compiled, fresh, requests, together
+from tests.support.guided import alone, compiled, fresh, read_grammars, requests, together
 from tests.support.large_vocabulary import write_large_tokenizer
 
 REQUESTS, TOKENS, CRASHES, ROUNDS = 200, 150, 4, 3
@@ -28,7 +27,7 @@ def measure(folder: Path) -> dict[str, Any]:
     codec = TextCodec(folder)
     vocab_size, ends = codec.largest_id + 1, list(codec.end_token_ids)
     grammars, refused = compiled(codec)
-    served = Grammars(codec.path, ends)
+    served = read_grammars(codec.path, ends)
     differing, ended, num_tokens = [], Counter[str](), 0
     for seed in range(ROUNDS):
         asked = requests(grammars, REQUESTS, TOKENS, seed)

@@ -8,6 +8,7 @@ import ctypes
 import mmap
 from contextlib import suppress
 from math import prod
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -23,14 +24,16 @@ class HugePages:
 
     def __init__(self) -> None:
         self._free: Tensor = torch.empty(0, dtype=torch.uint8)
+        self._lock = Lock()
 
     def zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A contiguous tensor, aligned to a cache line. Raises MemoryError."""
         num_bytes = prod(shape) * dtype.itemsize
         rounded = -(-num_bytes // LINE) * LINE
-        if rounded > len(self._free):
-            self._free = _map(max(CHUNK, -(-rounded // HUGE) * HUGE))
-        taken, self._free = self._free[:num_bytes], self._free[rounded:]
+        with self._lock:
+            if rounded > len(self._free):
+                self._free = _map(max(CHUNK, -(-rounded // HUGE) * HUGE))
+            taken, self._free = self._free[:num_bytes], self._free[rounded:]
         return taken.view(dtype).view(shape)
 
 

@@ -12,7 +12,8 @@ from model.sampling import NOT_SAMPLED
 from model.step import Sample, SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, PromptScored, Scheduler, TokenEvent
-from server.engine.sequence import ConstraintFailed, Guidance
+from server.errors import ConstraintFailed
+from server.protocol import Guidance
 from tests.server.engine.test_scheduler import Forcing
 from tests.support.drawing import draw
 from tests.support.hash_model import HashModel, one_group, oracle

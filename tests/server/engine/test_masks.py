@@ -3,24 +3,29 @@
 import os
 import resource
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
-from model.spec import CheckpointError
+from server import child_process
 from server.engine import masks
-from server.engine.grammar import Grammars
-from server.engine.masks import MAX_ATTEMPTS, Begin, MaskProcesses, ProcessConstraint
-from server.engine.sequence import ConstraintFailed
+from server.engine.masks import MAX_ATTEMPTS, MaskProcesses, ProcessConstraint
+from server.errors import ConstraintFailed
+from server.protocol import Begin
+from server.text import worker_process
+from server.text.codec import TextCodec
+from server.text.constraints import Grammars
+from server.text.jobs import Texts
 from tests.support.constraints import BOMBS
+from tests.support.guided import read_grammars
 from tests.support.paths import EMBEDDED
-from tests.support.processes import alive, wait_until
+from tests.support.processes import alive, children, wait_until
 
 TOKENIZER = EMBEDDED / "tokenizer.json"
 WORDS = LLMatcher.grammar_from_regex("([a-z]+ )+")
@@ -31,16 +36,29 @@ QUIET = Pipe()
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(TOKENIZER, [0])
+    return read_grammars(TOKENIZER, [0])
+
+
+FORKING = 0
+"""The process that forks those of a test: the one for grammars, while it lives, and them."""
 
 
 @pytest.fixture
 def processes() -> Iterator[MaskProcesses]:
-    processes = MaskProcesses(TOKENIZER, [0])
-    processes.wait_until_ready()
+    global FORKING
+    control, jobs, grammars = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3))
+    theirs = control[1], jobs[1], grammars[1]
+    texts = Texts(TextCodec(EMBEDDED))
+    FORKING = child_process.fork(lambda: worker_process.run(texts, *theirs), *(end.fileno() for end in theirs))
+    processes = MaskProcesses(grammars[0])
     yield processes
-    processes.close()
+    for pipe in processes._spares:
+        pipe.close()
     processes._selector.close()
+    kill(FORKING)
+    os.waitpid(FORKING, 0)
+    for end in (*control, *jobs, *grammars):
+        end.close()
 
 
 def begun(processes: MaskProcesses, grammar: str, output: list[int], healed: str = "") -> ProcessConstraint:
@@ -60,9 +78,13 @@ def lowest(mask: bytes | None, start: int = 20) -> int:
     return next(id for id in range(start, 8 * len(mask)) if mask[id // 8] >> (id % 8) & 1)
 
 
-def children(processes: MaskProcesses) -> list[int]:
-    pid = processes._process.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def grammar_process() -> int:
+    (pid,) = children(FORKING)
+    return pid
+
+
+def followers() -> list[int]:
+    return children(grammar_process())
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -90,8 +112,8 @@ def test_a_lost_process_is_replaced_and_the_masks_are_the_same(
     settle(processes, *followed)
     for constraint, output in zip(followed, outputs, strict=True):
         follow(processes, constraint, output, 3)
-    victims = children(processes)
-    victims = {"follower": victims[:1], "all of them": victims, "the one that forks": [processes._process.pid]}[victim]
+    victims = followers()
+    victims = {"follower": victims[:1], "all of them": victims, "the one that forks": [grammar_process()]}[victim]
     if when == "computing":
         for process in victims:
             kill(process, signal.SIGSTOP)
@@ -134,7 +156,7 @@ def test_a_constraint_whose_processes_are_always_lost_is_refused(processes: Mask
 def test_a_process_that_does_not_answer_is_replaced(processes: MaskProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     constraint = begun(processes, WORDS, output := [])
     settle(processes, constraint)
-    (process,) = children(processes)
+    (process,) = followers()
     kill(process, signal.SIGSTOP)
     monkeypatch.setattr(masks, "ANSWER_SECONDS", 0.05)
     output.append(lowest(constraint.take().mask))
@@ -164,14 +186,14 @@ def test_an_ended_constraint_leaves_its_process_to_the_next(processes: MaskProce
         settle(processes, constraint)
         constraint.end()
         assert not constraint.is_pending
-    assert len(children(processes)) == 1 and not processes._pending and not processes._selector.get_map()
+    assert len(followers()) == 1 and not processes._pending and not processes._selector.get_map()
 
 
 def test_ending_an_unfinished_computation_ends_its_process(processes: MaskProcesses) -> None:
     """The mask of an ambiguous grammar takes long after many tokens, and is not waited for."""
     constraint = begun(processes, AMBIGUOUS, [])
     settle(processes, constraint)
-    (process,) = children(processes)
+    (process,) = followers()
     kill(process, signal.SIGSTOP)
     constraint.advance(lowest(constraint.take().mask))
     constraint.end()
@@ -179,13 +201,13 @@ def test_ending_an_unfinished_computation_ends_its_process(processes: MaskProces
     wait_for_end(process)
 
 
-def test_the_processes_yield_to_the_engine_and_end_with_it(processes: MaskProcesses) -> None:
+def test_the_processes_yield_to_the_engine_and_end_with_the_one_that_forks(processes: MaskProcesses) -> None:
     constraint = begun(processes, WORDS, [])
     settle(processes, constraint)
-    (process,) = children(processes)
+    (process,) = followers()
     assert os.getpriority(os.PRIO_PROCESS, process) == 19 and resource.prlimit(process, resource.RLIMIT_CORE) == (0, 0)
-    assert resource.prlimit(process, resource.RLIMIT_AS)[0] < 2**30
-    os.kill(processes._process.pid, signal.SIGKILL)
+    assert resource.prlimit(process, resource.RLIMIT_DATA)[0] < 2**30
+    kill(grammar_process())
     wait_for_end(process)
 
 
@@ -202,7 +224,7 @@ def test_healed_text_is_followed_until_it_is_there(processes: MaskProcesses) -> 
 def test_an_answer_is_waited_for_only_as_long_as_asked(processes: MaskProcesses) -> None:
     constraint = begun(processes, WORDS, [])
     settle(processes, constraint)
-    (process,) = children(processes)
+    (process,) = followers()
     kill(process, signal.SIGSTOP)
     constraint.advance(lowest(constraint.take().mask))
     began = time.monotonic()
@@ -218,13 +240,3 @@ def test_a_message_ends_the_wait(processes: MaskProcesses) -> None:
     theirs.send_bytes(b"message")
     processes.wait(ours)
     assert ours.recv_bytes() == b"message"
-
-
-def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    for path in (tmp_path / "tokenizer.json", tmp_path / "missing" / "tokenizer.json"):
-        processes = MaskProcesses(path, [0])
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json: this tokenizer cannot be used"):
-            processes.wait_until_ready()
-        processes.close()
-        processes._selector.close()

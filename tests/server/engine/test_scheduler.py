@@ -10,8 +10,8 @@ from cache.layout import CacheLayout, pages_for
 from model.step import SampledToken, SampleError, Sampling, StepPlan, StepResult
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
-from server.engine.sequence import Guidance, Sequence
-from server.protocol import Share
+from server.engine.sequence import Sequence
+from server.protocol import Guidance, Share
 from tests.support.hash_model import HashModel, Next, next_token, one_group, oracle
 from tests.support.integrity import integrity
 

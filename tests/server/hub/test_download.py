@@ -213,11 +213,9 @@ def test_training_goes_on_from_a_repository(fake: FakeHub, repository: Path, tmp
 def test_the_tokenizer_is_made_before_there_is_an_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(hub, "tokenizer_path", asked.append)
-    monkeypatch.setattr(hub, "try_checkpoint", lambda folder, meanwhile: [asked.append(folder), meanwhile()])
-    assert (
-        hub.resolved(load(EngineSettings, ["--model", str(tmp_path)], "x"), asked.append, lambda: asked.append("import")).model == tmp_path
-    )
-    assert asked == [tmp_path, tmp_path, tmp_path, "import"]  # The check, the tokenizer, then the trial.
+    monkeypatch.setattr(hub, "try_checkpoint", asked.append)
+    assert hub.resolved(load(EngineSettings, ["--model", str(tmp_path)], "x"), asked.append).model == tmp_path
+    assert asked == [tmp_path, tmp_path, tmp_path]  # The check, the tokenizer, then the trial.
     asked.clear()
     monkeypatch.setattr(hub.Repository, "fetch", lambda _, files: [asked.append(files), tmp_path][1])
     (tmp_path / "config.json").write_text("{}")

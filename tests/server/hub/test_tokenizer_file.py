@@ -77,7 +77,7 @@ def test_it_is_made_once_in_another_process_and_shared(tmp_path: Path, cache: Pa
     copy = shutil.copytree(folder, tmp_path / "b")
     (copy / "weights.safetensors").write_bytes(b"these count for nothing")
     assert tokenizer_path(copy) == made
-    assert start_message(load(EngineSettings, ["--model", str(copy)], "x"), TextCodec(copy), ServerSection()).tokenizer == str(made)
+    assert start_message(load(EngineSettings, ["--model", str(copy)], "x"), ServerSection()).tokenizer == str(made)
     make_tokenizer().save(str(copy / "tokenizer.json"))
     assert tokenizer_path(copy) == copy / "tokenizer.json"
 

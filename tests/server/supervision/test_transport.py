@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -68,11 +69,13 @@ def started(
     def start(line: str) -> tuple[EngineProcess, asyncio.Future[int], list[protocol.FromEngine]]:
         code = f"import sys, time; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); {line}"
         popen = subprocess.Popen
-        patched = lambda command, **named: popen([sys.executable, "-c", code, command[-1]], **named)  # noqa: E731
+        patched = lambda command, **named: popen([sys.executable, "-c", code, command[-2]], **named)  # noqa: E731
         monkeypatch.setattr("server.supervision.transport.subprocess.Popen", patched)
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         heard: list[protocol.FromEngine] = []
-        processes.append(EngineProcess(protocol.Shutdown(), heard.append, ended.set_result))  # type: ignore[arg-type]
+        with socket.socket() as channel:
+            processes.append(EngineProcess(protocol.Shutdown(), channel))  # type: ignore[arg-type]
+        processes[-1].listen(heard.append, ended.set_result)
         return processes[-1], ended, heard
 
     yield start

@@ -12,13 +12,12 @@ import jsonschema
 import pytest
 
 from server import protocol
-from server.engine.grammar import GrammarConstraint, Grammars, HealingConstraint
-from server.engine.sequence import ConstraintFailed
-from server.errors import InvalidRequest
+from server.errors import ConstraintFailed, InvalidRequest
 from server.text.codec import TextCodec
+from server.text.constraints import GrammarConstraint, Grammars, HealingConstraint
 from server.text.service import Source
 from tests.support.constraints import BOMBS, EVERYDAY, PUBLISHED
-from tests.support.guided import alone, choose, compiled, fresh, requests, together
+from tests.support.guided import alone, choose, compiled, fresh, read_grammars, requests, together
 from tests.support.inline_workers import Compiler
 from tests.support.large_vocabulary import write_large_tokenizer
 from tests.support.paths import EMBEDDED
@@ -34,7 +33,7 @@ def compiler() -> Compiler:
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(EMBEDDED / "tokenizer.json", [END])
+    return read_grammars(EMBEDDED / "tokenizer.json", [END])
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def test_requests_served_together_get_what_each_gets_alone(vocabulary: Path) -> 
     codec = TextCodec(vocabulary)
     grammars, refused = compiled(codec)
     assert not refused and len(set(grammars)) == 40
-    served = Grammars(codec.path, list(codec.end_token_ids))
+    served = read_grammars(codec.path, list(codec.end_token_ids))
     asked, ends = requests(grammars, 200 if vocabulary == EMBEDDED else 80, 100, seed=1), list(codec.end_token_ids)
     for request, outcome in zip(asked, together(asked, served, ends, seed=1, crashes=2), strict=True):
         assert outcome == alone(request, fresh(served), ends), request
@@ -175,7 +174,7 @@ def large_compiler(large_folder: Path) -> Compiler:
 
 @pytest.fixture(scope="module")
 def large_grammars(large_folder: Path) -> Grammars:
-    return Grammars(large_folder / "tokenizer.json", [1])
+    return read_grammars(large_folder / "tokenizer.json", [1])
 
 
 async def test_a_grammar_that_fails_after_some_tokens_only_is_refused_before(compiler: Compiler) -> None:

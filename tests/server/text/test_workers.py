@@ -1,29 +1,38 @@
 """Worker processes: results and refusals cross them, limits end a job alone, and what is lost is begun again."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
-from server.errors import InvalidRequest, Overloaded, Unavailable
+from server import guidance
+from server.engine.masks import MaskProcesses
+from server.errors import InvalidRequest, Overloaded
 from server.text.codec import TextCodec
 from server.text.jobs import AnyJob, CompileGrammar, Encode, EncodeChat, EncodeWithPlaces, Fill, Texts
-from server.text.worker_process import Start
 from server.text.workers import Workers
 from tests.support.checkpoints import make_tokenizer
 from tests.support.paths import EMBEDDED
 from tests.support.processes import alive, children
 
+NAMES = [f"property_{number}" for number in range(300)]
+SCHEMA = {"type": "object", "properties": {name: {"type": "integer"} for name in NAMES}, "required": NAMES}
+LARGE = CompileGrammar("json", json.dumps(SCHEMA), "grammar")
+"""It is compiled for long enough to be disturbed."""
 BOMB = CompileGrammar("lark", "start: T\nT: " + " & ".join(f"/.*k{i}.*/" for i in range(30)), "grammar")
 
 
 @pytest.fixture
 async def workers() -> AsyncIterator[Workers]:
-    made = Workers(Start(str(EMBEDDED), False))
+    made = Workers()
+    made.start(Texts(TextCodec(EMBEDDED)))
     yield made
     made.close()
 
@@ -85,62 +94,103 @@ async def test_cheap_jobs_are_done_while_expensive_ones_run(workers: Workers) ->
 
 
 def forker(workers: Workers) -> int:
-    assert workers._forker is not None
-    return workers._forker._process.pid
+    return workers._forker
 
 
-async def during(workers: Workers, job: AnyJob, harm: Callable[[int, list[int]], None], seconds: float) -> Any:
-    """The outcome of a job during which `harm` was called with the forking process and its children."""
-    running = asyncio.create_task(run(workers, job, seconds=seconds))
-    while not (workers._forker and (there := [pid for pid in children(forker(workers)) if alive(pid)])):
+async def job_process(workers: Workers, job: AnyJob) -> int:
+    """The process of a job that runs."""
+    while True:
+        parents = children(forker(workers)) if job.needs_grammars else [forker(workers)]
+        if there := [pid for parent in parents for pid in children(parent) if alive(pid)]:
+            return there[0]
         await asyncio.sleep(0.005)
-    harm(forker(workers), there)
+
+
+async def during(workers: Workers, job: AnyJob, harm: Callable[[int, int], None], seconds: float) -> Any:
+    """The outcome of a job during which `harm` was called with the forking process and the job's."""
+    running = asyncio.create_task(run(workers, job, seconds=seconds))
+    harm(forker(workers), await job_process(workers, job))
     return await running
 
 
-@pytest.mark.parametrize(
-    "harm", [lambda forker, jobs: os.kill(jobs[0], signal.SIGKILL), lambda forker, jobs: os.kill(forker, signal.SIGKILL)]
-)
-async def test_a_job_whose_process_is_killed_is_begun_again(workers: Workers, texts: Texts, harm: Callable[[int, list[int]], None]) -> None:
-    job = Encode("def f(x): " * 30_000)
+@pytest.mark.parametrize("harm", [lambda forker, job: os.kill(job, signal.SIGKILL), lambda forker, job: os.kill(forker, signal.SIGKILL)])
+@pytest.mark.parametrize("job", [Encode("def f(x): " * 30_000), LARGE])
+async def test_a_job_whose_process_is_killed_is_begun_again(
+    workers: Workers, texts: Texts, job: AnyJob, harm: Callable[[int, int], None]
+) -> None:
     assert await during(workers, job, harm, 20.0) == job.run(texts)
 
 
 async def test_a_job_that_its_client_leaves_is_ended(workers: Workers) -> None:
     task = asyncio.create_task(run(workers, BOMB, seconds=60.0))
-    while not (workers._forker and (jobs := [pid for pid in children(forker(workers)) if alive(pid)])):
-        await asyncio.sleep(0.005)
+    process = await job_process(workers, BOMB)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    while any(map(alive, jobs)):
+    while alive(process):
         await asyncio.sleep(0.005)
     assert not workers._turns and not workers._queue._jobs
 
 
 async def test_a_job_that_makes_no_progress_is_refused_as_overload(workers: Workers) -> None:
     with pytest.raises(Overloaded):
-        await during(workers, BOMB, lambda _, jobs: os.kill(jobs[0], signal.SIGSTOP), 0.2)
+        await during(workers, BOMB, lambda _, job: os.kill(job, signal.SIGSTOP), 0.2)
 
 
-async def test_files_that_are_gone_or_others_when_a_worker_is_needed_make_it_unavailable(tmp_path: Path) -> None:
+async def test_nothing_depends_on_the_files_once_they_are_read(tmp_path: Path) -> None:
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    workers = Workers(Start(str(tmp_path), False))
+    workers = Workers()
     try:
-        assert await run(workers, Encode("x"))
-        first = (tmp_path / "tokenizer.json").read_bytes()
-        make_tokenizer(("<other>",)).save(str(tmp_path / "tokenizer.json"))
-        os.kill(forker(workers), signal.SIGKILL)
-        with pytest.raises(Unavailable):
-            await run(workers, Encode("x"))
-        (tmp_path / "tokenizer.json").write_bytes(first)
-        assert await run(workers, Encode("x"))
+        workers.start(texts := Texts(TextCodec(tmp_path)))
         (tmp_path / "tokenizer.json").unlink()
-        os.kill(forker(workers), signal.SIGKILL)
-        with pytest.raises(Unavailable):
-            await run(workers, Encode("x"))
+        for job in (Encode("x"), JOBS[-1]):
+            assert await run(workers, job) == job.run(texts)
+            os.kill(forker(workers), signal.SIGKILL)
+            assert await run(workers, job) == job.run(texts)
     finally:
         workers.close()
+
+
+async def test_a_tokenizer_that_cannot_be_used_for_grammars_serves_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where llguidance refuses it, nor where preparing it ends the process."""
+    for fails in (ValueError("no"), None):
+        monkeypatch.setattr(guidance, "grammar_tokenizer", lambda *_, fails=fails: _raise(fails))
+        workers = Workers()
+        try:
+            workers.start(Texts(TextCodec(EMBEDDED)))
+            with pytest.raises(InvalidRequest, match="`regex` is not supported: this model's tokenizer cannot be used") as caught:
+                await run(workers, CompileGrammar("regex", "[a-z]{3}", "regex"))
+            assert caught.value.param == "regex"
+            assert await run(workers, JOBS[0])
+        finally:
+            workers.close()
+
+
+def _raise(error: Exception | None) -> None:
+    if error is None:
+        os.kill(os.getpid(), signal.SIGXCPU)
+    else:
+        raise error
+
+
+async def test_an_engine_has_what_it_asked_for_from_the_next_process(workers: Workers) -> None:
+    """What it asks for while there is no process that forks."""
+    await run(workers, JOBS[-1])
+    os.kill(forker(workers), signal.SIGKILL)
+    while alive(forker(workers)):
+        await asyncio.sleep(0.005)
+    masks = MaskProcesses(workers.grammars)
+    constraint = masks.constraint(SimpleNamespace(grammar=LLMatcher.grammar_from_regex("[ab]+"), healed=""))  # type: ignore[arg-type]
+    assert constraint is not None
+    constraint.begin([])
+    workers.keep_running()
+    while constraint.is_pending:
+        masks.collect(0.0)
+        await asyncio.sleep(0.005)
+    assert constraint.take().mask is not None
+    constraint.end()
+    masks._spares.pop().close()
+    masks._selector.close()
 
 
 TEMPLATES: list[tuple[str, bool]] = [
@@ -153,12 +203,11 @@ BROKEN = ["{% for %}", "{{ " + "(" * 20_000, "{{ 10**(10**8) }}", "{% if 1 %}" *
 
 
 async def loaded(folder: Path, template: str) -> Any:
-    import json
-
     make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    workers = Workers(Start(str(folder), False))
+    workers = Workers()
     try:
+        workers.start(Texts(TextCodec(folder)))
         return await workers.loaded()
     finally:
         workers.close()

@@ -1,37 +1,26 @@
-"""Grammars: constraints on the next token, as bit masks over the vocabulary.
+"""Constraints on the next token, as bit masks over the vocabulary.
 
 A constraint comes from a grammar (structured output) or from token healing: prompt text that was cut off and must be generated again.
-llguidance does the parsing. Invariant: a mask, and whether a limit is exceeded, depend on the grammar and the output alone. The API
-process has already compiled each grammar under the same limits (server.text.grammar).
+llguidance does the parsing. Invariant: a mask, and whether a limit is exceeded, depend on the grammar and the output alone. Each grammar
+has already been compiled under the same limits (server.text.grammar).
 """
 
 from collections.abc import Callable
-from functools import cached_property
-from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
 from server import guidance, protocol
-from server.engine.masks import TOO_COMPLEX, Begin
-from server.engine.sequence import ConstraintFailed
+from server.errors import TOO_COMPLEX, ConstraintFailed
 
 
 class Grammars:
-    """Makes the constraints of one tokenizer. `ends`: the end-of-sequence tokens, allowed where the output satisfies the grammar.
-    `before_mask` is called before each mask is computed.
-    """
+    """Makes the constraints of one tokenizer. `before_mask` is called before each mask is computed."""
 
-    def __init__(self, path: Path, ends: list[int], before_mask: Callable[[], object] = lambda: None) -> None:
-        self._path = path
-        self._ends = ends
+    def __init__(self, tokenizer: LLTokenizer, before_mask: Callable[[], object] = lambda: None) -> None:
+        self.tokenizer = tokenizer
         self._before_mask = before_mask
 
-    @cached_property
-    def tokenizer(self) -> LLTokenizer:
-        """Raises ValueError."""
-        return guidance.read_tokenizer(self._path, self._ends)
-
-    def constraint(self, asked: Begin | protocol.Submit) -> "GrammarConstraint | HealingConstraint":
+    def constraint(self, asked: protocol.Begin | protocol.Submit) -> "GrammarConstraint | HealingConstraint":
         """The constraint of a grammar, or of token healing if there is none, advanced over the output so far. Raises ConstraintFailed."""
         self._before_mask()
         if asked.grammar:
