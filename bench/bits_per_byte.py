@@ -30,7 +30,7 @@ from torch import Tensor
 
 from cache.pool import in_float8
 from commands import corpus
-from commands.held_out import CausalAttention
+from commands.causal_attention import CausalAttention
 from model.attention import Attend
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder

@@ -23,6 +23,8 @@ SPECIAL_TOKENS = (END, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, "<fim_pad>")
 HELD_OUT_PERCENT = 5
 # A fill-in-the-middle piece must fit into one training sequence: about 700 tokens of source.
 FIM_PIECE_CHARS = 2200
+ENCODED_TOGETHER = 1024
+"""Texts that are tokenized at once, by all processors. The library's results take many times the memory of their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +133,11 @@ def token_stream(documents: list[Document], tokenizer: Tokenizer, end_ids: tuple
     texts: list[str] = []
     for document in rng.sample(documents, len(documents)):
         texts.extend(fim_pieces(document.text, rng) if rng.random() < fim_rate else [document.text])
-    parts: list[int] = []
-    for encoding in tokenizer.encode_batch(texts):
-        parts.extend(encoding.ids)
-        parts.extend(end_ids[:1])
-    return np.asarray(parts, dtype=np.int32)
+    end, parts = np.asarray(end_ids[:1], dtype=np.int32), []
+    for first in range(0, len(texts), ENCODED_TOGETHER):
+        for encoding in tokenizer.encode_batch_fast(texts[first : first + ENCODED_TOGETHER]):
+            parts += [np.asarray(encoding.ids, dtype=np.int32), end]
+    return np.concatenate([*parts, end[:0]])
 
 
 def sequences(stream: np.ndarray, length: int, seed: int) -> np.ndarray:

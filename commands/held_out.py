@@ -1,14 +1,12 @@
-"""The held-out loss of a causal model, one sequence at a time, and attention without a cache, which training shares.
+"""The held-out loss of a causal model, one sequence at a time.
 
 Two losses can be compared only if they were measured on the same sequences. Knows nothing of optimizers; a model is any function from token
 ids to logits.
 
-Shape letters: B sequences, U = T + 1 tokens of a row, N = B * T tokens, H query heads, h heads of K and V as given, k and v columns of a
-key and a value, V vocabulary.
+Shape letters: B sequences, T tokens of a sequence, U = T + 1 tokens of a row, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,8 +15,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from commands import corpus
+from commands.causal_attention import CausalAttention
 from model.decoder import Decoder
-from model.layers import Rotation
 from model.spec import ModelSpec, OptionError
 
 NUM_SEQUENCES = 32
@@ -27,32 +25,6 @@ LONGEST = 512
 
 Logits = Callable[[Tensor], Tensor]
 """The ids of one sequence, from position 0 -> logits_TV."""
-
-
-@dataclass(frozen=True, slots=True)
-class CausalAttention:
-    """`attend` without a cache: N tokens are sequences of `length`, each causal within itself and within the layer's window."""
-
-    length: int
-    spec: ModelSpec
-
-    def __call__(self, layer: int, q_NHk: Tensor, k_Nk: Tensor, v_Nv: Tensor, rotation: Rotation | None) -> Tensor:
-        if rotation is not None:
-            q_NHk, k_Nk = rotation.both(q_NHk, k_Nk)
-        q_BHTk, k_BhTk, v_BhTv = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_NHk, _headed(k_Nk), _headed(v_Nv)))
-        k_BHTk, v_BHTv = (x.expand(-1, q_BHTk.shape[1], -1, -1) for x in (k_BhTk, v_BhTv))
-        window, seen_TT = self.spec.window(layer), None
-        if window is not None and window < self.length:
-            seen_TT = torch.ones(self.length, self.length, dtype=torch.bool, device=q_NHk.device).tril().triu(1 - window)
-        o_BHTv = F.scaled_dot_product_attention(
-            q_BHTk, k_BHTk, v_BHTv, attn_mask=seen_TT, is_causal=seen_TT is None, scale=self.spec.attention_scale
-        )
-        return o_BHTv.transpose(1, 2).flatten(0, 1)
-
-
-def _headed(x_Nd: Tensor) -> Tensor:
-    """K or V with a head axis: of length 1, or what a multi-head decoder gave it."""
-    return x_Nd.unsqueeze(1) if x_Nd.ndim == 2 else x_Nd
 
 
 def held_out_rows(documents: list[corpus.Document], tokenizer: Tokenizer, end_ids: tuple[int, ...], length: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from model.spec import OptionError
-from server.config import Size, load
+from server.config import Size, Words, load
 from server.errors import ConfigurationError, UsageError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -22,6 +22,20 @@ OF_A_NEW_MODEL = ("vocab_size", "hidden_size", "num_layers", "num_query_heads", 
 FROM_SCRATCH, GOING_ON = 2e-3, 5e-4
 """Peak learning rates: lower for a checkpoint, which forgets under the rate that a new model needs."""
 OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
+def data_folder(text: str) -> tuple[Path | None, float]:
+    """One entry of --data -> folder (None: the standard library) and weight. Raises OptionError."""
+    folder, equals, weight = text.rpartition("=")
+    if not equals:
+        folder, weight = text, "1"
+    try:
+        value = float(weight)
+    except ValueError:
+        value = 0.0
+    if not 0.01 <= value <= 1000:
+        raise OptionError(f"data {text}: the weight {weight!r} is not a number from 0.01 to 1000")
+    return (None if folder == "stdlib" else Path(folder)), value
 
 
 class ToolOptions(BaseSettings):
@@ -55,7 +69,11 @@ class TrainOptions(ToolOptions):
 
     output: Path = Field(description="folder of the finished checkpoint")
     init: Path | None = Field(None, description="checkpoint folder to go on from, whose tokenizer and sizes are kept; default: a new model")
-    data: Path | None = Field(None, description="folder whose *.py files are the corpus; default: this Python's standard library")
+    data: Words | None = Field(
+        None,
+        description="folders whose *.py files are the corpus, each FOLDER or FOLDER=WEIGHT, with commas between them; an epoch holds a "
+        "folder's files WEIGHT times; stdlib is this Python's standard library, which is also the default",
+    )
     work: Path = Field(Path("runs/train"), description="folder of the resumable state; a second run of the same options goes on from there")
     vocab_size: Positive = Field(4096, description="tokens of the byte-level BPE, the special ones included")
     hidden_size: Positive = Field(256, description="width of the model")
@@ -98,6 +116,8 @@ class TrainOptions(ToolOptions):
         for name in OF_A_NEW_MODEL if self.init is not None else ():
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise OptionError(f"{name} {value} applies to a new model only; with --init {self.init} it comes from the checkpoint")
+        for text in self.data or ():
+            data_folder(text)
         if self.init is None and self.sequence > self.max_positions:
             raise OptionError(f"sequence {self.sequence} is longer than max_positions {self.max_positions}")
         return self

@@ -1,5 +1,4 @@
-"""Decoder: the forward pass. Serving, training, scoring and benchmarks run this one and differ in the `attend` they pass (except
-bench/gpu/embedded_model.py, which compiles a copy of `forward` without the counter).
+"""Decoder: the forward pass. Serving, training, scoring and benchmarks run this one and differ in the `attend` they pass.
 
 The tokens of all sequences are concatenated on one axis; there is no batch axis and no notion of prefill or decode.
 Invariant: a token's output depends on its id, its position and what `attend` lets it attend to.

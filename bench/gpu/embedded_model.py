@@ -16,19 +16,20 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from commands import corpus
-from commands.held_out import CausalAttention, held_out_rows
+from commands.held_out import held_out_rows
+from commands.train.loss import Loss
+from commands.train.muon import Muon
 from commands.train.train import held_out_loss, initialise
 from model.checkpoint.families import gpt_bigcode, read_spec
 from model.checkpoint.saving import save_decoder
@@ -41,7 +42,6 @@ SHORT, LONG, LONG_SHARE = 1024, 4096, 0.1
 """Tokens of a context, and the share of the time, at the end, in which it is the longer."""
 PEAK_RATE, LEAST_RATE, WARMUP_STEPS, WEIGHT_DECAY = 1.5e-3, 0.02, 200, 0.1
 """With a peak of 4e-3 the loss rose again after 3,000 steps. The least rate is a share of the peak."""
-MOMENTUM, NEWTON_SCHULZ = 0.95, (3.4445, -4.7750, 2.0315)
 EVALUATE_SECONDS = 45.0
 DESCRIPTIONS = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
@@ -125,41 +125,6 @@ class Tokens:
             writer.terminate()
 
 
-# --- optimizers
-
-
-class Muon:
-    """Muon (Jordan et al. 2024) at AdamW's update size, the matrices of one shape in one batch: about 100 launches a step."""
-
-    def __init__(self, matrices: list[nn.Parameter]) -> None:
-        by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        for matrix in matrices:
-            by_shape.setdefault(tuple(matrix.shape), []).append(matrix)
-        self._groups = [(group, torch.zeros_like(torch.stack([p.data for p in group]))) for group in by_shape.values()]
-
-    @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Steps every matrix and forgets its gradient."""
-        for group, momentum in self._groups:
-            gradient = torch.stack([p.grad for p in group if p.grad is not None])
-            momentum.lerp_(gradient, 1 - MOMENTUM)
-            update = orthogonalised(gradient.lerp(momentum, MOMENTUM)).float()
-            for matrix, change in zip(group, update, strict=True):
-                matrix.mul_(1 - rate * WEIGHT_DECAY).add_(change, alpha=-0.2 * rate * math.sqrt(max(matrix.shape)))
-                matrix.grad = None
-
-
-def orthogonalised(x: Tensor) -> Tensor:
-    """Each matrix with its singular values near 1, by five Newton-Schulz iterations in bfloat16."""
-    a, b, c = NEWTON_SCHULZ
-    wide = x.bfloat16().mT if x.shape[-2] > x.shape[-1] else x.bfloat16()
-    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
-        gram = wide @ wide.mT
-        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.mT if x.shape[-2] > x.shape[-1] else wide
-
-
 def rate_at(done: float, step: int) -> float:
     """The share of the peak rate: a linear warm-up by steps, and a cosine over the share of the time that has passed."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
@@ -180,25 +145,6 @@ class State:
     """Steps, and nats a token of the held-out modules."""
 
 
-def loss_function(decoder: Decoder, length: int, device: str, compiler: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Mean cross-entropy of a batch, compiled whole."""
-    attend = CausalAttention(length, decoder.spec)
-    assert decoder.position_embedding is not None and decoder.head is None
-    positions, table = decoder.position_embedding, decoder.token_embedding
-
-    def loss(ids_N: Tensor, targets_N: Tensor, positions_N: Tensor) -> Tensor:
-        # As Decoder.forward, without its counter, which would be a new constant for the compiler in every step.
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            x_ND = table(ids_N) + positions(positions_N)
-            for layer, block in enumerate(decoder.blocks):
-                x_ND = block(x_ND, layer, attend, None)
-            logits_NV = table.logits(decoder.final_norm(x_ND))
-        return F.cross_entropy(logits_NV.float(), targets_N)
-
-    compiled: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(loss, dynamic=False, fullgraph=True, backend=compiler)
-    return compiled
-
-
 class Training:
     """One run."""
 
@@ -208,12 +154,16 @@ class Training:
         self.decoder = Decoder(self.spec)
         initialise(self.decoder, seed=1)
         self.decoder.to(self.device)
+        self.loss = Loss(self.decoder, self.device, tokens.sizes.compiler)
         parameters = dict(self.decoder.named_parameters())
         matrices = [p for name, p in parameters.items() if p.ndim == 2 and name.startswith("blocks.")]
         embeddings = [p for name, p in parameters.items() if p.ndim == 2 and not name.startswith("blocks.")]
         groups = [{"params": embeddings, "weight_decay": WEIGHT_DECAY}]
         groups += [{"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0}]
-        self.muon, self.adam = Muon(matrices), torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=self.device == "cuda")
+        self.muon, self.adam = (
+            Muon(matrices, PEAK_RATE, WEIGHT_DECAY),
+            torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=self.device == "cuda"),
+        )
         tokenizer: Tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
         held_out = documents(options.data, tokens.sizes.documents)[1]
         self.held_out_rows = held_out_rows(held_out, tokenizer, self.spec.end_token_ids, SHORT)
@@ -224,29 +174,28 @@ class Training:
         """Trains until that time of time.monotonic."""
         began = evaluated = time.monotonic()
         for length, until in ((SHORT, began + (end - began) * (1 - LONG_SHARE)), (LONG, end)):
-            loss = loss_function(self.decoder, length, self.device, self.tokens.sizes.compiler)
             batches = self.tokens.batches(length)
             while (now := time.monotonic()) < until:
-                self.step(loss, next(batches), rate_at((now - began) / (end - began), self.state.step))
+                self.step(next(batches), rate_at((now - began) / (end - began), self.state.step))
                 if now - evaluated > EVALUATE_SECONDS:
                     self.evaluate()
                     evaluated = now
         self.evaluate()
 
-    def step(self, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor], rows_BU: Tensor, share: float) -> None:
+    def step(self, rows_BU: Tensor, share: float) -> None:
         count, length = len(rows_BU), rows_BU.shape[1] - 1
         # Half the rows begin anywhere they fit, so that every position is trained from the first step on.
         anywhere = torch.randint(self.spec.max_positions - length + 1, (count, 1), device=self.device)
         first = torch.where(torch.rand(count, 1, device=self.device) < 0.5, 0, anywhere)
         positions = (first + torch.arange(length, device=self.device)).flatten()
-        loss = loss_of(rows_BU[:, :-1].flatten(), rows_BU[:, 1:].flatten(), positions)
+        loss = self.loss(rows_BU[:, :-1].flatten(), rows_BU[:, 1:].flatten(), positions, length)
         loss.backward()
         nn.utils.clip_grad_norm_(self.decoder.parameters(), 1.0)
-        for group in self.adam.param_groups:
-            group["lr"] = PEAK_RATE * share
-        self.muon.step(PEAK_RATE * share)
-        self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
+        for stepper in (self.muon, self.adam):
+            for group in stepper.param_groups:
+                group["lr"] = PEAK_RATE * share
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
         self._pending.append(loss.detach())  # Read at the next evaluation: reading waits for the device.
         self.state.step += 1
         self.state.tokens += count * length

@@ -52,7 +52,7 @@ def options_of(sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path 
     return TrainOptions(
         output=folder / "checkpoint",
         work=folder,
-        data=data,
+        data=None if data is None else (str(data),),
         hidden_size=sizes.hidden_size,
         num_layers=sizes.num_layers,
         num_query_heads=sizes.num_heads,

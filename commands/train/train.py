@@ -1,84 +1,38 @@
 """`onehead train`: trains the serving decoder, a new small gpt_bigcode one or a checkpoint's, and writes an ordinary checkpoint folder.
 
-Hidden matrices are stepped by Muon, everything else by AdamW, both under one warm-up and cosine schedule; bfloat16 autocast where the
-hardware multiplies it natively. Invariant: the parameters after step n depend on the options and the corpus alone, so a resumed run ends
-with the same parameters as one that was never stopped.
+Hidden matrices are stepped by Muon, everything else by AdamW, both under one warm-up and cosine schedule. Invariant: the parameters after
+step n depend on the options and the corpus alone, so a resumed run ends with the same parameters as one that was never stopped.
 
-Shape letters: B sequences, T tokens of a sequence, U = T + 1, N = B * T, V vocabulary.
+Shape letters: B sequences, T tokens of a sequence, U = T + 1.
 """
 
+import ctypes
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from commands import corpus
-from commands.held_out import CausalAttention, decoder_logits, held_out_rows, losses
+from commands.held_out import decoder_logits, held_out_rows, losses
 from commands.options import TrainOptions
 from commands.pictures import MISSING, load_pyplot
 from commands.reference.twin import MultiHeadDecoder
 from commands.train import uptrain
+from commands.train.data import Corpus, Data, Step
 from commands.train.export import export, plot_losses
+from commands.train.loss import Loss, multiplies_bfloat16
+from commands.train.muon import Muon
 from commands.train.state import TrainState, load_state, make_folder, save_state
 from model.decoder import Decoder
 from model.spec import ModelSpec, OptionError
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one optimizer step reads: rows_BU of T + 1 ids and the position of each row's first token."""
-
-    rows_BU: np.ndarray
-    first_position_B: np.ndarray
-
-
-class Data:
-    """Step number -> Step, a pure function of the options and the model's spec. Holds the rows of the current epoch."""
-
-    def __init__(self, options: TrainOptions, spec: ModelSpec, documents: list[corpus.Document], tokenizer: Tokenizer) -> None:
-        self.options = options
-        self.spec = spec
-        self.documents = documents
-        self.tokenizer = tokenizer
-        self.fim_rate = corpus.fim_rate(options.fim_rate, tokenizer)
-        # With --init the long phase has at most 4 x sequence tokens: the checkpoint has been trained at its full length before.
-        self.longest = spec.max_positions if options.init is None else min(spec.max_positions, 4 * options.sequence)
-        self.first_long_step = round(options.steps * (1 - options.long_share)) if self.longest > options.sequence else options.steps
-
-    def steps(self, first: int) -> Iterator[Step]:
-        """The steps from number `first` to the last. Each length of context has its own epochs."""
-        for begin, end, length in (
-            (0, self.first_long_step, self.options.sequence),
-            (self.first_long_step, self.options.steps, self.longest),
-        ):
-            batch = max(1, self.options.batch_tokens // length)
-            rows, epoch, used = None, -1, 0
-            for number in range(begin, end):
-                while rows is None or used + batch > len(rows):
-                    epoch, used = epoch + 1, 0
-                    seed = self.options.seed * 1000 + epoch + (500 if length > self.options.sequence else 0)
-                    stream = corpus.token_stream(self.documents, self.tokenizer, self.spec.end_token_ids, self.fim_rate, seed)
-                    rows = corpus.sequences(stream, length, seed)
-                    if len(rows) < batch:
-                        raise OptionError(f"the corpus has {len(stream)} tokens, fewer than one batch of {batch} x {length}")
-                if number >= first:
-                    yield Step(rows[used : used + batch].astype(np.int64), self._first_positions(number, batch, length))
-                used += batch
-
-    def _first_positions(self, number: int, batch: int, length: int) -> np.ndarray:
-        """Half the rows start at 0, half anywhere they fit, so that every learned position is trained from the first epoch on."""
-        rng = np.random.default_rng((self.options.seed, number))
-        anywhere = rng.integers(0, self.spec.max_positions - length + 1, batch)
-        return np.where(rng.random(batch) < 0.5, 0, anywhere)
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Parameters of glibc's mallopt."""
 
 
 def build_spec(options: TrainOptions, tokenizer: Tokenizer) -> ModelSpec:
@@ -130,9 +84,7 @@ def optimizers(decoder: Decoder, options: TrainOptions) -> tuple[torch.optim.Opt
     matrices = [p for name, p in decoder.named_parameters() if p.ndim == 2 and name.startswith("blocks.")]
     embeddings = [p for name, p in decoder.named_parameters() if p.ndim == 2 and not name.startswith("blocks.")]
     vectors = [p for p in decoder.parameters() if p.ndim == 1]
-    muon = torch.optim.Muon(
-        matrices, lr=options.learning_rate, weight_decay=options.weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = Muon(matrices, lr=options.learning_rate, weight_decay=options.weight_decay)
     groups = [{"params": embeddings, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return muon, torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95))
 
@@ -145,23 +97,12 @@ def learning_rate(step: int, options: TrainOptions) -> float:
     return options.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-@cache
-def multiplies_bfloat16(device: str) -> bool:
-    """Whether bfloat16 autocast pays: on every GPU, and on CPUs with instructions for it."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return device != "cpu" or bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
-
-
-def loss_of(decoder: Decoder, step: Step, device: str) -> Tensor:
+def loss_of(loss: Loss, step: Step) -> Tensor:
     """Mean cross-entropy in nats per token of one batch."""
-    rows_BU = torch.from_numpy(step.rows_BU).to(device)
-    ids_BT, targets_BT = rows_BU[:, :-1], rows_BU[:, 1:]
-    length = ids_BT.shape[1]
-    positions_BT = torch.from_numpy(step.first_position_B).to(device)[:, None] + torch.arange(length, device=device)
-    attend = CausalAttention(length, decoder.spec)
-    with torch.autocast(device, torch.bfloat16, enabled=multiplies_bfloat16(device)):
-        logits_NV = decoder.logits(decoder(ids_BT.flatten(), positions_BT.flatten(), attend))
-    return F.cross_entropy(logits_NV.float(), targets_BT.flatten())
+    rows_BU = torch.from_numpy(step.rows_BU).to(loss.device)
+    length = rows_BU.shape[1] - 1
+    positions_BT = torch.from_numpy(step.first_position_B).to(loss.device)[:, None] + torch.arange(length, device=loss.device)
+    return loss(rows_BU[:, :-1].flatten(), rows_BU[:, 1:].flatten(), positions_BT.flatten(), length)
 
 
 def held_out_loss(decoder: Decoder, rows_BU: np.ndarray, device: str) -> float:
@@ -191,16 +132,12 @@ class Training:
         self.options = options
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
         make_folder(options.work)
-        documents = corpus.read_documents(options.data) if documents is None else documents
-        self.documents = [d for d in documents if not d.held_out]
-        self.held_out = [d for d in documents if d.held_out]
-        if not self.documents or not self.held_out:
-            where = options.data or "the standard library"
-            found = f"{len(self.documents)} modules to train on and {len(self.held_out)} held out"
-            raise OptionError(f"{where}: {found}; at least one of each is needed")
-        self.tokenizer, self.decoder = new_model(options, self.documents) if options.init is None else uptrain.load(options, options.init)
+        self.corpus = Corpus(options, documents)
+        self.tokenizer, self.decoder = (
+            new_model(options, self.corpus.training) if options.init is None else uptrain.load(options, options.init)
+        )
         self.decoder.to(self.device)
-        self.held_out_rows = held_out_rows(self.held_out, self.tokenizer, self.decoder.spec.end_token_ids, options.sequence)
+        self.held_out_rows = held_out_rows(self.corpus.held_out, self.tokenizer, self.decoder.spec.end_token_ids, options.sequence)
         self.steppers = optimizers(self.decoder, options)
         self.state = load_state(options, self.decoder, self.steppers)
         self.saved_step = self.state.step
@@ -209,8 +146,9 @@ class Training:
     def run(self) -> Iterator[TrainState]:
         """Takes the steps that are left; the state after each. Saves and evaluates on the way."""
         options, state = self.options, self.state
-        for step in Data(options, self.decoder.spec, self.documents, self.tokenizer).steps(state.step):
-            loss = loss_of(self.decoder, step, self.device)
+        loss_function = Loss(self.decoder, self.device, "inductor" if self.device == "cuda" else None)
+        for step in Data(options, self.decoder.spec, self.corpus, self.tokenizer).steps(state.step):
+            loss = loss_of(loss_function, step)
             take_step(self.decoder, loss, self.steppers, learning_rate(state.step, options))
             state.step += 1
             state.losses.append(loss.item())
@@ -221,8 +159,19 @@ class Training:
             yield state
 
 
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed memory for the next allocation. A step frees and allocates about a gigabyte; returned to the system, it
+    would be zeroed and mapped again page by page, a sixth of the step's time. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 def train(options: TrainOptions) -> None:
     """Runs or resumes the training that `options` describe and writes options.output. Raises OptionError for unusable options."""
+    keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     print("onehead train: preparing the corpus, the tokenizer and the model", file=sys.stderr)
@@ -242,13 +191,14 @@ def _run(training: Training) -> None:
     """Takes the steps that are left under a progress bar, draws the losses at each save, and writes options.output."""
     options, rows_BU = training.options, None
     if options.init is not None:
-        rows_BU = uptrain.yardstick(options.init, training.held_out, training.tokenizer, training.decoder.spec)
+        rows_BU = uptrain.yardstick(options.init, training.corpus.held_out, training.tokenizer, training.decoder.spec)
     with _progress() as progress:
         task = progress.add_task("training", total=options.steps, completed=training.state.step, figures=figures(training.state))
         for state in training.run():
             progress.update(task, completed=state.step, figures=figures(state))
             if state.held_out and state.held_out[-1][0] == state.step:
                 plot_losses(options.work / "loss.svg", state)
+    training.corpus.write_table(options.output, options.init)
     if options.init is None:
         export(options, training.decoder, training.tokenizer, training.state)
     else:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from bench import bits_per_byte
 from bench.bits_per_byte import COUNTS, DISCOUNTS, NGram, count, packed, token_nats, windows
-from commands.held_out import CausalAttention
+from commands.causal_attention import CausalAttention
 from commands.train.train import initialise
 from model.decoder import Decoder
 from model.spec import ModelSpec, Rotary

@@ -117,26 +117,6 @@ def test_without_triton_there_is_nothing_to_sweep(part: Part) -> None:
 # --- the embedded model
 
 
-def test_batched_muon_is_torchs() -> None:
-    torch.manual_seed(0)
-    shapes = [(24, 16), (16, 24), (24, 16), (8, 8)]
-    ours, theirs = ([torch.nn.Parameter(torch.randn(shape)) for shape in shapes] for _ in range(2))
-    for one, other in zip(ours, theirs, strict=True):
-        other.data.copy_(one.data)
-    muon = embedded_model.Muon(ours)
-    reference = torch.optim.Muon(
-        theirs, lr=0.02, weight_decay=embedded_model.WEIGHT_DECAY, momentum=embedded_model.MOMENTUM, adjust_lr_fn="match_rms_adamw"
-    )
-    for _ in range(3):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = torch.randn(one.shape)
-            other.grad = one.grad.clone()
-        muon.step(0.02)
-        reference.step()
-    assert all(torch.allclose(one, other, atol=2e-3) for one, other in zip(ours, theirs, strict=True))
-    assert all(one.grad is None for one in ours)
-
-
 def test_the_rate_rises_by_steps_and_falls_with_the_time() -> None:
     rates = [embedded_model.rate_at(done, 10_000) for done in np.linspace(0, 1.2, 13)]
     assert rates[0] == 1.0 and rates == sorted(rates, reverse=True) and rates[-1] == pytest.approx(embedded_model.LEAST_RATE)

@@ -367,7 +367,14 @@ class Pooled:
     data: Path
 
     def training(self, work: Path, **more: Any) -> TrainOptions:
-        given: dict[str, Any] = {"init": self.folder, "data": self.data, "work": work / "work", "steps": 2, "warmup_steps": 1, "threads": 1}
+        given: dict[str, Any] = {
+            "init": self.folder,
+            "data": (str(self.data),),
+            "work": work / "work",
+            "steps": 2,
+            "warmup_steps": 1,
+            "threads": 1,
+        }
         sizes = {"sequence": 16, "batch_tokens": 64, "long_share": 0.5, "save_every": 1, "learning_rate": 1e-3}
         return TrainOptions(output=work / "trained", **(given | sizes | more))
 

@@ -15,13 +15,15 @@ from tokenizers import Tokenizer
 
 from commands import corpus
 from commands.held_out import decoder_logits
-from commands.options import OF_A_NEW_MODEL, TrainOptions
+from commands.options import OF_A_NEW_MODEL, TrainOptions, data_folder, load_options
 from commands.pictures import MISSING
 from commands.train import train
+from commands.train.data import Corpus, Data
 from commands.train.export import export
 from commands.train.state import TrainState
 from model.checkpoint.families import read_spec
 from model.spec import CheckpointError, OptionError
+from server.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(data: Path, tmp_path: Path) -> TrainOptions:
     return TrainOptions(
         output=tmp_path / "out",
-        data=data,
+        data=(str(data),),
         work=tmp_path / "work",
         vocab_size=300,
         hidden_size=32,
@@ -112,7 +114,7 @@ def test_an_interruption_before_the_first_step_says_so(
 
 def test_a_missing_folder_of_data_is_named(options: TrainOptions, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=rf"^data {tmp_path}/none: no such folder$"):
-        train.train(options.model_copy(update=dict(data=tmp_path / "none")))
+        train.train(options.model_copy(update=dict(data=(str(tmp_path / "none"),))))
 
 
 def test_without_matplotlib_everything_but_the_picture_is_written(
@@ -242,12 +244,60 @@ def test_digits_stand_alone_and_nothing_is_unknown(data: Path) -> None:
 
 
 def test_every_position_is_trained_from_the_start(options: TrainOptions, data: Path) -> None:
-    documents = corpus.read_documents(data)
-    tokenizer = corpus.train_tokenizer((d.text for d in documents), 300)
+    documents = Corpus(options)
+    tokenizer = corpus.train_tokenizer((d.text for d in documents.training), 300)
+    options.work.mkdir()
     first, lengths = [], []
-    for step in train.Data(options, train.build_spec(options, tokenizer), documents, tokenizer).steps(0):
+    for step in Data(options, train.build_spec(options, tokenizer), documents, tokenizer).steps(0):
         first += step.first_position_B.tolist()
         lengths.append(step.rows_BU.shape[1] - 1)
         assert (step.first_position_B + lengths[-1] <= 128).all()
     assert lengths == [32] * 18 + [128] * 6
     assert first.count(0) > 50 and max(first) > 60
+
+
+def test_folders_are_weighted_and_learn_nothing_that_is_held_out(options: TrainOptions, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    held_out = next(document for document in corpus.read_documents(data) if document.held_out)
+    for name, text in (("a", "x = 1\n"), ("b", "x = 2\n"), ("copy", held_out.text)):
+        (tmp_path / "more" / f"{name}.py").write_text(text)
+    documents = Corpus(options.model_copy(update=dict(data=(f"{tmp_path / 'more'}=2.5", f"{data}=1"))))
+    (more, plain), epoch = documents.sources, documents.epoch(seed=7)
+    assert {document.name for document in more.documents} == {"a", "b"} and held_out in documents.held_out
+    assert len(epoch) == 5 + len(plain.documents) and {epoch.count(document) for document in more.documents} == {2, 3}
+    assert epoch == documents.epoch(seed=7)
+
+
+@pytest.mark.parametrize("text", ["folder=", "folder=much", "folder=0", "folder=nan", "a=b"])
+def test_a_weight_that_is_no_weight_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=f"^data {text}: the weight '.*' is not a number from 0.01 to 1000$"):
+        data_folder(text)
+    with pytest.raises(UsageError, match=f"data {text}: the weight"):
+        load_options(TrainOptions, ["--output", str(tmp_path), "--data", f"stdlib,{text}"], "onehead train")
+
+
+def test_the_table_of_data_names_licences(options: TrainOptions, data: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "listed"
+    (listed / "one").mkdir(parents=True)
+    (listed / "one" / "a.py").write_text("x = 1\n")
+    (listed / "packages.csv").write_text("name,version,licence,files,bytes\none,1.2,MIT | X,1,6\n")
+    (data / "LICENSE.md").write_text("as you like\n")
+    Corpus(options.model_copy(update=dict(data=(f"{listed}=3", str(data))))).write_table(tmp_path)
+    Corpus(options.model_copy(update=dict(data=(str(listed), str(data))))).write_table(options.work.parent, tmp_path)
+    text = (tmp_path / "DATA.md").read_text()
+    assert "| listed | 3 | 1 | 6 | by package, below |\n| listed: one 1.2 | | | 6 | MIT / X |\n" in text
+    assert "| LICENSE.md |\n" in text and text.count("| data |") == 2
+
+
+def test_tokens_are_made_once(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents, made = Corpus(options), []
+    tokenizer = corpus.train_tokenizer((d.text for d in documents.training), 300)
+    options.work.mkdir()
+    token_stream = corpus.token_stream
+    monkeypatch.setattr("commands.corpus.token_stream", lambda *arguments: made.append(0) or token_stream(*arguments))
+    spec, long_run = train.build_spec(options, tokenizer), options.model_copy(update=dict(steps=600))
+    first, second = (list(Data(long_run, spec, documents, tokenizer).steps(0)) for _ in range(2))
+    assert len(made) == len(list(options.work.glob("tokens-*.npy"))) == 4
+    assert all(np.array_equal(one.rows_BU, other.rows_BU) for one, other in zip(first, second, strict=True))
+    list(Data(options, spec, documents, corpus.train_tokenizer((d.text for d in documents.training), 290)).steps(0))
+    assert len(made) > 4
