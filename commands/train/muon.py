@@ -13,7 +13,7 @@ NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps matrices that all have gradients; `lr` is read at each step."""
+    """Steps matrices; `lr` is read at each step. A matrix without a gradient, an expert that no token chose, is left alone."""
 
     def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -22,9 +22,9 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Steps every matrix against its gradient."""
         for group in self.param_groups:
-            for shape in dict.fromkeys(p.shape for p in group["params"]):
-                matrices = [p for p in group["params"] if p.shape == shape]
-                gradients = [p.grad for p in matrices if p.grad is not None]
+            for shape in dict.fromkeys(p.shape for p in group["params"] if p.grad is not None):
+                matrices = [p for p in group["params"] if p.shape == shape and p.grad is not None]
+                gradients = [p.grad for p in matrices]
                 momenta = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in matrices]
                 torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
                 updates = orthogonalised(torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"])))

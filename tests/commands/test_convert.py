@@ -491,7 +491,7 @@ def test_losses_of_other_sequences_are_not_compared(pooled: Pooled, tmp_path: Pa
     other.mkdir()
     for path in pooled.data.iterdir():
         (other / path.name).write_text(path.read_text().replace("function", "method"))
-    options = pooled.training(tmp_path, data=other)
+    options = pooled.training(tmp_path, data=(str(other),))
     train.train(options)
     assert "of other sequences than this --data gives" in capsys.readouterr().out
     assert record_of(options.output)["uptrained"] == {"steps": 2, "loss": None}
