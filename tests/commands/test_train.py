@@ -299,5 +299,5 @@ def test_tokens_are_made_once(options: TrainOptions, monkeypatch: pytest.MonkeyP
     first, second = (list(Data(long_run, spec, documents, tokenizer).steps(0)) for _ in range(2))
     assert len(made) == len(list(options.work.glob("tokens-*.npy"))) == 4
     assert all(np.array_equal(one.rows_BU, other.rows_BU) for one, other in zip(first, second, strict=True))
-    list(Data(options, spec, documents, corpus.train_tokenizer((d.text for d in documents.training), 290)).steps(0))
+    list(Data(options, spec, documents, corpus.train_tokenizer((d.text for d in documents.training), 265)).steps(0))
     assert len(made) > 4
