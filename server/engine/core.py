@@ -57,8 +57,13 @@ class EngineCore:
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
         self._uncleared: tuple[int, ...] = ()
         """Pages that a plan which did not fit into memory was to clear."""
-        self.is_blocked = False
-        """Whether the last step found nothing to compute: every open sequence waits for a mask, or for one that does."""
+        self._found_nothing = False
+        """Whether the last step found nothing to compute."""
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether every open sequence waits for a mask, or for a sequence that does."""
+        return self._found_nothing and self.scheduler.has_work
 
     def step(self, before: Callable[[], object] = lambda: None) -> list[TokenEvent | PromptScored]:
         """Runs one iteration and returns its events. An asynchronous runner launches the planned step and commits the previous one, so
@@ -66,7 +71,7 @@ class EngineCore:
         """
         events: list[TokenEvent | PromptScored] = [*self.scheduler.take_masks()]
         plan = self._clearing(self.scheduler.plan())
-        self.is_blocked = self.scheduler.has_work and not plan.rows and self._in_flight is None
+        self._found_nothing = not plan.rows and self._in_flight is None
         return events + (self._compute(plan, before) if plan.rows else self._commit_in_flight(None))
 
     def _compute(self, plan: StepPlan, before: Callable[[], object]) -> list[TokenEvent | PromptScored]:

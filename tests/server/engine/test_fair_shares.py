@@ -75,6 +75,7 @@ def test_every_client_is_served_to_the_end_with_the_same_tokens(history: type[Hi
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 @pytest.mark.usefixtures("small_quantum")
 @pytest.mark.parametrize("history", [ClientHistory, OverlappedClientHistory])
 def test_every_client_is_served_to_the_end_in_many_histories(history: type[History]) -> None:
