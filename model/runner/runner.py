@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cache.layout import CacheLayout, pages_for
-from cache.pool import FLOAT8, KVPool
+from cache.pool import FLOAT8, KVPool, bytes_per_page
 from model.batch import Batch, build_batch
 from model.checkpoint.weights import Report, load_decoder
 from model.decoder import Decoder
@@ -93,7 +93,8 @@ class ModelRunner:
         """
         spec = decoder.spec
         layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
-        page_bytes = _pool(spec, layout, 1, options, device, META).num_bytes
+        itemsize = _pool(spec, layout, 1, options, device, META).keys_LPSd.itemsize
+        page_bytes = bytes_per_page(layout, spec.key_dim, spec.value_dim, spec.value_in_key, itemsize)
         # Steps are measured before free memory is: the first ones load libraries, whose memory stays taken.
         steps = 0 if options.pages else _step_bytes(decoder, device, options, layout)
         free = device.memory()[0] - steps

@@ -59,7 +59,6 @@ class NativeBackend:
         assert found is not None and supports(pool)
         self.pool, self._library = pool, found
         key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-        self._value_dim = value_dim
         self._steps = []
         for layer, place in enumerate(pool.layout.places):
             keys, values = (x.data_ptr() for x in pool.layer(layer))
@@ -89,7 +88,7 @@ class NativeBackend:
             q_THd, query_stride = q_THd.contiguous(), num_heads * key_dim
         if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
             k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
-        o_THv = q_THd.new_empty(num_tokens, num_heads, self._value_dim)
+        o_THv = q_THd.new_empty(num_tokens, num_heads, step.value_dim)
         group = plan[number]
         step.queries, step.new_keys, step.new_values = q_THd.data_ptr(), k_Td.data_ptr(), v_Tv.data_ptr()
         step.query_stride, step.key_stride, step.value_stride = query_stride, k_Td.stride(0), v_Tv.stride(0)

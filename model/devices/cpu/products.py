@@ -146,9 +146,9 @@ class PackedLinear(PackedMatrix, FusedLinear):
 
     def _gate(self, x_TE: Tensor) -> Tensor:
         """activation(first half) * second half of each row."""
-        y_TF = x_TE.new_empty(*x_TE.shape[:-1], x_TE.shape[-1] // 2)
-        sizes = y_TF.numel() // max(1, y_TF.shape[-1]), y_TF.shape[-1], CODES[self.activation], torch.get_num_threads()
-        self._library.gate(x_TE.data_ptr(), y_TF.data_ptr(), *sizes)
+        size, threads = x_TE.shape[-1] // 2, torch.get_num_threads()
+        y_TF = x_TE.new_empty(*x_TE.shape[:-1], size)
+        self._library.gate(x_TE.data_ptr(), y_TF.data_ptr(), y_TF.numel() // max(1, size), size, CODES[self.activation], threads)
         return y_TF
 
 

@@ -48,7 +48,6 @@ def _load(path: str) -> ctypes.CDLL | None:
         log.warning("kernels cannot be used, and torch's operations take their place: %s", error)
         return None
     found.isa.restype = ctypes.c_char_p
-    found.panel.restype = ctypes.c_int64
     for name, count in NUM_ARGUMENTS.items():
         getattr(found, name).argtypes = [ctypes.c_int64] * count
     return found
