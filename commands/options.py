@@ -156,7 +156,7 @@ class PlanOptions(ToolOptions):
 
     by_position: ClassVar[str] = "model"
 
-    model: Path = Field(description="checkpoint folder or org/name of the hub, of which config.json is enough")
+    model: Path = Field(description="checkpoint folder or org/name of the hub, of which config.json is enough; or a GGUF file")
     memory: Annotated[Size, Field(gt=1)] | None = Field(
         None, description="bytes of the device, like 80GiB; default: what is free on this machine"
     )

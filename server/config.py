@@ -209,7 +209,8 @@ class EngineSettings(BaseSettings):
     )
 
     model: Path = Field(
-        EMBEDDED_MODEL, description="checkpoint folder, or org/name[@revision] of the Hugging Face hub; default: the embedded model"
+        EMBEDDED_MODEL,
+        description="checkpoint folder, GGUF file, or org/name[@revision][:FILE.gguf] of the Hugging Face hub; default: the embedded model",
     )
     config: Path | None = Field(None, description="TOML file of options")
     engine: EngineSection = Field(EngineSection(), description="options of the engine process")

@@ -27,6 +27,7 @@ SERVING_ROOTS = (
     "server.hub.download",
     "server.engine.worker",
     "server.hub.tokenizer_conversion",
+    "model.checkpoint.gguf.folder",
     "server.text.checkpoint_loading",
 )
 LAYOUT_TOKENS = {

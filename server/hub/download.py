@@ -1,15 +1,17 @@
-"""`--model org/name`: downloads a repository of the Hugging Face hub into its cache, and gives the folder.
+"""`--model org/name`, `--model org/name:FILE.gguf`: downloads from a repository of the Hugging Face hub into its cache; gives the folder.
 
 Invariant: only files that are read are downloaded, weights only of models that can be served, and only errors of server/errors.py are
 raised. If the hub cannot be reached, a complete cached copy is used. Blocks: to be called in the main thread before the event loop starts.
 """
 
+import glob
 import logging
 import os
 import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,9 +20,10 @@ from model.spec import CheckpointError
 from server.config import EngineSettings
 from server.errors import ConfigurationError, OneheadError, ResourceError
 from server.hub.checkpoint_trial import try_checkpoint
+from server.hub.gguf_file import checkpoint_folder, gguf_names, listed, part_paths
 from server.hub.tokenizer_file import DESCRIPTIONS, VOCABULARIES, tokenizer_path
 
-REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(.+))?", re.ASCII)
+REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([^:]+))?(?::(.+\.gguf))?", re.ASCII)
 SMALL_FILES = [*DESCRIPTIONS, *VOCABULARIES, "tokenizer.json", "generation_config.json", "conversion.json", "chat_template.*"]
 WEIGHTS = ["*.safetensors", "model.safetensors.index.json", "SHA256SUMS"]
 PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
@@ -51,16 +54,21 @@ def resolved(settings: Settings, check: Check) -> Settings:
 
 
 def resolve(model: Path, weights: bool = True, pickles: bool = False, check: Check | None = None) -> Path:
-    """The folder of a model: `model` itself, or the cache folder of the repository org/name[@revision] after a download.
+    """The folder of a model: `model` itself, the cache folder of the repository org/name[@revision] after a download, or the folder made of
+    a GGUF file: FILE.gguf, a folder's only one, or org/name[@revision]:FILE.gguf.
 
     `weights`: download the weights too; `pickles`: weights in pickles where there are no others; `check`: called with the folder before
     weights are downloaded, may refuse the model. Raises ConfigurationError or ResourceError that says what to do.
     """
     match = REPOSITORY.fullmatch(str(model))
     if match is None or os.path.lexists(model):
-        return model
+        return checkpoint_folder(model)
     repository = Repository(match[1], match[2])
+    if match[3] is not None:
+        return checkpoint_folder(repository.fetch_gguf(match[3]))
     folder = repository.fetch(SMALL_FILES)
+    if file := repository.only_gguf(folder):
+        return checkpoint_folder(repository.fetch_gguf(file))
     if not weights:
         return folder
     if check is not None and not _has_files(folder, WEIGHTS[:1]):  # With cached weights nothing is saved: the caller checks then.
@@ -99,14 +107,41 @@ class Repository:
     def __init__(self, name: str, revision: str | None) -> None:
         self.name = name
         self.revision = revision
+        self._full_name = name if revision is None else f"{name}@{revision}"
         self._failure: Exception | None = None
+        self._files: list[str] | None = None
+        """The names of the repository's files, once the hub has answered."""
 
-    def fetch(self, files: list[str]) -> Path:
+    def only_gguf(self, folder: Path) -> str | None:
+        """The repository's GGUF file if its weights are that one alone, None if there are others. Raises ConfigurationError for several."""
+        names = self._names(folder)
+        found = gguf_names([name for name in names if "/" not in name])
+        if not found or any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS[:1] + PICKLES[:1]):
+            return None
+        if len(found) > 1:
+            raise ConfigurationError(f"{self._full_name}: has several GGUF files; name one as {self._full_name}:FILE, of {listed(found)}")
+        return found[0]
+
+    def fetch_gguf(self, name: str) -> Path:
+        """The cached path of a GGUF file after a download of it, and of all parts if it is split. Raises ConfigurationError, ResourceError
+        or CheckpointError.
+        """
+        parts = [str(path) for path in part_paths(Path(name))]
+        folder = self.fetch([glob.escape(part) for part in parts], [])
+        if missing := [part for part in parts if not (folder / part).is_file()]:
+            raise ConfigurationError(f"{self._full_name}:{missing[0]}: no such file; there is {listed(gguf_names(self._names(folder)))}")
+        return folder / name
+
+    def _names(self, folder: Path) -> list[str]:
+        """The names of the repository's files; of those in its cache folder if the hub has not answered."""
+        return [str(path.relative_to(folder)) for path in folder.rglob("*")] if self._files is None else self._files
+
+    def fetch(self, files: list[str], ignored: list[str] = IGNORED) -> Path:
         """The cache folder with the repository's files of these patterns. Raises ConfigurationError or ResourceError."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import OfflineModeIsEnabled
 
-        patterns = {"allow_patterns": files, "ignore_patterns": IGNORED}
+        patterns = {"allow_patterns": files, "ignore_patterns": ignored}
         get = partial(snapshot_download, self.name, revision=self.revision, etag_timeout=TIMEOUT_SECONDS, **patterns)
         first = self._failure is None
         if self._failure is None:
@@ -117,8 +152,7 @@ class Repository:
         try:
             folder = Path(get(local_files_only=True))
         except Exception:
-            name = self.name if self.revision is None else f"{self.name}@{self.revision}"
-            raise _translated(name, self._failure) from None
+            raise _translated(self._full_name, self._failure) from None
         if first and not isinstance(self._failure, OfflineModeIsEnabled):
             cause = type(self._failure).__name__
             log.warning("%s: using the copy in the hub's cache, because the hub could not be reached (%s)", self.name, cause)
@@ -132,7 +166,8 @@ class Repository:
             logging.getLogger(client).setLevel(logging.WARNING)
         with _interruptible():
             # snapshot_download sends the same request, but without a timeout.
-            HfApi().model_info(self.name, revision=self.revision, timeout=TIMEOUT_SECONDS)
+            found = HfApi().model_info(self.name, revision=self.revision, timeout=TIMEOUT_SECONDS)
+            self._files = [file.rfilename for file in found.siblings or ()]
             return Path(get())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.files import MOST_LIST_BYTES, read_object
-from server.errors import ConfigurationError
+from server.errors import ConfigurationError, ResourceError
 
 # Classes that transformers 4 used by model type if the folder names none; transformers 5 has no such defaults.
 UNNAMED = {"gpt_bigcode": "GPT2Tokenizer"}
@@ -27,8 +27,6 @@ PROBES = (
     "é λ 中 😀",
 )
 """Texts on which a conversion is compared with SentencePiece. None begins with a space, where transformers is known to differ."""
-NOT_WRITTEN = 71
-"""Exit status if FILE could not be written, which is not the folder's fault."""
 CONFIG = ("model_type", "model_name", "tokenizer_class", "transformers_version")
 TOKENIZER_CONFIG = (
     *("auto_map", "tokenizer_class"),  # `auto_map` is refused below.
@@ -112,8 +110,8 @@ def main() -> None:
     try:
         file.write_text(made, encoding="utf-8")
     except OSError as error:
-        _print_reason(f"{error.strerror}")
-        sys.exit(NOT_WRITTEN)
+        _print_reason(f"{file.parent.parent}: {error.strerror}")
+        sys.exit(ResourceError.exit_code)
 
 
 def _converted(folder: Path) -> str:

@@ -1,4 +1,5 @@
-"""Finds the tokenizer.json of a checkpoint folder: its own, or one that is converted once from older tokenizer files and cached.
+"""Finds the tokenizer.json of a checkpoint folder: its own, or one that is converted once from older tokenizer files or from a GGUF file
+and cached.
 
 Invariant: the cache key covers every file and version that the conversion depends on. `transformers` converts in a child process, which
 ends with this one. A conversion blocks for up to a minute: `server.hub.download.resolved` does it before the event loop starts, and later
@@ -9,27 +10,20 @@ import hashlib
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from model.checkpoint.files import MOST_TOKENIZER_BYTES, read_file
-from server.child_process import WORKING_DIRECTORY, child_command
 from server.errors import ConfigurationError, ResourceError
-from server.hub.tokenizer_conversion import NOT_WRITTEN, description, is_sentencepiece
+from server.hub.conversion import HINT, new_folder, run
+from server.hub.gguf_file import GGUF_FILES, gguf_tokenizer
+from server.hub.tokenizer_conversion import description, is_sentencepiece
 
 VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 DESCRIPTIONS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 CONVERSION = "2"
 """Part of the cache key: to be raised with every change of what the conversion makes or refuses."""
-CONVERSION_SECONDS = 300.0
-HINT = "converted tokenizers are cached in XDG_CACHE_HOME, or in ~/.cache"
 log = logging.getLogger("onehead")
 
 
@@ -41,6 +35,8 @@ def tokenizer_path(folder: Path) -> Path:
         own, vocabularies, descriptions = _files(folder)
         if own is not None:
             return own
+        if not vocabularies:
+            return gguf_tokenizer(folder)
         from server.config import cache_folder  # It imports pydantic, which would double the time that checkpoint_loading takes.
 
         sources = vocabularies + descriptions
@@ -61,12 +57,14 @@ def tokenizer_path(folder: Path) -> Path:
 def _files(folder: Path) -> tuple[Path | None, list[Path], list[Path]]:
     """(tokenizer.json or None, vocabulary files, configuration files) of a folder. Raises ConfigurationError if it has no tokenizer."""
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder}: no such folder; --model takes a checkpoint folder, or org/name of the Hugging Face hub")
+        raise ConfigurationError(
+            f"{folder}: no such folder; --model takes a checkpoint folder, a GGUF file, or org/name of the Hugging Face hub"
+        )
     path = folder / "tokenizer.json"
     if path.exists():
         return path, [], []
     vocabularies = _present(folder, VOCABULARIES)
-    if not vocabularies:
+    if not vocabularies and not any(folder.glob(GGUF_FILES)):
         raise ConfigurationError(f"{path}: no such file, nor a tokenizer.model, or a vocab.json with its merges.txt, to convert to it")
     return None, vocabularies, _present(folder, DESCRIPTIONS)
 
@@ -113,12 +111,11 @@ def _version(package: str) -> str:
 
 def _convert(folder: Path, sources: list[Path], cached: Path) -> None:
     """Writes a tokenizer.json to `cached`, atomically. The child process sees only the source files of the folder."""
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with _terminable(), TemporaryDirectory(dir=cached.parent) as seen:
+    with new_folder(cached.parent) as seen:
         for path in sources:
-            _copy_visible(path, Path(seen))
-        made = Path(seen) / "made.json"
-        reason = _run(seen, str(made))
+            _copy_visible(path, seen)
+        made = seen / "made.json"
+        reason = run("server.hub.tokenizer_conversion", str(seen), str(made))
         if reason:
             raise ConfigurationError(f"{folder}: there is no tokenizer.json, and {_names(sources)} cannot be converted to one: {reason}")
         os.replace(made, cached)
@@ -130,39 +127,3 @@ def _copy_visible(path: Path, seen: Path) -> None:
         (seen / path.name).symlink_to(path.resolve())
     else:
         (seen / path.name).write_text(json.dumps(values), encoding="utf-8")
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Turns SIGTERM into SystemExit, so that the child process is killed and its folder removed."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _run(seen: str, made: str) -> str:
-    """Runs the child process. Returns why it refused the folder, empty on success. Raises ResourceError if it could not write."""
-    command = child_command("server.hub.tokenizer_conversion", seen, made)
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=CONVERSION_SECONDS,
-            cwd=WORKING_DIRECTORY,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it took more than {CONVERSION_SECONDS:g} s"
-    if done.returncode == -signal.SIGINT:
-        raise KeyboardInterrupt  # Ctrl-C reached the child, but an event loop or a shell may have kept it from this process.
-    said = done.stdout.strip()
-    if done.returncode == NOT_WRITTEN:
-        raise ResourceError(f"{Path(made).parent.parent}: {said}; {HINT}")
-    return "" if done.returncode == 0 else said or f"the conversion ended with status {done.returncode}"

@@ -35,8 +35,8 @@ class FillInTheMiddle:
         self._codec = codec
         self._marks: tuple[int, int, int] | None = None
         self._separator: int | None = None
-        for *marks, separator in MARKS:
-            prefix, suffix, middle = (codec.token_id(mark) for mark in marks)
+        for *marks, separator in (_named_marks(codec), *MARKS):
+            prefix, suffix, middle = (codec.token_id(mark) if mark else None for mark in marks)
             if prefix is not None and suffix is not None and middle is not None:
                 self._marks = prefix, suffix, middle
                 self._separator = codec.token_id(separator) if separator else None
@@ -78,6 +78,11 @@ class FillInTheMiddle:
         if self._separator is None:
             return self._codec.encode_plain(f"{name}\n{text}\n" if name else f"{text}\n")
         return [self._separator, *self._codec.encode_plain(f"{name}\n{text}\n")]
+
+
+def _named_marks(codec: TextCodec) -> tuple[str, ...]:
+    """The tokens that tokenizer_config.json names, as that of a GGUF file does where its metadata names them; empty strings for others."""
+    return tuple(codec.files.special_token(f"fim_{part}_token") or "" for part in ("prefix", "suffix", "middle", "separator"))
 
 
 def cut_last_token(codec: TextCodec, ids: list[int], text: str, min_kept: int = 1) -> tuple[list[int], str]:

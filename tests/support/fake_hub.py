@@ -32,7 +32,11 @@ class FakeHub:
             if path == f"/api/models/{repository}/tree/{COMMIT}":
                 return 200, {}, json.dumps([self._entry(name) for name in self.files]).encode()
             if path in (f"/api/models/{repository}", f"/api/models/{repository}/revision/main"):
-                return 200, {}, json.dumps({"id": repository, "sha": COMMIT, "siblings": []}).encode()
+                return (
+                    200,
+                    {},
+                    json.dumps({"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}).encode(),
+                )
             if path.startswith(f"/api/models/{repository}/revision/"):
                 return 404, {"X-Error-Code": "RevisionNotFound"}, b""
         if path.startswith(f"/{GATED}/resolve/"):

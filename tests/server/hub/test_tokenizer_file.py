@@ -18,7 +18,7 @@ import pytest
 from model.spec import CheckpointError
 from server.config import EngineSettings, ServerSection, load
 from server.errors import ConfigurationError, ResourceError
-from server.hub import tokenizer_conversion, tokenizer_file
+from server.hub import conversion, tokenizer_conversion, tokenizer_file
 from server.hub.tokenizer_conversion import convert
 from server.hub.tokenizer_file import tokenizer_path
 from server.service import start_message
@@ -84,7 +84,7 @@ def test_it_is_made_once_in_another_process_and_shared(tmp_path: Path, cache: Pa
 
 def test_other_files_make_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(tokenizer_file, "_run", lambda seen, file: Path(file).write_text(str(made.append(seen))) and "")
+    monkeypatch.setattr(tokenizer_file, "run", lambda module, seen, file: Path(file).write_text(str(made.append(seen))) and "")
     folder = byte_level(tmp_path / "a", "gpt_bigcode", GPT2)
     first = tokenizer_path(folder)
     (folder / "special_tokens_map.json").write_text("{}")
@@ -186,7 +186,7 @@ def test_a_normaliser_that_the_library_drops_is_refused_with_the_text_it_shows_o
         convert(describe(tmp_path / "a", "llama", LLAMA))
 
 
-def convert_here(folder: str, made: str) -> str:
+def convert_here(module: str, folder: str, made: str) -> str:
     """Runs the child's conversion in this process, which has imported `transformers` already."""
     Path(made).write_text(convert(Path(folder)).to_str())
     return ""
@@ -194,7 +194,7 @@ def convert_here(folder: str, made: str) -> str:
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_no_file_outside_the_folder_is_read(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_file, "_run", convert_here)
+    monkeypatch.setattr(tokenizer_file, "run", convert_here)
     folder = byte_level(tmp_path / "a", "gpt2", GPT2)
     expected = tokenizer_path(folder).read_bytes()
     make_tokenizer(vocab_size=270).model.save(str(tmp_path))
@@ -208,11 +208,11 @@ def test_the_child_sees_only_the_keys_that_say_how_text_is_read(tmp_path: Path, 
     folder = byte_level(tmp_path / "a", "gpt2", GPT2 | {"vocab": "/x", "image_token": "<i>", "add_bos_token": True, "chat_template": "x"})
     seen: dict[str, Any] = {}
 
-    def run(place: str, made: str) -> str:
+    def run(module: str, place: str, made: str) -> str:
         seen.update({path.name: json.loads(path.read_text()) for path in Path(place).glob("*config.json") if not path.is_symlink()})
         return "enough"
 
-    monkeypatch.setattr(tokenizer_file, "_run", run)
+    monkeypatch.setattr(tokenizer_file, "run", run)
     with pytest.raises(ConfigurationError, match="enough"):
         tokenizer_path(folder)
     assert seen == {"config.json": {"model_type": "gpt2"}, "tokenizer_config.json": GPT2 | {"image_token": "<i>", "add_bos_token": True}}
@@ -265,10 +265,10 @@ def test_what_the_library_says_is_handed_on_with_advice(
 
 def test_a_conversion_that_hangs_or_dies_is_an_error_of_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = byte_level(tmp_path / "a", "falcon", GPT2)
-    monkeypatch.setattr(tokenizer_file, "CONVERSION_SECONDS", 0.01)
+    monkeypatch.setattr(conversion, "SECONDS", 0.01)
     with pytest.raises(ConfigurationError, match=r"it took more than 0\.01 s"):
         tokenizer_path(folder)
-    monkeypatch.setattr(tokenizer_file, "CONVERSION_SECONDS", 60)
+    monkeypatch.setattr(conversion, "SECONDS", 60)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigurationError, match="ended with status 1"):
         tokenizer_path(folder)
@@ -309,10 +309,10 @@ def test_a_child_that_cannot_write_is_a_lack_of_resources(
     with pytest.raises(SystemExit) as exit:
         tokenizer_conversion.main()
     said = capsys.readouterr().out
-    assert exit.value.code == tokenizer_conversion.NOT_WRITTEN and said == "No space left on device\n"
-    done = subprocess.CompletedProcess([], tokenizer_conversion.NOT_WRITTEN, stdout=said)
+    assert exit.value.code == ResourceError.exit_code and said == "/: No space left on device\n"
+    done = subprocess.CompletedProcess([], ResourceError.exit_code, stdout=said)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(ResourceError, match=r"tokenizers/\w+: No space left on device; .* XDG_CACHE_HOME"):
+    with pytest.raises(ResourceError, match=r"/: No space left on device; .* XDG_CACHE_HOME"):
         tokenizer_path(folder)
 
 

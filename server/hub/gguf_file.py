@@ -1,0 +1,125 @@
+"""`--model FILE.gguf`: makes a checkpoint folder of a GGUF file, once, in the cache, so that everything else sees a folder.
+
+The folder has links to the file or to all its parts, and what child processes write from its header: config.json, generation_config.json
+and tokenizer_config.json, and on demand tokenizer.json. Invariant: its name covers the state of every part, so that another file under
+the same path gets another folder. It knows nothing of what a header holds, and reads no byte of a GGUF file.
+"""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+from model.checkpoint.gguf.split import part_paths
+from server.errors import ConfigurationError, ResourceError
+from server.hub.conversion import HINT, new_folder, run
+
+SUFFIX = ".gguf"
+GGUF_FILES = f"*{SUFFIX}"
+OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+MODULE = "model.checkpoint.gguf.folder"
+FIRST_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
+TOKENIZER = "tokenizer.json"
+CONVERSION = "1"
+"""Part of the folder's name: to be raised with every change of what the conversion makes or refuses."""
+MAX_LISTED = 20
+log = logging.getLogger("onehead")
+
+
+def checkpoint_folder(model: Path) -> Path:
+    """The folder made of a GGUF file, or of a folder whose only weights are one; any other folder as it is. Raises ConfigurationError for
+    a file that cannot be used, CheckpointError for the name of a part, and ResourceError if the folder cannot be cached.
+    """
+    file = _gguf_file(model)
+    if file is None:
+        return model
+    from server.config import cache_folder  # It imports pydantic, which would double the time that checkpoint_loading takes.
+
+    parts = part_paths(file.absolute())
+    try:
+        stem = parts[0].name.removesuffix(SUFFIX).removesuffix(f"-00001-of-{len(parts):05}")
+        folder = cache_folder() / "gguf" / _digest(parts) / stem
+    except OSError as error:
+        one_of = f"; {file.name} is one of {len(parts)} parts" if len(parts) > 1 else ""
+        raise ConfigurationError(f"{error.filename}: {error.strerror}{one_of}") from None
+    try:
+        if not folder.is_dir():
+            _make(parts, folder)
+    except OSError as error:
+        raise ResourceError(f"{error.filename or folder}: {error.strerror}; {HINT}") from None
+    return folder
+
+
+def gguf_tokenizer(folder: Path) -> Path:
+    """The path of the tokenizer.json of a folder whose weights are a GGUF file. Raises ConfigurationError or ResourceError."""
+    made = checkpoint_folder(folder)
+    path = made / TOKENIZER
+    try:
+        if not path.is_file():
+            file = sorted(made.glob(GGUF_FILES))[0].resolve()
+            log.info("%s: converting its tokenizer", file)
+            with new_folder(made.parent) as work:
+                _run(file, work, (TOKENIZER,))
+                os.replace(work / TOKENIZER, path)
+    except OSError as error:
+        raise ResourceError(f"{error.filename or path}: {error.strerror}; {HINT}") from None
+    return path
+
+
+def gguf_names(files: list[str]) -> list[str]:
+    """Of some names of files those of GGUF checkpoints; of a split one its first part."""
+    return sorted({str(part_paths(Path(name))[0]) for name in files if name.endswith(SUFFIX)})
+
+
+def listed(names: list[str]) -> str:
+    """Words that name the GGUF files there are to choose from."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return f"{', '.join(names[:MAX_LISTED])}{more}" if names else f"no {SUFFIX} file"
+
+
+def _gguf_file(model: Path) -> Path | None:
+    """The GGUF file that a model is, or has as its only weights; None for other folders, and for what is neither folder nor file."""
+    if model.is_dir():
+        names = gguf_names([path.name for path in model.glob(GGUF_FILES)])
+        if not names or any(any(model.glob(pattern)) for pattern in OTHER_WEIGHTS):
+            return None
+        if len(names) > 1:
+            raise ConfigurationError(f"{model}: has several GGUF files; name one of {listed(names)}")
+        return model / names[0]
+    if model.suffix == SUFFIX and not os.path.lexists(model):
+        here = model.absolute().parent
+        found = gguf_names([path.name for path in here.glob(GGUF_FILES)])
+        raise ConfigurationError(f"{model}: no such file; {here} has {listed(found)}")
+    return model if model.is_file() or model.suffix == SUFFIX else None
+
+
+def _digest(parts: list[Path]) -> str:
+    """The cache key: the parts' places, and what changes when one is replaced or written to. Raises OSError."""
+    whole = hashlib.sha256(CONVERSION.encode())
+    for path in parts:
+        found = path.stat()
+        state = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        whole.update(f"\0{path.name}\0{path.resolve()}\0{state}".encode())
+    return whole.hexdigest()
+
+
+def _make(parts: list[Path], folder: Path) -> None:
+    """Makes the folder with links to the parts and the first files, atomically. Raises ConfigurationError, ResourceError or OSError."""
+    log.info("%s: reading its header", parts[0])
+    with new_folder(folder.parent.parent) as work:
+        made = work / "whole" / folder.name
+        made.mkdir(parents=True)
+        for path in parts:
+            (made / path.name).symlink_to(path.resolve())
+        _run(parts[0], made, FIRST_FILES)
+        try:
+            made.parent.rename(folder.parent)
+        except OSError:
+            if not folder.is_dir():  # Another process has made the same folder meanwhile.
+                raise
+
+
+def _run(file: Path, folder: Path, names: tuple[str, ...]) -> None:
+    """Has files written from a header by a child process. Raises ConfigurationError or ResourceError."""
+    if reason := run(MODULE, str(file), str(folder), *names):
+        raise ConfigurationError(reason)
