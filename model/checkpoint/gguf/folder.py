@@ -36,8 +36,7 @@ def write(file: Path, folder: Path, names: list[str]) -> None:
             content = CONTENTS[name](gguf)
         except CheckpointError as error:
             raise CheckpointError(str(error) if str(error).startswith(str(file)) else f"{file}: {error}") from None
-        with (folder / name).open("w", encoding="utf-8") as written:
-            json.dump(content, written, ensure_ascii=False, separators=(",", ":"))
+        (folder / name).write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
 
 
 def main() -> None:

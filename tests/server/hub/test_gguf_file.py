@@ -112,7 +112,7 @@ def test_the_folder_is_made_once_of_each_state_of_the_file(
 ) -> None:
     folder = checkpoint_folder(file)
     assert folder.parent.parent == cache and folder.name == "tiny-f32" and download.model_id(folder) == "tiny-f32"
-    assert sorted(path.name for path in folder.iterdir()) == [*sorted(gguf_file.FIRST_FILES), "tiny-f32.gguf"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*gguf_file.FIRST_FILES, "tiny-f32.gguf"])
     assert (folder / "tiny-f32.gguf").resolve() == file
     path = gguf_tokenizer(folder)
     assert path == folder / "tokenizer.json" and TextCodec(folder).encode("<|endoftext|>") == [0]
