@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.families import spec_of
 from model.checkpoint.gguf.config import config_of
 from model.checkpoint.gguf.split import GGUF
 from model.checkpoint.gguf.tokenizer import generation_config, tokenizer_config, tokenizer_json
@@ -34,6 +35,8 @@ def write(file: Path, folder: Path, names: list[str]) -> None:
     for name in names:
         try:
             content = CONTENTS[name](gguf)
+            if name == "config.json":
+                spec_of(file, content, warn=False)  # What the family refuses is refused by the name of the file.
         except CheckpointError as error:
             raise CheckpointError(str(error) if str(error).startswith(str(file)) else f"{file}: {error}") from None
         (folder / name).write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
