@@ -10,38 +10,34 @@ import logging
 import os
 from pathlib import Path
 
-from model.checkpoint.gguf.split import part_paths
+from model.checkpoint.gguf.split import MAX_LISTED, SUFFIX, gguf_in, part_paths
 from server.errors import ConfigurationError, ResourceError
 from server.hub.conversion import HINT, new_folder, run
 
-SUFFIX = ".gguf"
 GGUF_FILES = f"*{SUFFIX}"
-OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 MODULE = "model.checkpoint.gguf.folder"
 FIRST_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 TOKENIZER = "tokenizer.json"
 CONVERSION = "1"
 """Part of the folder's name: to be raised with every change of what the conversion makes or refuses."""
-MAX_LISTED = 20
 log = logging.getLogger("onehead")
 
 
 def checkpoint_folder(model: Path) -> Path:
     """The folder made of a GGUF file, or of a folder whose only weights are one; any other folder as it is. Raises ConfigurationError for
-    a file that cannot be used, CheckpointError for the name of a part, and ResourceError if the folder cannot be cached.
+    a file that cannot be used, CheckpointError for a folder of several, and ResourceError if the folder cannot be cached.
     """
-    file = _gguf_file(model)
-    if file is None:
-        return model
     from server.config import cache_folder  # It imports pydantic, which would double the time that checkpoint_loading takes.
 
-    parts = part_paths(file.absolute())
     try:
+        file = _gguf_file(model)
+        if file is None:
+            return model
+        parts = part_paths(file.absolute())
         stem = parts[0].name.removesuffix(SUFFIX).removesuffix(f"-00001-of-{len(parts):05}")
         folder = cache_folder() / "gguf" / _digest(parts) / stem
     except OSError as error:
-        one_of = f"; {file.name} is one of {len(parts)} parts" if len(parts) > 1 else ""
-        raise ConfigurationError(f"{error.filename}: {error.strerror}{one_of}") from None
+        raise ConfigurationError(f"{error.filename}: {error.strerror}") from None
     try:
         if not folder.is_dir():
             _make(parts, folder)
@@ -80,12 +76,7 @@ def listed(names: list[str]) -> str:
 def _gguf_file(model: Path) -> Path | None:
     """The GGUF file that a model is, or has as its only weights; None for other folders, and for what is neither folder nor file."""
     if model.is_dir():
-        names = gguf_names([path.name for path in model.glob(GGUF_FILES)])
-        if not names or any(any(model.glob(pattern)) for pattern in OTHER_WEIGHTS):
-            return None
-        if len(names) > 1:
-            raise ConfigurationError(f"{model}: has several GGUF files; name one of {listed(names)}")
-        return model / names[0]
+        return gguf_in(model)
     if model.suffix == SUFFIX and not os.path.lexists(model):
         here = model.absolute().parent
         found = gguf_names([path.name for path in here.glob(GGUF_FILES)])

@@ -14,6 +14,8 @@ from model.spec import CheckpointError
 
 SUFFIX = ".gguf"
 MAX_FILES = 999
+MAX_LISTED = 20
+"""The most names of files in a message."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -37,7 +39,8 @@ def gguf_in(folder: Path) -> Path | None:
     if not found or any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return None
     if len(found) > 1:
-        raise CheckpointError(f"{folder}: has several GGUF checkpoints, {found[0].name} and {found[1].name}; expected one")
+        names = [path.name for path in found[:MAX_LISTED]]
+        raise CheckpointError(f"{folder}: has {len(found)} GGUF checkpoints; expected one, or the name of the file: {', '.join(names)}")
     return found[0]
 
 

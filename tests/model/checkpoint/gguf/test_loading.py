@@ -230,7 +230,7 @@ def test_two_checkpoints_in_a_folder_are_refused_and_safetensors_come_first(fold
     make_folder(source, LLAMA)
     convert(source, folder)
     (folder / "n.gguf").write_bytes((folder / "m.gguf").read_bytes())
-    with pytest.raises(CheckpointError, match=r"has several GGUF checkpoints, m\.gguf and n\.gguf"):
+    with pytest.raises(CheckpointError, match=r"has 2 GGUF checkpoints; .* m\.gguf, n\.gguf"):
         load(folder)
     (source / "m.gguf").write_bytes(b"")
     load(source)
