@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,7 +231,7 @@ def test_a_full_disk_is_a_resource(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=[]))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     with pytest.raises(ResourceError, match="org/name: cannot be stored: No space left on device; HF_HOME"):
         hub.resolve(Path("org/name"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from commands import cli
 from model.checkpoint.gguf.tokenizer import CONTROL, NORMAL
 from model.spec import CheckpointError
 from server.errors import ConfigurationError, OneheadError, ResourceError
@@ -18,7 +20,7 @@ from server.hub import download, gguf_file
 from server.hub.gguf_file import checkpoint_folder, gguf_tokenizer
 from server.text.codec import TextCodec
 from tests.server.hub.test_download import resolved
-from tests.support.checkpoints import N_POSITIONS, SHAPES
+from tests.support.checkpoints import N_POSITIONS, SHAPES, make_tokenizer
 from tests.support.fake_hub import REPOSITORY, FakeHub, serving
 from tests.support.gguf_files import write_file
 from tests.support.processes import ServerProcess
@@ -54,7 +56,7 @@ def write_tiny(folder: Path, path: Path, heads: int = 1, **more: Any) -> None:
         "pre": "gpt-2",
         "tokens": tokens,
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in described["merges"]],
-        "token_type": [CONTROL, *[NORMAL] * 256, *[CONTROL] * (len(tokens) - 257)],
+        "token_type": [CONTROL, *[NORMAL] * (len(described["vocab"]) - 1), *[CONTROL] * (len(tokens) - len(described["vocab"]))],
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
@@ -75,9 +77,17 @@ def write_tiny(folder: Path, path: Path, heads: int = 1, **more: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def file(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def merging_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with a tokenizer that merges, as every real one does."""
+    folder = shutil.copytree(tiny_folder, tmp_path_factory.mktemp("merging") / "tiny")
+    make_tokenizer(vocab_size=290).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file(merging_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny-f32.gguf"
-    write_tiny(tiny_folder, path, **{"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
+    write_tiny(merging_folder, path, **{"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
     return path
 
 
@@ -89,8 +99,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def from_folder(tiny_folder: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(tiny_folder) as server:
+def from_folder(merging_folder: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(merging_folder) as server:
         yield server
 
 
@@ -157,18 +167,17 @@ def test_what_cannot_be_meant_is_refused_by_name(file: Path, tmp_path: Path, cac
     assert not [left for left in cache.rglob("*") if left.is_file()]
 
 
-@pytest.mark.parametrize("command", ["serve", "plan"])
-def test_several_heads_are_refused_by_the_file_before_its_tokenizer_is_read(command: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_several_heads_are_refused_by_the_file_before_its_tokenizer_is_read(merging_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "heads.gguf"
-    write_tiny(tiny_folder, path, heads=2, **{"tokenizer.ggml.pre": "unknown"})
-    done = subprocess.run([sys.executable, "-m", "commands.cli", command, str(path)], capture_output=True, text=True, check=False)
+    write_tiny(merging_folder, path, heads=2, **{"tokenizer.ggml.pre": "unknown"})
+    done = subprocess.run([sys.executable, "-m", "commands.cli", "serve", str(path)], capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 78 and f"{path}" in last and "head" in last and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 78 and f"{path}" in last and "head_count_kv" in last and "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_tokenizer_that_is_not_supported_is_refused_by_its_key(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_supported_is_refused_by_its_key(merging_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "pre.gguf"
-    write_tiny(tiny_folder, path, **{"tokenizer.ggml.pre": "unknown"})
+    write_tiny(merging_folder, path, **{"tokenizer.ggml.pre": "unknown"})
     with pytest.raises(ConfigurationError, match=rf"^{path}: tokenizer\.ggml\.pre is 'unknown'; supported: default, "):
         gguf_tokenizer(checkpoint_folder(path))
 
@@ -180,10 +189,9 @@ def test_a_cache_that_cannot_be_written_is_a_resource(file: Path, tmp_path: Path
         checkpoint_folder(file)
 
 
-def test_a_plan_of_a_file(file: Path) -> None:
-    command = [sys.executable, "-m", "commands.cli", "plan", str(file), "--memory", "1GiB", "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["layers"] == SHAPE.n_layer
+def test_a_plan_of_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(file), "--memory", "1GiB", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == SHAPE.n_layer
 
 
 def test_a_file_of_the_hub_is_fetched_alone_and_used_again_without_the_hub(file: Path, tmp_path: Path) -> None:
