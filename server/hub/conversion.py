@@ -39,9 +39,16 @@ def new_folder(parent: Path) -> Iterator[Path]:
 
 def run(module: str, *arguments: str) -> str:
     """Runs a module in a child process. Returns why it refused, empty on success. Raises ResourceError if it could not write a file."""
-    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(child_command(module, *arguments), timeout=SECONDS, cwd=WORKING_DIRECTORY, **pipes)
+        done = subprocess.run(
+            child_command(module, *arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            cwd=WORKING_DIRECTORY,
+        )
     except subprocess.TimeoutExpired:
         return f"it took more than {SECONDS:g} s"
     if done.returncode == -signal.SIGINT:

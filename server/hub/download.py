@@ -20,7 +20,7 @@ from model.spec import CheckpointError
 from server.config import EngineSettings
 from server.errors import ConfigurationError, OneheadError, ResourceError
 from server.hub.checkpoint_trial import try_checkpoint
-from server.hub.gguf_file import checkpoint_folder, gguf_names, listed, part_paths
+from server.hub.gguf_file import checkpoint_folder, gguf_names, listed, parts_of
 from server.hub.tokenizer_file import DESCRIPTIONS, VOCABULARIES, tokenizer_path
 
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([^:]+))?(?::(.+\.gguf))?", re.ASCII)
@@ -126,7 +126,7 @@ class Repository:
         """The cached path of a GGUF file after a download of it, and of all parts if it is split. Raises ConfigurationError, ResourceError
         or CheckpointError.
         """
-        parts = [str(path) for path in part_paths(Path(name))]
+        parts = parts_of(name)
         folder = self.fetch([glob.escape(part) for part in parts], [])
         if missing := [part for part in parts if not (folder / part).is_file()]:
             raise ConfigurationError(f"{self._full_name}:{missing[0]}: no such file; there is {listed(gguf_names(self._names(folder)))}")

@@ -62,9 +62,14 @@ def gguf_tokenizer(folder: Path) -> Path:
     return path
 
 
+def parts_of(name: str) -> list[str]:
+    """The names of all parts of the checkpoint to which a file belongs. Raises CheckpointError."""
+    return [str(path) for path in part_paths(Path(name))]
+
+
 def gguf_names(files: list[str]) -> list[str]:
     """Of some names of files those of GGUF checkpoints; of a split one its first part."""
-    return sorted({str(part_paths(Path(name))[0]) for name in files if name.endswith(SUFFIX)})
+    return sorted({parts_of(name)[0] for name in files if name.endswith(SUFFIX)})
 
 
 def listed(names: list[str]) -> str:

@@ -46,8 +46,8 @@ def gguf_name(name: str) -> str:
     return f"blk.{number}.{BLOCK_NAMES[inner]}.{leaf}"
 
 
-def write_tiny(folder: Path, path: Path, heads: int = 1, **more: Any) -> None:
-    """Writes the tiny checkpoint of a folder as a GGUF file, as llama.cpp's converter would. `more`: keys of its metadata, `_` for `.`."""
+def write_tiny(folder: Path, path: Path, more: dict[str, str], heads: int = 1) -> None:
+    """Writes the tiny checkpoint of a folder as a GGUF file, as llama.cpp's converter would. `more`: further keys of its metadata."""
     described = json.loads((folder / "tokenizer.json").read_text())["model"]
     tokens = sorted(described["vocab"], key=described["vocab"].__getitem__)
     tokens += [f"<extra{number}>" for number in range(SHAPE.vocab_size - len(tokens))]
@@ -87,7 +87,7 @@ def merging_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def file(merging_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny-f32.gguf"
-    write_tiny(merging_folder, path, **{"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
+    write_tiny(merging_folder, path, {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
     return path
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_meant_is_refused_by_name(file: Path, tmp_path: Path, cac
 
 def test_several_heads_are_refused_by_the_file_before_its_tokenizer_is_read(merging_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "heads.gguf"
-    write_tiny(merging_folder, path, heads=2, **{"tokenizer.ggml.pre": "unknown"})
+    write_tiny(merging_folder, path, {"tokenizer.ggml.pre": "unknown"}, heads=2)
     done = subprocess.run([sys.executable, "-m", "commands.cli", "serve", str(path)], capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 78 and f"{path}" in last and "head_count_kv" in last and "Traceback" not in done.stderr, done.stderr
@@ -177,7 +177,7 @@ def test_several_heads_are_refused_by_the_file_before_its_tokenizer_is_read(merg
 
 def test_a_tokenizer_that_is_not_supported_is_refused_by_its_key(merging_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "pre.gguf"
-    write_tiny(merging_folder, path, **{"tokenizer.ggml.pre": "unknown"})
+    write_tiny(merging_folder, path, {"tokenizer.ggml.pre": "unknown"})
     with pytest.raises(ConfigurationError, match=rf"^{path}: tokenizer\.ggml\.pre is 'unknown'; supported: default, "):
         gguf_tokenizer(checkpoint_folder(path))
 
