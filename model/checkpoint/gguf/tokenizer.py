@@ -22,7 +22,9 @@ SPACE = "\u2581"
 ENDS = ("eos", "eot", "eom")
 TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
 """Tokens that end a turn where a chat template writes them, whether the metadata names them or not."""
-FILL_IN_THE_MIDDLE = {
+NAMED = {
+    "bos_token": ("bos",),
+    "eos_token": ("eos",),
     "fim_prefix_token": ("fim_pre", "prefix"),
     "fim_suffix_token": ("fim_suf", "suffix"),
     "fim_middle_token": ("fim_mid", "middle"),
@@ -102,26 +104,23 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> Json:
         text_parts, begins = _byte_level(vocabulary), metadata.get(f"{PREFIX}pre") in WHOLE_WORDS
     else:
         raise CheckpointError(f"{PREFIX}model is {short(kind)}, expected llama or gpt2")
-    special = {
-        "truncation": None,
-        "padding": None,
+    return {
+        "version": "1.0",
         "added_tokens": _added_tokens(vocabulary),
         "post_processor": _post_processor(vocabulary, begins),
+        **text_parts,
     }
-    return {"version": "1.0", **special, **text_parts}
 
 
 def tokenizer_config(metadata: Mapping[str, Any]) -> Json:
     """The content of tokenizer_config.json: the special tokens, those of fill-in-the-middle, and the chat templates."""
     vocabulary = Vocabulary.of(metadata)
-    named: Json = {f"{name}_token": vocabulary.text(*ids) for name, *ids in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown", "unk"))}
-    named["pad_token"] = vocabulary.text("padding", "pad")
-    named |= {key: vocabulary.text(*names) for key, names in FILL_IN_THE_MIDDLE.items()}
+    named: Json = {key: vocabulary.text(*names) for key, names in NAMED.items()}
     templates = {"default": metadata.get(TEMPLATE)} | {
         key.removeprefix(f"{TEMPLATE}."): value for key, value in metadata.items() if key.startswith(f"{TEMPLATE}.")
     }
     given = [{"name": name, "template": template} for name, template in templates.items() if template is not None]
-    named["chat_template"] = templates["default"] if given == [{"name": "default", "template": templates["default"]}] else given or None
+    named["chat_template"] = given or None
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | {key: value for key, value in named.items() if value is not None}
 
 
@@ -183,13 +182,9 @@ def _sentencepiece(vocabulary: Vocabulary) -> Json:
     unescape = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     model = {
         "type": "BPE",
-        "dropout": None,
         "unk_token": unknown,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
         "fuse_unk": True,
         "byte_fallback": BYTE in vocabulary.types,
-        "ignore_merges": False,
         "vocab": {token: id for id, token in enumerate(vocabulary.tokens)},
         "merges": _merges(vocabulary, scores),
     }
@@ -197,7 +192,6 @@ def _sentencepiece(vocabulary: Vocabulary) -> Json:
     prepend = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, escape]}
     return {
         "normalizer": prepend if space else escape,
-        "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": [unescape, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         "model": model,
     }
@@ -238,18 +232,11 @@ def _byte_level(vocabulary: Vocabulary) -> Json:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model = {
         "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
         "ignore_merges": pre in WHOLE_WORDS,
         "vocab": vocab,
         "merges": merges,
     }
     return {
-        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "decoder": byte_level,
         "model": model,

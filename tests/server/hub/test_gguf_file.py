@@ -106,7 +106,7 @@ def from_folder(merging_folder: Path) -> Iterator[ServerProcess]:
 
 def test_a_file_is_served_as_the_folder_it_was_made_of(file: Path, from_folder: ServerProcess) -> None:
     with ServerProcess(file) as server:
-        for prompt in ("def f(x):", "a  b\n\n\tc é", ""):
+        for prompt in ("def f(x):", "a  b\n\n\tc é", "\n"):
             asked = {"max_new_tokens": 12, "ignore_eos": True}
             assert server.text(prompt, **asked) == from_folder.text(prompt, **asked)
         assert [model["id"] for model in json.loads(server.get("/v1/models")[1])["data"]] == ["tiny-f32"]

@@ -189,7 +189,7 @@ def test_special_tokens_templates_ends_and_sampling_defaults_come_from_the_metad
         "repetition_penalty": 1.1,
     }
     one = metadata | {"tokenizer.chat_template": "{{ x }}<end_of_turn>"}
-    assert tokenizer_config(one)["chat_template"] == "{{ x }}<end_of_turn>"
+    assert tokenizer_config(one)["chat_template"] == [{"name": "default", "template": "{{ x }}<end_of_turn>"}]
     assert generation_config(one) == {"eos_token_id": [0, 1, len(tokens) - 2]}
     assert tokenizer_config(one | {"tokenizer.chat_template.tools": "y"})["chat_template"] == [
         {"name": "default", "template": "{{ x }}<end_of_turn>"},
