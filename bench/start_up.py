@@ -2,7 +2,9 @@
 
     python -m bench.start_up --output FILE [--tree FOLDER] [--model FOLDER] [--starts 5] [--streams 32] [-- SERVE_OPTIONS]
 
-The first start is not counted: it brings files into the page cache, and remembers that the tokenizer passed its trial. Memory is the
+The first start is not counted: it brings files into the page cache, and remembers that the tokenizer passed its trial. Beside the time
+until a server is ready stands the processor time that all its processes have taken by then, which other work on the machine changes little.
+Memory is the
 proportional set size of the server and all its child processes: at rest, then while so many streams run, then after the first grammar. An
 engine is killed while the streams run; the pause is the longest time that any of them goes without a token.
 """
@@ -42,6 +44,16 @@ def memory(server: Server) -> dict[str, float]:
     return found
 
 
+def processor_seconds(server: Server) -> float:
+    """Processor time of the server and all its child processes, those that have ended included."""
+    pids, ticks = [server.process.pid], 0
+    while pids:
+        pid = pids.pop()
+        pids += children(pid)
+        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 async def stream(port: int, number: int, times: list[float]) -> None:
     """One stream of TOKENS tokens; the time of each event is noted."""
     path, values = body("plain", number)
@@ -74,15 +86,16 @@ async def under_load(server: Server, streams: int, kill: bool) -> tuple[float, d
 
 
 def measure(options: argparse.Namespace, serve_options: list[str]) -> dict[str, Any]:
-    starts: list[float] = []
+    starts, processor = list[float](), list[float]()
     for _ in range(options.starts):
         server = Server(options.tree, options.model, serve_options)
         starts.append(server.seconds_to_ready)
+        processor.append(processor_seconds(server))
         server.stop()
     server = Server(options.tree, options.model, serve_options)
     try:
         time.sleep(1.0)
-        found: dict[str, Any] = {"starts": [*starts[1:], server.seconds_to_ready], "at rest": memory(server)}
+        found: dict[str, Any] = {"starts": starts[1:], "processor time": statistics.median(processor[1:]), "at rest": memory(server)}
         if options.streams:
             found["pause of one stream"], _ = asyncio.run(under_load(server, 1, kill=True))
             found["pause of all"], found["under load"] = asyncio.run(under_load(server, options.streams, kill=True))
@@ -108,7 +121,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the result")
     parser.add_argument("--tree", type=Path, default=Path(), help="checkout of the server; default: the working directory")
     parser.add_argument("--model", type=Path, help="checkpoint folder; default: the embedded model")
-    parser.add_argument("--starts", type=int, default=5, help="starts; the first is not counted")
+    parser.add_argument("--starts", type=int, default=5, help="starts, at least two; the first is not counted")
     parser.add_argument("--streams", type=int, default=32, help="streams under load; 0: none, and no engine is killed")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     options = parser.parse_args(own)
