@@ -4,10 +4,10 @@
         [--output docs/bench/DATE-bits-per-byte.json]
 
 The model scores every document by itself, from an end-of-text token on, as it was trained; longer documents than its context in
-windows that overlap by half, each token once. It does so in each form: what weights and activations are held in (float32, bfloat16, int8
-or fp8 weights beside float32); with +kv8, keys and values are rounded to float8 first, as a float8 cache returns them. xz sees the held-out
-bytes alone. The 5-gram is counted on the training split, as the model was trained on it, and each document starts from four zero bytes; of
-its smoothings the one that does best here is kept, which favours it. Prints a Markdown table.
+windows that overlap by half, each token once. It does so in each form: what weights and activations are held in (float32, bfloat16, or
+int8, int4 or fp8 weights beside float32); with +kv8, keys and values are rounded to float8 first, as a float8 cache returns them. xz sees
+the held-out bytes alone. The 5-gram is counted on the training split, as the model was trained on it, and each document starts from four
+zero bytes; of its smoothings the one that does best here is kept, which favours it. Prints a Markdown table.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from model.attention import Attend
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
+from model.devices.cpu.device import CpuDevice
 from model.devices.products import Products
 from model.layers import Rotation
 
@@ -42,7 +43,8 @@ LOGIT_ROWS = 512
 """Rows of logits made at a time: they are the largest tensor of all."""
 KV8 = "+kv8"
 FORMS = {"float32": (torch.float32, "none"), "bfloat16": (torch.bfloat16, "none")}
-FORMS |= {"int8": (torch.float32, "int8"), "fp8": (torch.float32, "fp8")}
+FORMS |= {kind: (torch.float32, kind) for kind in CpuDevice.quantizations}
+CPU = CpuDevice()
 
 # --- the model
 
@@ -92,7 +94,8 @@ def score_model(
 ) -> dict[str, Any]:
     """The checkpoint's bits over all documents, and what it is."""
     dtype, quantization = FORMS[form.removesuffix(KV8)]
-    decoder = load_decoder(folder, read_spec(folder), dtype, torch.device("cpu"), Products(quantization))
+    products = CPU.products(CPU.dtypes("float32"), quantization, False) if quantization != "none" else Products()
+    decoder = load_decoder(folder, read_spec(folder), dtype, CPU.torch_device, products)
     context = context or decoder.spec.max_positions
     if not 1 < context <= decoder.spec.max_positions:
         raise ValueError(f"--context {context} is not within the model's {decoder.spec.max_positions} positions")

@@ -26,10 +26,11 @@ from pathlib import Path
 import torch
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
-from model.devices.products import Products
-folder = Path(sys.argv[1])
+from model.devices.cpu.device import CpuDevice
+folder, cpu = Path(sys.argv[1]), CpuDevice()
+products = cpu.products(cpu.dtypes(sys.argv[2]), sys.argv[3], False)
 begin = time.perf_counter()
-decoder = load_decoder(folder, read_spec(folder), getattr(torch, sys.argv[2]), torch.device("cpu"), Products(sys.argv[3]))
+decoder = load_decoder(folder, read_spec(folder), getattr(torch, sys.argv[2]), cpu.torch_device, products)
 touched = sum(float(p.sum()) for p in decoder.parameters())
 print(json.dumps({"seconds": time.perf_counter() - begin}))
 """
@@ -73,7 +74,7 @@ def measure(folder: Path, dtype: str, quantization: str, repeats: int) -> dict[s
     from model.checkpoint.families import read_spec
     from model.decoder import meta_decoder
 
-    weights = weight_bytes(meta_decoder(read_spec(folder)))["int8" if quantization == "int8" else dtype]
+    weights = weight_bytes(meta_decoder(read_spec(folder)))[dtype if quantization == "none" else quantization]
     ours, theirs = [], []
     for _ in range(repeats):
         ours.append(timed(OURS, str(folder), dtype, quantization))
@@ -94,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1b")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--quantization", default="none", choices=["none", "int8"])
+    parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -168,7 +168,7 @@ class PlanOptions(ToolOptions):
         "auto",
         description="of weights and cache; auto: bfloat16 on a GPU; on a CPU weights as stored, by config.json, and a float32 cache",
     )
-    quantization: Literal["none", "int8", "fp8", "all"] = Field(
+    quantization: Literal["none", "int8", "int4", "fp8", "all"] = Field(
         "none",
         description="of the weights; where they are there, also what it costs in perplexity, measured on this machine. all: every form's "
         "perplexity, with memory planned for none",

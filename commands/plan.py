@@ -29,7 +29,9 @@ from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles
 from model.decoder import Decoder, meta_decoder
 from model.devices import device_class, find_device
-from model.devices.quantized_modules import STORED_AS, quantize_modules
+from model.devices.blocks import FORMATS
+from model.devices.cpu.torch_blocks import BlockProducts
+from model.devices.products import Products
 from model.layers import Router
 from model.spec import CheckpointError, ModelSpec, OptionError
 from server.errors import ConfigurationError
@@ -39,7 +41,7 @@ from server.hub.tokenizer_file import tokenizer_path
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_ITEM_BYTES = ITEM_BYTES | {"fp8": 1}
 ROW_BYTES = {"int8": 8, "fp8": 4}
-"""What a row of a matrix in 8 bits takes besides its weights: a scale, and in int8 a sum."""
+"""What a row of a matrix in 8 bits takes on a GPU besides its weights: a scale, and in int8 a sum."""
 NOT_QUANTIZED = "none", "all"
 """Values of --quantization for which memory is planned with weights in the dtype."""
 BAR = 32
@@ -116,9 +118,9 @@ def make_plan(options: PlanOptions) -> Plan:
     kv_dtype = cache if options.cache_dtype == "auto" else options.cache_dtype
     decoder = meta_decoder(spec)
     kinds = compute, "float32" if device == "cpu" else None
-    weights = weight_bytes(decoder, *kinds)
+    weights = weight_bytes(decoder, *kinds, device)
     weights = {name: count for name, count in weights.items() if name != "float16" or name == form}
-    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, *kinds) for name, count in weights.items()}
+    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, *kinds, device) for name, count in weights.items()}
     left, left_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
     kv_bytes = {
         name: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": _multi_head(spec, heads, size)}
@@ -157,11 +159,15 @@ def _multi_head(spec: ModelSpec, heads: int, itemsize: int) -> int:
     return heads * spec.kv_bytes_per_token(itemsize) if heads > 1 else spec.multi_head_bytes_per_token(itemsize)
 
 
-def _bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vectors: str | None) -> int:
+def _bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vectors: str | None, device: str) -> int:
     """Bytes of the rows of K's and V's projections that pooling `heads` heads into one takes away."""
     rows = 2 * spec.num_layers * (heads - 1) * spec.head_dim
     bias = ITEM_BYTES[vectors or (form if form in ITEM_BYTES else dtype)] * spec.qkv_bias
-    row = spec.hidden_size * ITEM_BYTES[form] if form in ITEM_BYTES else spec.hidden_size + ROW_BYTES[form]
+    if form in ITEM_BYTES:
+        row = spec.hidden_size * ITEM_BYTES[form]
+    else:
+        in_blocks = device == "cpu" and form in FORMATS
+        row = FORMATS[form].row_bytes(spec.hidden_size) if in_blocks else spec.hidden_size + ROW_BYTES[form]
     return rows * (row + bias)
 
 
@@ -192,9 +198,9 @@ def _fit(spec: ModelSpec, heads: int, left: tuple[int, int], itemsize: int, opti
     ]
 
 
-def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None = None) -> dict[str, int]:
-    """Bytes of all parameters of a decoder in each form that the server can hold them in; 8 bits beside what stays in `dtype`. What is no
-    linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
+def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None = None, device: str = "cpu") -> dict[str, int]:
+    """Bytes of all parameters of a decoder in each form that the server can hold them in on a device; quantized ones beside what stays in
+    `dtype`. What is no linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
     """
     matrices = {
         module.weight for module in decoder.modules() if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, Router)
@@ -203,9 +209,10 @@ def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None =
         form: sum(p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors] for p in decoder.parameters())
         for form in ITEM_BYTES
     }
-    for kind in STORED_AS:
+    for kind in device_class(device).quantizations:
         quantized = meta_decoder(decoder.spec)
-        quantize_modules(quantized, kind, torch.float32)
+        products = BlockProducts(kind) if device == "cpu" and kind in FORMATS else Products(kind)
+        products.replace(quantized, torch.float32)
         # The scales stay float32; norms, biases and what is not quantized are in the server's dtype.
         counted[kind] = sum(
             p.nbytes if p.dtype is not torch.float32 or name.endswith(".scale") else p.numel() * ITEM_BYTES[dtype]

@@ -158,8 +158,10 @@ class EngineSection(Section):
         description="of weights and cache, on a GPU also of arithmetic, which is float32 on a CPU; auto: bfloat16 on a GPU; on a CPU "
         "weights as the checkpoint stores them and a float32 cache, with the results of float32 bit for bit",
     )
-    quantization: Literal["none", "int8", "fp8"] = Field(
-        "none", description="weights in 8 bits, a scale for each output channel; int8: activations too; fp8: from compute capability 8.9 on"
+    quantization: Literal["none", "int8", "int4", "fp8"] = Field(
+        "none",
+        description="weights in fewer bits, and but for fp8 activations in 8; int8: on a CPU a scale for each block of 32 inputs, on a GPU "
+        "for each output channel; int4: a scale and a minimum for each block of 32 inputs, on a CPU; fp8: from compute capability 8.9 on",
     )
     deterministic: bool = Field(
         False,

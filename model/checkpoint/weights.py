@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
 from model.checkpoint.files import MOST_CONFIG_BYTES, MOST_LIST_BYTES, read_text
+from model.checkpoint.gguf.repack import repack, repacks
 from model.checkpoint.gguf.split import gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
 from model.checkpoint.identity import INDEX, file_digest
@@ -165,7 +166,10 @@ def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part,
     stored = reduce(torch.promote_types, (DTYPES[checkpoint.entry(part.name).dtype] for part in parts))
     if isinstance(module, RowMatrix) and leaf == "weight":
         module.allocate(device, stored)
-        take, dtype = module.set_rows, stored if module.scale is not None else module.weight.dtype
+        if module.form is not None:
+            _put_blocks(module, module.form.name, checkpoint, parts)
+            return
+        take, dtype = module.set_rows, stored if module.quantized else module.weight.dtype
     else:
         value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
@@ -179,6 +183,22 @@ def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part,
             raise CheckpointError(f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take another engine.dtype")
         take(first, block)
         first += len(block)
+
+
+def _put_blocks(module: RowMatrix, form: str, checkpoint: Checkpoint, parts: tuple[Part, ...]) -> None:
+    """Reads a matrix that is quantized in blocks: those of a GGUF file as they are where the format can hold them, else floats."""
+    first = 0
+    for part in parts:
+        raw = checkpoint.raw_blocks(part)
+        if raw is not None and repacks(raw[0], form):
+            kind, blocks = raw
+            for rows in blocks:
+                module.set_blocks(first, repack(kind, form, rows))
+                first += len(rows)
+        else:
+            for rows in checkpoint.blocks(part):
+                module.set_rows(first, rows)
+                first += len(rows)
 
 
 def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> None:

@@ -73,6 +73,8 @@ class Device:
     """The share of free memory that the KV cache takes by default."""
     overcommits = False
     """Whether an allocation succeeds without the memory being there, because it is taken only when it is first written to."""
+    quantizations: tuple[str, ...] = "int8", "fp8"
+    """Values of engine.quantization, besides none."""
     warms_up = False
     """Whether kernels are compiled or captured when they first run, which should happen before requests are served."""
     invariant_backend: str

@@ -1,4 +1,4 @@
-"""Modules with weights in 8 bits, which replace a decoder's linear layers and embedding tables where no packed CPU kernel does.
+"""Modules with weights in 8 bits and a scale for each row, which replace a decoder's linear layers and embedding tables on a GPU.
 
 Invariant: a quantized matrix keeps no float copy of itself.
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cache.pool import FLOAT8
-from model.devices.quantization import HOST, Arithmetic, quantize_tokens
+from model.devices.quantization import HOST, Arithmetic, quantize_tokens, quantize_weights
 from model.devices.replacement import RowMatrix, replace_modules
 from model.layers import Embedding, Linear
 
@@ -19,13 +19,37 @@ STORED_AS = {"int8": torch.int8, "fp8": FLOAT8}
 
 
 class QuantizedMatrix(RowMatrix):
-    """A matrix in 8 bits."""
+    """A matrix in 8 bits with a scale for each row, and in int8 each row's sum. All are parameters, so that they are counted and moved."""
 
+    quantized = True
     arithmetic = HOST
 
     def __init__(self, num_rows: int, num_columns: int, kind: str, dtype: torch.dtype) -> None:
-        super().__init__(torch.empty(num_rows, num_columns, dtype=STORED_AS[kind], device="meta"), num_rows, quantized=True)
+        super().__init__(torch.empty(num_rows, num_columns, dtype=STORED_AS[kind], device="meta"))
+        self.scale: Any = nn.Parameter(torch.empty(num_rows, device="meta"), requires_grad=False)
+        self.row_sums: Any = None
+        if kind == "int8":
+            self.row_sums = nn.Parameter(torch.empty(num_rows, dtype=torch.int32, device="meta"), requires_grad=False)
         self.dtype = dtype
+
+    def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
+        super().allocate(device, stored)
+        self._allocate("scale", device)
+        if self.row_sums is not None:
+            self._allocate("row_sums", device)
+
+    def set_rows(self, first: int, rows: Tensor) -> None:
+        end = first + len(rows)
+        self.weight[first:end], self.scale[first:end] = quantize_weights(rows.to(self.weight.device), self.weight.dtype)
+        if self.row_sums is not None:
+            self.row_sums[first:end] = self.weight[first:end].sum(dim=-1, dtype=torch.int32)
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Rows of the matrix by number, as float32."""
+        # As bytes: torch does not index float8 on every device.
+        rows_TD = self.weight.view(torch.uint8)[ids_T].view(self.weight.dtype)
+        y_TD: Tensor = rows_TD.float() * self.scale[ids_T, None]
+        return y_TD
 
     def product(self, x: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x W^T + b in x's dtype."""
@@ -57,10 +81,7 @@ class QuantizedEmbedding(QuantizedMatrix):
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, kind, dtype)
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        # As bytes: torch does not index float8 on every device.
-        rows_TD = self.weight.view(torch.uint8)[ids_T].view(self.weight.dtype)
-        y_TD: Tensor = rows_TD.float() * self.scale[ids_T, None]
-        return y_TD.to(self.dtype)
+        return self.rows(ids_T).to(self.dtype)
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """x_SD -> logits_SV"""

@@ -4,54 +4,45 @@ Invariant: a replacement has the parameter names of the module it replaces, so t
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from model.devices.quantization import quantize_weights
+from model.devices.blocks import BlockFormat
 from model.layers import MLP, LayerNorm, RMSNorm
 
 
 class RowMatrix(nn.Module):
-    """A matrix in a kernel's own layout, filled from rows of the float matrix; quantized, with a scale for each row, and in int8 a sum.
-
-    All are parameters, so that they are counted, moved and named like any other.
-    """
+    """A matrix in a kernel's own layout, filled from rows of the float matrix."""
 
     num_filling = 0
     """Elements of the weight that only round its size up."""
+    quantized = False
+    """Whether the weight holds other numbers than those of the float matrix."""
+    form: BlockFormat | None = None
+    """The format of a matrix that is quantized in blocks; `set_blocks` takes rows in it."""
 
-    def __init__(self, weight: Tensor, num_rows: int, quantized: bool) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = _parameter(weight)
-        self.scale: Any = None
-        self.row_sums: Any = None
-        if quantized:
-            self.scale = _parameter(torch.empty(num_rows, device="meta"))
-        if weight.dtype is torch.int8:
-            self.row_sums = _parameter(torch.empty(num_rows, dtype=torch.int32, device="meta"))
 
     def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
         """Allocates memory for the values that `set_rows` brings, which are `stored` in that dtype."""
-        for name in ("weight", "scale", "row_sums"):
-            if (parameter := getattr(self, name)) is not None:
-                setattr(self, name, _parameter(self._memory(parameter, device)))
+        self._allocate("weight", device)
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         """Takes rows of the float matrix from number `first` on."""
-        rows, end = rows.to(self.weight.device), first + len(rows)
-        if self.scale is not None:
-            rows, self.scale[first:end] = quantize_weights(rows, self.weight.dtype)
-        if self.row_sums is not None:
-            self.row_sums[first:end] = rows.sum(dim=-1, dtype=torch.int32)
-        self._store(first, rows)
+        self.weight[first : first + len(rows)] = rows.to(self.weight.device)
+
+    def set_blocks(self, first: int, rows: Tensor) -> None:
+        """Takes rows in `form` from number `first` on: uint8, form.row_bytes of each."""
+        raise NotImplementedError
+
+    def _allocate(self, name: str, device: torch.device) -> None:
+        setattr(self, name, _parameter(self._memory(getattr(self, name), device)))
 
     def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
         return torch.empty_like(parameter, device=device)
-
-    def _store(self, first: int, rows: Tensor) -> None:
-        self.weight[first : first + len(rows)] = rows
 
 
 def _parameter(value: Tensor) -> nn.Parameter:

@@ -308,9 +308,12 @@ def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
 
 
 def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> None:
-    """Raises OptionError where the hardware lacks float8, or attention would not be batch-invariant although engine.deterministic is
-    true.
+    """Raises OptionError where the device lacks the quantization or float8, or attention would not be batch-invariant although
+    engine.deterministic is true.
     """
+    if options.quantization not in ("none", *device.quantizations):
+        expected = ", ".join(("none", *device.quantizations))
+        raise OptionError(f"engine.quantization {options.quantization} has no kernels on {device.name}; expected one of {expected}")
     of_float8 = (("engine.quantization", options.quantization), ("cache.dtype", options.cache_dtype))
     if names := " and ".join(name for name, value in of_float8 if value == "fp8"):
         device.check_float8(names)

@@ -32,7 +32,7 @@ def load_runner(folder: Path, dtype: str, quantization: str, page_size: int, det
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
 def test_a_cpu_with_kernels_gives_it_anyway(dtype: str, quantization: str, tiny_folder: Path) -> None:
     for asked in (False, True):

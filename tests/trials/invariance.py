@@ -1,6 +1,6 @@
 """The same request gives the same bits: token ids and log-probabilities, alone, in every condition of support/conditions.py, and served.
 
-    python -m tests.trials.invariance --output DIR [--model FOLDER] [--requests 200] [--dtype auto] [--quantizations none,int8]
+    python -m tests.trials.invariance --output DIR [--model FOLDER] [--requests 200] [--dtype auto] [--quantizations none,int8,int4]
         [--passes batch7,prefix,...]
 
 Without a model it is a tiny random checkpoint. For each quantization the model is loaded once, the requests are computed alone on one
@@ -31,7 +31,7 @@ from tests.support.live import Answer, Ask, Server, exchange, receive
 from tests.support.report import Check, Found, conclude, progress, show
 from tests.support.wire import http_request
 
-QUANTIZATIONS = "none", "int8"
+QUANTIZATIONS = "none", "int8", "int4"
 WIDENED, KILL = "float32", "kill"
 """The passes that are not of support/conditions.py."""
 PATIENCE = 900.0

@@ -36,10 +36,10 @@ def check_scales(kind: str, data: Tensor) -> None:
     """Raises CheckpointError if a scale of these blocks is NaN or infinite."""
     blocks_NB = data.view(-1, BY_NAME[kind].block_bytes)
     for begin in _SCALES[kind]:
-        _scale(blocks_NB, begin)
+        scale_of(blocks_NB, begin)
 
 
-def _scale(blocks_NB: Tensor, begin: int) -> Tensor:
+def scale_of(blocks_NB: Tensor, begin: int) -> Tensor:
     """The float16 that begins at a byte of each block, as float32 [N, 1]."""
     scale_N1 = blocks_NB[:, begin : begin + 2].contiguous().view(torch.float16).float()
     if not scale_N1.isfinite().all():
@@ -47,40 +47,40 @@ def _scale(blocks_NB: Tensor, begin: int) -> Tensor:
     return scale_N1
 
 
-def _halves(bytes_NB: Tensor, width: int) -> Tensor:
+def halves(bytes_NB: Tensor, width: int) -> Tensor:
     """The lower halves of `width` bytes, then the upper halves, and so on for the next bytes: [N, 2 * B] of 0 to 15."""
     bytes_Nkw = bytes_NB.unflatten(1, (-1, width))
     return torch.stack([bytes_Nkw & 15, bytes_Nkw >> 4], dim=2).flatten(1)
 
 
 def _q8_0(blocks_NB: Tensor, out_NB: Tensor) -> None:
-    out_NB.copy_(blocks_NB[:, 2:].view(torch.int8)).mul_(_scale(blocks_NB, 0))
+    out_NB.copy_(blocks_NB[:, 2:].view(torch.int8)).mul_(scale_of(blocks_NB, 0))
 
 
 def _q4_0(blocks_NB: Tensor, out_NB: Tensor) -> None:
-    out_NB.copy_(_halves(blocks_NB[:, 2:], 16)).sub_(8).mul_(_scale(blocks_NB, 0))
+    out_NB.copy_(halves(blocks_NB[:, 2:], 16)).sub_(8).mul_(scale_of(blocks_NB, 0))
 
 
 def _q4_1(blocks_NB: Tensor, out_NB: Tensor) -> None:
-    out_NB.copy_(_halves(blocks_NB[:, 4:], 16)).mul_(_scale(blocks_NB, 0)).add_(_scale(blocks_NB, 2))
+    out_NB.copy_(halves(blocks_NB[:, 4:], 16)).mul_(scale_of(blocks_NB, 0)).add_(scale_of(blocks_NB, 2))
 
 
-def _fifth_bits(bytes_NB: Tensor) -> Tensor:
+def fifth_bits(bytes_NB: Tensor) -> Tensor:
     """16 or 0 for each bit of four bytes: [N, 32]."""
     return _BITS[bytes_NB.int()].flatten(1)
 
 
 def _q5_0(blocks_NB: Tensor, out_NB: Tensor) -> None:
-    q_NB = _halves(blocks_NB[:, 6:], 16).bitwise_or_(_fifth_bits(blocks_NB[:, 2:6]))
-    out_NB.copy_(q_NB).sub_(16).mul_(_scale(blocks_NB, 0))
+    q_NB = halves(blocks_NB[:, 6:], 16).bitwise_or_(fifth_bits(blocks_NB[:, 2:6]))
+    out_NB.copy_(q_NB).sub_(16).mul_(scale_of(blocks_NB, 0))
 
 
 def _q5_1(blocks_NB: Tensor, out_NB: Tensor) -> None:
-    q_NB = _halves(blocks_NB[:, 8:], 16).bitwise_or_(_fifth_bits(blocks_NB[:, 4:8]))
-    out_NB.copy_(q_NB).mul_(_scale(blocks_NB, 0)).add_(_scale(blocks_NB, 2))
+    q_NB = halves(blocks_NB[:, 8:], 16).bitwise_or_(fifth_bits(blocks_NB[:, 4:8]))
+    out_NB.copy_(q_NB).mul_(scale_of(blocks_NB, 0)).add_(scale_of(blocks_NB, 2))
 
 
-def _scales_and_minima(blocks_NB: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_minima(blocks_NB: Tensor) -> tuple[Tensor, Tensor]:
     """Of Q4_K and Q5_K, for each of a block's eight groups of 32: d * scale and m * minimum, [N, 8, 1]. They are packed into 12 bytes: the
     lower six bits of the first four bytes are scales, of the next four minima; the others' lower four bits are the halves of the last
     four bytes, and their upper two the upper bits of the first eight.
@@ -88,25 +88,25 @@ def _scales_and_minima(blocks_NB: Tensor) -> tuple[Tensor, Tensor]:
     low_N4, middle_N4, high_N4 = blocks_NB[:, 4:16].split(4, dim=1)
     scale_N8 = torch.cat([low_N4 & 63, (high_N4 & 15) | ((low_N4 >> 2) & 48)], dim=1)
     minimum_N8 = torch.cat([middle_N4 & 63, (high_N4 >> 4) | ((middle_N4 >> 2) & 48)], dim=1)
-    return (scale_N8 * _scale(blocks_NB, 0))[..., None], (minimum_N8 * _scale(blocks_NB, 2))[..., None]
+    return (scale_N8 * scale_of(blocks_NB, 0))[..., None], (minimum_N8 * scale_of(blocks_NB, 2))[..., None]
 
 
 def _q4_k(blocks_NB: Tensor, out_NB: Tensor) -> None:
-    scale_N81, minimum_N81 = _scales_and_minima(blocks_NB)
-    out_NB.copy_(_halves(blocks_NB[:, 16:], 32)).unflatten(1, (8, 32)).mul_(scale_N81).sub_(minimum_N81)
+    scale_N81, minimum_N81 = scales_and_minima(blocks_NB)
+    out_NB.copy_(halves(blocks_NB[:, 16:], 32)).unflatten(1, (8, 32)).mul_(scale_N81).sub_(minimum_N81)
 
 
 def _q5_k(blocks_NB: Tensor, out_NB: Tensor) -> None:
-    scale_N81, minimum_N81 = _scales_and_minima(blocks_NB)
+    scale_N81, minimum_N81 = scales_and_minima(blocks_NB)
     bits_NB = torch.stack([blocks_NB[:, 16:48] >> bit & 1 for bit in range(8)], dim=1).flatten(1)
-    out_NB.copy_(_halves(blocks_NB[:, 48:], 32).bitwise_or_(bits_NB << 4)).unflatten(1, (8, 32)).mul_(scale_N81).sub_(minimum_N81)
+    out_NB.copy_(halves(blocks_NB[:, 48:], 32).bitwise_or_(bits_NB << 4)).unflatten(1, (8, 32)).mul_(scale_N81).sub_(minimum_N81)
 
 
 def _q6_k(blocks_NB: Tensor, out_NB: Tensor) -> None:
-    scale_NB1 = (blocks_NB[:, 192:208].view(torch.int8) * _scale(blocks_NB, 208))[..., None]
+    scale_NB1 = (blocks_NB[:, 192:208].view(torch.int8) * scale_of(blocks_NB, 208))[..., None]
     high_N2w = blocks_NB[:, 128:192].unflatten(1, (2, 32))
     high_NB = torch.stack([high_N2w >> bit & 3 for bit in (0, 2, 4, 6)], dim=2).flatten(1)
-    q_NB = _halves(blocks_NB[:, :128], 64).bitwise_or_(high_NB << 4)
+    q_NB = halves(blocks_NB[:, :128], 64).bitwise_or_(high_NB << 4)
     out_NB.copy_(q_NB).sub_(32).unflatten(1, (16, 16)).mul_(scale_NB1)
 
 

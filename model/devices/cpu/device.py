@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from cache.pool import KVPool
+from model.devices.blocks import FORMATS
 from model.devices.cpu.attention import supports
 from model.devices.cpu.memory import free_and_total_bytes
 from model.devices.cpu.native import library
 from model.devices.cpu.products import NativeProducts
+from model.devices.cpu.torch_blocks import BlockProducts
 from model.devices.device import Device, Dtypes
 from model.devices.products import Products
 from model.spec import OptionError
@@ -25,6 +27,7 @@ class CpuDevice(Device):
     default_cache_share = 0.4
     """Less than a GPU's: other processes need the machine's memory too."""
     overcommits = True
+    quantizations = *FORMATS, "fp8"
     invariant_backend = "native"
     invariant_backend_needs = (
         "cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, and kernels that were compiled when "
@@ -53,7 +56,7 @@ class CpuDevice(Device):
 
     def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
         if quantization == "fp8" or library() is None:
-            return Products(quantization)
+            return BlockProducts(quantization) if quantization in FORMATS else Products(quantization)
         return NativeProducts(quantization, dtypes.matrices)
 
     def memory(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
-"""Products by our CPU kernels (native/product.cpp): matrices packed in the order in which they are read, as floats or in int8.
+"""Products by our CPU kernels (native/product.cpp, native/blocks.cpp): matrices packed in the order in which they are read, as floats or
+quantized in blocks.
 
-The modules replace a decoder's linear layers, embedding tables and norms; int8's arithmetic is that of devices/quantization.py. A product
+The modules replace a decoder's linear layers, embedding tables and norms; devices/blocks.py defines the arithmetic of blocks. A product
 applies the norm before it and the activation after it. Invariants: a row of the result depends on that row of x alone (batch-invariant);
 weights in bfloat16 or float16 give the bits that the same numbers in float32 give.
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from model.attention import HeadProjections, MultiQueryAttention
 from model.decoder import Block, Decoder
+from model.devices.blocks import FORMATS, BlockFormat
 from model.devices.cpu.huge_pages import HugePages
 from model.devices.cpu.native import NUMBER_TYPES, library, name_of
 from model.devices.products import Products
@@ -42,7 +44,6 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("x_stride", "rows")),
         *((name, ctypes.c_void_p) for name in ("weights", "bias")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "activation", "weight_type")),
-        *((name, ctypes.c_void_p) for name in ("scales", "row_sums")),
         ("norm", Norm),
     )
 
@@ -76,17 +77,28 @@ class PackedNorm(NormReplacement):
 
 
 class PackedMatrix(RowMatrix):
-    """W [O, I] in panels of rows, held in a dtype (int8: quantized) or, if that is None, in the one in which it is stored."""
+    """W [O, I] in panels of rows, held in a dtype, in blocks of a format or, if that is None, in the dtype in which it is stored."""
 
-    def __init__(self, num_rows: int, num_columns: int, held: torch.dtype | None) -> None:
+    def __init__(self, num_rows: int, num_columns: int, held: torch.dtype | BlockFormat | None) -> None:
         found = _kernels()
         panel = found.panel()
-        columns = (num_columns + 3) // 4 * 4 if held is torch.int8 else num_columns
-        panels = torch.empty((num_rows + panel - 1) // panel, columns, panel, dtype=held, device="meta")
-        super().__init__(panels, num_rows, held is torch.int8)
+        num_panels = (num_rows + panel - 1) // panel
+        if isinstance(held, BlockFormat):
+            row_size = held.row_bytes(num_columns)
+            weight = torch.empty(num_panels, panel * row_size, dtype=torch.uint8, device="meta")
+        else:
+            row_size = num_columns
+            weight = torch.empty(num_panels, num_columns, panel, dtype=held, device="meta")
+        super().__init__(weight)
         self._library, self._held = found, held
+        self.form = held if isinstance(held, BlockFormat) else None
+        self.quantized = self.form is not None
+        self._run = self._kernel("product")
         self.shape = num_rows, num_columns
-        self.num_filling = self.weight.numel() - num_rows * num_columns
+        self.num_filling = weight.numel() - num_rows * row_size
+
+    def _kernel(self, name: str) -> Any:
+        return getattr(self._library, name if self.form is None else f"{name}_{self.form.name}")
 
     def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
         if self._held is None and stored in NUMBER_TYPES:
@@ -96,9 +108,25 @@ class PackedMatrix(RowMatrix):
     def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
         return _memory.zeros(parameter.shape, parameter.dtype)
 
-    def _store(self, first: int, rows: Tensor) -> None:
+    def set_rows(self, first: int, rows: Tensor) -> None:
+        if self.form is not None:
+            self.set_blocks(first, self.form.quantize(rows))
+            return
         rows = rows.to(self.weight.dtype).contiguous()
         self._library.pack(self.weight.data_ptr(), rows.data_ptr(), first, len(rows), self.shape[1], rows.itemsize)
+
+    def set_blocks(self, first: int, rows: Tensor) -> None:
+        assert self.form is not None and rows.is_contiguous()
+        self._kernel("pack")(self.weight.data_ptr(), rows.data_ptr(), first, len(rows), rows.shape[1] // self.form.block_bytes)
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Rows by number, as float32. Raises IndexError for a number out of range."""
+        if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.shape[0]:
+            raise IndexError(f"rows {ids_T.min()} to {ids_T.max()} of {self.shape[0]}")
+        found = torch.empty(len(ids_T), self.shape[1], dtype=torch.float32 if self.quantized else self.weight.dtype)
+        itemsize = () if self.quantized else (found.itemsize,)
+        self._kernel("take")(self.weight.data_ptr(), ids_T.data_ptr(), found.data_ptr(), *found.shape, *itemsize)
+        return found.float()
 
     def _arguments(self, bias: Tensor | None = None, activation: str = "none", norm: PackedNorm | None = None) -> Product:
         """The kernel's arguments for activation(norm(x) W^T + bias) that do not depend on x."""
@@ -108,9 +136,7 @@ class PackedMatrix(RowMatrix):
             inputs=self.shape[1],
             outputs=self.shape[0],
             activation=CODES[activation],
-            weight_type=NUMBER_TYPES[self.weight.dtype],
-            scales=_address(self.scale),
-            row_sums=_address(self.row_sums),
+            weight_type=0 if self.quantized else NUMBER_TYPES[self.weight.dtype],
             norm=NO_NORM if norm is None else norm.struct,
         )
 
@@ -122,7 +148,7 @@ class PackedMatrix(RowMatrix):
         num_rows = x_TI.shape[0]
         y_TO = x_TI.new_empty(num_rows, self.shape[0])
         product.x, product.y, product.x_stride, product.rows = x_TI.data_ptr(), y_TO.data_ptr(), x_TI.stride(0), num_rows
-        self._library.product(ctypes.addressof(product), torch.get_num_threads())
+        self._run(ctypes.addressof(product), torch.get_num_threads())
         return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], self.shape[0])
 
 
@@ -132,7 +158,7 @@ class PackedLinear(PackedMatrix, FusedLinear):
     The first product fixes the addresses that it reads: parameters must not move afterwards.
     """
 
-    def __init__(self, linear: nn.Linear, held: torch.dtype | None) -> None:
+    def __init__(self, linear: nn.Linear, held: torch.dtype | BlockFormat | None) -> None:
         super().__init__(linear.out_features, linear.in_features, held)
         self.bias = linear.bias
         self.norm: PackedNorm | None = None
@@ -155,17 +181,12 @@ class PackedLinear(PackedMatrix, FusedLinear):
 class PackedEmbedding(PackedMatrix):
     """Replaces an nn.Embedding, as a table and, if it is the token embedding of a tied model, as the head."""
 
-    def __init__(self, embedding: nn.Embedding, held: torch.dtype | None) -> None:
+    def __init__(self, embedding: nn.Embedding, held: torch.dtype | BlockFormat | None) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, held)
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """Rows by number, as float32. Raises IndexError for a number out of range."""
-        if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.shape[0]:
-            raise IndexError(f"rows {ids_T.min()} to {ids_T.max()} of {self.shape[0]}")
-        found = torch.empty(len(ids_T), self.shape[1], dtype=self.weight.dtype)
-        addresses = self.weight.data_ptr(), ids_T.data_ptr(), found.data_ptr()
-        self._library.take(*addresses, *found.shape, found.itemsize)
-        return found.float() if self.scale is None else found.float() * self.scale[ids_T, None]
+        return self.rows(ids_T)
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """x_SD -> logits_SV"""
@@ -200,15 +221,15 @@ def _packed(matrix: Tensor) -> PackedLinear:
 
 
 class NativeProducts(Products):
-    """Products of our CPU kernels, of matrices in int8 or, if not quantized, in `held` (None: as the checkpoint stores them). Routers stay
-    in float32, because they decide, and so do the matrices of PackedHeads.
+    """Products of our CPU kernels, of matrices in blocks or, if not quantized, in `held` (None: as the checkpoint stores them). Routers
+    stay in float32, because they decide, and so do the matrices of PackedHeads.
     """
 
     batch_invariant = True
 
     def __init__(self, quantization: str, held: torch.dtype | None = None) -> None:
         super().__init__(quantization, name_of(_kernels()))
-        self._held = torch.int8 if quantization == "int8" else held
+        self._held = FORMATS.get(quantization, held)
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
         replace_modules(decoder, self._replacement)

@@ -1,4 +1,4 @@
-// What is done to one row of numbers: normalisation, quantization, activation. Each depends on the row alone.
+// What is done to one row of numbers: normalisation and activation. Each depends on the row alone.
 #pragma once
 
 #include <algorithm>
@@ -59,40 +59,4 @@ inline void normalise(const float *x, float *y, int64_t size, const Norm &norm) 
         value = norm.bias ? fma(value, weight, load_some(norm.bias + k, size - k)) : mul(value, weight);
         store_some(y + k, value, size - k);
     }
-}
-
-// A row in bytes: x = scale * (byte - zero), from its least to its greatest value, 0 always among what is represented.
-struct Quantized {
-    float scale;
-    int32_t zero;
-};
-
-// `bytes` has room for a multiple of 4 of them; what is behind `size` becomes 0.
-inline Quantized quantize(const float *x, uint8_t *bytes, int64_t size) {
-    Vector low = all(0.0f), high = all(0.0f), odd = all(0.0f);
-    int64_t k = 0;
-    for (; k + LANES <= size; k += LANES) {
-        Vector value = load(x + k);
-        low = min(value, low);
-        high = max(value, high);
-        odd = add(odd, sub(value, value));  // 0, or a NaN where a value is not finite.
-    }
-    float least = -greatest(sub(all(0.0f), low)), most = greatest(high), finite = total(odd);
-    for (; k < size; k++) {
-        least = x[k] < least ? x[k] : least;
-        most = x[k] > most ? x[k] : most;
-        finite += x[k] - x[k];
-    }
-    // A row that is not finite must stay so: its scale does, and its bytes are of no account.
-    const bool fine = finite == 0.0f;
-    const float scale = fine ? std::max((most - least) / 255.0f, std::numeric_limits<float>::min()) : 1.0f;
-    const float inverse = 1.0f / scale, zero = fine ? -std::nearbyint(least * inverse) : 0.0f;
-    for (k = 0; k + LANES <= size; k += LANES)
-        store_bytes(bytes + k, max(min(add(round_even(mul(load(x + k), all(inverse))), all(zero)), all(255.0f)), all(0.0f)));
-    for (; k < size; k++) {
-        float rounded = std::nearbyint(x[k] * inverse) + zero;
-        bytes[k] = uint8_t(rounded > 0.0f ? rounded < 255.0f ? rounded : 255.0f : 0.0f);
-    }
-    memset(bytes + size, 0, (4 - size % 4) % 4);
-    return {fine ? scale : std::numeric_limits<float>::quiet_NaN(), int32_t(zero)};
 }

@@ -1,7 +1,6 @@
 // Vectors of float32, in the widest registers that the compiler's flags allow. Everything else in this folder is written over them.
 //
 // Invariant: no operation mixes lanes but `total` and `greatest`, whose order is fixed; so what a lane holds does not depend on the others.
-// `store_bytes` takes whole numbers from 0 to 255.
 #pragma once
 
 #include <cmath>
@@ -15,13 +14,26 @@
 #define INLINE __attribute__((always_inline)) inline
 
 // Types of numbers in memory. `load` widens those of 16 bits to float32, which is exact.
-enum NumberType { FLOAT, BFLOAT16, FLOAT16, INT8 };
+enum NumberType { FLOAT, BFLOAT16, FLOAT16 };
 struct Bfloat16 {
     uint16_t bits;
 };
 struct Float16 {
     uint16_t bits;
 };
+
+inline float of_bits(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+inline float widened(Bfloat16 x) { return of_bits(uint32_t(x.bits) << 16); }
+// The product moves the exponent to float32's bias, and makes subnormal numbers normal.
+inline float widened(Float16 x) {
+    const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
+    const float size = rest < 0x0f800000 ? of_bits(rest) * 0x1p112f : of_bits(rest | 0x7f800000);  // Infinity and NaN have no exponent.
+    return sign ? -size : size;
+}
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -46,7 +58,6 @@ inline Vector with_sign_of(Vector a, Vector b) { return _mm512_or_ps(a, _mm512_a
 inline Vector round_even(Vector a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vector times_two_to(Vector a, Vector n) { return _mm512_scalef_ps(a, n); }
 inline Vector of_integers(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
-inline void store_bytes(uint8_t *p, Vector v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v))); }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define ISA "avx2"
@@ -73,11 +84,6 @@ inline Vector times_two_to(Vector a, Vector n) {
     return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
 }
 inline Vector of_integers(const int32_t *p) { return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p)); }
-inline void store_bytes(uint8_t *p, Vector v) {
-    __m256i integers = _mm256_cvtps_epi32(v);
-    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(integers), _mm256_extracti128_si256(integers, 1));
-    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(words, words));
-}
 #else
 #define ISA "portable"
 constexpr int LANES = 4, TILE_ROWS = 2, TILE_VECTORS = 4;
@@ -88,18 +94,6 @@ template <class F> inline Vector each(F f) {
     Vector v;
     for (int i = 0; i < LANES; i++) v.lane[i] = f(i);
     return v;
-}
-inline float of_bits(uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
-}
-inline float widened(Bfloat16 x) { return of_bits(uint32_t(x.bits) << 16); }
-// The product moves the exponent to float32's bias, and makes subnormal numbers normal.
-inline float widened(Float16 x) {
-    const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
-    const float size = rest < 0x0f800000 ? of_bits(rest) * 0x1p112f : of_bits(rest | 0x7f800000);  // Infinity and NaN have no exponent.
-    return sign ? -size : size;
 }
 inline Vector load(const float *p) { return each([=](int i) { return p[i]; }); }
 inline Vector load(const Bfloat16 *p) { return each([=](int i) { return widened(p[i]); }); }
@@ -121,9 +115,6 @@ inline Vector with_sign_of(Vector a, Vector b) { return each([&](int i) { return
 inline Vector round_even(Vector a) { return each([&](int i) { return std::nearbyint(a.lane[i]); }); }
 inline Vector times_two_to(Vector a, Vector n) { return each([&](int i) { return std::isnan(n.lane[i]) ? n.lane[i] : std::ldexp(a.lane[i], int(n.lane[i])); }); }
 inline Vector of_integers(const int32_t *p) { return each([=](int i) { return float(p[i]); }); }
-inline void store_bytes(uint8_t *p, Vector v) {
-    for (int i = 0; i < LANES; i++) p[i] = uint8_t(v.lane[i]);
-}
 #endif
 // The first `count` numbers at p, and zeros.
 inline Vector load_some(const float *p, int64_t count) {

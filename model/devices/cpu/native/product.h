@@ -1,0 +1,74 @@
+// What products of packed weights have in common: their arguments, panels of output columns, and tiles of rows.
+//
+// W [N, K] lies in panels of PANEL output columns, and a thread takes one panel for all rows, tile by tile. Invariant: how rows are cut into
+// tiles and which thread has a panel changes no result. How weights and rows lie within a panel and a tile is each kernel's own matter.
+#pragma once
+
+#include <omp.h>
+
+#include "rows.h"
+
+constexpr int PANEL = 2 * LANES;
+
+struct Product {
+    const float *x;
+    float *y;
+    int64_t x_stride, rows;
+    const void *weights;
+    const float *bias;  // Or null.
+    int64_t inputs, outputs, activation, weight_type;
+    Norm norm;
+};
+
+// What all tiles of a panel share.
+struct Panel {
+    const char *weights;
+    float bias[PANEL];
+    int64_t column, columns;
+};
+
+inline Panel panel_at(const Product &p, int64_t number, int64_t bytes) {
+    Panel panel = {};
+    panel.weights = (const char *)p.weights + number * bytes;
+    panel.column = number * PANEL;
+    panel.columns = std::min<int64_t>(PANEL, p.outputs - panel.column);
+    if (p.bias) memcpy(panel.bias, p.bias + panel.column, panel.columns * sizeof(float));
+    return panel;
+}
+
+// A thread that has to wait for its processor, which others use too, does not hold up the others' share.
+inline int panel_share(int64_t num_panels, int64_t num_threads) { return int(std::max<int64_t>(1, num_panels / (8 * num_threads))); }
+
+// One row's PANEL columns: bias, activation, and as many of them as there are.
+inline void finish(const Product &p, const Panel &panel, Vector left, Vector right, int64_t row) {
+    float *y = p.y + row * p.outputs + panel.column;
+    if (p.bias) left = add(left, load(panel.bias)), right = add(right, load(panel.bias + LANES));
+    if (p.activation) left = activated(left, int(p.activation)), right = activated(right, int(p.activation));
+    store_some(y, left, panel.columns);
+    if (panel.columns > LANES) store_some(y + LANES, right, panel.columns - LANES);
+}
+
+// Asks for a part of the next panel with every step over k, so that it is near when its turn comes.
+struct Ahead {
+    const char *next;
+    int64_t stride;
+    INLINE void step() {
+        __builtin_prefetch(next, 0, 2);
+        __builtin_prefetch(next + 64, 0, 2);
+        next += stride;
+    }
+};
+
+// The rows are cut into tiles of nearly equal size: the first row of number i, which is the number of rows for i = num_tiles.
+inline int64_t first_row(int64_t num_rows, int64_t num_tiles, int64_t i) { return i * num_rows / num_tiles; }
+
+struct TileSpan {
+    int64_t first, count;
+};
+
+inline TileSpan tile_of_row(int64_t num_rows, int64_t num_tiles, int64_t m) {
+    int64_t i = m * num_tiles / num_rows;
+    while (first_row(num_rows, num_tiles, i + 1) <= m) i++;
+    const int64_t first = first_row(num_rows, num_tiles, i);
+    return {first, first_row(num_rows, num_tiles, i + 1) - first};
+}
