@@ -12,6 +12,8 @@ from model.checkpoint.config import short
 from model.spec import CheckpointError
 
 MAX_KEY_BYTES = 255
+MAX_STRINGS = 2**20
+"""In the arrays of a file; a vocabulary of 262,144 tokens has half a million merges."""
 BOOL, STRING, ARRAY = 7, 8, 9
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 """Numbers by type, for `struct` (little-endian) and `array`."""
@@ -24,7 +26,7 @@ class Cursor:
     """A place in the first bytes of a file of `size` bytes. Every method raises CheckpointError where those end."""
 
     def __init__(self, data: bytes, size: int) -> None:
-        self.data, self.size, self.place = data, size, 0
+        self.data, self.size, self.place, self.num_strings = data, size, 0, 0
 
     def skip(self, count: int, what: str) -> int:
         """Moves on by `count` bytes; returns where they begin."""
@@ -52,6 +54,9 @@ class Cursor:
     def texts(self, count: int, what: str) -> list[str]:
         """`count` strings: `text` in a loop, for the hundreds of thousands of a vocabulary."""
         self.place = self.skip(8 * count, f"{what}, an array of {count} strings")  # Each has a length at least.
+        self.num_strings += count
+        if self.num_strings > MAX_STRINGS:
+            raise CheckpointError(f"{what}: with the arrays before it, it has more than the {MAX_STRINGS} strings that are read of a file")
         data, place, length_at, found = self.data, self.place, struct.Struct("<Q").unpack_from, []
         try:
             for _ in range(count):
