@@ -14,6 +14,7 @@ from model.spec import CheckpointError
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 ROTARY_FACTORS = (FREQUENCIES, LONG, SHORT)
 """Tensors that hold no weights, but the divisors of rotary frequencies."""
 SCALED = ("deepseek2", "llama", "minicpm3")
@@ -75,7 +76,8 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
         metadata.get(key)
     unknown = {metadata.prefix + key: metadata.values[key] for key in metadata.unread()}
     plain = {key: value if isinstance(value, bool | int | float | str) else list(value)[:8] for key, value in unknown.items()}
-    return config | {"torch_dtype": "float32", "tie_word_embeddings": not metadata.has(HEAD)} | plain
+    dtype = _DTYPES.get(gguf.tensors[EMBEDDING].entries[EMBEDDING].dtype, "float32")
+    return config | {"torch_dtype": dtype, "tie_word_embeddings": not metadata.has(HEAD)} | plain
 
 
 def _sizes(metadata: Metadata, **names: str) -> dict[str, Any]:
