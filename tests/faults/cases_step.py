@@ -58,7 +58,7 @@ def sampling_fails(scene: Scene) -> None:
 def grammar_fails(scene: Scene) -> None:
     scene.traces = True
     grammar: dict[str, object] = {"grammar": {"type": "regex", "value": "[a-z]{30}"}, "ignore_eos": None}
-    one_fails(scene, Rule("grammar_fails", marker=MARKED), "grammar_error", grammar)
+    one_fails(scene, Rule("grammar_fails", marker=MARKED), "grammar_error", grammar, before=1)
 
 
 def detokenizer_fails(scene: Scene) -> None:

@@ -160,7 +160,7 @@ def parse_event(block: str) -> Event:
     fields: dict[str, str] = {}
     for line in block.split("\n"):
         name, colon, value = line.partition(":")
-        if not colon or name not in ("", *FIELDS) or name in fields or (name and value[:1] != " "):
+        if not colon or name not in ("", *FIELDS) or (name and (name in fields or value[:1] != " ")):
             raise ValueError(f"not a line of an event: {line[:80]!r}")
         fields[name] = value[1:]
     return Event(fields.get("data"), fields.get("id"), fields.get("event"), fields.get(""))
