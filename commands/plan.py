@@ -256,7 +256,7 @@ def _unmeasured(made: Plan, options: PlanOptions) -> str | None:
     """Why perplexity is not measured; empty where it was not asked for, None where it is."""
     if made.quantization == "none":
         return ""
-    if not any(options.model.glob("*.safetensors")):
+    if not any(path.suffix in (".safetensors", ".gguf") for path in options.model.iterdir()):
         return f"{options.model} has no weights"
     if made.heads > 1:
         return f"the checkpoint has {made.heads} key/value heads; `onehead convert` makes one of them"
