@@ -31,6 +31,8 @@ FORMS = {"float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"), "int8
 """(engine.dtype, engine.quantization) of each form of the weights."""
 MOST_LOSS = {"int8": 0.002, "bfloat16": 0.002}
 """By how much the perplexity of a form may be above float32's."""
+LOSS_OF_Q4_0 = "int4"
+"""The form that may lose as much as llama.cpp does in Q4_0."""
 CLIENTS = {1: (8, 1.5), 8: (16, 3.0), 32: (64, 4.0)}
 """Clients -> requests of a round, and the least ratio to llama.cpp's speed."""
 PROMPT_TOKENS = OUTPUT_TOKENS = 128
@@ -85,6 +87,9 @@ def perplexities(subject: Subject) -> list[Check]:
     for form in subject.forms:
         if form in MOST_LOSS:
             checks.append(Check(f"{form}: at most {MOST_LOSS[form]:+.1%}", *_at_most(found[form], found["float32"], 1 + MOST_LOSS[form])))
+        if form == LOSS_OF_Q4_0:
+            theirs = found["llama.cpp Q4_0"] / found["llama.cpp F32"]
+            checks.append(Check(f"{form}: at most llama.cpp's Q4_0, {theirs - 1:+.3%}", *_at_most(found[form], found["float32"], theirs)))
     return checks
 
 
@@ -213,9 +218,10 @@ def invariances(subject: Subject) -> list[Check]:
     """Batch invariance, in every form."""
     checks = []
     for form in subject.forms:
-        quantization = FORMS[form][1]
+        dtype, quantization = FORMS[form]
         command = ["tests.trials.invariance", "--model", str(subject.folder), "--context", "640", "--requests", "40"]
-        found = _trial(subject, f"invariance-{form}", "invariance", [*command, "--quantizations", quantization])
+        command += ["--dtype", dtype, "--quantizations", quantization]
+        found = _trial(subject, f"invariance-{form}", "invariance", command)
         checks += [Check(f"{form}: {each['what']}", each["holds"], each["found"]) for each in found["checks"]]
     return checks
 
