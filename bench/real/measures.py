@@ -27,7 +27,7 @@ from server.text.codec import TextCodec
 from tests.support.paths import ROOT
 from tests.support.report import Check, progress, show
 
-FORMS = {"float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"), "int8": ("float32", "int8")}
+FORMS = {"float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"), "int8": ("float32", "int8"), "int4": ("float32", "int4")}
 """(engine.dtype, engine.quantization) of each form of the weights."""
 MOST_LOSS = {"int8": 0.002, "bfloat16": 0.002}
 """By how much the perplexity of a form may be above float32's."""
