@@ -162,6 +162,7 @@ class Worker:
         self.masks = masks
         self._sending = threading.Lock()
         self._num_idle_beats = 0
+        self._waits_for_masks = False
 
     def start_heartbeat(self, seconds: float) -> None:
         """Starts a thread that sends a Heartbeat every `seconds` while the pipe is open."""
@@ -176,15 +177,17 @@ class Worker:
 
     def progress(self) -> int:
         """A number that grows while steps are computed, and with each call while the next one waits for a mask, as that time is bounded."""
-        self._num_idle_beats += self.core.is_blocked
+        self._num_idle_beats += self._waits_for_masks
         return self.core.runner.progress + self._num_idle_beats
 
     def serve(self) -> None:
         """Handles messages and runs steps. Returns on Shutdown; raises EOFError when the other end of the pipe is closed."""
         patience = 0.0
         while True:
-            if self.core.is_blocked:
+            self._waits_for_masks = self.core.is_blocked
+            if self._waits_for_masks:
                 self.masks.wait(self.pipe)
+                self._waits_for_masks = False
             else:
                 self.masks.collect(patience)
             handled = False

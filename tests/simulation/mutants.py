@@ -122,7 +122,7 @@ MUTANTS = (
     # --- masks
     Mutant("a mask is taken before it is there", Scheduler, "take_masks", "not s.constraint.is_pending", "True"),
     Mutant("a row is planned without its mask", Sequence, "append", "self.awaits_mask = True", "pass"),
-    Mutant("waiting for a mask is a stall", Worker, "progress", "self._num_idle_beats += self.core.is_blocked", "pass"),
+    Mutant("waiting for a mask is a stall", Worker, "progress", "self._num_idle_beats += self._waits_for_masks", "pass"),
     Mutant("a constraint is followed although its sequence waits", Scheduler, "_preempt", "sequence.end_constraint()", "pass"),
     # --- guesses
     Mutant("a wrong guess is taken for computed", Sequence, "on_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
