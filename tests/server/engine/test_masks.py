@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from server.text import worker_process
 from server.text.codec import TextCodec
 from server.text.constraints import Grammars
 from server.text.jobs import Texts
+from server.text.worker_process import CONSTRAINT_MEMORY
 from tests.support.constraints import BOMBS
 from tests.support.guided import read_grammars
 from tests.support.paths import EMBEDDED
@@ -206,7 +208,8 @@ def test_the_processes_yield_to_the_engine_and_end_with_the_one_that_forks(proce
     settle(processes, constraint)
     (process,) = followers()
     assert os.getpriority(os.PRIO_PROCESS, process) == 19 and resource.prlimit(process, resource.RLIMIT_CORE) == (0, 0)
-    assert resource.prlimit(process, resource.RLIMIT_DATA)[0] < 2**30
+    data = int(Path(f"/proc/{process}/statm").read_text().split()[5]) * resource.getpagesize()
+    assert resource.prlimit(process, resource.RLIMIT_DATA)[0] - data <= CONSTRAINT_MEMORY
     kill(grammar_process())
     wait_for_end(process)
 
