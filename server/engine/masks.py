@@ -24,7 +24,7 @@ ANSWER_SECONDS = 60.0
 """Time without an answer after which a process counts as lost. Its own limit, of processor time, is far lower."""
 MAX_ATTEMPTS = 3
 """Processes that may be lost over one mask. The limits of a process end it, so the last attempt decides that the grammar is too complex."""
-MAX_SPARES = 16
+MAX_SPARES = 8
 """Idle processes that are kept for further sequences."""
 
 

@@ -36,7 +36,7 @@ GRAMMARS_MEMORY, GRAMMARS_SECONDS = 2**30, 20
 """The same for preparing the tokenizer of grammars: 2 s and 300 MB for a vocabulary of 262,144 tokens."""
 MAX_PREPARED = 3
 """Times that this is begun without success before structured output is refused."""
-JOB_NICE, CONSTRAINT_NICE = 5, 19
+JOB_NICE, CONSTRAINT_NICE = 10, 19
 FORK_PAUSE = 0.1
 """Seconds until another attempt where the system has no process to fork."""
 LENGTH_BYTES = 4

@@ -59,8 +59,8 @@ def processes(pid: int) -> tuple[int, int]:
     total, engine, remaining = 0, 0, [pid]
     while remaining:
         each = remaining.pop()
-        remaining += children(each)
         with suppress(OSError):  # It may have ended meanwhile.
+            remaining += children(each)
             if b"server.engine.worker" in Path(f"/proc/{each}/cmdline").read_bytes():
                 engine = each
                 continue
