@@ -96,7 +96,8 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env=os.environ | (environment or {}),
+            # `prepare` may change to another folder, from which this tree is found, too.
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {}),
             cwd=ROOT,
             preexec_fn=prepare,
         )
