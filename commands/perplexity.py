@@ -141,7 +141,7 @@ def load(folder: Path, spec: ModelSpec, device: str, dtype: str, quantization: s
 
 
 def perplexity(runner: ModelRunner, windows: Sequence[Sequence[int]], advance: Callable[[int], object]) -> float:
-    """exp of the mean cost of a token in nats. `advance` is told of the tokens that have been computed."""
+    """exp of the mean negative log-likelihood of a token, in nats. `advance` is called with the number of tokens of each step."""
     nats = [cost for window in windows for cost in _costs(runner, window, advance)]
     return math.exp(math.fsum(nats) / len(nats))
 

@@ -83,7 +83,7 @@ class Corpus:
 
 
 def _licence(folder: Path | None) -> str:
-    """What a folder says of its licence."""
+    """The entry of DATA.md for a folder's licence: a known one, or the names of its licence files."""
     if folder is None:
         return "PSF-2.0"
     if (folder / PACKAGES).is_file():

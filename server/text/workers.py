@@ -79,7 +79,7 @@ class Workers:
             self._forker = child_process.fork(lambda: worker_process.run(texts, *ends), *(end.fileno() for end in ends))
 
     async def loaded(self) -> Loaded:
-        """What the first forking process says of the checkpoint. Raises Unavailable if it says nothing."""
+        """The first message of the first forking process. Raises Unavailable if none arrives within LOAD_SECONDS."""
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 return msgspec.msgpack.decode(await asyncio.get_running_loop().sock_recv(self._said, 2**16), type=Loaded)

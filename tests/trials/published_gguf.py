@@ -76,7 +76,7 @@ async def completed(port: int, prompt: str, tokens: int, seed: int | None = None
 
 
 async def served(options: argparse.Namespace) -> tuple[Found, dict[str, Found]]:
-    """What the server says of itself, and for each prompt its ids, the answer alone, and the answer among others."""
+    """The body of GET /info, and for each prompt its ids, the answer alone, and the answer among others."""
     with tempfile.TemporaryDirectory() as scratch:
         arguments = ["--model", str(options.model), "--engine.dtype", options.dtype, "--engine.quantization", options.quantization]
         server = await Server.start(Path(scratch) / "server.log", *arguments)
@@ -99,7 +99,7 @@ async def served(options: argparse.Namespace) -> tuple[Found, dict[str, Found]]:
 
 
 def checked(options: argparse.Namespace, found: dict[str, Found]) -> list[Found]:
-    """What `transformers` says of each answer: how many of its tokens have the largest logit, and by how much the closest one has."""
+    """For each answer, by `transformers`: how many of its tokens have the largest logit, and the least margin over the second."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, more = (options.model.parent, {"gguf_file": options.model.name}) if options.reference is None else (options.reference, {})
