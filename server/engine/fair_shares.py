@@ -123,13 +123,14 @@ def served_order(sequence: Sequence) -> tuple[int, float, int]:
 
 
 def step_counts(sequences: Ordered[Sequence], spare: int) -> dict[int, int]:
-    """How many tokens of each sequence to compute in a step: one, and `spare` more for those that have more, the client that was served
-    least first.
+    """How many tokens of each sequence to compute in a step: one, and more as far as a token budget of `spare` allows, the client that was
+    served least first.
     """
     counts = {sequence.id: 1 for sequence in sequences}
     for sequence in sorted([sequence for sequence in sequences if sequence.num_plannable > 1], key=served_order):
-        counts[sequence.id] = min(sequence.num_plannable, 1 + spare)
-        spare -= counts[sequence.id] - 1
+        more = min(sequence.num_plannable - 1, spare // sequence.token_cost)
+        counts[sequence.id] += more
+        spare -= more * sequence.token_cost
     return counts
 
 

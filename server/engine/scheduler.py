@@ -178,12 +178,12 @@ class Scheduler:
                     return StepPlan(())
                 break
             counts[sequence.id] = count
-        budget = self.limits.step_tokens - sum(counts.values())
+        budget = self.limits.step_tokens - sum(self.running[id].token_cost * count for id, count in counts.items())
         # If pages were just too few, no sequence is admitted.
-        while budget and self.num_preemptions == preemptions and (admitted := self._admit(budget)):
-            if count := min(admitted.num_plannable, budget):
+        while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(budget)):
+            if count := min(admitted.num_plannable, admitted.affordable(budget)):
                 counts[admitted.id] = count
-                budget -= count
+                budget -= count * admitted.token_cost
         return self._launch(counts, self._draft(counts) if self._drafter_for is not None else {}) if counts else StepPlan(())
 
     def _has_to_make_place(self) -> bool:
@@ -263,17 +263,19 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, budget: int) -> Sequence | None:
-        """Admits the first waiting sequence, with slots for up to `budget` of its tokens, if max_running and the pool allow it."""
+        """Admits the first waiting sequence, with slots for as many of its tokens as `budget` affords, if max_running and the pool allow
+        it.
+        """
         sequence = self._shares.next()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
-        blocks = self._prefix_reuse.find(sequence)
-        if blocks is None or self._lacking(sequence, blocks, budget) > 0:
+        blocks, most = self._prefix_reuse.find(sequence), sequence.affordable(budget)
+        if blocks is None or self._lacking(sequence, blocks, most) > 0:
             return None
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
         self._begin(sequence, blocks)
-        sequence.table.grow(sequence.num_tokens, sequence.num_computed + min(sequence.num_uncomputed, budget))
+        sequence.table.grow(sequence.num_tokens, sequence.num_computed + min(sequence.num_uncomputed, most))
         return sequence
 
     def _begin(self, sequence: Sequence, blocks: list[Block]) -> None:
@@ -289,9 +291,11 @@ class Scheduler:
         elif sequence.payer is not None:
             sequence.payer.charge(max(0, sequence.num_paid - sequence.num_computed))
 
-    def _lacking(self, sequence: Sequence, blocks: list[Block], budget: int) -> int:
-        """Pages that the pool lacks for a new sequence with these cached blocks, and for spare pages of each running one."""
-        needed = self._prefix_reuse.pages_needed(sequence, blocks, budget)
+    def _lacking(self, sequence: Sequence, blocks: list[Block], most: int) -> int:
+        """Pages that the pool lacks for up to `most` tokens of a new sequence with these cached blocks, and for spare pages of each running
+        one.
+        """
+        needed = self._prefix_reuse.pages_needed(sequence, blocks, most)
         return needed + len(self.running) * self.limits.layout.pages_per_block - self.allocator.num_available
 
     def take_started(self) -> list[Sequence]:

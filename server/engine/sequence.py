@@ -20,6 +20,10 @@ from server.engine.drafts import Drafter
 from server.errors import ConstraintFailed
 from server.protocol import Guidance
 
+SCORED_TOKEN_COST = 2
+"""Share of a step's token budget that a prompt token takes that is to be scored: its logits are computed, too, and summed up, so that a
+step of 512 of them delayed other clients by half as much again."""
+
 
 class Constraint(Protocol):
     """Limits what may be sampled. It is followed while its sequence runs; what it answers may take any time and is taken by `take`."""
@@ -143,6 +147,15 @@ class Sequence:
     def num_plannable(self) -> int:
         """Tokens that a step may compute: those that are pending, but not the last, which sampling needs, while a mask is awaited."""
         return self.num_tokens - self.num_computed - self.awaits_mask
+
+    @property
+    def token_cost(self) -> int:
+        """What each of its tokens takes of a step's token budget."""
+        return SCORED_TOKEN_COST if self.num_scored < len(self.prompt) else 1
+
+    def affordable(self, budget: int) -> int:
+        """How many of its tokens a token budget allows, at least one."""
+        return max(1, budget // self.token_cost)
 
     @property
     def num_skippable(self) -> int:

@@ -314,6 +314,17 @@ def test_a_long_prompt_is_chunked_and_does_not_stall_the_others() -> None:
     assert mixed.rows[1].sample is None
 
 
+def test_a_token_to_be_scored_takes_twice_the_budget() -> None:
+    scheduler = Scheduler(Limits(num_pages=100, layout=one_group(4), max_context=300, max_running=4, step_tokens=16))
+    scheduler.submit(0, [1], 50, Sampling())
+    scheduler.submit(1, list(range(100)), 5, Sampling(), score_prompt=True)
+    plan = scheduler.plan()
+    assert [(row.sequence, len(row.tokens)) for row in plan.rows] == [(0, 1), (1, 7)]
+    scheduler.commit(plan, StepResult((SampledToken(7, 0.0), None), {1: [SampledToken(token, 0.0) for token in range(1, 8)]}))
+    scheduler.submit(2, list(range(100)), 5, Sampling(), score_prompt=True)
+    assert [(row.sequence, len(row.tokens)) for row in scheduler.plan().rows] == [(0, 1), (1, 7), (2, 1)]
+
+
 def test_a_replayed_sequence_goes_on_behind_its_output() -> None:
     scheduler = Scheduler(Limits(num_pages=10, layout=one_group(4), max_context=40, max_running=1, step_tokens=40))
     scheduler.submit(0, [1, 2, 3], 10, Sampling(), output=[4, 5])
