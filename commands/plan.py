@@ -1,5 +1,5 @@
-"""`onehead plan`: what a checkpoint takes and how many sequences fit, from its config.json, before a byte of weights is read. Of one with
-several key/value heads: what it takes as it is, beside what it takes once `onehead convert` has made them one.
+"""`onehead plan`: what a checkpoint takes and how many sequences fit, from its config.json and, where its weights are there, their headers.
+Of one with several key/value heads: what it takes as it is, beside what it takes once `onehead convert` has made them one.
 
 The arithmetic is the server's own: the decoder's parameters counted on shapes, the cache's layout, the share of memory that the server
 takes. Where quantization is asked for and the weights are there, it also measures perplexity. It knows no HTTP and no engine.
@@ -7,6 +7,7 @@ takes. Where quantization is asked for and the weights are there, it also measur
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from cache.layout import CacheLayout
 from cache.pool import bytes_per_page
@@ -25,8 +26,10 @@ from commands.options import PlanOptions
 from commands.perplexity import Measured, measure
 from commands.pictures import MISSING, load_pyplot
 from model.checkpoint.config import read_json
-from model.checkpoint.families import read_spec
+from model.checkpoint.families import family_of, read_spec
 from model.checkpoint.identity import ModelFiles
+from model.checkpoint.quantization_config import KEY
+from model.checkpoint.weights import Checkpoint, check_tensors
 from model.decoder import Decoder, meta_decoder
 from model.devices import device_class, find_device
 from model.devices.blocks import FORMATS
@@ -44,6 +47,8 @@ ROW_BYTES = {"int8": 8, "fp8": 4}
 """What a row of a matrix in 8 bits takes on a GPU besides its weights: a scale, and in int8 a sum."""
 NOT_QUANTIZED = "none", "all"
 """Values of --quantization for which memory is planned with weights in the dtype."""
+MIXED = "mixed"
+"""The form of weights that a checkpoint stores in several dtypes."""
 BAR = 32
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -112,15 +117,16 @@ def make_plan(options: PlanOptions) -> Plan:
     device, reason, memory = _device(options)
     share, dtypes = device_class(device).default_cache_share, device_class(device)().dtypes(options.dtype)
     compute, cache = (str(each).removeprefix("torch.") for each in (dtypes.compute, dtypes.cache))
-    held = _stored_dtype(options.model) if dtypes.matrices is None else str(dtypes.matrices).removeprefix("torch.")
+    decoder = meta_decoder(spec)
+    held, mixed = _stored(options.model, decoder) if dtypes.matrices is None else (str(dtypes.matrices).removeprefix("torch."), {})
     dtype = held if options.quantization in NOT_QUANTIZED else compute
     form = dtype if options.quantization in NOT_QUANTIZED else options.quantization
     kv_dtype = cache if options.cache_dtype == "auto" else options.cache_dtype
-    decoder = meta_decoder(spec)
     kinds = compute, "float32" if device == "cpu" else None
     weights = weight_bytes(decoder, *kinds, device)
     weights = {name: count for name, count in weights.items() if name != "float16" or name == form}
-    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, *kinds, device) for name, count in weights.items()}
+    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, *kinds, device) for name, count in weights.items()} | mixed
+    weights |= mixed
     left, left_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
     kv_bytes = {
         name: {"multi_query": spec.kv_bytes_per_token(size), "multi_head": _multi_head(spec, heads, size)}
@@ -132,11 +138,22 @@ def make_plan(options: PlanOptions) -> Plan:
     return Plan(spec, heads, *counted, device, reason, memory, share, dtype, options.quantization, kv_dtype, fit)
 
 
-def _stored_dtype(folder: Path) -> str:
-    """The dtype in which a checkpoint stores its matrices, by its config.json."""
+def _stored(folder: Path, decoder: Decoder) -> tuple[str, dict[str, int]]:
+    """The dtype in which a CPU holds the matrices of a checkpoint as they are stored: by the headers of its files or, where these are not
+    there, by its config.json. Where it holds them in several: (MIXED, the bytes of all parameters as that form).
+    """
+    found: dict[Tensor, str] = {}
+    with suppress(CheckpointError):
+        checkpoint = Checkpoint(folder)
+        check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
+        names, matrices = family_of(decoder.spec.model_type).weight_names(decoder.spec), _matrices(decoder)
+        dtypes = {p: str(checkpoint.dtype(names[name])).removeprefix("torch.") for name, p in decoder.named_parameters() if p in matrices}
+        found = {p: dtype if dtype in ITEM_BYTES else "float32" for p, dtype in dtypes.items()}
+    if len(set(found.values())) > 1:
+        return MIXED, {MIXED: sum(p.numel() * ITEM_BYTES[found.get(p, "float32")] for p in decoder.parameters())}
     config = read_json(folder / "config.json")
-    found = config.get("dtype", config.get("torch_dtype"))
-    return found if found in ITEM_BYTES else "float32"
+    said = config.get("dtype", config.get("torch_dtype"))
+    return next(iter(found.values()), said if said in ITEM_BYTES and KEY not in config else "float32"), {}
 
 
 def read_heads(folder: Path) -> tuple[ModelSpec, int]:
@@ -202,9 +219,7 @@ def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None =
     """Bytes of all parameters of a decoder in each form that the server can hold them in on a device; quantized ones beside what stays in
     `dtype`. What is no linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
     """
-    matrices = {
-        module.weight for module in decoder.modules() if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, Router)
-    }
+    matrices = _matrices(decoder)
     counted = {
         form: sum(p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors] for p in decoder.parameters())
         for form in ITEM_BYTES
@@ -219,6 +234,13 @@ def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None =
             for name, p in quantized.named_parameters()
         )
     return counted
+
+
+def _matrices(decoder: Decoder) -> set[Tensor]:
+    """The weights of linear layers and tables, without routers'."""
+    return {
+        module.weight for module in decoder.modules() if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, Router)
+    }
 
 
 def plan(options: PlanOptions) -> None:

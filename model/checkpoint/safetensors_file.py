@@ -7,6 +7,8 @@ a file that passes `SafetensorsFile.open` holds every byte that its header descr
 import json
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -89,10 +91,17 @@ class SafetensorsFile:
         NaN and infinity.
         """
         read_exactly(self.path, self.entries[name].begin + first * into.itemsize, bytes_of(into), name)
-        try:
+        with named(self.path, name):
             check_finite(into)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {name} {error}") from None
+
+
+@contextmanager
+def named(path: Path, name: str) -> Iterator[None]:
+    """Puts the names of the file and the tensor before an error about its values."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {name} {error}") from None
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

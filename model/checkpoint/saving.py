@@ -10,6 +10,7 @@ from torch import Tensor
 
 from model.checkpoint.families import family_of
 from model.checkpoint.identity import file_digest
+from model.checkpoint.quantization_config import KEY
 from model.checkpoint.weights import MANIFEST
 from model.decoder import Decoder
 
@@ -26,10 +27,12 @@ def save_decoder(folder: Path, decoder: Decoder, dtype: torch.dtype, config: dic
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Writes config.json, model.safetensors and its manifest."""
+    """Writes config.json, model.safetensors and its manifest. What the config says of packed weights is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes it readable by its owner only; a server may run as another user.
     (folder / MANIFEST).write_text(f"{file_digest(path)}  {path.name}\n", encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if key != KEY}, indent=2) + "\n", encoding="utf-8"
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from model.checkpoint.compressed import CompressedMatrix, with_compressed
 from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
 from model.checkpoint.files import MOST_CONFIG_BYTES, MOST_LIST_BYTES, read_text
@@ -22,7 +23,7 @@ from model.checkpoint.gguf.split import gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
 from model.checkpoint.identity import INDEX, file_digest
 from model.checkpoint.names import Entry, Part
-from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile
+from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile, named
 from model.decoder import Decoder, meta_decoder
 from model.devices.products import Products
 from model.devices.replacement import RowMatrix
@@ -51,11 +52,12 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[str, SafetensorsFile | GGUFWeights] = {}
+        self.files: Mapping[str, SafetensorsFile | CompressedMatrix | GGUFWeights]
         if (path := gguf_in(folder)) is not None:
             weights = GGUFWeights(path)
-            self.files.update(dict.fromkeys(weights.entries, weights))
+            self.files = dict.fromkeys(weights.entries, weights)
             return
+        files: dict[str, SafetensorsFile] = {}
         weight_map, header_bytes = _weight_map(folder), 0
         for file_name in ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values())):
             path = folder / file_name
@@ -63,20 +65,25 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: no such file{_hint(folder)}")
             file = SafetensorsFile.open(path)
             header_bytes += file.header_bytes
-            if header_bytes > MAX_HEADERS_BYTES or len(self.files) + len(file.entries) > MAX_TENSORS:
+            if header_bytes > MAX_HEADERS_BYTES or len(files) + len(file.entries) > MAX_TENSORS:
                 bounds = f"{MAX_TENSORS} tensors and {MAX_HEADERS_BYTES} bytes of headers"
                 raise CheckpointError(f"{path}: with the files before it, it has more than the {bounds} that are read of a checkpoint")
             for name in file.entries:
-                if name in self.files:
-                    raise CheckpointError(f"{path}: tensor {name} occurs in {self.files[name].path.name} too")
-                self.files[name] = file
+                if name in files:
+                    raise CheckpointError(f"{path}: tensor {name} occurs in {files[name].path.name} too")
+                files[name] = file
         for name, file_name in (weight_map or {}).items():
-            if name not in self.files or self.files[name].path.name != file_name:
+            if name not in files or files[name].path.name != file_name:
                 raise CheckpointError(f"{folder / INDEX}: tensor {short(name)} should be in {file_name}, and is not")
+        self.files = with_compressed(folder, files)
 
     def entry(self, name: str) -> Entry:
         """Type, shape and place of a tensor."""
         return self.files[name].entries[name]
+
+    def dtype(self, parts: tuple[Part, ...]) -> torch.dtype:
+        """The dtype that holds the numbers of all of these."""
+        return reduce(torch.promote_types, (DTYPES[self.entry(part.name).dtype] for part in parts))
 
     def read(self, part: Part) -> Tensor:
         """A whole part in the decoder's layout and the checkpoint's dtype. Raises CheckpointError, also for NaN and infinity."""
@@ -99,8 +106,8 @@ class Checkpoint:
             yield block
 
     def raw_blocks(self, part: Part) -> tuple[str, Iterator[Tensor]] | None:
-        """The rows of a part as the quantization blocks in a GGUF file, not dequantized: (type, uint8 [rows, bytes of a row] in blocks of
-        rows); None if they are not stored so. See GGUFWeights.raw_blocks.
+        """The rows of a part as GGUF's quantization blocks, not dequantized: (type, uint8 [rows, bytes of a row] in blocks of rows); None
+        if they are stored neither so nor packed. See GGUFWeights.raw_blocks.
         """
         file = self.files[part.name]
         return None if isinstance(file, SafetensorsFile) or part.transposed else file.raw_blocks(part.name)
@@ -163,7 +170,7 @@ def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part,
     """Reads the values of one parameter, quantized if its module is. Memory holds them and one block more."""
     module_name, _, leaf = name.rpartition(".")
     module = decoder.get_submodule(module_name)
-    stored = reduce(torch.promote_types, (DTYPES[checkpoint.entry(part.name).dtype] for part in parts))
+    stored = checkpoint.dtype(parts)
     if isinstance(module, RowMatrix) and leaf == "weight":
         module.allocate(device, stored)
         if module.form is not None:
@@ -186,14 +193,15 @@ def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part,
 
 
 def _put_blocks(module: RowMatrix, form: str, checkpoint: Checkpoint, parts: tuple[Part, ...]) -> None:
-    """Reads a matrix that is quantized in blocks: those of a GGUF file as they are where the format can hold them, else floats."""
+    """Reads a matrix that is quantized in blocks: those of the checkpoint where the format can hold them, else floats."""
     first = 0
     for part in parts:
         raw = checkpoint.raw_blocks(part)
         if raw is not None and repacks(raw[0], form):
             kind, blocks = raw
             for rows in blocks:
-                module.set_blocks(first, repack(kind, form, rows))
+                with named(checkpoint.folder, part.name):
+                    module.set_blocks(first, repack(kind, form, rows))
                 first += len(rows)
         else:
             for rows in checkpoint.blocks(part):

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 from model.checkpoint.config import Config, end_token_ids, read_json, short
 from model.checkpoint.names import Names
+from model.checkpoint.quantization_config import packed_groups
 from model.spec import CheckpointError, ModelSpec
 
 MODEL_TYPES = {
@@ -58,7 +59,7 @@ def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> Model
     config = Config(values)
     try:
         family = family_of(config.get("model_type"))
-        config.only("quantization_config", why="quantised checkpoints are not read; take the original and --engine.quantization int8")
+        packed_groups(config)
         spec = family.spec_from_config(config, end_token_ids(folder, config))
         _check(spec)
     except CheckpointError as error:

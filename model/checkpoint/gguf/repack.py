@@ -29,7 +29,8 @@ def repack(kind: str, form: str, data: Tensor) -> Tensor:
     return REPACKED[kind, form](data.reshape(-1, BY_NAME[kind].block_bytes)).view(len(data), -1)
 
 
-def _joined(heads: "tuple[Tensor, ...]", numbers_NB: Tensor) -> Tensor:
+def joined(heads: "tuple[Tensor, ...]", numbers_NB: Tensor) -> Tensor:
+    """Blocks of these scales and minima, [N, 1] each, and packed numbers. Raises CheckpointError for a head that float16 cannot hold."""
     heads_NB = torch.cat(heads, dim=1).half()
     if not heads_NB.isfinite().all():
         raise CheckpointError("has a block whose scale or minimum is beyond float16; expected engine.quantization none for this file")
@@ -42,16 +43,16 @@ def _as_it_is(blocks_NB: Tensor) -> Tensor:
 
 def _q5_0(blocks_NB: Tensor) -> Tensor:
     numbers_NB = halves(blocks_NB[:, 6:], 16) | fifth_bits(blocks_NB[:, 2:6])
-    return _joined((scale_of(blocks_NB, 0),), numbers_NB.to(torch.int8) - 16)
+    return joined((scale_of(blocks_NB, 0),), numbers_NB.to(torch.int8) - 16)
 
 
 def _q4_0_in_int8(blocks_NB: Tensor) -> Tensor:
-    return _joined((scale_of(blocks_NB, 0),), halves(blocks_NB[:, 2:], 16).to(torch.int8) - 8)
+    return joined((scale_of(blocks_NB, 0),), halves(blocks_NB[:, 2:], 16).to(torch.int8) - 8)
 
 
 def _q4_0(blocks_NB: Tensor) -> Tensor:
     scale_N1 = scale_of(blocks_NB, 0)
-    return _joined((scale_N1, -8 * scale_N1), blocks_NB[:, 2:])
+    return joined((scale_N1, -8 * scale_N1), blocks_NB[:, 2:])
 
 
 def _q4_k(blocks_NB: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def _q4_k(blocks_NB: Tensor) -> Tensor:
     # Of each pair of groups the first is in the lower halves of 32 bytes, the second in the upper ones.
     numbers_NB = halves(blocks_NB[:, 16:], 32).view(-1, 2, 16)
     packed_NB = numbers_NB[:, 0] | numbers_NB[:, 1] << 4
-    return _joined((scale_N81.reshape(-1, 1), -minimum_N81.reshape(-1, 1)), packed_NB)
+    return joined((scale_N81.reshape(-1, 1), -minimum_N81.reshape(-1, 1)), packed_NB)
 
 
 REPACKED: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {

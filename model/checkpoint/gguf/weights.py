@@ -5,7 +5,6 @@ the file, memory holds at most BLOCK_ELEMENTS numbers' blocks at a time. It know
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from model.checkpoint.gguf.names import Source, sources
 from model.checkpoint.gguf.split import GGUF
 from model.checkpoint.gguf.types import BY_NAME
 from model.checkpoint.names import Entry
-from model.checkpoint.safetensors_file import DTYPES, bytes_of, check_finite
-from model.spec import CheckpointError
+from model.checkpoint.safetensors_file import DTYPES, bytes_of, check_finite, named
 
 BLOCK_ELEMENTS = 2**20
 
@@ -80,7 +78,7 @@ class GGUFWeights:
         rows = max(1, BLOCK_ELEMENTS // columns // group) * group
         for first in range(0, num_rows, rows):
             data_RB = self._bytes(source.tensor, source.first_row + first, min(rows, num_rows - first), columns)
-            with self._named(source.tensor):
+            with named(self.gguf.tensors[source.tensor].path, source.tensor):
                 check_scales(self._stored(source.tensor).dtype, data_RB)
             yield _halved(data_RB, group) if source.pair_rows else data_RB
 
@@ -98,19 +96,11 @@ class GGUFWeights:
         for first in range(0, len(into_RC), step):
             out_RC = into_RC[first : first + step]
             data_RB = self._bytes(tensor, first_row + first, len(out_RC), columns)
-            with self._named(tensor):
+            with named(self.gguf.tensors[tensor].path, tensor):
                 if kind in QUANTIZED:
                     dequantize(kind, data_RB, out_RC)
                 else:
                     check_finite(out_RC.copy_(data_RB.view(DTYPES[kind])))
-
-    @contextmanager
-    def _named(self, tensor: str) -> Iterator[None]:
-        """Puts the names of the file and the tensor before an error about its values."""
-        try:
-            yield
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.gguf.tensors[tensor].path}: {tensor} {error}") from None
 
     def _read_pairs(self, source: Source, into_RC: Tensor, first_row: int) -> None:
         """Rows of heads whose rotated pairs are put into two halves."""

@@ -36,13 +36,13 @@ def make_runner(folder: Path, dtype: str, quantization: str = "none") -> ModelRu
     return ModelRunner.load(folder, read_spec(folder), EngineOptions("cpu", dtype, 1, 16, 200, None, 320, 4, 64, quantization))
 
 
-def computed(runner: ModelRunner) -> StepResult:
-    """A step of two prompts, one of them scored, and of a single token."""
+def computed(runner: ModelRunner, most: int = 3) -> StepResult:
+    """A step of two prompts, the first of them scored, and of a single token, or of the first `most` of these."""
     numbers, sample = count(), Sample(Sampling(temperature=0.0), [5], [])
     ids = list(range(5, 45))
     wanted = (ids, None, Scoring(0, ids[1:], 3)), (ids[:9], sample, None), ([7], sample, None)
     rows = []
-    for sequence, (tokens, drawn, scoring) in enumerate(wanted):
+    for sequence, (tokens, drawn, scoring) in enumerate(wanted[:most]):
         pages = [array("q", islice(numbers, 3 * group.num_stacks)) for group in runner.pool.layout.groups]
         rows.append(Row(sequence, tokens, 0, pages, drawn, scoring))
     return runner.run(StepPlan(tuple(rows)))

@@ -1,0 +1,119 @@
+"""Matrices that compressed-tensors packed to 4 bits, as model.checkpoint.weights reads those of safetensors files.
+
+In the place of NAME there are NAME_packed, int32 [rows, columns / 8] with the numbers of eight columns in a word, the first in its lowest
+bits; NAME_scale [rows, groups of columns]; NAME_shape [2]; and NAME_zero_point, int32 [rows / 8, groups] with those of eight rows in a
+word, where numbers are not symmetric. A weight is (number - zero point) * scale, both from 0 to 15, and the zero point 8 where none is
+stored. Invariant: `read` gives these products rounded once, to float32. It knows nothing of decoders.
+
+Shape letters: R rows, C columns, G groups of a row, N blocks of 32 columns.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.checkpoint.config import NAME, Config, read_json
+from model.checkpoint.gguf.repack import joined
+from model.checkpoint.names import Entry
+from model.checkpoint.quantization_config import BLOCK, KEY, packed_groups
+from model.checkpoint.safetensors_file import DTYPES, SafetensorsFile, check_finite, named
+from model.spec import CheckpointError
+
+STORED = {"packed": ("I32",), "scale": ("F32", "F16", "BF16"), "shape": ("I64", "I32"), "zero_point": ("I32",)}
+"""What there is of a matrix, with the dtypes that each can have."""
+SYMMETRIC = 8
+BLOCK_ELEMENTS = 2**17
+_SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
+
+
+def with_compressed(folder: Path, files: Mapping[str, SafetensorsFile]) -> "Mapping[str, SafetensorsFile | CompressedMatrix]":
+    """The tensors of a folder with one matrix in the place of what each was packed into. Raises CheckpointError."""
+    rest: dict[str, SafetensorsFile | CompressedMatrix] = dict(files)
+    groups: set[tuple[int, bool]] = set()
+    for name in (name.removesuffix("_packed") for name in files if name.endswith(".weight_packed")):
+        groups = groups or packed_groups(config := Config(read_json(folder / NAME), str(folder / NAME)))
+        if not groups:
+            raise config.wrong(KEY, f"an object that describes {name}_packed")
+        if name in files:
+            raise CheckpointError(f"{files[name].path}: tensor {name} occurs beside {name}_packed; expected one of them")
+        stored = {part: files[f"{name}_{part}"] for part in STORED if rest.pop(f"{name}_{part}", None)}
+        rest[name] = CompressedMatrix(name, stored, groups)
+    return rest
+
+
+class CompressedMatrix:
+    """A packed matrix whose tensors have been checked. `entries`: the matrix by its name, in the dtype that `read` gives."""
+
+    def __init__(self, name: str, stored: Mapping[str, SafetensorsFile], groups: set[tuple[int, bool]]) -> None:
+        self.name, self.path = name, stored["packed"].path
+        self.paths = [file.path for file in stored.values()]
+        self._stored = stored
+        self._entries = {part: file.entries[f"{name}_{part}"] for part, file in stored.items()}
+        for part, entry in self._entries.items():
+            if entry.dtype not in STORED[part]:
+                raise CheckpointError(f"{self.path}: {name}_{part} has dtype {entry.dtype}, expected one of {', '.join(STORED[part])}")
+        self._size = self._group_size(groups)
+        self.entries = {name: Entry("F32", self._shape, self._entries["packed"].begin, sum(e.num_bytes for e in self._entries.values()))}
+
+    def _group_size(self, groups: set[tuple[int, bool]]) -> int:
+        """The number of columns of a group, which all shapes follow from."""
+        if (entry := self._entries.get("shape")) is None or entry.shape != (2,):
+            raise CheckpointError(f"{self.path}: {self.name}_shape must have the numbers of rows and columns, and has not")
+        shape = torch.empty(2, dtype=torch.int64 if entry.dtype == "I64" else torch.int32)
+        self._fill("shape", shape, 0)
+        rows, columns = self._shape = (int(shape[0]), int(shape[1]))
+        found = {part: list(entry.shape) for part, entry in self._entries.items() if part != "shape"}
+        for size, symmetric in sorted(groups):
+            expected = {"packed": [rows, columns // 8], "scale": [rows, columns // size]}
+            expected |= {} if symmetric else {"zero_point": [-(-rows // 8), columns // size]}
+            if min(rows, columns) > 0 and columns % size == 0 and found == expected:
+                return size
+        raise CheckpointError(
+            f"{self.path}: {self.name} of {rows} rows and {columns} columns has tensors of shapes {found}, "
+            f"expected {expected} by {KEY} of {NAME}"
+        )
+
+    def _fill(self, part: str, into: Tensor, first_row: int) -> Tensor:
+        self._stored[part].read(f"{self.name}_{part}", into, first_row * into[0].numel())
+        return into
+
+    def read(self, name: str, into: Tensor, first: int = 0) -> None:
+        """Fills `into`, contiguous float32, with elements from number `first` on, the first of a row. Raises CheckpointError, also for NaN
+        and infinity.
+        """
+        into_RC = into.view(-1, self._shape[1])
+        numbers_RC, scale_RG1, zero_RG1 = self._rows(first // self._shape[1], len(into_RC))
+        into_RC.copy_(numbers_RC).unflatten(1, (-1, self._size)).sub_(zero_RG1).mul_(scale_RG1)
+        with named(self.path, name):
+            check_finite(into)
+
+    def raw_blocks(self, name: str) -> tuple[str, Iterator[Tensor]]:
+        """The rows in GGUF's blocks, which scales in float16 are a part of, as GGUFWeights.raw_blocks gives them."""
+        return "Q4_1" if "zero_point" in self._stored else "Q4_0", self._raw()
+
+    def _raw(self) -> Iterator[Tensor]:
+        num_rows, columns = self._shape
+        step = max(1, BLOCK_ELEMENTS // columns)
+        for first in range(0, num_rows, step):
+            numbers_RC, *heads = self._rows(first, min(step, num_rows - first))
+            low_N, high_N = numbers_RC.view(-1, 2, BLOCK // 2).unbind(1)
+            scale_N1, zero_N1 = (head.repeat_interleave(self._size // BLOCK, dim=1).view(-1, 1) for head in heads)
+            scale_N1 = scale_N1.half().float()
+            with named(self.path, self.name):
+                blocks_NB = joined((scale_N1, -zero_N1 * scale_N1) if "zero_point" in self._stored else (scale_N1,), low_N | high_N << 4)
+            yield blocks_NB.view(len(numbers_RC), -1)
+
+    def _rows(self, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(numbers_RC as uint8, scale_RG1, zero_RG1 in float32) of some rows."""
+        groups = self._shape[1] // self._size
+        packed_RC = self._fill("packed", torch.empty(count, self._shape[1] // 8, dtype=torch.int32), first).view(torch.uint8)
+        numbers_RC = torch.stack([packed_RC & 15, packed_RC >> 4], dim=-1).flatten(1)
+        scale_RG = self._fill("scale", torch.empty(count, groups, dtype=DTYPES[self._entries["scale"].dtype]), first).float()
+        zero_RG = torch.full_like(scale_RG, SYMMETRIC)
+        if "zero_point" in self._stored:
+            begin, end = first // 8, -(-(first + count) // 8)
+            words_RG = self._fill("zero_point", torch.empty(end - begin, groups, dtype=torch.int32), begin)
+            zero_RG = (words_RG[:, None] >> _SHIFTS & 15).flatten(0, 1)[first - 8 * begin :][:count].float()
+        return numbers_RC, scale_RG[..., None], zero_RG[..., None]
