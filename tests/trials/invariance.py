@@ -50,7 +50,7 @@ RESTARTS = "onehead_engine_restarts_total"
 
 def body_of(case: Case) -> Found:
     """The case as /v1/completions takes it: what is scored is echoed."""
-    sampling = {name: value for name, value in asdict(case.sampling).items() if value not in (None, (), [], {}) and name != "choice"}
+    sampling = {name: value for name, value in asdict(case.sampling).items() if value not in (None, (), [], {}, b"") and name != "choice"}
     wanted = {"prompt": case.prompt, "max_tokens": case.tokens, "ignore_eos": True, "return_token_ids": True, "stream": True}
     return wanted | sampling | {"logprobs": case.num_top, "echo": case.scored, "timeout_s": PATIENCE}
 

@@ -2,6 +2,7 @@
 kernels, or by none, says so and draws the same tokens.
 """
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
 from tests.support.conditions import Case, Engine, Outcome, alone, compare, finish, make_cases, passes, preemptions, torch_threads
 from tests.support.families import FamilyCheckpoint
 from tests.support.processes import ServerProcess
+from tests.trials.invariance import body_of
 
 COUNT, CONTEXT, PAGE = 20, 192, 16
 PASSES = "batch32", "steps16", "steps", "prefix", "preemption", "threads2x7"
@@ -43,6 +45,11 @@ def problems(engine: Engine, cases: list[Case], names: tuple[str, ...]) -> list[
             if result["differ"] or not result["occurred"]:
                 found.append(f"{outcome.name}, {outcome.evidence}: {result['first_difference']}")
     return found
+
+
+def test_every_case_can_be_sent() -> None:
+    for case in make_cases(40, 100, 192, 0):
+        assert json.loads(json.dumps(body_of(case)))["prompt"] == case.prompt
 
 
 @needs_kernels
