@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.spec import CheckpointError, OptionError
 from server.hub.checkpoint_trial import try_checkpoint
+from server.hub.tokenizer_file import tokenizer_path
 
 END = "<|endoftext|>"
 FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = "<fim_prefix>", "<fim_middle>", "<fim_suffix>"
@@ -109,10 +110,11 @@ def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a checkpoint folder. Raises CheckpointError, or ConfigurationError if loading it takes too much time or memory."""
-    path = folder / "tokenizer.json"
-    if path.exists():
-        try_checkpoint(folder)
+    """The tokenizer of a checkpoint folder. Raises CheckpointError, ConfigurationError if there is none or loading it takes too much time
+    or memory, and ResourceError if a conversion cannot be cached.
+    """
+    path = tokenizer_path(folder)
+    try_checkpoint(folder)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises bare Exception.

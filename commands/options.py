@@ -68,7 +68,9 @@ class TrainOptions(ToolOptions):
     """onehead train: a small gpt_bigcode model from source files, or more training for a checkpoint."""
 
     output: Path = Field(description="folder of the finished checkpoint")
-    init: Path | None = Field(None, description="checkpoint folder to go on from, whose tokenizer and sizes are kept; default: a new model")
+    init: Path | None = Field(
+        None, description="checkpoint folder or GGUF file to go on from; its tokenizer and sizes are kept; default: a new model"
+    )
     data: Words | None = Field(
         None,
         description="folders whose *.py files are the corpus, each FOLDER or FOLDER=WEIGHT, with commas between them; an epoch holds a "

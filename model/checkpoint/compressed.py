@@ -21,8 +21,8 @@ from model.checkpoint.quantization_config import BLOCK, KEY, packed_groups
 from model.checkpoint.safetensors_file import DTYPES, SafetensorsFile, check_finite, named
 from model.spec import CheckpointError
 
-STORED = {"packed": ("I32",), "scale": ("F32", "F16", "BF16"), "shape": ("I64", "I32"), "zero_point": ("I32",)}
-"""What there is of a matrix, with the dtypes that each can have."""
+PARTS = ("packed", "scale", "shape", "zero_point")
+SCALES = ("F32", "F16", "BF16")
 SYMMETRIC = 8
 BLOCK_ELEMENTS = 2**17
 _SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
@@ -38,7 +38,7 @@ def with_compressed(folder: Path, files: Mapping[str, SafetensorsFile]) -> "Mapp
             raise config.wrong(KEY, f"an object that describes {name}_packed")
         if name in files:
             raise CheckpointError(f"{files[name].path}: tensor {name} occurs beside {name}_packed; expected one of them")
-        stored = {part: files[f"{name}_{part}"] for part in STORED if rest.pop(f"{name}_{part}", None)}
+        stored = {part: files[f"{name}_{part}"] for part in PARTS if rest.pop(f"{name}_{part}", None)}
         rest[name] = CompressedMatrix(name, stored, groups)
     return rest
 
@@ -51,29 +51,23 @@ class CompressedMatrix:
         self.paths = [file.path for file in stored.values()]
         self._stored = stored
         self._entries = {part: file.entries[f"{name}_{part}"] for part, file in stored.items()}
-        for part, entry in self._entries.items():
-            if entry.dtype not in STORED[part]:
-                raise CheckpointError(f"{self.path}: {name}_{part} has dtype {entry.dtype}, expected one of {', '.join(STORED[part])}")
         self._size = self._group_size(groups)
         self.entries = {name: Entry("F32", self._shape, self._entries["packed"].begin, sum(e.num_bytes for e in self._entries.values()))}
 
     def _group_size(self, groups: set[tuple[int, bool]]) -> int:
         """The number of columns of a group, which all shapes follow from."""
-        if (entry := self._entries.get("shape")) is None or entry.shape != (2,):
-            raise CheckpointError(f"{self.path}: {self.name}_shape must have the numbers of rows and columns, and has not")
-        shape = torch.empty(2, dtype=torch.int64 if entry.dtype == "I64" else torch.int32)
-        self._fill("shape", shape, 0)
-        rows, columns = self._shape = (int(shape[0]), int(shape[1]))
-        found = {part: list(entry.shape) for part, entry in self._entries.items() if part != "shape"}
+        found = {part: [entry.dtype, *entry.shape] for part, entry in self._entries.items()}
+        if found.pop("shape", None) != ["I64", 2]:
+            raise CheckpointError(f"{self.path}: {self.name}_shape must be two numbers of dtype I64, of rows and columns, and is not")
+        rows, columns = self._shape = tuple(self._fill("shape", torch.empty(2, dtype=torch.int64), 0).tolist())
+        scales = [dtype for dtype in SCALES if dtype in found.get("scale", ())] or SCALES[:1]
         for size, symmetric in sorted(groups):
-            expected = {"packed": [rows, columns // 8], "scale": [rows, columns // size]}
-            expected |= {} if symmetric else {"zero_point": [-(-rows // 8), columns // size]}
+            expected = {"packed": ["I32", rows, columns // 8], "scale": [*scales, rows, columns // size]}
+            expected |= {} if symmetric else {"zero_point": ["I32", -(-rows // 8), columns // size]}
             if min(rows, columns) > 0 and columns % size == 0 and found == expected:
                 return size
-        raise CheckpointError(
-            f"{self.path}: {self.name} of {rows} rows and {columns} columns has tensors of shapes {found}, "
-            f"expected {expected} by {KEY} of {NAME}"
-        )
+        described = f"{self.name} of {rows} rows and {columns} columns has tensors {found}"
+        raise CheckpointError(f"{self.path}: {described}, expected {expected} by {KEY} of {NAME}")
 
     def _fill(self, part: str, into: Tensor, first_row: int) -> Tensor:
         self._stored[part].read(f"{self.name}_{part}", into, first_row * into[0].numel())

@@ -8,6 +8,10 @@ from model.checkpoint.config import Config
 
 KEY = "quantization_config"
 BLOCK = 32
+_TOP: dict[str, object] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "kv_cache_scheme": {}}
+_TOP |= {key: {} for key in ("sparsity_config", "moe_sparsity_config", "transform_config")}
+_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "dynamic": False}
+"""Keys with the only value that is read. One that is absent or null changes nothing that the tensors' shapes do not say."""
 _WHY = "of quantised checkpoints onehead reads compressed-tensors pack-quantized with num_bits 4 and strategy group, weights only"
 
 
@@ -18,11 +22,8 @@ def packed_groups(config: Config) -> set[tuple[int, bool]]:
     found = config.sub(KEY)
     if found is None:
         return set()
-    _required(found, quant_method="compressed-tensors", format="pack-quantized")
-    for key in ("kv_cache_scheme", "moe_sparsity_config", "transform_config"):
-        found.only(key, {}, why=_WHY)
-    if (sparsity := found.sub("sparsity_config")) is not None:
-        sparsity.only("format", "dense", why=_WHY)
+    for key, value in _TOP.items():
+        found.only(key, value, why=_WHY)
     groups = found.sub("config_groups")
     if groups is None or not groups.values:
         raise found.wrong("config_groups", "an object of groups")
@@ -36,19 +37,10 @@ def _group(groups: Config, name: str) -> tuple[int, bool]:
         raise groups.wrong(name, "an object with weights")
     for key in ("input_activations", "output_activations"):
         group.only(key, why=_WHY)
-    group.only("format", "pack-quantized", why=_WHY)
-    _required(weights, num_bits=4)
-    for key, value in (("type", "int"), ("strategy", "group"), ("dynamic", False), ("block_structure", None)):
+    for key, value in _WEIGHTS.items():
         weights.only(key, value, why=_WHY)
     weights.only("actorder", "weight", "static", why="inputs in another order than the weights' (g_idx) are not read")
     size = weights.integer("group_size")
     if size % BLOCK:
         raise weights.wrong("group_size", f"a multiple of {BLOCK}")
     return size, weights.flag("symmetric", True)
-
-
-def _required(config: Config, **values: str | int) -> None:
-    for key, value in values.items():
-        if config.get(key) is None:
-            raise config.wrong(key, repr(value))
-        config.only(key, value, why=_WHY)

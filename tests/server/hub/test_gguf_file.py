@@ -194,6 +194,17 @@ def test_a_plan_of_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["layers"] == SHAPE.n_layer
 
 
+def test_training_goes_on_from_a_file(file: Path, tmp_path: Path) -> None:
+    data, output = tmp_path / "data", tmp_path / "output"
+    data.mkdir()
+    for number in range(60):
+        (data / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 20)
+    sizes = ["--steps", "1", "--batch-tokens", "64", "--sequence", "16", "--threads", "1", "--device", "cpu"]
+    argv = ["--init", str(file), "--data", str(data), "--output", str(output), "--work", str(tmp_path / "work"), *sizes]
+    assert cli.main(["train", *argv]) == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in output.iterdir()}
+
+
 def test_a_file_of_the_hub_is_fetched_alone_and_used_again_without_the_hub(file: Path, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     (repository).mkdir()
