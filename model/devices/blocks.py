@@ -82,13 +82,12 @@ def _round_int4(weight_kn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     weight_kn = weight_kn.contiguous()
     low_n, high_n = weight_kn.amin(dim=0), weight_kn.amax(dim=0)
-    total_n = weight_kn.sum(dim=0)
-    best_scale_n, best_minimum_n = (high_n - low_n) / LEVELS, low_n
-    best_gain_n = torch.full_like(low_n, -torch.inf)
+    total_n = _total(weight_kn)
+    best_gain_n, best_scale_n, best_minimum_n = (torch.full_like(low_n, value) for value in (-torch.inf, torch.nan, torch.nan))
     for share in CLIPPING:
         scale_n, minimum_n = (high_n - low_n) * (share / LEVELS), low_n + (high_n - low_n) * ((1 - share) / 2)
         numbers_kn = _numbers(weight_kn, scale_n, minimum_n)
-        sum_n, dot_n = numbers_kn.sum(dim=0), (numbers_kn * weight_kn).sum(dim=0)
+        sum_n, dot_n = numbers_kn.sum(dim=0), _total(numbers_kn * weight_kn)
         spread_n = BLOCK * numbers_kn.square_().sum(dim=0) - sum_n.square()
         scale_n = torch.where(spread_n > 0, (BLOCK * dot_n - sum_n * total_n) / spread_n.clamp(min=1), 0.0)
         minimum_n = (total_n - scale_n * sum_n) / BLOCK
@@ -98,6 +97,14 @@ def _round_int4(weight_kn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         best_scale_n, best_minimum_n = torch.where(better_n, scale_n, best_scale_n), torch.where(better_n, minimum_n, best_minimum_n)
     best_scale_n, best_minimum_n = best_scale_n.half(), best_minimum_n.half()
     return best_scale_n, best_minimum_n, _numbers(weight_kn, best_scale_n.float(), best_minimum_n.float()).to(torch.uint8)
+
+
+def _total(x_kn: Tensor) -> Tensor:
+    """The sum over k: the second half is added to the first until one is left."""
+    while len(x_kn) > 1:
+        first_jn, second_jn = x_kn.chunk(2)
+        x_kn = first_jn + second_jn
+    return x_kn[0]
 
 
 def _numbers(weight_kn: Tensor, scale_n: Tensor, minimum_n: Tensor) -> Tensor:

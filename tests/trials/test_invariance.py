@@ -57,7 +57,11 @@ def test_every_case_can_be_sent() -> None:
     ("family", "number", "quantization"),
     [
         *((*each, "none") for each in FAMILIES),
-        *(pytest.param(*each, "int8", marks=() if each[0] in ("gpt_bigcode", "deepseek_v3") else pytest.mark.slow) for each in FAMILIES),
+        *(
+            pytest.param(*each, kind, marks=() if each[0] in ("gpt_bigcode", "deepseek_v3") else pytest.mark.slow)
+            for kind in ("int8", "int4")
+            for each in FAMILIES
+        ),
     ],
 )
 def test_the_same_bits_in_every_condition(

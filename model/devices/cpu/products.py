@@ -110,7 +110,10 @@ class PackedMatrix(RowMatrix):
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         if self.form is not None:
-            self.set_blocks(first, self.form.quantize(rows))
+            rows = rows.float().contiguous()
+            blocks = torch.empty(len(rows), self.form.row_bytes(rows.shape[1]), dtype=torch.uint8)
+            self._kernel("quantize")(rows.data_ptr(), blocks.data_ptr(), *rows.shape)
+            self.set_blocks(first, blocks)
             return
         rows = rows.to(self.weight.dtype).contiguous()
         self._library.pack(self.weight.data_ptr(), rows.data_ptr(), first, len(rows), self.shape[1], rows.itemsize)

@@ -18,12 +18,14 @@ log = logging.getLogger("onehead.engine")
 
 FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma", "f16c"), "portable": ()}
 """The processor features that each version needs, widest first."""
-INTERFACE = 7
+INTERFACE = 8
 """Version of the kernels' structs and functions, the same as in product.cpp."""
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' NumberType of each dtype."""
 NUM_ARGUMENTS = {"attend": 2, "product": 2, "pack": 6, "take": 6, "normalise_rows": 7, "gate": 6, "summarise_logits": 7}
-NUM_ARGUMENTS |= {f"{name}_{form}": count for form in FORMATS for name, count in (("product", 2), ("pack", 5), ("take", 5))}
+NUM_ARGUMENTS |= {
+    f"{name}_{form}": count for form in FORMATS for name, count in (("product", 2), ("pack", 5), ("take", 5), ("quantize", 4))
+}
 """Of each function; all are integers of 64 bits, addresses of tensors and structs among them."""
 
 

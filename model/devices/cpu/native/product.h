@@ -9,6 +9,7 @@
 #include "rows.h"
 
 constexpr int PANEL = 2 * LANES;
+constexpr int BLOCK = 32;  // Inputs of a block of quantized weights.
 
 struct Product {
     const float *x;

@@ -95,6 +95,32 @@ def test_products_of_blocks_have_the_bits_of_their_definition(width: str, form: 
         assert torch.equal(replacement.rows(torch.arange(outputs)), dequantize(form, rows_OI, inputs))
 
 
+def quantized(width: str, form: BlockFormat, weight_NI: Tensor) -> Tensor:
+    blocks = torch.empty(len(weight_NI), form.row_bytes(weight_NI.shape[1]), dtype=torch.uint8)
+    getattr(native.library(width), f"quantize_{form.name}")(weight_NI.data_ptr(), blocks.data_ptr(), *weight_NI.shape)
+    return blocks
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_rows_are_quantized_with_the_bits_of_their_definition(width: str, form: BlockFormat) -> None:
+    for rows, inputs in ((1, 1), (7, 33), (300, 640)):
+        weight_NI = torch.randn(rows, inputs) * torch.randn(rows, 1).mul(3).exp()
+        weight_NI[::5, :40], weight_NI[1::5, :40] = 0.0, 0.5
+        weight_NI[2::5].round_()
+        weight_NI[3::5] *= 1e-5  # Scales that float16 holds with fewer bits, or not at all.
+        assert torch.equal(quantized(width, form, weight_NI), form.quantize(weight_NI))
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+def test_a_block_that_is_not_finite_has_no_finite_scale(width: str, form: BlockFormat) -> None:
+    weight_NI = torch.randn(6, 96)
+    weight_NI[0, 40], weight_NI[1, 40], weight_NI[2, 40], weight_NI[3, 40] = torch.nan, torch.inf, -torch.inf, 1e38
+    expected = torch.ones(6, 3, dtype=torch.bool)
+    expected[:4, 1] = False
+    for blocks in (quantized(width, form, weight_NI), form.quantize(weight_NI)):
+        assert torch.equal(form.parts(blocks)[0].isfinite(), expected)
+
+
 @pytest.mark.parametrize("form", BLOCKS)
 @torch.inference_mode()
 def test_products_of_the_largest_numbers_are_exact(width: str, form: BlockFormat) -> None:
