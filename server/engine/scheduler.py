@@ -263,9 +263,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, budget: int) -> Sequence | None:
-        """Admits the first waiting sequence, with slots for as many of its tokens as `budget` affords, if max_running and the pool allow
-        it.
-        """
+        """Admits the first waiting sequence, if max_running and the pool allow it, with slots for the tokens that `budget` affords."""
         sequence = self._shares.next()
         if sequence is None or len(self.running) >= self.limits.max_running:
             return None
@@ -292,9 +290,7 @@ class Scheduler:
             sequence.payer.charge(max(0, sequence.num_paid - sequence.num_computed))
 
     def _lacking(self, sequence: Sequence, blocks: list[Block], most: int) -> int:
-        """Pages that the pool lacks for up to `most` tokens of a new sequence with these cached blocks, and for spare pages of each running
-        one.
-        """
+        """Pages that the pool lacks for `most` tokens of a new sequence with these cached blocks, and a spare block of each running one."""
         needed = self._prefix_reuse.pages_needed(sequence, blocks, most)
         return needed + len(self.running) * self.limits.layout.pages_per_block - self.allocator.num_available
 
