@@ -23,8 +23,6 @@ LARGEST = 127
 LEVELS = 15
 CLIPPING = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.7)
 """Shares of a block's range that int4 tries to cover."""
-ROUNDED_AT_ONCE = 2**11
-"""Blocks that int4 rounds at a time: what it computes with fits into a processor's cache."""
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -69,8 +67,7 @@ def _int8_parts(rows: Tensor) -> tuple[Tensor, None, Tensor]:
 def _quantize_int4(weight_NI: Tensor) -> Tensor:
     weight_NBk = _in_blocks(weight_NI)
     count, num_blocks = weight_NBk.shape[:2]
-    found = [_round_int4(weight_kn) for weight_kn in weight_NBk.reshape(-1, BLOCK).T.split(ROUNDED_AT_ONCE, dim=1)]
-    scale_n, minimum_n, numbers_kn = (torch.cat(parts, dim=-1) for parts in zip(*found, strict=True))
+    scale_n, minimum_n, numbers_kn = _round_int4(weight_NBk.reshape(-1, BLOCK).T)
     low_nj, high_nj = numbers_kn.T.chunk(2, dim=-1)
     packed_NBj = (low_nj | high_nj << 4).view(count, num_blocks, BLOCK // 2)
     return _joined(packed_NBj, scale_n.view(count, num_blocks), minimum_n.view(count, num_blocks))
