@@ -8,6 +8,7 @@ import difflib
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -115,8 +116,8 @@ def parse(body: bytes) -> dict[str, Any]:
         raise MalformedBody("the body holds a number that is too long") from None
     if not isinstance(value, dict):
         raise MalformedBody("the body must be a JSON object")
-    if _SURROGATE.search(text):
-        _check_text(value, "")
+    if _SURROGATE.search(text) and (path := _lone_surrogate(value)) is not None:
+        raise MalformedBody(f"`{path}` holds a lone surrogate, which is no character")
     return value
 
 
@@ -161,21 +162,21 @@ def _no_constant(name: str) -> Any:
     raise MalformedBody(f"{name} is not JSON; numbers must be finite")
 
 
-def _check_text(value: Any, path: str) -> None:
-    """Raises MalformedBody for strings that hold half of a surrogate pair, which UTF-8 cannot encode."""
+def _lone_surrogate(value: Any) -> str | None:
+    """Path of the first string that holds half of a surrogate pair, which UTF-8 cannot encode; None without one."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise MalformedBody(f"`{path}` holds a lone surrogate, which is no character") from None
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            inner = f"{path}.{_printable(key)}".lstrip(".")
-            _check_text(key, inner)
-            _check_text(item, inner)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_text(item, f"{path}.{index}")
+            return ""
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        found = _lone_surrogate(item)
+        if found is None and isinstance(key, str):
+            found = _lone_surrogate(key)
+        if found is not None:
+            return f"{_printable(str(key))}.{found}".rstrip(".")
+    return None
 
 
 def _describe(detail: Any, schema: type[BaseModel]) -> str:

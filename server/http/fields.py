@@ -182,8 +182,12 @@ class SamplingBody(Body):
             presence_penalty=default(self.presence_penalty, 0.0),
             logit_bias={int(key): value for key, value in (self.logit_bias or {}).items()},
             allowed_tokens=protocol.bitmap({*(self.allowed_token_ids or ())}),
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            seed=self.drawn_seed(),
         )
+
+    def drawn_seed(self) -> int:
+        """The seed, or one that is drawn, another at each call."""
+        return secrets.randbits(63) if self.seed is None else self.seed
 
 
 class JsonSchema(Body):

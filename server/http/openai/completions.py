@@ -49,12 +49,13 @@ class CompletionReply(OpenAIReply):
         truncated = body.suffix is None and body.truncate_prompt_tokens is not None
         made: list[Filling] = await generation.tokenize(job, client, truncated) if texts else []
         filled = iter(made)
+        common = body.request(generation.codec, [])  # Once: a list of token ids may be long, and the prompts many.
+        common = replace(common, grammar=grammar, sampling=replace(common.sampling, bad_words=bad_words))
         requests: list[Request] = []
         prompts: list[str] = []
         for prompt in body.prompt:
             filling = next(filled) if isinstance(prompt, str) else Filling(prompt, "", ())
-            request, text = _request(generation, body, prompt, filling)
-            request = replace(request, grammar=grammar, sampling=replace(request.sampling, bad_words=bad_words))
+            request, text = _request(generation, body, common, prompt, filling)
             requests += with_choices(request, body.best_of or body.n or 1, all_score=bool(body.stream))
             if body.echo:
                 prompts.append(text)
@@ -137,8 +138,10 @@ def text_offsets(detokenizer: Detokenizer, tokens: list[OutputToken], begin: int
     return list(accumulate((0 if token.id in skipped else len(detokenizer.push(token.id)) for token in tokens), initial=begin))
 
 
-def _request(generation: Generation, body: CompletionBody, prompt: str | list[int], filling: Filling) -> tuple[Request, str]:
-    """The internal request of one prompt, without its grammar, and the text for `echo`."""
+def _request(
+    generation: Generation, body: CompletionBody, common: Request, prompt: str | list[int], filling: Filling
+) -> tuple[Request, str]:
+    """The internal request of one prompt, made from what all prompts have in common, and the text for `echo`."""
     codec, ids, healed, text = generation.codec, filling.prompt, filling.healed, ""
     if body.suffix is None or not isinstance(prompt, str):
         ids = body.truncated(ids, generation.max_total_tokens)
@@ -146,7 +149,6 @@ def _request(generation: Generation, body: CompletionBody, prompt: str | list[in
             text = prompt if isinstance(prompt, str) and len(ids) == len(filling.prompt) else codec.decode(ids)
         if body.token_healing and isinstance(prompt, str):
             ids, healed = cut_last_token(codec, ids, prompt)
-    request = body.request(codec, ids)
     scored = bool(body.echo) and body.logprobs is not None
     if scored and body.stream and (num_logprobs := len(ids) * ((body.logprobs or 0) + 1)) > MAX_EVENT_LOGPROBS:
         raise InvalidRequest(
@@ -155,9 +157,11 @@ def _request(generation: Generation, body: CompletionBody, prompt: str | list[in
             param="logprobs",
         )
     request = replace(
-        request,
+        common,
+        prompt=ids,
+        sampling=replace(common.sampling, seed=body.drawn_seed()),
         healed=healed,
-        score_prompt=request.score_prompt or scored,
-        stop_token_ids=(*request.stop_token_ids, *filling.stop_token_ids),
+        score_prompt=common.score_prompt or scored,
+        stop_token_ids=(*common.stop_token_ids, *filling.stop_token_ids),
     )
     return request, text

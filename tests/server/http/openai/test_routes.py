@@ -236,6 +236,15 @@ def test_choices_share_the_pages_of_their_prompt_and_differ_only_in_their_draws(
     assert embedded_server.metric("onehead_kv_pages_used") == 0
 
 
+def test_prompts_of_one_request_share_its_fields_and_draw_seeds_of_their_own(embedded_server: ServerProcess) -> None:
+    body = {"prompt": ["def f"] * 3, "max_tokens": 16, "temperature": 1.5, "allowed_token_ids": [*range(100, 400)], "ignore_eos": True}
+    drawn = embedded_server.post("/v1/completions", body | {"return_token_ids": True})[1]["choices"]
+    assert all(set(choice["token_ids"]) <= {*range(100, 400)} for choice in drawn)
+    assert len({choice["text"] for choice in drawn}) == 3
+    seeded = embedded_server.post("/v1/completions", body | {"seed": 5})[1]["choices"]
+    assert len({choice["text"] for choice in seeded}) == 1
+
+
 def test_what_ends_a_text_is_no_part_of_it_unless_it_is_asked_for(embedded_server: ServerProcess) -> None:
     body = {"prompt": "import os\n", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
     whole = embedded_server.post("/v1/completions", body)[1]["choices"][0]
