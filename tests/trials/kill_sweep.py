@@ -343,13 +343,14 @@ def spread_of(values: list[float]) -> dict[str, float] | None:
 async def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.output or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
         hows = HOWS if options.how == "all" else (options.how,)
         return report(options, [await sweep(options, how, folder, Path(scratch)) for how in hows])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="an existing folder")
+    parser.add_argument("--output", type=Path, help="folder of the result")
     parser.add_argument("--how", choices=(*HOWS, "all"), default="all")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=48)
