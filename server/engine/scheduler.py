@@ -161,7 +161,7 @@ class Scheduler:
         if self._has_to_make_place():
             return StepPlan(())
         counts: dict[int, int] = {}
-        preemptions = self.num_preemptions
+        preemptions, budget = self.num_preemptions, self.limits.step_tokens
         ready = sorted([sequence for sequence in self.running.values() if not sequence.needs_pending_token], key=_key)
         if len(ready) < len(self.running) and self._would_alternate(ready):
             # Two groups of sequences would alternate for ever, each in steps that cost as much as one with all of them.
@@ -178,7 +178,7 @@ class Scheduler:
                     return StepPlan(())
                 break
             counts[sequence.id] = count
-        budget = self.limits.step_tokens - sum(self.running[id].token_cost * count for id, count in counts.items())
+            budget -= count * sequence.token_cost
         # If pages were just too few, no sequence is admitted.
         while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(budget)):
             if count := min(admitted.num_plannable, admitted.affordable(budget)):
