@@ -152,8 +152,8 @@ def _stored(folder: Path, decoder: Decoder) -> tuple[str, dict[str, int]]:
     if len(set(found.values())) > 1:
         return MIXED, {MIXED: sum(p.numel() * ITEM_BYTES[found.get(p, "float32")] for p in decoder.parameters())}
     config = read_json(folder / "config.json")
-    said = config.get("dtype", config.get("torch_dtype"))
-    return next(iter(found.values()), said if said in ITEM_BYTES and KEY not in config else "float32"), {}
+    configured = config.get("dtype", config.get("torch_dtype"))
+    return next(iter(found.values()), configured if configured in ITEM_BYTES and KEY not in config else "float32"), {}
 
 
 def read_heads(folder: Path) -> tuple[ModelSpec, int]:

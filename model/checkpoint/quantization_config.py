@@ -1,7 +1,7 @@
 """quantization_config of config.json: which packed weights a checkpoint has, as the package compressed-tensors writes it.
 
-Read is its format pack-quantized with 4-bit integers in groups of inputs. Invariant: every other format, and every key that would change
-the numbers, is refused by name. It knows no tensors and no torch.
+Only its format pack-quantized is read, with 4-bit integers in groups of inputs. Invariant: every other format, and every key that would
+change the numbers, is refused by name. It knows no tensors and no torch.
 """
 
 from model.checkpoint.config import Config
@@ -11,7 +11,7 @@ BLOCK = 32
 _TOP: dict[str, object] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "kv_cache_scheme": {}}
 _TOP |= {key: {} for key in ("sparsity_config", "moe_sparsity_config", "transform_config")}
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "dynamic": False}
-"""Keys with the only value that is read. One that is absent or null changes nothing that the tensors' shapes do not say."""
+"""Keys with the only value that is read. An absent or null one is allowed: the shapes of the tensors are checked in any case."""
 _WHY = "of quantised checkpoints onehead reads compressed-tensors pack-quantized with num_bits 4 and strategy group, weights only"
 
 

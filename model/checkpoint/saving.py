@@ -27,7 +27,8 @@ def save_decoder(folder: Path, decoder: Decoder, dtype: torch.dtype, config: dic
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Writes config.json, model.safetensors and its manifest. What the config says of packed weights is left out."""
+    """Writes config.json, model.safetensors and its manifest. The config's `quantization_config` is left out, as these tensors are
+    not packed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})

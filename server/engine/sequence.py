@@ -21,8 +21,8 @@ from server.errors import ConstraintFailed
 from server.protocol import Guidance
 
 SCORED_TOKEN_COST = 2
-"""Share of a step's token budget that a prompt token takes that is to be scored: its logits are computed, too, and summed up, so that a
-step of 512 of them delayed other clients by half as much again."""
+"""Tokens of a step's budget that a prompt token takes whose log-probability is asked for: its logits are computed as well, which made a
+step of 512 of them up to half as long again."""
 
 
 class Constraint(Protocol):
@@ -150,7 +150,7 @@ class Sequence:
 
     @property
     def token_cost(self) -> int:
-        """What each of its tokens takes of a step's token budget."""
+        """Tokens of a step's budget that computing one of its tokens takes."""
         return SCORED_TOKEN_COST if self.num_scored < len(self.prompt) else 1
 
     def affordable(self, budget: int) -> int:

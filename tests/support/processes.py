@@ -96,7 +96,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            # `prepare` may change to another folder, from which this tree is found, too.
+            # `prepare` may change the working directory; the modules of this tree are still found.
             env=os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {}),
             cwd=ROOT,
             preexec_fn=prepare,
