@@ -65,17 +65,30 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attend: Attend) -> Tensor:
         """Ids and positions of T tokens -> their last hidden states x_TD, not yet normalised (see `logits`)."""
+        x_TD = self.embed(token_ids_T, position_ids_T)
+        return self.run_blocks(x_TD, self.rotations(position_ids_T, x_TD.dtype), attend)
+
+    def embed(self, token_ids_T: Tensor, position_ids_T: Tensor) -> Tensor:
+        """Ids and positions -> x_TD, the input of the first block."""
         x_TD: Tensor = self.token_embedding(token_ids_T)
         if self.spec.embedding_scale != 1.0:
             # Rounded to the dtype first, as these models were trained.
             x_TD = x_TD * torch.tensor(self.spec.embedding_scale, dtype=x_TD.dtype)
         if self.position_embedding is not None:
             x_TD = x_TD + self.position_embedding(position_ids_T)
-        rotation, window_rotation = (
-            None if table is None else table(position_ids_T, x_TD.dtype) for table in (self._rotary, self._window_rotary)
-        )
+        return x_TD
+
+    def rotations(self, position_ids_T: Tensor, dtype: torch.dtype) -> tuple[Rotation | None, Rotation | None]:
+        """The rotary embedding of positions, in layers without a window and in those with one; None where there is none."""
+        if self._rotary is None or self._window_rotary is None:
+            return None, None
+        rotation = self._rotary(position_ids_T, dtype)
+        return rotation, rotation if self._window_rotary is self._rotary else self._window_rotary(position_ids_T, dtype)
+
+    def run_blocks(self, x_TD: Tensor, rotations: tuple[Rotation | None, Rotation | None], attend: Attend) -> Tensor:
+        """All blocks, one after another."""
         for layer, block in enumerate(self.blocks):
-            x_TD = block(x_TD, layer, attend, rotation if self.spec.window(layer) is None else window_rotation)
+            x_TD = block(x_TD, layer, attend, rotations[self.spec.window(layer) is not None])
             self.num_parts_run += 1
         return x_TD
 

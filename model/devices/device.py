@@ -7,7 +7,8 @@ Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are w
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.pool import KVPool
-from model.batch import Numbers
+from model.batch import Batch, Numbers
+from model.decoder import Decoder
+from model.devices.backend import Backend
 from model.devices.products import Products
 from model.step import StepPlan
 
@@ -23,6 +26,8 @@ MEMORY_ERRORS = "out of memory", "ALLOC_FAILED", "can't allocate memory"
 
 Key = tuple[int, int, int]
 """Seed, choice and output index: all that the randomness of a draw depends on."""
+Forward = Callable[[Batch, Any], Tensor]
+"""(the rows of a step, the backend's plan for it) -> their last hidden states x_TD, valid until the next call"""
 GumbelMax = Callable[[Tensor, Tensor, Sequence[int], Sequence[Key], Sequence[tuple[float, float]]], Tensor]
 """(logits_SV, largest_S, rows to draw for, their keys, their (temperature, min_p)) -> their tokens"""
 
@@ -94,6 +99,14 @@ class Device:
     def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
         """What computes a decoder's matrix products."""
         raise NotImplementedError
+
+    def forward(self, decoder: Decoder, backend: Backend) -> Forward:
+        """What computes a step's hidden states, over the backend's pages."""
+        return lambda batch, plan: decoder(batch.token_ids_T, batch.position_ids_T, partial(backend.run, plan))
+
+    def num_parts_run(self) -> int:
+        """A number that grows while a step is computed, where the decoder does not count its own."""
+        return 0
 
     def memory(self) -> tuple[int, int]:
         """Bytes that can be taken now, and all there are."""

@@ -61,6 +61,7 @@ class ModelRunner:
         self.pool = pool
         self.backend = backend
         self.device = device
+        self.forward = device.forward(decoder, backend)
         self._stream = stream
         self._drawn_S = torch.zeros(most_tokens, dtype=torch.long, device=device.torch_device)
         self._place_of: dict[int, int] = {}
@@ -145,7 +146,7 @@ class ModelRunner:
     @property
     def progress(self) -> int:
         """A number that grows with every layer and every batch of logits computed, which tells a long step from one that hangs."""
-        return self.decoder.num_parts_run
+        return self.decoder.num_parts_run + self.device.num_parts_run()
 
     def capture(self, longest: int) -> int:
         """Captures steps of every batch size, for contexts up to the longest; returns how many. Takes seconds."""
@@ -221,7 +222,7 @@ class ModelRunner:
             places, sources = taken
             batch.token_ids_T[places] = self._drawn_S[sources]
         self._clear(plan)
-        x_TD = self.decoder(batch.token_ids_T, batch.position_ids_T, partial(self.backend.run, attended))
+        x_TD = self.forward(batch, attended)
         if len(batch.sampled_S):
             self._draw(pending, self.decoder.logits(x_TD[batch.sampled_S]))
         self._score(pending, x_TD)

@@ -240,8 +240,8 @@ def _distance(folder: Path, runner: Any, spec: Any) -> float | str:
         return "transformers: does not know this layout"
     ids = [i % min(spec.vocab_size, 250) for i in (5, 77, 130, 9, 201, 44)][: spec.max_positions]
     states = []
-    decode = runner.decoder.forward
-    runner.decoder.forward = lambda *given: states.append(decode(*given)) or states[-1]
+    forward = runner.forward
+    runner.forward = lambda *given: states.append(forward(*given).clone()) or states[-1]
     runner.run(StepPlan((Row(0, ids, 0, [array("q", range(40))] * len(runner.pool.layout.groups), None),)))
     try:
         eager = {"attn_implementation": "eager", "experts_implementation": "eager"}

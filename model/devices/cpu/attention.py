@@ -23,7 +23,7 @@ MULTIPLE = 16
 """Page size and the columns of keys and values must be multiples of it."""
 
 
-class Step(ctypes.Structure):
+class Attention(ctypes.Structure):
     """The kernel's struct of the same name."""
 
     _fields_ = (
@@ -57,21 +57,28 @@ class NativeBackend:
     def __init__(self, pool: KVPool, scale: float) -> None:
         found = library()
         assert found is not None and supports(pool)
-        self.pool, self._library = pool, found
+        self.pool, self.library = pool, found
         key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-        self._steps = []
+        self._structs = []
         for layer, place in enumerate(pool.layout.places):
             keys, values = (x.data_ptr() for x in pool.layer(layer))
-            step = Step(keys=keys, values=None if pool.value_in_key else values, stack=place.stack, key_dim=key_dim, scale=scale)
-            step.value_dim, step.page_size, step.number_type = value_dim, pool.page_size, NUMBER_TYPES[pool.keys_LPSd.dtype]
-            self._steps.append((step, ctypes.addressof(step), place.group))
+            struct = Attention(keys=keys, values=None if pool.value_in_key else values, stack=place.stack, key_dim=key_dim, scale=scale)
+            struct.value_dim, struct.page_size, struct.number_type = value_dim, pool.page_size, NUMBER_TYPES[pool.keys_LPSd.dtype]
+            self._structs.append((struct, place.group))
 
     @property
     def name(self) -> str:
-        return name_of(self._library)
+        return name_of(self.library)
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         return tuple(_plan(batch, number, group) for number, group in enumerate(batch.layout.groups))
+
+    def struct(self, layer: int, num_heads: int) -> tuple[Attention, int]:
+        """The kernel's arguments for a layer that do not depend on the step, and the number of its group."""
+        struct, number = self._structs[layer]
+        copy = Attention.from_buffer_copy(struct)
+        copy.num_heads = num_heads
+        return copy, number
 
     def run(
         self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
@@ -79,22 +86,20 @@ class NativeBackend:
         if rotation is not None:
             q_THd, k_Td = rotation.both(q_THd, k_Td)
         assert q_THd.dtype is k_Td.dtype is v_Tv.dtype is torch.float32
-        step, address, number = self._steps[layer]
-        if step.number_type:
-            k_Td, v_Tv = (x.to(self.pool.keys_LPSd.dtype) for x in (k_Td, v_Tv))
+        struct, number = self._structs[layer]
         num_tokens, num_heads, key_dim = q_THd.shape
         query_stride, *within = q_THd.stride()
         if within != [key_dim, 1]:
             q_THd, query_stride = q_THd.contiguous(), num_heads * key_dim
         if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
             k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
-        o_THv = q_THd.new_empty(num_tokens, num_heads, step.value_dim)
+        o_THv = q_THd.new_empty(num_tokens, num_heads, struct.value_dim)
         group = plan[number]
-        step.queries, step.new_keys, step.new_values = q_THd.data_ptr(), k_Td.data_ptr(), v_Tv.data_ptr()
-        step.query_stride, step.key_stride, step.value_stride = query_stride, k_Td.stride(0), v_Tv.stride(0)
-        step.outputs, step.spans, step.num_spans = o_THv.data_ptr(), group.address, len(group.pages)
-        step.num_tokens, step.num_heads = num_tokens, num_heads
-        self._library.attend(address, torch.get_num_threads())
+        struct.queries, struct.new_keys, struct.new_values = q_THd.data_ptr(), k_Td.data_ptr(), v_Tv.data_ptr()
+        struct.query_stride, struct.key_stride, struct.value_stride = query_stride, k_Td.stride(0), v_Tv.stride(0)
+        struct.outputs, struct.spans, struct.num_spans = o_THv.data_ptr(), group.address, len(group.pages)
+        struct.num_tokens, struct.num_heads = num_tokens, num_heads
+        self.library.attend(ctypes.addressof(struct), torch.get_num_threads())
         return o_THv
 
 

@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 from cache.pool import KVPool
+from model.decoder import Decoder
+from model.devices.backend import Backend
 from model.devices.blocks import FORMATS
-from model.devices.cpu.attention import supports
+from model.devices.cpu.attention import NativeBackend, supports
 from model.devices.cpu.memory import free_and_total_bytes
 from model.devices.cpu.native import library
 from model.devices.cpu.products import NativeProducts
+from model.devices.cpu.program import Program
 from model.devices.cpu.torch_blocks import BlockProducts
-from model.devices.device import Device, Dtypes
+from model.devices.device import Device, Dtypes, Forward
 from model.devices.products import Products
 from model.spec import OptionError
 
@@ -58,6 +61,17 @@ class CpuDevice(Device):
         if quantization == "fp8" or library() is None:
             return BlockProducts(quantization) if quantization in FORMATS else Products(quantization)
         return NativeProducts(quantization, dtypes.matrices)
+
+    def forward(self, decoder: Decoder, backend: Backend) -> Forward:
+        """One call for all layers where they consist of operations that it knows: latent attention and experts do not."""
+        recordable = decoder.spec.latent is None and decoder.spec.experts is None
+        if recordable and isinstance(backend, NativeBackend) and decoder.products == backend.name:
+            return Program(decoder, backend)
+        return super().forward(decoder, backend)
+
+    def num_parts_run(self) -> int:
+        kernels = library()
+        return 0 if kernels is None else int(kernels.num_phases_computed())
 
     def memory(self) -> tuple[int, int]:
         return free_and_total_bytes()

@@ -19,10 +19,13 @@ from model.decoder import Block, Decoder
 from model.devices.blocks import FORMATS, BlockFormat
 from model.devices.cpu.huge_pages import HugePages
 from model.devices.cpu.native import NUMBER_TYPES, library, name_of
+from model.devices.cpu.recording import Activation
 from model.devices.products import Products
 from model.devices.replacement import FusedLinear, NormReplacement, RowMatrix, replace_modules
 from model.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm, Router
 
+BLOCK_TYPES = {"int8": 3, "int4": 4}
+"""The kernels' WeightType of each format."""
 CODES = {"none": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 
 
@@ -66,7 +69,9 @@ class PackedNorm(NormReplacement):
         """The norm as the kernels take it."""
         return Norm(self.weight.data_ptr(), _address(self.bias), 1 if self.centred else 2, self.epsilon, self.offset)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Activation):
+            return x.normalised(self.struct)
         assert x.dtype is torch.float32
         rows_TD = x.reshape(-1, x.shape[-1])
         rows_TD = rows_TD if rows_TD.stride(-1) == 1 else rows_TD.contiguous()
@@ -93,7 +98,6 @@ class PackedMatrix(RowMatrix):
         self._library, self._held = found, held
         self.form = held if isinstance(held, BlockFormat) else None
         self.quantized = self.form is not None
-        self._run = self._kernel("product")
         self.shape = num_rows, num_columns
         self.num_filling = weight.numel() - num_rows * row_size
 
@@ -139,7 +143,7 @@ class PackedMatrix(RowMatrix):
             inputs=self.shape[1],
             outputs=self.shape[0],
             activation=CODES[activation],
-            weight_type=0 if self.quantized else NUMBER_TYPES[self.weight.dtype],
+            weight_type=NUMBER_TYPES[self.weight.dtype] if self.form is None else BLOCK_TYPES[self.form.name],
             norm=NO_NORM if norm is None else norm.struct,
         )
 
@@ -151,7 +155,7 @@ class PackedMatrix(RowMatrix):
         num_rows = x_TI.shape[0]
         y_TO = x_TI.new_empty(num_rows, self.shape[0])
         product.x, product.y, product.x_stride, product.rows = x_TI.data_ptr(), y_TO.data_ptr(), x_TI.stride(0), num_rows
-        self._run(ctypes.addressof(product), torch.get_num_threads())
+        self._library.product(ctypes.addressof(product), torch.get_num_threads())
         return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], self.shape[0])
 
 
@@ -167,9 +171,12 @@ class PackedLinear(PackedMatrix, FusedLinear):
         self.norm: PackedNorm | None = None
         self._fixed: Product | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         if self._fixed is None:
             self._fixed = self._arguments(self.bias, "none" if self.gated else self.activation, self.norm)
+        if isinstance(x, Activation):
+            recorded = x.product(self._fixed, self._library.prepared_bytes(ctypes.addressof(self._fixed)))
+            return recorded.gated(CODES[self.activation]) if self.gated else recorded
         y = self._product(x, self._fixed)
         return self._gate(y) if self.gated else y
 

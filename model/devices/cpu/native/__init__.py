@@ -1,6 +1,6 @@
 """The native CPU kernels, compiled when onehead is installed: the same source for AVX-512, for AVX2 and for any processor.
 
-They are called through ctypes on the addresses of torch's tensors, and share torch's OpenMP threads. Invariant: `library` returns the
+They are called through ctypes on addresses of tensors, and have threads of their own (pool.cpp). Invariant: `library` returns the
 widest version that this processor supports, or None if none was compiled; torch is used then. It knows nothing of models.
 """
 
@@ -10,7 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch  # Loads the OpenMP runtime that the kernels use.
+import torch
 
 from model.devices.blocks import FORMATS
 
@@ -18,14 +18,13 @@ log = logging.getLogger("onehead.engine")
 
 FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma", "f16c"), "portable": ()}
 """The processor features that each version needs, widest first."""
-INTERFACE = 8
+INTERFACE = 9
 """Version of the kernels' structs and functions, the same as in product.cpp."""
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' NumberType of each dtype."""
 NUM_ARGUMENTS = {"attend": 2, "product": 2, "pack": 6, "take": 6, "normalise_rows": 7, "gate": 6, "summarise_logits": 7}
-NUM_ARGUMENTS |= {
-    f"{name}_{form}": count for form in FORMATS for name, count in (("product", 2), ("pack", 5), ("take", 5), ("quantize", 4))
-}
+NUM_ARGUMENTS |= {"compute_step": 2, "prepared_bytes": 1}
+NUM_ARGUMENTS |= {f"{name}_{form}": count for form in FORMATS for name, count in (("pack", 5), ("take", 5), ("quantize", 4))}
 """Of each function; all are integers of 64 bits, addresses of tensors and structs among them."""
 
 
@@ -53,6 +52,7 @@ def _load(path: str) -> ctypes.CDLL | None:
         log.warning("kernels cannot be used, and torch's operations take their place: %s", error)
         return None
     found.isa.restype = ctypes.c_char_p
+    found.prepared_bytes.restype = found.num_phases_computed.restype = ctypes.c_int64
     for name, count in NUM_ARGUMENTS.items():
         getattr(found, name).argtypes = [ctypes.c_int64] * count
     return found

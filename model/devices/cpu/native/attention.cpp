@@ -10,42 +10,30 @@
 // and a page of values is made of one of keys whenever rows pass it. S, d and v are multiples of 16. Pages hold `Number`s: float32, or 16
 // bits, which are widened when they are loaded.
 
-#include <algorithm>
-#include <vector>
+#include "attention.h"
 
+#include <algorithm>
+
+#include "pool.h"
 #include "vector.h"
 
 constexpr int MAX_ROWS = 96;  // Rows that pass a page together.
 
 extern "C" const char *isa() { return ISA; }
 
-// What one row of the step (some tokens of one sequence) reads and writes; model/devices/cpu/attention.py has the same fields.
-struct Span {
-    int64_t first_token, num_tokens, num_keys, window;
-    const int64_t *pages;  // From the one that holds key 0; those of one stack of layers are page_stride apart.
-    int64_t page_stride;
-};
-
-struct Step {
-    const float *queries;                // [T, H, d], with the strides below from a token to the next
-    const void *new_keys, *new_values;   // [T, d] and [T, v], as pages hold them
-    float *outputs;                      // [T, H, v]
-    void *keys, *values;                 // The layer's pages; values may be null.
-    const Span *spans;
-    int64_t query_stride, key_stride, value_stride, num_tokens, num_spans, stack, num_heads, key_dim, value_dim, page_size, number_type;
-    float scale;
-};
-
-template <class Number> static void write(const Step &step, const Span &span) {
-    const int64_t size = step.page_size;
-    for (int64_t t = 0; t < span.num_tokens; t++) {
-        const int64_t place = span.num_keys - span.num_tokens + t, token = span.first_token + t;
-        const int64_t page = span.pages[place / size * span.page_stride + step.stack], offset = place % size;
-        const Number *new_key = (const Number *)step.new_keys + token * step.key_stride;
-        const Number *new_value = (const Number *)step.new_values + token * step.value_stride;
-        Number *key = (Number *)step.keys + page * size * step.key_dim + offset;
-        for (int64_t i = 0; i < step.key_dim; i++) key[i * size] = new_key[i];
-        if (step.values) memcpy((Number *)step.values + (page * size + offset) * step.value_dim, new_value, step.value_dim * sizeof(Number));
+template <class Number> static void write(const Attention &attention, int64_t begin, int64_t end) {
+    const int64_t size = attention.page_size;
+    const Span *last = attention.spans + attention.num_spans;
+    for (int64_t token = begin; token < end; token++) {
+        const Span &span = *(std::upper_bound(attention.spans, last, token, [](int64_t t, const Span &s) { return t < s.first_token; }) - 1);
+        const int64_t place = span.num_keys - span.num_tokens + token - span.first_token;
+        const int64_t page = span.pages[place / size * span.page_stride + attention.stack], offset = place % size;
+        const float *new_key = attention.new_keys + token * attention.key_stride, *new_value = attention.new_values + token * attention.value_stride;
+        Number *key = (Number *)attention.keys + page * size * attention.key_dim + offset;
+        for (int64_t i = 0; i < attention.key_dim; i++) narrow(new_key[i], key + i * size);
+        if (!attention.values) continue;
+        Number *value = (Number *)attention.values + (page * size + offset) * attention.value_dim;
+        for (int64_t i = 0; i < attention.value_dim; i++) narrow(new_value[i], value + i);
     }
 }
 
@@ -145,12 +133,12 @@ static float soften(Tile &tile, int r, float *scores, int64_t page_first, int64_
 }
 
 template <int ROWS, class Number>
-static void pass_page(const Step &step, Tile &tile, Page<Number> page, Page<Number> next, int64_t page_first, float *scores) {
-    const int64_t size = step.page_size;
+static void pass_page(const Attention &attention, Tile &tile, Page<Number> page, Page<Number> next, int64_t page_first, float *scores) {
+    const int64_t size = attention.page_size;
     int64_t s = 0;
     for (; s + TILE_VECTORS * LANES <= size; s += TILE_VECTORS * LANES)
-        score<ROWS, TILE_VECTORS>(tile.queries, page.keys + s, next.keys + s, step.key_dim, size, step.scale, scores + s);
-    for (; s < size; s += LANES) score<ROWS, 1>(tile.queries, page.keys + s, next.keys + s, step.key_dim, size, step.scale, scores + s);
+        score<ROWS, TILE_VECTORS>(tile.queries, page.keys + s, next.keys + s, attention.key_dim, size, attention.scale, scores + s);
+    for (; s < size; s += LANES) score<ROWS, 1>(tile.queries, page.keys + s, next.keys + s, attention.key_dim, size, attention.scale, scores + s);
     float shrink[ROWS];
     int64_t first = size, last = 0;
     for (int r = 0; r < ROWS; r++) {
@@ -159,18 +147,18 @@ static void pass_page(const Step &step, Tile &tile, Page<Number> page, Page<Numb
         last = std::max(last, std::min(size, tile.end[r] - page_first));
     }
     int64_t c = 0;
-    for (; c + TILE_VECTORS * LANES <= step.value_dim; c += TILE_VECTORS * LANES)
-        mix<ROWS, TILE_VECTORS>(scores, shrink, page.values + c, next.values + c, first, last, step.value_dim, size, tile.mixed + c);
-    for (; c < step.value_dim; c += LANES)
-        mix<ROWS, 1>(scores, shrink, page.values + c, next.values + c, first, last, step.value_dim, size, tile.mixed + c);
+    for (; c + TILE_VECTORS * LANES <= attention.value_dim; c += TILE_VECTORS * LANES)
+        mix<ROWS, TILE_VECTORS>(scores, shrink, page.values + c, next.values + c, first, last, attention.value_dim, size, tile.mixed + c);
+    for (; c < attention.value_dim; c += LANES)
+        mix<ROWS, 1>(scores, shrink, page.values + c, next.values + c, first, last, attention.value_dim, size, tile.mixed + c);
 }
 
 template <int ROWS = TILE_ROWS, class Number>
-static void pass(const Step &step, Tile &tile, Page<Number> page, Page<Number> next, int64_t page_first, float *scores) {
+static void pass(const Attention &attention, Tile &tile, Page<Number> page, Page<Number> next, int64_t page_first, float *scores) {
     if (tile.num_rows == ROWS)
-        pass_page<ROWS>(step, tile, page, next, page_first, scores);
+        pass_page<ROWS>(attention, tile, page, next, page_first, scores);
     else if constexpr (ROWS > 1)
-        pass<ROWS - 1>(step, tile, page, next, page_first, scores);
+        pass<ROWS - 1>(attention, tile, page, next, page_first, scores);
 }
 
 // [d, S] -> [S, v] of its first v columns.
@@ -181,19 +169,19 @@ template <class Number> static void transpose(const Number *keys, int64_t value_
 }
 
 // Rows first_row .. last_row of a span, of its num_tokens * H: all of them pass a page while it is in the cache.
-template <class Number> static void attend_rows(const Step &step, const Span &span, int64_t first_row, int64_t last_row) {
-    const int64_t heads = step.num_heads, size = step.page_size;
+template <class Number> static void attend_rows(const Attention &attention, const Span &span, int64_t first_row, int64_t last_row) {
+    const int64_t heads = attention.num_heads, size = attention.page_size;
     std::vector<Tile> tiles;
-    std::vector<float> mixed((last_row - first_row + TILE_ROWS) * step.value_dim, 0.0f), scores(TILE_ROWS * size);
-    std::vector<Number> made(step.values ? 0 : size * step.value_dim);
+    std::vector<float> mixed((last_row - first_row + TILE_ROWS) * attention.value_dim, 0.0f), scores(TILE_ROWS * size);
+    std::vector<Number> made(attention.values ? 0 : size * attention.value_dim);
     int64_t begin = span.num_keys, end = 0;
     for (int64_t row = first_row; row < last_row; row += TILE_ROWS) {
         Tile &tile = tiles.emplace_back();
         tile.num_rows = int(std::min<int64_t>(TILE_ROWS, last_row - row));
-        tile.mixed = mixed.data() + (row - first_row) * step.value_dim;
+        tile.mixed = mixed.data() + (row - first_row) * attention.value_dim;
         for (int r = 0; r < tile.num_rows; r++) {
             int64_t token = (row + r) / heads, head = (row + r) % heads;
-            tile.queries[r] = step.queries + (span.first_token + token) * step.query_stride + head * step.key_dim;
+            tile.queries[r] = attention.queries + (span.first_token + token) * attention.query_stride + head * attention.key_dim;
             tile.end[r] = span.num_keys - span.num_tokens + token + 1;
             tile.begin[r] = span.window ? std::max<int64_t>(0, tile.end[r] - span.window) : 0;
             tile.greatest[r] = -std::numeric_limits<float>::infinity();
@@ -206,52 +194,59 @@ template <class Number> static void attend_rows(const Step &step, const Span &sp
         Page<Number> pages[2];
         for (int i = 0; i < 2; i++) {
             const int64_t place = (number + i) * size < end ? number + i : number;
-            const int64_t page = span.pages[place * span.page_stride + step.stack];
-            pages[i].keys = (const Number *)step.keys + page * size * step.key_dim;
-            pages[i].values = step.values ? (const Number *)step.values + page * size * step.value_dim : made.data();
+            const int64_t page = span.pages[place * span.page_stride + attention.stack];
+            pages[i].keys = (const Number *)attention.keys + page * size * attention.key_dim;
+            pages[i].values = attention.values ? (const Number *)attention.values + page * size * attention.value_dim : made.data();
         }
-        if (!step.values) transpose(pages[0].keys, step.value_dim, size, made.data());
+        if (!attention.values) transpose(pages[0].keys, attention.value_dim, size, made.data());
         for (Tile &tile : tiles)
             if (tile.begin[0] < (number + 1) * size && tile.end[tile.num_rows - 1] > number * size)
-                pass(step, tile, pages[0], pages[1], number * size, scores.data());
+                pass(attention, tile, pages[0], pages[1], number * size, scores.data());
     }
-    float *out = step.outputs + (span.first_token * heads + first_row) * step.value_dim;
+    float *out = attention.outputs + (span.first_token * heads + first_row) * attention.value_dim;
     for (Tile &tile : tiles)
-        for (int r = 0; r < tile.num_rows; r++, out += step.value_dim)
-            for (int64_t c = 0; c < step.value_dim; c += LANES)
-                store(out + c, mul(load(tile.mixed + r * step.value_dim + c), all(1.0f / tile.sum[r])));
+        for (int r = 0; r < tile.num_rows; r++, out += attention.value_dim)
+            for (int64_t c = 0; c < attention.value_dim; c += LANES)
+                store(out + c, mul(load(tile.mixed + r * attention.value_dim + c), all(1.0f / tile.sum[r])));
 }
 
-template <class Number> static void attend_spans(const Step *step, int64_t num_threads) {
-    struct Part {
-        const Span *span;
-        int64_t first, last;
-    };
-    const int64_t num_rows = step->num_tokens * step->num_heads;
+std::vector<Part> parts_of(const Attention &attention, int64_t num_threads) {
+    const int64_t num_rows = attention.num_tokens * attention.num_heads;
     // Few rows are shared out tile by tile, so that no thread is idle.
-    int64_t share = std::max<int64_t>(TILE_ROWS, num_rows / (2 * num_threads) / TILE_ROWS * TILE_ROWS);
-    int64_t most = std::min<int64_t>(MAX_ROWS / TILE_ROWS * TILE_ROWS, share);
+    const int64_t share = std::max<int64_t>(TILE_ROWS, num_rows / (2 * num_threads) / TILE_ROWS * TILE_ROWS);
+    const int64_t most = std::min<int64_t>(MAX_ROWS / TILE_ROWS * TILE_ROWS, share);
     std::vector<Part> parts;
-    for (int64_t i = 0; i < step->num_spans; i++) {
-        const Span &span = step->spans[i];
-        int64_t rows = span.num_tokens * step->num_heads;
+    for (int64_t i = 0; i < attention.num_spans; i++) {
+        const Span &span = attention.spans[i];
+        const int64_t rows = span.num_tokens * attention.num_heads;
         for (int64_t row = 0; row < rows; row += most) parts.push_back({&span, row, std::min(rows, row + most)});
     }
-    const int64_t num_parts = int64_t(parts.size());
-#pragma omp parallel num_threads(num_threads) if (num_parts > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < step->num_spans; i++) write<Number>(*step, step->spans[i]);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_parts; i++) attend_rows<Number>(*step, *parts[i].span, parts[i].first, parts[i].last);
+    return parts;
+}
+
+void write_tokens(const Attention &attention, int64_t begin, int64_t end) {
+    switch (attention.number_type) {
+        case BFLOAT16: return write<Bfloat16>(attention, begin, end);
+        case FLOAT16: return write<Float16>(attention, begin, end);
+        default: return write<float>(attention, begin, end);
+    }
+}
+
+void attend_parts(const Attention &attention, const Part *begin, const Part *end) {
+    for (const Part *part = begin; part != end; part++) {
+        switch (attention.number_type) {
+            case BFLOAT16: attend_rows<Bfloat16>(attention, *part->span, part->first, part->last); break;
+            case FLOAT16: attend_rows<Float16>(attention, *part->span, part->first, part->last); break;
+            default: attend_rows<float>(attention, *part->span, part->first, part->last);
+        }
     }
 }
 
 // Stores the step's keys and values, then o = softmax(q K^T * scale) V for every head of every token of the spans.
-extern "C" void attend(const Step *step, int64_t num_threads) {
-    switch (step->number_type) {
-        case BFLOAT16: return attend_spans<Bfloat16>(step, num_threads);
-        case FLOAT16: return attend_spans<Float16>(step, num_threads);
-        default: return attend_spans<float>(step, num_threads);
-    }
+extern "C" void attend(const Attention *attention, int64_t num_threads) {
+    const std::vector<Part> parts = parts_of(*attention, num_threads);
+    compute_items(attention->num_tokens, share(attention->num_tokens, num_threads), num_threads,
+                  [=](int64_t begin, int64_t end) { write_tokens(*attention, begin, end); });
+    compute_items(int64_t(parts.size()), 1, num_threads,
+                  [&](int64_t begin, int64_t end) { attend_parts(*attention, parts.data() + begin, parts.data() + end); });
 }

@@ -242,59 +242,57 @@ template <class Number> static inline QuantizedBlock<Number> quantize_block(cons
     return block;
 }
 
-// Row m of tile first .. first + count, to its place in it. `own` has room for a row of whole blocks.
-template <class Format> static void prepare(const Product &p, int64_t m, int64_t first, int64_t count, int64_t num_blocks, float *own, char *tile) {
-    const float *row = p.x + m * p.x_stride;
-    if (p.norm.kind)
-        normalise(row, own, p.inputs, p.norm);
-    else if (p.inputs % BLOCK)
-        memcpy(own, row, p.inputs * sizeof(float));
-    if (p.inputs % BLOCK) std::fill(own + p.inputs, own + num_blocks * BLOCK, 0.0f);
-    if (p.norm.kind || p.inputs % BLOCK) row = own;
-    for (int64_t b = 0; b < num_blocks; b++, tile += X_BYTES<Format> * count) {
-        const QuantizedBlock<typename Format::Number> block = quantize_block<typename Format::Number>(row + b * BLOCK);
-        const typename Format::Correction correction = Format::correction(block.sum);
-        char *to = tile + 4 * (m - first);
-        for (int k = 0; k < STEPS<Format>; k++, to += 4 * count) memcpy(to, block.numbers + Format::GROUP * k, 4);
-        memcpy(to, &correction, 4);
-        memcpy(to + 4 * count, &block.scale, 4);
-    }
-}
+static int64_t num_blocks(const Product &p) { return (p.inputs + BLOCK - 1) / BLOCK; }
 
-template <class Format> static void block_product(const Product &p, int64_t num_threads) {
-    static thread_local Scratch tile_memory, row_memory;
-    const int64_t num_blocks = (p.inputs + BLOCK - 1) / BLOCK, panel_bytes = num_blocks * Format::BYTES, row_bytes = num_blocks * X_BYTES<Format>;
-    const int64_t num_panels = (p.outputs + PANEL - 1) / PANEL, num_tiles = (p.rows + Format::TILE - 1) / Format::TILE;
-    char *tiles = tile_memory.of<char>(p.rows * row_bytes);
-    float *floats = row_memory.of<float>(num_threads * num_blocks * BLOCK);
-#pragma omp parallel num_threads(num_threads)
-    {
-        float *own = floats + omp_get_thread_num() * num_blocks * BLOCK;
-#pragma omp for schedule(static)
-        for (int64_t m = 0; m < p.rows; m++) {
-            const TileSpan span = tile_of_row(p.rows, num_tiles, m);
-            prepare<Format>(p, m, span.first, span.count, num_blocks, own, tiles + span.first * row_bytes);
+template <class Format> static int64_t row_bytes(const Product &p) { return num_blocks(p) * X_BYTES<Format>; }
+
+template <class Format> static int64_t num_tiles(const Product &p) { return (p.rows + Format::TILE - 1) / Format::TILE; }
+
+// Rows begin .. end, each to its place in its tile.
+template <class Format> static void prepare(const Product &p, char *tiles, int64_t begin, int64_t end) {
+    static thread_local Scratch memory;
+    const int64_t whole = num_blocks(p) * BLOCK;
+    const bool copies = p.norm.kind || p.inputs != whole;
+    float *own = copies ? memory.of<float>(whole) : nullptr;
+    for (int64_t m = begin; m < end; m++) {
+        const TileSpan span = tile_of_row(p.rows, num_tiles<Format>(p), m);
+        char *tile = tiles + span.first * row_bytes<Format>(p);
+        const float *row = p.x + m * p.x_stride;
+        if (copies) {
+            if (p.norm.kind)
+                normalise(row, own, p.inputs, p.norm);
+            else
+                memcpy(own, row, p.inputs * sizeof(float));
+            std::fill(own + p.inputs, own + whole, 0.0f);
+            row = own;
         }
-#pragma omp for schedule(dynamic, panel_share(num_panels, num_threads))
-        for (int64_t n = 0; n < num_panels; n++) {
-            const Panel panel = panel_at(p, n, panel_bytes);
-            const char *next = panel.weights + (n + 1 == num_panels ? 0 : panel_bytes);
-            for (int64_t i = 0; i < num_tiles; i++) {
-                const int64_t m = first_row(p.rows, num_tiles, i);
-                const Ahead ahead = {next + i * panel_bytes / num_tiles, Format::BYTES / (BLOCK / 4) / num_tiles};
-                tile<Format, Format::TILE>(p, tiles + m * row_bytes, panel, num_blocks, int(first_row(p.rows, num_tiles, i + 1) - m), m, ahead);
-            }
+        for (int64_t k = 0; k < whole; k += BLOCK, tile += X_BYTES<Format> * span.count) {
+            const QuantizedBlock<typename Format::Number> block = quantize_block<typename Format::Number>(row + k);
+            const typename Format::Correction correction = Format::correction(block.sum);
+            char *to = tile + 4 * (m - span.first);
+            for (int i = 0; i < STEPS<Format>; i++, to += 4 * span.count) memcpy(to, block.numbers + Format::GROUP * i, 4);
+            memcpy(to, &correction, 4);
+            memcpy(to + 4 * span.count, &block.scale, 4);
         }
     }
 }
 
-extern "C" void product_int8(const Product *product, int64_t num_threads) {
-    if (product->rows) block_product<Int8>(*product, num_threads);
+template <class Format> static void panels(const Product &p, const char *tiles, int64_t begin, int64_t end) {
+    const int64_t bytes = num_blocks(p) * Format::BYTES, count = num_tiles<Format>(p);
+    for (int64_t n = begin; n < end; n++) {
+        const Panel panel = panel_at(p, n, bytes);
+        const char *next = panel.weights + (n + 1 == num_panels(p) ? 0 : bytes);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t m = first_row(p.rows, count, i);
+            const Ahead ahead = {next + i * bytes / count, Format::BYTES / (BLOCK / 4) / count};
+            const int rows = int(first_row(p.rows, count, i + 1) - m);
+            tile<Format, Format::TILE>(p, tiles + m * row_bytes<Format>(p), panel, num_blocks(p), rows, m, ahead);
+        }
+    }
 }
 
-extern "C" void product_int4(const Product *product, int64_t num_threads) {
-    if (product->rows) block_product<Int4>(*product, num_threads);
-}
+const ProductKernel INT8_KERNEL = {row_bytes<Int8>, prepare<Int8>, panels<Int8>};
+const ProductKernel INT4_KERNEL = {row_bytes<Int4>, prepare<Int4>, panels<Int4>};
 
 // Where the bytes of a row's block lie in its panel. Rows outside hold for each block a scale, in 4 bits a minimum, and the numbers in order.
 template <class Format> static char *block_of(void *packed, int64_t row, int64_t b, int64_t num_blocks) {
@@ -307,7 +305,6 @@ template <class Format, class Byte> static Byte *place(Byte *numbers, int j) { r
 template <class Format> static void pack(void *packed, const char *rows, int64_t first, int64_t count, int64_t num_blocks) {
     constexpr int NUMBERS = Format::HAS_MINIMUM ? 4 : 2;  // Bytes before the numbers.
     const int64_t last = first + count, num_panels = (last - 1) / PANEL - first / PANEL + 1;
-#pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < num_panels; n++) {
         const int64_t begin = std::max(first, (first / PANEL + n) * PANEL), end = std::min(last, (first / PANEL + n + 1) * PANEL);
         for (int64_t b = 0; b < num_blocks; b++)

@@ -14,17 +14,9 @@ constexpr int64_t UNIT = sizeof(float);
 extern "C" int64_t panel() { return PANEL; }
 
 // Of the structs that come from Python, as model/devices/cpu/native/__init__.py has it: raised with every change of either.
-extern "C" int64_t interface() { return 8; }
+extern "C" int64_t interface() { return 9; }
 
 constexpr int64_t WEIGHT_BYTES[] = {4, 2, 2};  // By NumberType.
-
-// The rows as the sums take them: normalised, and tile by tile. A tile of n rows holds the first number of its first row, of its second, ...
-// of its last, then the next number of each: one stream.
-struct Prepared {
-    const char *tiles;
-    int64_t row_bytes;
-    int64_t num_tiles;
-};
 
 // The sums of COUNT rows, each in registers of its own. (An array of them, within two loops, gcc 12 keeps in memory.)
 template <int COUNT> struct FloatSums {
@@ -63,60 +55,83 @@ __attribute__((noinline)) static void sum_panel(const char *x, const char *weigh
     rows.put(sums);
 }
 
-template <int COUNT> static void tile(const Product &p, const Prepared &x, const Panel &panel, int count, int64_t m, Ahead ahead) {
+template <int COUNT> static void tile(const Product &p, const char *x, const Panel &panel, int count, int64_t m, Ahead ahead) {
     if constexpr (COUNT > 0) {
         if (count < COUNT) return tile<COUNT - 1>(p, x, panel, count, m, ahead);
         float sums[COUNT][PANEL];
         const auto sum = p.weight_type == BFLOAT16  ? sum_panel<Bfloat16, COUNT>
                          : p.weight_type == FLOAT16 ? sum_panel<Float16, COUNT>
                                                     : sum_panel<float, COUNT>;
-        sum(x.tiles + m * x.row_bytes, panel.weights, p.inputs, ahead, sums);
+        sum(x, panel.weights, p.inputs, ahead, sums);
         for (int r = 0; r < COUNT; r++) finish(p, panel, load(sums[r]), load(sums[r] + LANES), m + r);
     }
 }
 
-static void pass_panel(const Product &p, const Prepared &x, const Panel &panel, int64_t bytes, bool is_last) {
-    const char *next = panel.weights + (is_last ? 0 : bytes);
-    for (int64_t i = 0; i < x.num_tiles; i++) {
-        const int64_t m = first_row(p.rows, x.num_tiles, i);
-        const int count = int(first_row(p.rows, x.num_tiles, i + 1) - m);
-        tile<ROWS>(p, x, panel, count, m, {next + i * bytes / x.num_tiles, bytes / p.inputs / x.num_tiles});
+static int64_t row_bytes(const Product &p) { return p.inputs * UNIT; }
+
+static int64_t num_tiles(const Product &p) { return (p.rows + ROWS - 1) / ROWS; }
+
+// Rows begin .. end, each to its place: a tile of n rows holds the first number of its first row, of its second, ... of its last, then the next
+// number of each, one stream.
+static void prepare(const Product &p, char *tiles, int64_t begin, int64_t end) {
+    static thread_local Scratch memory;
+    float *own = p.norm.kind ? memory.of<float>(p.inputs) : nullptr;
+    for (int64_t m = begin; m < end; m++) {
+        const TileSpan span = tile_of_row(p.rows, num_tiles(p), m);
+        char *tile = tiles + span.first * row_bytes(p);
+        const float *row = p.x + m * p.x_stride;
+        if (p.norm.kind) {
+            normalise(row, own, p.inputs, p.norm);
+            row = own;
+        }
+        if (span.count == 1)
+            memcpy(tile, row, p.inputs * UNIT);
+        else
+            for (int64_t k = 0; k < p.inputs; k++) memcpy(tile + (k * span.count + m - span.first) * UNIT, row + k, UNIT);
     }
 }
 
-// Row m of tile first .. first + count, to its place in it. `own` has room for one row.
-static void prepare(const Product &p, int64_t m, TileSpan span, float *own, char *tile) {
-    const float *row = p.x + m * p.x_stride;
-    if (p.norm.kind) {
-        normalise(row, own, p.inputs, p.norm);
-        row = own;
+static void panels(const Product &p, const char *tiles, int64_t begin, int64_t end) {
+    const int64_t bytes = p.inputs * WEIGHT_BYTES[p.weight_type] * PANEL, count = num_tiles(p);
+    for (int64_t n = begin; n < end; n++) {
+        const Panel panel = panel_at(p, n, bytes);
+        const char *next = panel.weights + (n + 1 == num_panels(p) ? 0 : bytes);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t m = first_row(p.rows, count, i);
+            const Ahead ahead = {next + i * bytes / count, bytes / p.inputs / count};
+            tile<ROWS>(p, tiles + m * row_bytes(p), panel, int(first_row(p.rows, count, i + 1) - m), m, ahead);
+        }
     }
-    if (span.count == 1)
-        memcpy(tile, row, p.inputs * UNIT);
-    else
-        for (int64_t k = 0; k < p.inputs; k++) memcpy(tile + (k * span.count + m - span.first) * UNIT, row + k, UNIT);
 }
+
+const ProductKernel FLOAT_KERNEL = {row_bytes, prepare, panels};
+
+struct ProductWork {
+    const Product &product;
+    const ProductKernel &kernel;
+    char *tiles;
+    static void prepare(const void *work, int64_t begin, int64_t end) {
+        const ProductWork &w = *(const ProductWork *)work;
+        w.kernel.prepare(w.product, w.tiles, begin, end);
+    }
+    static void panels(const void *work, int64_t begin, int64_t end) {
+        const ProductWork &w = *(const ProductWork *)work;
+        w.kernel.panels(w.product, w.tiles, begin, end);
+    }
+};
+
+// Of a row when it is prepared.
+extern "C" int64_t prepared_bytes(const Product *product) { return kernel_of(*product).row_bytes(*product); }
 
 extern "C" void product(const Product *product, int64_t num_threads) {
-    static thread_local Scratch tile_memory, row_memory;
+    static thread_local Scratch memory;
     const Product &p = *product;
-    if (!p.rows) return;
-    const int64_t num_panels = (p.outputs + PANEL - 1) / PANEL, num_tiles = (p.rows + ROWS - 1) / ROWS;
-    const int64_t row_bytes = p.inputs * UNIT, panel_bytes = p.inputs * WEIGHT_BYTES[p.weight_type] * PANEL;
-    char *tiles = tile_memory.of<char>(p.rows * row_bytes);
-    float *floats = row_memory.of<float>(num_threads * p.inputs);
-    const Prepared x = {tiles, row_bytes, num_tiles};
-#pragma omp parallel num_threads(num_threads)
-    {
-        float *own = floats + omp_get_thread_num() * p.inputs;
-#pragma omp for schedule(static)
-        for (int64_t m = 0; m < p.rows; m++) {
-            const TileSpan span = tile_of_row(p.rows, num_tiles, m);
-            prepare(p, m, span, own, tiles + span.first * row_bytes);
-        }
-#pragma omp for schedule(dynamic, panel_share(num_panels, num_threads))
-        for (int64_t n = 0; n < num_panels; n++) pass_panel(p, x, panel_at(p, n, panel_bytes), panel_bytes, n + 1 == num_panels);
-    }
+    const ProductKernel &kernel = kernel_of(p);
+    const ProductWork work = {p, kernel, memory.of<char>(p.rows * kernel.row_bytes(p))};
+    const int64_t panels = p.rows ? num_panels(p) : 0;
+    const Phase phases[] = {{ProductWork::prepare, &work, p.rows, share(p.rows, num_threads)},
+                            {ProductWork::panels, &work, panels, share(panels, num_threads)}};
+    compute_phases(phases, 2, num_threads);
 }
 
 // Where column k of row `row` of W lies.
@@ -127,7 +142,6 @@ template <class Number> static Number *place(Number *packed, int64_t row, int64_
 // Puts rows first .. first + count of W into the panels, one panel after the other, so that memory is written in order.
 template <class Number> static void pack(Number *packed, const Number *rows, int64_t first, int64_t count, int64_t inputs) {
     const int64_t last = first + count, num_panels = (last - 1) / PANEL - first / PANEL + 1;
-#pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < num_panels; n++) {
         int64_t begin = std::max(first, (first / PANEL + n) * PANEL), end = std::min(last, (first / PANEL + n + 1) * PANEL);
         for (int64_t k = 0; k < inputs; k++)

@@ -4,12 +4,14 @@
 // tiles and which thread has a panel changes no result. How weights and rows lie within a panel and a tile is each kernel's own matter.
 #pragma once
 
-#include <omp.h>
-
+#include "pool.h"
 #include "rows.h"
 
 constexpr int PANEL = 2 * LANES;
 constexpr int BLOCK = 32;  // Inputs of a block of quantized weights.
+
+// How weights are stored: as one of the NumberTypes, or in blocks.
+enum WeightType { INT8_BLOCKS = FLOAT16 + 1, INT4_BLOCKS };
 
 struct Product {
     const float *x;
@@ -20,6 +22,21 @@ struct Product {
     int64_t inputs, outputs, activation, weight_type;
     Norm norm;
 };
+
+// A product in two parts: its rows are prepared (normalised, perhaps quantized, and put into tiles), then its panels computed.
+struct ProductKernel {
+    int64_t (*row_bytes)(const Product &p);  // Of a prepared row.
+    void (*prepare)(const Product &p, char *tiles, int64_t begin, int64_t end);
+    void (*panels)(const Product &p, const char *tiles, int64_t begin, int64_t end);
+};
+
+extern const ProductKernel FLOAT_KERNEL, INT8_KERNEL, INT4_KERNEL;
+
+inline const ProductKernel &kernel_of(const Product &p) {
+    return p.weight_type == INT8_BLOCKS ? INT8_KERNEL : p.weight_type == INT4_BLOCKS ? INT4_KERNEL : FLOAT_KERNEL;
+}
+
+inline int64_t num_panels(const Product &p) { return (p.outputs + PANEL - 1) / PANEL; }
 
 // What all tiles of a panel share.
 struct Panel {
@@ -36,9 +53,6 @@ inline Panel panel_at(const Product &p, int64_t number, int64_t bytes) {
     if (p.bias) memcpy(panel.bias, p.bias + panel.column, panel.columns * sizeof(float));
     return panel;
 }
-
-// A thread that has to wait for its processor, which others use too, does not hold up the others' share.
-inline int panel_share(int64_t num_panels, int64_t num_threads) { return int(std::max<int64_t>(1, num_panels / (8 * num_threads))); }
 
 // One row's PANEL columns: bias, activation, and as many of them as there are.
 inline void finish(const Product &p, const Panel &panel, Vector left, Vector right, int64_t row) {

@@ -4,19 +4,10 @@
 
 #include "product.h"
 
-static uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-// Rounded to the nearest number, and of two to the even one.
 static Float16 narrowed(float x) {
-    const uint32_t sign = bits_of(x) >> 16 & 0x8000, size = bits_of(x) & 0x7fffffff;
-    uint32_t rest = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
-    if (size < 0x38800000) rest = bits_of(of_bits(size) + 0.5f) - 0x3f000000;  // Subnormal: their step is that of the numbers from 0.5 on.
-    if (size >= 0x477ff000) rest = size > 0x7f800000 ? 0x7e00 : 0x7c00;
-    return {uint16_t(sign | rest)};
+    Float16 narrow_x;
+    narrow(x, &narrow_x);
+    return narrow_x;
 }
 
 // Block number b of all rows together, filled up with zeros.
@@ -27,7 +18,6 @@ static void read_block(const float *rows, int64_t b, int64_t num_blocks, int64_t
 
 extern "C" void quantize_int8(const float *rows, char *out, int64_t count, int64_t inputs) {
     const int64_t num_blocks = (inputs + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(static)
     for (int64_t b = 0; b < count * num_blocks; b++) {
         float block[BLOCK];
         read_block(rows, b, num_blocks, inputs, block);
@@ -119,7 +109,6 @@ static void quantize(Blocks &blocks) {
 
 extern "C" void quantize_int4(const float *rows, char *out, int64_t count, int64_t inputs) {
     const int64_t num_blocks = (inputs + BLOCK - 1) / BLOCK, all_blocks = count * num_blocks;
-#pragma omp parallel for schedule(static)
     for (int64_t first = 0; first < all_blocks; first += LANES) {
         float block[BLOCK], lanes[BLOCK][LANES] = {};
         for (int n = 0; n < std::min<int64_t>(LANES, all_blocks - first); n++) {

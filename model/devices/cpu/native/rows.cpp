@@ -1,30 +1,24 @@
 // What is done to each row of a matrix by itself, without a product: normalisation, gates, and the normaliser of logits.
 
+#include "pool.h"
 #include "rows.h"
 
 extern "C" void normalise_rows(const float *x, float *y, int64_t stride, int64_t rows, int64_t size, const Norm *norm, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows > 8)
-    for (int64_t m = 0; m < rows; m++) normalise(x + m * stride, y + m * size, size, *norm);
+    compute_items(rows, std::max<int64_t>(8, share(rows, num_threads)), num_threads, [=](int64_t begin, int64_t end) {
+        for (int64_t m = begin; m < end; m++) normalise(x + m * stride, y + m * size, size, *norm);
+    });
 }
 
-// y = f(x[:, :size]) * x[:, size:], where the first half of each row is the gate.
 extern "C" void gate(const float *x, float *y, int64_t rows, int64_t size, int64_t activation, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (rows > 1)
-    for (int64_t m = 0; m < rows; m++) {
-        const float *row = x + 2 * m * size;
-        // The last lanes are computed as all others are, whether there are numbers for all of them or not.
-        for (int64_t k = 0; k < size; k += LANES) {
-            Vector gates = activated(load_some(row + k, size - k), int(activation));
-            store_some(y + m * size + k, mul(gates, load_some(row + size + k, size - k)), size - k);
-        }
-    }
+    compute_items(rows, share(rows, num_threads), num_threads, [=](int64_t begin, int64_t end) {
+        for (int64_t m = begin; m < end; m++) gate_row(x + 2 * m * size, y + m * size, size, int(activation));
+    });
 }
 
 // For each row the logarithm of the sum of its exponentials, the number of its greatest element (the first of several), and that element.
 extern "C" void summarise_logits(const float *logits, float *normalisers, float *greatest_ones, int64_t *places, int64_t rows, int64_t size,
                                  int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t m = 0; m < rows; m++) {
+    const auto summarise = [=](int64_t m) {
         const float *row = logits + m * size;
         Vector most = all(-std::numeric_limits<float>::infinity());
         int64_t k = 0;
@@ -42,5 +36,8 @@ extern "C" void summarise_logits(const float *logits, float *normalisers, float 
         greatest_ones[m] = greatest_one;
         places[m] = std::find(row, row + size, greatest_one) - row;
         if (places[m] == size) places[m] = 0;  // Of numbers that are none.
-    }
+    };
+    compute_items(rows, 1, num_threads, [=](int64_t begin, int64_t end) {
+        for (int64_t m = begin; m < end; m++) summarise(m);
+    });
 }

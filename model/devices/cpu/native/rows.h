@@ -1,4 +1,4 @@
-// What is done to one row of numbers: normalisation and activation. Each depends on the row alone.
+// What is done to one row of numbers: normalisation, activation, addition, rotation. Each depends on the row alone.
 #pragma once
 
 #include <algorithm>
@@ -58,5 +58,27 @@ inline void normalise(const float *x, float *y, int64_t size, const Norm &norm) 
         Vector weight = add(load_some(norm.weight + k, size - k), all(norm.offset));
         value = norm.bias ? fma(value, weight, load_some(norm.bias + k, size - k)) : mul(value, weight);
         store_some(y + k, value, size - k);
+    }
+}
+
+// y = f(x[:size]) * x[size:], where the first half of a row is the gate.
+inline void gate_row(const float *x, float *y, int64_t size, int activation) {
+    // The last lanes are computed as all others are, whether there are numbers for all of them or not.
+    for (int64_t k = 0; k < size; k += LANES)
+        store_some(y + k, mul(activated(load_some(x + k, size - k), activation), load_some(x + size + k, size - k)), size - k);
+}
+
+// y = x + factor * z
+inline void add_row(const float *x, const float *z, float *y, int64_t size, float factor) {
+    for (int64_t k = 0; k < size; k += LANES)
+        store_some(y + k, fma(all(factor), load_some(z + k, size - k), load_some(x + k, size - k)), size - k);
+}
+
+// Rotates pair i of a head's columns by angle i, whose cosine and sine are given. Interleaved pairs come out as halves.
+inline void rotate_head(const float *x, float *y, int64_t pairs, const float *cosine, const float *sine, bool interleaved) {
+    for (int64_t i = 0; i < pairs; i++) {
+        const float a = interleaved ? x[2 * i] : x[i], b = interleaved ? x[2 * i + 1] : x[i + pairs];
+        y[i] = a * cosine[i] - b * sine[i];
+        y[i + pairs] = b * cosine[i] + a * sine[i];
     }
 }

@@ -35,6 +35,25 @@ inline float widened(Float16 x) {
     return sign ? -size : size;
 }
 
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+// Rounded to the nearest number, and of two to the even one.
+inline void narrow(float x, Bfloat16 *to) {
+    const uint32_t bits = bits_of(x);
+    to->bits = x == x ? uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
+}
+inline void narrow(float x, Float16 *to) {
+    const uint32_t sign = bits_of(x) >> 16 & 0x8000, size = bits_of(x) & 0x7fffffff;
+    uint32_t rest = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
+    if (size < 0x38800000) rest = bits_of(of_bits(size) + 0.5f) - 0x3f000000;  // Subnormal: their step is that of the numbers from 0.5 on.
+    if (size >= 0x477ff000) rest = size > 0x7f800000 ? 0x7e00 : 0x7c00;
+    to->bits = uint16_t(sign | rest);
+}
+inline void narrow(float x, float *to) { *to = x; }
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define ISA "avx512"
