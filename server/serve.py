@@ -3,6 +3,7 @@
 Invariant: the port is bound before the model is loaded, and the engine process has ended when `serve` returns.
 """
 
+import signal
 import socket
 
 from server import logs
@@ -29,6 +30,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _leave(*_: object) -> None:
+    """Ends a server that has accepted nothing yet; once WebServer runs, it drains instead."""
+    raise SystemExit(0)
+
+
 async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
     """Serves until a signal, or until the engine is given up. Returns the exit status. Raises OneheadError if it cannot serve."""
     section = settings.server
@@ -38,6 +44,8 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
         if section.tls_certificate and section.tls_key:
             check_certificate(section.tls_certificate, section.tls_key)
         keys = Keys(section.api_keys, section.api_keys_file)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Else it is ignored, and stays so.
+            signal.signal(signal.SIGTERM, _leave)
         engine = started_engine(settings, section, names.shown)
         try:
             # FastAPI and uvicorn are imported while the engine process imports torch.

@@ -13,6 +13,7 @@ from math import ceil
 
 from server.config import ServerSection
 from server.errors import InvalidRequest, Overloaded, RequestError, Unavailable
+from server.generation.arrivals import Arrivals
 from server.generation.clients import Terms, Usage
 from server.generation.request import Choice
 from server.metrics import Metrics
@@ -63,6 +64,7 @@ class Admission:
         self.section = section
         self.max_running = max_running
         self.max_open = max_running + section.max_waiting
+        self.arrivals = Arrivals()
         self.draining = False
         self.num_reserved = 0
         """Admitted requests without submitted sequences."""

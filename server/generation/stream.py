@@ -1,11 +1,13 @@
 """OpenStreams: the sequences of one submitted request, as one asynchronous iterator over pieces of their text.
 
-It detokenizes, looks for stop strings and applies the request's time limit. Invariant: every sequence ends in exactly one piece with
+It detokenizes, looks for stop strings and applies the request's time limit. What has arrived is taken at once with `take`, either by the
+task that iterates or by the function that `listen` is given. Invariant: every sequence ends in exactly one piece with
 `finish`, or the whole request in one RequestError; `close` cancels unfinished sequences and is idempotent. It knows nothing of HTTP, the
 fields of bodies or server-sent events.
 """
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections import deque
@@ -116,7 +118,10 @@ class OpenStreams:
         self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
         self._inbox: deque[tuple[int, protocol.Token | protocol.Failed, float]] = deque()
         self._arrived = asyncio.Event()
-        """Set when the inbox has an event, or the time limit has passed."""
+        self._wake: Callable[[], None] = self._arrived.set
+        """Called when the inbox has an event, or the time limit has passed."""
+        self._is_announced = False
+        """Whether `wake` is going to be called for what is in the inbox."""
         self._num_open = len(self.choices)
         self._timeout_pieces: list[Piece] = []
         self._error: Callable[[], RequestError] | None = None
@@ -146,29 +151,44 @@ class OpenStreams:
                 choice.last = now
                 choice.num_tokens += 1
             self._inbox.append((choice.index, event, now))
-            self._arrived.set()
+            self._announce()
 
         return deliver
+
+    def _announce(self) -> None:
+        if not self._is_announced:
+            self._is_announced = True
+            self._admission.arrivals.add(self._tell)
+
+    def _tell(self) -> None:
+        self._is_announced = False
+        self._wake()
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """From now on `wake` is called, in this task's context, when there may be something to take; iteration must have ended."""
+        self._wake = partial(contextvars.copy_context().run, wake)
 
     def __aiter__(self) -> "OpenStreams":
         return self
 
     async def __anext__(self) -> Piece:
-        """The next piece. Raises QueueTimeout if the time limit passed before the request was started, and the errors of `_error`."""
+        """The next piece. Raises the errors of `take`."""
         while (piece := self.take()) is None:
-            if self._error is not None:
-                raise self._error()
-            if self._num_open == 0:
+            if self.ended:
                 raise StopAsyncIteration
-            if self._deadline_passed:
-                self._time_out()
-                continue
             self._arrived.clear()
             await self._arrived.wait()
         return piece
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes after `take` has returned None."""
+        return self._num_open == 0
+
     def take(self) -> Piece | None:
-        """The next piece if one has arrived, else None."""
+        """The next piece if one has arrived, else None. Raises QueueTimeout if the time limit passed before the request was started, and
+        the errors of `_error`.
+        """
         while self._inbox and self._error is None:
             index, event, came = self._inbox.popleft()
             choice = self.choices[index]
@@ -178,6 +198,10 @@ class OpenStreams:
                 self._fail(choice, event)
             elif (piece := self._take(choice, event, came)) is not None:
                 return piece
+        if self._deadline_passed and self._num_open and self._error is None:
+            self._time_out()
+        if self._error is not None:
+            raise self._error()
         return self._timeout_pieces.pop(0) if self._timeout_pieces else None
 
     def _take(self, choice: Choice, token: protocol.Token, came: float) -> Piece | None:
@@ -202,7 +226,7 @@ class OpenStreams:
 
     def _on_deadline(self) -> None:
         self._deadline_passed = True
-        self._arrived.set()
+        self._announce()
 
     def _time_out(self) -> None:
         waited = all(choice.id in self._admission.waiting for choice in self.choices)

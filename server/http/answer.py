@@ -3,7 +3,8 @@
 Invariant: the sequences of a request are closed when its answer ends, however it ends. It knows no dialect's fields.
 """
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from server.http.errors import error_body
 from server.http.exchange import Dialect, exchange_of
 from server.http.pieces import JsonAnswers
 from server.http.streams import StreamPublisher
+
+log = logging.getLogger("onehead.api")
 
 
 class Reply(Protocol):
@@ -115,13 +118,14 @@ class Answers:
         close, error_event = reply.streams.close, partial(_error_event, exchange_of(http).dialect)
         try:
             if delivery.resumable:
-                return self.publisher.publish(http, _events(reply, None), close, error_event, reply.headers(streamed=True), delivery.last)
+                source = ReplyEvents(reply, None, error_event, delivery.last)
+                return self.publisher.publish(http, source, close, error_event, reply.headers(streamed=True), delivery.last)
             if not delivery.stream:
                 value = await unless_disconnected(http, full_response(reply))
                 return await self.json_answers.response(value, reply.headers(streamed=False))
             first = await unless_disconnected(http, reply.streams.first_piece(self.publisher.keep_alive))
-            events = sse.with_error_events(_events(reply, first), error_event, delivery.last)
-            return sse.EventResponse(events, close, reply.headers(streamed=True), self.publisher.keep_alive)
+            source = ReplyEvents(reply, first, error_event, delivery.last)
+            return sse.EventResponse(source, close, reply.headers(streamed=True), self.publisher.keep_alive)
         except BaseException:
             close()
             raise
@@ -144,16 +148,45 @@ def _error_event(dialect: Dialect, error: RequestError) -> bytes:
     return sse.event(error_body(error, dialect))
 
 
-async def _events(reply: Reply, first: Piece | None) -> AsyncIterator[list[bytes]]:
-    """Batches of events, one event for each chunk; pieces that have arrived already share a batch. Raises RequestError."""
-    chunks = [*reply.first_chunks(), *(reply.chunks(first) if first is not None else ())]
-    if chunks:
-        yield [sse.event(chunk) for chunk in chunks]
-    async for piece in reply.streams:
-        events = [*map(sse.event, reply.chunks(piece))]
-        while len(events) < sse.MAX_EVENTS_PER_WRITE and not sse.is_large(events) and (more := reply.streams.take()) is not None:
-            events += map(sse.event, reply.chunks(more))
-        if events:
-            yield events
-    if chunks := reply.last_chunks():
-        yield [sse.event(chunk) for chunk in chunks]
+class ReplyEvents:
+    """The events of a reply, one for each chunk; an error becomes an event, and `last` follows them all."""
+
+    def __init__(self, reply: Reply, first: Piece | None, error_event: Callable[[RequestError], bytes], last: bytes) -> None:
+        self._reply, self._first, self._error_event, self._last = reply, first, error_event, last
+        self._has_begun = False
+        self.ended = False
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        self._reply.streams.listen(wake)
+
+    def take(self) -> list[bytes]:
+        events: list[bytes] = []
+        if self.ended:
+            return events
+        try:
+            self._fill(events)
+        except RequestError as error:
+            events.append(self._error_event(error))
+            self.ended = True
+        except Exception:
+            log.exception("stream failed")
+            events.append(self._error_event(RequestError("internal error; the server's log has it under the request id")))
+            self.ended = True
+        return [*events, self._last] if self.ended and self._last else events
+
+    def _fill(self, events: list[bytes]) -> None:
+        reply, streams = self._reply, self._reply.streams
+        if not self._has_begun:
+            self._has_begun = True
+            events += map(sse.event, reply.first_chunks())
+            events += map(sse.event, reply.chunks(self._first) if self._first is not None else ())
+        while sse.is_whole(events):
+            piece = streams.take()
+            if piece is not None:
+                events += map(sse.event, reply.chunks(piece))
+            elif streams.ended:
+                events += map(sse.event, reply.last_chunks())
+                self.ended = True
+                return
+            else:
+                return

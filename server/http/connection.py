@@ -153,6 +153,8 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if cycle.scope["http_version"] == "1.0":
             _delimit_by_close(cycle)
+        flow = cycle.flow
+        exchange_of(cycle.scope).is_paused = lambda: flow.write_paused
         admitted = self.door.decide(cycle.scope)
         if admitted or self.pipeline or self.transport.get_write_buffer_size():
             super()._start_asgi_task(cycle, app)

@@ -6,6 +6,7 @@ path, from which FrontDoor removes server.root_path, and the log's request id.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -60,6 +61,8 @@ class Exchange:
     """The status that the connection sent in place of the application, for the access log."""
     write: Send | None = None
     """uvicorn's `send`. Streams write to it directly, because each middleware in between costs time for every token."""
+    is_paused: Callable[[], bool] | None = None
+    """Whether `write` would wait for the client to read; None where the connection does not tell."""
     decided: bool = False
     """Whether FrontDoor.decide has been called."""
 

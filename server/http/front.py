@@ -68,7 +68,7 @@ class FrontDoor:
                 exchange.write = send
                 await self.app(scope, receive, response.send)
         finally:
-            exchange.write = None  # Breaks a reference cycle through the scope.
+            exchange.write = exchange.is_paused = None  # Breaks reference cycles through the scope.
             if not exchange.outlives_response:
                 exchange.release()
             response.log(self.table.find(scope["path"]))

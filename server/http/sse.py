@@ -1,19 +1,15 @@
 """Server-sent events (WHATWG HTML, section 9.2): their encoding, and the response that streams them. Knows no dialect."""
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from server.errors import RequestError
 from server.http.exchange import exchange_of, task_name
-
-log = logging.getLogger("onehead.api")
 
 _encode = msgspec.json.Encoder(enc_hook=list).encode
 """Iterators are encoded as arrays."""
@@ -36,32 +32,35 @@ def is_large(events: list[bytes]) -> bool:
     return bool(events) and len(events[-1]) > LARGE_BYTES
 
 
-async def with_error_events(
-    events: AsyncIterator[list[bytes]], error_event: Callable[[RequestError], bytes], last: bytes = b""
-) -> AsyncIterator[list[bytes]]:
-    """Batches of `events`; an error becomes an event, and `last` is sent at the end unless the task is cancelled."""
-    try:
-        async for each in events:
-            yield each
-    except RequestError as error:
-        yield [error_event(error)]
-    except Exception:
-        log.exception("stream failed")
-        yield [error_event(RequestError("internal error; the server's log has it under the request id"))]
-    if last:
-        yield [last]
+class Source(Protocol):
+    """Where a response's events come from."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last event has been taken."""
+
+    def take(self) -> list[bytes]:
+        """Events that have come: as many as fit one write, none if there are none now. Does not block."""
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """From now on `wake` is called, on the event loop, when there may be something to take."""
+
+
+def is_whole(events: list[bytes]) -> bool:
+    """Whether a source may have more events than these."""
+    return len(events) < MAX_EVENTS_PER_WRITE and not is_large(events)
 
 
 class EventResponse(StreamingResponse):
-    """A response with status 200 that writes batches of events as they come, and a comment after `keep_alive` seconds without events.
+    """A response with status 200 that writes events as they come, and a comment after `keep_alive` seconds without events.
 
-    It calls `close` when it ends, in any way: Starlette drops its iterator without closing it if a client disconnects while a write is
-    paused, and what the iterator holds would be released by the garbage collector only.
+    Events are taken and written by the call that says they have come, without a switch to the response's task, which is left what may
+    wait: the head, a client that does not keep up, many events at once, and the end. It calls `close` when it ends, in any way.
     """
 
     def __init__(
         self,
-        events: AsyncIterator[list[bytes]],
+        source: Source,
         close: Callable[[], None],
         headers: Mapping[str, str],
         keep_alive: float,
@@ -69,7 +68,10 @@ class EventResponse(StreamingResponse):
     ) -> None:
         # `stream_response` is overridden, so Starlette's own iterator is not used.
         super().__init__(iter(()), media_type="text/event-stream", headers={**HEADERS, **headers})
-        self._events = events
+        self._source = source
+        self._woken = asyncio.Event()
+        self._is_idle = False
+        """Whether the task waits, and `_push` may take events."""
         self._close = close
         self._keep_alive = keep_alive
         self._comment_bytes = comment
@@ -79,7 +81,8 @@ class EventResponse(StreamingResponse):
         self._write: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._write = exchange_of(scope).write or send
+        exchange = exchange_of(scope)
+        self._write, self._is_paused = exchange.write or send, exchange.is_paused
         self._name = task_name()
 
         async def watched() -> Message:
@@ -92,22 +95,37 @@ class EventResponse(StreamingResponse):
             await super().__call__(scope, watched, send)
         finally:
             comments.cancel()
+            self._source.listen(_nothing)  # Breaks a reference cycle.
             self._close()
 
     async def stream_response(self, send: Send) -> None:
         task_name(self._name)
         self._last_sent = time.monotonic()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        num_sent = 0
-        async for batch in self._events:
-            num_sent += len(batch)
-            if num_sent >= MAX_EVENTS_PER_WRITE or is_large(batch):
-                num_sent = 0
-                await asyncio.sleep(0)  # Writes to a closed connection never block: let the disconnect be noticed.
-            await self._send_part(b"".join(batch))
+        self._source.listen(self._push)
+        while not self._source.ended:
+            self._woken.clear()
+            while batch := self._source.take():
+                if not is_whole(batch):
+                    await asyncio.sleep(0)  # Writes to a closed connection never block: let the disconnect be noticed.
+                await self._send_part(b"".join(batch))
+            if not self._source.ended:
+                self._is_idle = True
+                await self._woken.wait()
         self._last_sent = None
         if not self._disconnected:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _push(self) -> None:
+        """Writes what has come, or leaves it to the task."""
+        if self._is_idle and self._is_paused is not None and not self._is_paused():
+            batch = self._source.take()
+            if batch:
+                _run_now(self._send_part(b"".join(batch)))
+            if is_whole(batch) and not self._source.ended:
+                return
+        self._is_idle = False
+        self._woken.set()
 
     async def _send_part(self, data: bytes) -> None:
         self._last_sent = time.monotonic()
@@ -121,3 +139,17 @@ class EventResponse(StreamingResponse):
             await asyncio.sleep(max(0.0, self._keep_alive - silence))
             if self._last_sent is not None and time.monotonic() - self._last_sent >= self._keep_alive:
                 await self._send_part(self._comment_bytes)
+
+
+def _nothing() -> None:
+    """In place of a listener."""
+
+
+def _run_now(writing: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine that does not wait."""
+    try:
+        writing.send(None)
+    except StopIteration:
+        return
+    writing.close()
+    raise RuntimeError("a write to a connection that is not paused must not wait")

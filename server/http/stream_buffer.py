@@ -90,9 +90,12 @@ class StreamBuffer:
         self.num_events += 1
         size = len(event) + EVENT_OVERHEAD
         self.num_bytes += size
+        return size
+
+    def tell(self) -> None:
+        """Wakes the reader, after events were added or the stream has ended."""
         if self.reader is not None:
             self.reader.wake()
-        return size
 
     def drop_oldest(self) -> int:
         """Drops the oldest event and returns the freed bytes; 0 if there is only one, which is kept."""
@@ -149,11 +152,17 @@ class StreamStore:
         # A stream of another caller must look like no stream.
         raise NotFound("there is no such stream", code="stream_not_found")
 
-    def append(self, buffer: StreamBuffer, event: bytes) -> None:
-        """Adds an event. Over `stream_bytes` it drops the oldest events of this stream; over `total_bytes` whole ended streams, the oldest
-        first, and then the oldest events of this stream.
+    def append(self, buffer: StreamBuffer, *events: bytes) -> None:
+        """Adds events, and wakes the reader once. Over `stream_bytes` it drops the oldest events of this stream; over `total_bytes` whole
+        ended streams, the oldest first, and then the oldest events of this stream.
         """
-        self.num_bytes += buffer.append(event)
+        for event in events:
+            self.num_bytes += buffer.append(event)
+            self._drop(buffer)
+        buffer.tell()
+
+    def _drop(self, buffer: StreamBuffer) -> None:
+        """Drops events until the bounds hold."""
         while buffer.num_bytes > self.retention.stream_bytes and (freed := buffer.drop_oldest()):
             self.num_bytes -= freed
         while self.num_bytes > self.retention.total_bytes:
@@ -170,10 +179,9 @@ class StreamStore:
         buffer.ended = True
         buffer.idle_since = now
         self._ended[buffer.id] = buffer
-        if buffer.reader is not None:
-            buffer.reader.wake()
+        buffer.tell()
 
-    def attach(self, buffer: StreamBuffer, seen: int, wake: Callable[[], None]) -> Reader:
+    def attach(self, buffer: StreamBuffer, seen: int, wake: Callable[[], None] = lambda: None) -> Reader:
         """A new reader of the events after number `seen`, which supersedes the current reader. Raises MalformedBody, as `after`."""
         buffer.after(seen)
         old, buffer.reader = buffer.reader, Reader(buffer, seen, wake)

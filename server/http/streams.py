@@ -7,7 +7,8 @@ a lost connection does not affect generation. It treats events as opaque bytes.
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import Callable
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,7 +19,7 @@ from server.http.exchange import Dialect, exchange_of
 from server.http.routes import Route
 from server.http.stream_buffer import Reader, StreamBuffer, StreamStore
 
-RETRY = b"retry: 1000\n"
+RETRY = "retry: 1000\n"
 SUPERSEDED = b"event: superseded\ndata: {}\n\n"
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
 _NUMBER = re.compile(r"[0-9]{1,15}")
@@ -36,14 +37,14 @@ class StreamPublisher:
     def publish(
         self,
         http: HttpRequest,
-        events: AsyncIterator[list[bytes]],
+        source: sse.Source,
         close: Callable[[], None],
         error_event: Callable[[RequestError], bytes],
         headers: dict[str, str],
         last: bytes = b"",
     ) -> Response:
-        """Starts a task that writes `events` into a new stream, and returns the first response that reads it. `close` is called when the
-        events end, in any way; `last` is the last event.
+        """Writes the events of `source` into a new stream as they come, and returns the first response that reads it. `close` is called
+        when the events end, in any way; `last` is the last event.
         """
         exchange = exchange_of(http)
         exchange.outlives_response = True
@@ -56,17 +57,24 @@ class StreamPublisher:
         buffer = self.store.open(exchange.caller, stop, time.monotonic())
         buffer.gap_event = b"event: error\n" + error_event(_GAP)
 
+        ended = asyncio.Event()
+
+        def push() -> None:
+            while events := source.take():
+                self._append(buffer, *events)
+            if source.ended:
+                ended.set()
+
         async def write() -> None:
             try:
-                async for batch in sse.with_error_events(events, error_event, last):
-                    for event in batch:
-                        self._append(buffer, event)
+                source.listen(push)
+                push()
+                await ended.wait()
             except asyncio.CancelledError:
                 reason = reasons[0] if reasons else "the server is shutting down"
-                self._append(buffer, error_event(StreamCancelled(reason, code="cancelled")))
-                if last:
-                    self._append(buffer, last)
+                self._append(buffer, error_event(StreamCancelled(reason, code="cancelled")), *filter(None, (last,)))
             finally:
+                source.listen(lambda: None)
                 close()
                 exchange.release()
                 self.store.end(buffer, time.monotonic())
@@ -76,16 +84,18 @@ class StreamPublisher:
         task.add_done_callback(self._tasks.discard)
         return self.follow(buffer, 0, headers)
 
-    def _append(self, buffer: StreamBuffer, event: bytes) -> None:
-        number = buffer.num_events + 1
-        self.store.append(buffer, f"id: {buffer.id}.{number}\n".encode() + (RETRY if number == 1 else b"") + event)
+    def _append(self, buffer: StreamBuffer, *events: bytes) -> None:
+        numbered = (
+            f"id: {buffer.id}.{number}\n{'' if number > 1 else RETRY}".encode() + event
+            for number, event in enumerate(events, buffer.num_events + 1)
+        )
+        self.store.append(buffer, *numbered)
 
     def follow(self, buffer: StreamBuffer, seen: int, headers: dict[str, str]) -> Response:
         """A response with the events after number `seen`. Raises MalformedBody if there is no such event yet."""
-        changed = asyncio.Event()
-        reader = self.store.attach(buffer, seen, changed.set)
+        reader = self.store.attach(buffer, seen)
         return sse.EventResponse(
-            _events(reader, changed),
+            ReaderEvents(reader),
             lambda: self.store.detach(reader, time.monotonic()),
             {**headers, "x-stream-id": buffer.id},
             self.keep_alive,
@@ -94,21 +104,30 @@ class StreamPublisher:
         )
 
 
-async def _events(reader: Reader, changed: asyncio.Event) -> AsyncIterator[list[bytes]]:
-    while True:
-        changed.clear()
-        gap, events = reader.take()
-        if gap:
-            yield [reader.buffer.gap_event]
-        for begin in range(0, len(events), sse.MAX_EVENTS_PER_WRITE):
-            yield [event for _, event in events[begin : begin + sse.MAX_EVENTS_PER_WRITE]]
-        if reader.superseded:
-            yield [SUPERSEDED]
-            return
-        if reader.finished:
-            return
-        if not events:
-            await changed.wait()
+class ReaderEvents:
+    """The events that one connection reads from a buffer."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._left: deque[bytes] = deque()
+        """Taken from the buffer, and not yet written."""
+        self.ended = False
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        self._reader.wake = wake
+
+    def take(self) -> list[bytes]:
+        if self.ended:
+            return []
+        if not self._left:
+            gap, events = self._reader.take()
+            self._left.extend([self._reader.buffer.gap_event] * gap)
+            self._left.extend(event for _, event in events)
+        batch = [self._left.popleft() for _ in range(min(len(self._left), sse.MAX_EVENTS_PER_WRITE))]
+        if not self._left and (self._reader.superseded or self._reader.finished):
+            self.ended = True
+            return [*batch, SUPERSEDED] if self._reader.superseded else batch
+        return batch
 
 
 class StreamRoutes:

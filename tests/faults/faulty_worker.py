@@ -1,6 +1,6 @@
 """The engine process with faults: server.engine.worker, with a runner, a pipe and grammars that obey tests.faults.rules.
 
-Nothing of the production engine is replaced, only wrapped: load, the runner's steps, its decoder's attention, what goes into the pipe.
+Nothing of the production engine is replaced, only wrapped: load, the runner's steps, its layers and logits, what goes into the pipe.
 """
 
 import ctypes
@@ -92,6 +92,7 @@ class FaultyRunner:
         codec = Tokenizer.from_file(str(tokenizer))
         self.markers = {rule.marker: codec.encode(rule.marker, add_special_tokens=False).ids for rule in faults.rules.rules}
         runner.decoder = FaultyDecoder(runner.decoder, self)
+        self._forward, runner.forward = runner.forward, self._faulty_forward
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.runner, name)
@@ -106,6 +107,23 @@ class FaultyRunner:
                 self.faults.carry_out(rule)
         self.plan = self._break_sampling(plan)
         return run(self.plan)
+
+    def _faulty_forward(self, batch: Any, plan: Any) -> Any:
+        """Layers that find NaN in their pages, or that run out of memory once keys and values have been written."""
+        for rule in self.faults.rules.named("nan_pages"):
+            self._poison(rule)
+        states = self._forward(batch, plan)
+        for rule in self.faults.rules.named("oom"):
+            if self.rows(rule, self.plan):
+                self.faults.carry_out(rule)
+        return states
+
+    def _poison(self, rule: Rule) -> None:
+        for index in self.rows(rule, self.plan):
+            if self.faults.rules.strike(rule):
+                pages = [page for group in self.plan.rows[index].pages for page in group]
+                self.runner.pool.keys_LPSd[:, pages] = float("nan")
+                self.runner.pool.values_LPSv[:, pages] = float("nan")
 
     def rows(self, rule: Rule, plan: Any) -> list[int]:
         """The rows of a step that a rule speaks of; none where the step is too small for it."""
@@ -137,7 +155,7 @@ class Unreadable(Sequence[int]):
 
 
 class FaultyDecoder:
-    """A decoder whose attention runs out of memory and whose numbers turn to NaN."""
+    """A decoder whose logits turn to NaN."""
 
     def __init__(self, decoder: Any, runner: FaultyRunner) -> None:
         self._decoder = decoder
@@ -145,29 +163,6 @@ class FaultyDecoder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
-
-    def __call__(self, token_ids: Any, positions: Any, attend: Any) -> Any:
-        faults, runner = self._runner.faults, self._runner
-
-        def attention(layer: int, *given: Any) -> Any:
-            if layer == 0:
-                for rule in faults.rules.named("nan_pages"):
-                    self._poison(rule)
-            if layer == 1:  # Something has been written by now.
-                for rule in faults.rules.named("oom"):
-                    if runner.rows(rule, runner.plan):
-                        faults.carry_out(rule)
-            return attend(layer, *given)
-
-        return self._decoder(token_ids, positions, attention)
-
-    def _poison(self, rule: Rule) -> None:
-        runner = self._runner
-        for index in runner.rows(rule, runner.plan):
-            if runner.faults.rules.strike(rule):
-                pages = [page for group in runner.plan.rows[index].pages for page in group]
-                runner.pool.keys_LPSd[:, pages] = float("nan")
-                runner.pool.values_LPSv[:, pages] = float("nan")
 
     def logits(self, states: Any) -> Any:
         logits = self._decoder.logits(states)

@@ -2,12 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from server.http.sse import EventResponse, event
+from server.generation.arrivals import SLICE_SECONDS, Arrivals
+from server.http.exchange import exchange_of
+from server.http.sse import MAX_EVENTS_PER_WRITE, EventResponse, event
 
 SCOPE: dict[str, Any] = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "POST", "path": "/", "headers": []}
 
@@ -19,9 +23,40 @@ def test_an_event_is_one_data_line_whatever_the_text() -> None:
     assert json.loads(lines[0].removeprefix("data: ")) == {"text": text}
 
 
-async def events() -> AsyncIterator[list[bytes]]:
-    while True:
-        yield [event(1)]
+class Endless:
+    """A source that always has an event."""
+
+    ended = False
+
+    def take(self) -> list[bytes]:
+        return [event(1)]
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Nothing has to be waited for."""
+
+
+class Given:
+    """A source of the events that a test gives it."""
+
+    def __init__(self) -> None:
+        self.batches: deque[list[bytes]] = deque()
+        self.is_last = False
+        self.wake: Callable[[], object] = list
+
+    @property
+    def ended(self) -> bool:
+        return self.is_last and not self.batches
+
+    def take(self) -> list[bytes]:
+        return self.batches.popleft() if self.batches else []
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def give(self, *events: bytes, is_last: bool = False) -> None:
+        self.batches.append([*events])
+        self.is_last = is_last
+        self.wake()
 
 
 async def never() -> Any:
@@ -39,7 +74,7 @@ async def test_a_client_that_leaves_closes_the_stream_at_once(fails_at: int) -> 
         sent += 1
 
     with pytest.raises(Exception):  # noqa: B017  (what Starlette makes of it is its own affair)
-        await EventResponse(events(), lambda: closed.append(True), {}, 15.0)(SCOPE, never, send)
+        await EventResponse(Endless(), lambda: closed.append(True), {}, 15.0)(SCOPE, never, send)
     assert closed == [True]
 
 
@@ -50,7 +85,7 @@ async def test_a_client_that_leaves_while_a_write_is_paused_closes_the_stream_at
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    task = asyncio.create_task(EventResponse(events(), lambda: closed.append(True), {}, 15.0)(SCOPE, never, paused))
+    task = asyncio.create_task(EventResponse(Endless(), lambda: closed.append(True), {}, 15.0)(SCOPE, never, paused))
     await asyncio.sleep(0.01)
     assert closed == []
     task.cancel()
@@ -61,16 +96,14 @@ async def test_a_client_that_leaves_while_a_write_is_paused_closes_the_stream_at
 async def test_a_comment_in_every_silence_and_none_before_the_start_or_behind_the_end() -> None:
     sent: list[Any] = []
 
-    async def slow() -> AsyncIterator[list[bytes]]:
-        await asyncio.sleep(0.1)
-        yield [event(1)]
-        await asyncio.sleep(0.1)
-        yield [event(2)]
+    source, loop = Given(), asyncio.get_running_loop()
+    loop.call_later(0.1, source.give, event(1))
+    loop.call_later(0.2, lambda: source.give(event(2), is_last=True))
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await EventResponse(slow(), lambda: None, {"x-name": "value"}, 0.03)(SCOPE, never, send)
+    await EventResponse(source, lambda: None, {"x-name": "value"}, 0.03)(SCOPE, never, send)
     await asyncio.sleep(0.1)
     assert sent[0]["type"] == "http.response.start" and (b"x-name", b"value") in sent[0]["headers"]
     bodies = [message["body"] for message in sent[1:]]
@@ -78,3 +111,57 @@ async def test_a_comment_in_every_silence_and_none_before_the_start_or_behind_th
     assert set(bodies) == {event(1), event(2), b": keep-alive\n\n", b""}
     # At least two in each silence of 0.1 s, unless the machine is very busy, and never two without a pause between them.
     assert 2 <= bodies.count(b": keep-alive\n\n") <= 8
+
+
+async def test_what_has_come_is_written_by_the_call_that_says_so_unless_the_client_does_not_keep_up() -> None:
+    source, paused, sent = Given(), False, list[bytes]()
+    scope = SCOPE | {}
+    exchange_of(scope).is_paused = lambda: paused
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b"head"))
+
+    task = asyncio.create_task(EventResponse(source, lambda: None, {}, 15.0)(scope, never, send))
+    await asyncio.sleep(0.01)
+    assert sent == [b"head"]
+    source.give(event(1), event(2))
+    assert sent == [b"head", event(1) + event(2)]
+    paused = True
+    source.give(event(3))
+    assert len(sent) == 2
+    await asyncio.sleep(0.01)
+    assert sent[2:] == [event(3)]
+    paused = False
+    many = [event(i) for i in range(MAX_EVENTS_PER_WRITE)]
+    source.give(*many)
+    source.give(event(4), is_last=True)
+    assert sent[3:] == [b"".join(many)]
+    await task
+    assert sent[4:] == [event(4), b""]
+
+
+async def test_an_error_of_one_stream_leaves_the_others_theirs(caplog: pytest.LogCaptureFixture) -> None:
+    arrivals, told = Arrivals(), list[int]()
+    arrivals.add(lambda: told.append(1))
+    arrivals.add(lambda: told.append(1 // 0))
+    arrivals.add(lambda: told.append(2))
+    assert told == []
+    await asyncio.sleep(0)
+    assert told == [1, 2] and "could not be handled" in caplog.text
+
+
+async def test_other_tasks_run_between_slices_of_many_streams() -> None:
+    arrivals, told = Arrivals(), 0
+
+    def tell() -> None:
+        nonlocal told
+        told += 1
+        time.sleep(SLICE_SECONDS / 2)
+
+    for _ in range(10):
+        arrivals.add(tell)
+    seen = []
+    while told < 10:
+        await asyncio.sleep(0)
+        seen.append(told)
+    assert len(seen) >= 3 and seen == sorted(seen)
