@@ -1,0 +1,1 @@
+"""Programs that run in the environments of other engines, to be measured beside onehead."""
