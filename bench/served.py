@@ -95,7 +95,7 @@ def alone(options: argparse.Namespace, serve_options: list[str]) -> dict[int, fl
             command += ["--output_tokens", str(OUTPUT_TOKENS), *serve_options]
             subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             (run,) = json.loads(file.read_text())["runs"]
-            found[streams] = run["output_tokens_per_second"]
+            found[streams] = run["figures"]["output_tokens_per_second"]
     return found
 
 

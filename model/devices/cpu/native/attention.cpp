@@ -245,8 +245,6 @@ void attend_parts(const Attention &attention, const Part *begin, const Part *end
 // Stores the step's keys and values, then o = softmax(q K^T * scale) V for every head of every token of the spans.
 extern "C" void attend(const Attention *attention, int64_t num_threads) {
     const std::vector<Part> parts = parts_of(*attention, num_threads);
-    compute_items(attention->num_tokens, share(attention->num_tokens, num_threads), num_threads,
-                  [=](int64_t begin, int64_t end) { write_tokens(*attention, begin, end); });
-    compute_items(int64_t(parts.size()), 1, num_threads,
-                  [&](int64_t begin, int64_t end) { attend_parts(*attention, parts.data() + begin, parts.data() + end); });
+    compute_items(attention->num_tokens, num_threads, [=](int64_t begin, int64_t end) { write_tokens(*attention, begin, end); });
+    compute_items(int64_t(parts.size()), num_threads, [&](int64_t begin, int64_t end) { attend_parts(*attention, parts.data() + begin, parts.data() + end); });
 }

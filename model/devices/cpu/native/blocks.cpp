@@ -281,7 +281,7 @@ template <class Format> static void panels(const Product &p, const char *tiles, 
     const int64_t bytes = num_blocks(p) * Format::BYTES, count = num_tiles<Format>(p);
     for (int64_t n = begin; n < end; n++) {
         const Panel panel = panel_at(p, n, bytes);
-        const char *next = panel.weights + (n + 1 == num_panels(p) ? 0 : bytes);
+        const char *next = panel.weights + (n + 1 == end ? 0 : bytes);
         for (int64_t i = 0; i < count; i++) {
             const int64_t m = first_row(p.rows, count, i);
             const Ahead ahead = {next + i * bytes / count, Format::BYTES / (BLOCK / 4) / count};

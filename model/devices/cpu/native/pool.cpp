@@ -25,14 +25,13 @@ extern "C" int64_t num_phases_computed() { return num_computed.load(std::memory_
 
 static int64_t num_pieces(const Phase &phase) { return (phase.num_items + phase.piece_size - 1) / phase.piece_size; }
 
-static void compute_piece(const Phase &phase, int64_t number) {
-    const int64_t begin = number * phase.piece_size;
-    phase.compute(phase.work, begin, std::min(phase.num_items, begin + phase.piece_size));
+static void compute_pieces(const Phase &phase, int64_t first, int64_t count) {
+    phase.compute(phase.work, first * phase.piece_size, std::min(phase.num_items, (first + count) * phase.piece_size));
 }
 
 struct Pool {
-    // The number of the open phase since the program began, in 32 bits, and how many of its pieces nobody has taken. A thread that takes a
-    // piece changes both at once, so that it cannot take one of a phase that it has not seen.
+    // The number of the open phase since the process began, in the upper 32 bits, and how many of its pieces have not been taken. A thread takes
+    // a piece by one exchange of both, so that it cannot take one of a phase that it has not seen.
     alignas(64) std::atomic<uint64_t> ticket{0};
     alignas(64) std::atomic<int64_t> num_done{0};
     // Of the call that has the pool: written before its first ticket, and read by threads that have taken a piece of it.
@@ -57,22 +56,26 @@ struct Pool {
                 ticket.store(uint64_t(number) << 32 | uint64_t(count), std::memory_order_release);
                 return;
             }
-            if (count) compute_piece(phase, 0);
+            if (count) compute_pieces(phase, 0, 1);
         }
         ticket.store(uint64_t(number) << 32, std::memory_order_release);
     }
 
-    // Takes and computes one piece of the open phase. False if there is none.
+    // Takes and computes a share of the pieces left of the open phase: neighbouring ones, which are read as one stream, and fewer towards the
+    // end, so that all threads end together. False if none is left.
     bool work() {
         uint64_t seen = ticket.load(std::memory_order_acquire);
-        do
-            if (!uint32_t(seen)) return false;
-        while (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acquire, std::memory_order_acquire));
+        int64_t left, taken;
+        do {
+            left = int64_t(uint32_t(seen));
+            if (!left) return false;
+            taken = std::max<int64_t>(1, left / (2 * num_threads.load(std::memory_order_relaxed)));
+        } while (!ticket.compare_exchange_weak(seen, seen - uint64_t(taken), std::memory_order_acquire, std::memory_order_acquire));
         const uint32_t number = uint32_t(seen >> 32);
         const Phase &phase = phases[number - first];
         const int64_t count = num_pieces(phase);
-        compute_piece(phase, count - int64_t(uint32_t(seen)));
-        if (num_done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) open(number + 1);
+        compute_pieces(phase, count - left, taken);
+        if (num_done.fetch_add(taken, std::memory_order_acq_rel) + taken == count) open(number + 1);
         return true;
     }
 
@@ -138,5 +141,5 @@ void compute_phases(const Phase *phases, int64_t num_phases, int64_t num_threads
     std::unique_lock<std::mutex> lock(found.in_use, std::try_to_lock);
     if (num_threads > 1 && lock.owns_lock()) return found.compute(phases, num_phases, num_threads);
     for (int64_t i = 0; i < num_phases; i++, num_computed.fetch_add(1, std::memory_order_relaxed))
-        for (int64_t n = 0; n < num_pieces(phases[i]); n++) compute_piece(phases[i], n);
+        if (phases[i].num_items) compute_pieces(phases[i], 0, num_pieces(phases[i]));
 }

@@ -95,7 +95,7 @@ static void panels(const Product &p, const char *tiles, int64_t begin, int64_t e
     const int64_t bytes = p.inputs * WEIGHT_BYTES[p.weight_type] * PANEL, count = num_tiles(p);
     for (int64_t n = begin; n < end; n++) {
         const Panel panel = panel_at(p, n, bytes);
-        const char *next = panel.weights + (n + 1 == num_panels(p) ? 0 : bytes);
+        const char *next = panel.weights + (n + 1 == end ? 0 : bytes);
         for (int64_t i = 0; i < count; i++) {
             const int64_t m = first_row(p.rows, count, i);
             const Ahead ahead = {next + i * bytes / count, bytes / p.inputs / count};
@@ -129,8 +129,7 @@ extern "C" void product(const Product *product, int64_t num_threads) {
     const ProductKernel &kernel = kernel_of(p);
     const ProductWork work = {p, kernel, memory.of<char>(p.rows * kernel.row_bytes(p))};
     const int64_t panels = p.rows ? num_panels(p) : 0;
-    const Phase phases[] = {{ProductWork::prepare, &work, p.rows, share(p.rows, num_threads)},
-                            {ProductWork::panels, &work, panels, share(panels, num_threads)}};
+    const Phase phases[] = {{ProductWork::prepare, &work, p.rows}, {ProductWork::panels, &work, panels}};
     compute_phases(phases, 2, num_threads);
 }
 

@@ -4,13 +4,14 @@
 #include "rows.h"
 
 extern "C" void normalise_rows(const float *x, float *y, int64_t stride, int64_t rows, int64_t size, const Norm *norm, int64_t num_threads) {
-    compute_items(rows, std::max<int64_t>(8, share(rows, num_threads)), num_threads, [=](int64_t begin, int64_t end) {
+    const auto compute = [=](int64_t begin, int64_t end) {
         for (int64_t m = begin; m < end; m++) normalise(x + m * stride, y + m * size, size, *norm);
-    });
+    };
+    compute_items(rows, num_threads, compute, 8);
 }
 
 extern "C" void gate(const float *x, float *y, int64_t rows, int64_t size, int64_t activation, int64_t num_threads) {
-    compute_items(rows, share(rows, num_threads), num_threads, [=](int64_t begin, int64_t end) {
+    compute_items(rows, num_threads, [=](int64_t begin, int64_t end) {
         for (int64_t m = begin; m < end; m++) gate_row(x + 2 * m * size, y + m * size, size, int(activation));
     });
 }
@@ -37,7 +38,7 @@ extern "C" void summarise_logits(const float *logits, float *normalisers, float 
         places[m] = std::find(row, row + size, greatest_one) - row;
         if (places[m] == size) places[m] = 0;  // Of numbers that are none.
     };
-    compute_items(rows, 1, num_threads, [=](int64_t begin, int64_t end) {
+    compute_items(rows, num_threads, [=](int64_t begin, int64_t end) {
         for (int64_t m = begin; m < end; m++) summarise(m);
     });
 }

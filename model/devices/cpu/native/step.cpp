@@ -128,22 +128,22 @@ extern "C" void compute_step(const Step *step, int64_t num_threads) {
     bounds.clear(), segments.clear(), phases.clear();
     for (int64_t i = 0; i < step->num_operations; i++) bounds.push_back(bind(*step, step->operations[i], parts, num_threads));
     segments.reserve(2 * bounds.size());  // Phases point to them.
-    const auto add = [&](void (*compute)(const void *, int64_t, int64_t), const Bound *begin, const Bound *end, int64_t items, int64_t piece) {
+    const auto add = [&](void (*compute)(const void *, int64_t, int64_t), const Bound *begin, const Bound *end, int64_t items) {
         segments.push_back({step, begin, end});
-        phases.push_back({compute, &segments.back(), items, piece});
+        phases.push_back({compute, &segments.back(), items});
     };
     const Bound *begin = bounds.data(), *last = begin + bounds.size();
     for (Bound *bound = bounds.data(); bound != last; bound++) {
         const Operation &op = *bound->operation;
         const bool is_shared_out = op.kind == PRODUCT || op.kind == ATTEND;
         if (is_shared_out || bound + 1 == last) {
-            add(compute_tokens, begin, bound + 1, step->num_tokens, share(step->num_tokens, num_threads));
+            add(compute_tokens, begin, bound + 1, step->num_tokens);
             begin = bound + 1;
         }
-        if (op.kind == PRODUCT) add(compute_panels, bound, bound + 1, num_panels(bound->product), share(num_panels(bound->product), num_threads));
+        if (op.kind == PRODUCT) add(compute_panels, bound, bound + 1, num_panels(bound->product));
         if (op.kind == ATTEND) {
             bound->parts = &parts[op.choice];
-            add(compute_parts, bound, bound + 1, int64_t(bound->parts->size()), 1);
+            add(compute_parts, bound, bound + 1, int64_t(bound->parts->size()));
         }
     }
     compute_phases(phases.data(), int64_t(phases.size()), num_threads);
