@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
-import openvino as ov
-import openvino_genai as genai
+import openvino as ov  # type: ignore[import-not-found]
+import openvino_genai as genai  # type: ignore[import-not-found]
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
