@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import shlex
 import socket
 import statistics
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from bench.two_trees import Server
+from bench.two_trees import Server, tokens
 from model.checkpoint.families import read_spec
 from tests.support.paths import ROOT
 from tests.support.report import progress, show
@@ -58,26 +57,17 @@ class Peer:
         self.process.wait()
 
 
-async def tokens(port: int, prompt: list[int]) -> int:
-    """Sends one request, reads its stream to the end, and returns the number of its output tokens."""
+def body(prompt: list[int]) -> dict[str, Any]:
+    """A streamed completion of a prompt of ids."""
     values = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0.0, "ignore_eos": True, "stream": True}
-    data = json.dumps(values | {"stream_options": {"include_usage": True}}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{head}connection: close\r\n\r\n".encode() + data)
-    answer = await reader.read(-1)
-    writer.close()
-    usage = re.findall(rb'"completion_tokens":\s*(\d+)', answer[-4000:])
-    if not answer.startswith(b"HTTP/1.1 200") or not usage:
-        raise SystemExit(answer[:2000].decode(errors="replace"))
-    return int(usage[-1])
+    return values | {"stream_options": {"include_usage": True}}
 
 
 def rate(port: int, prompts: list[list[int]]) -> tuple[float, float]:
     """Output tokens per second of one request for each prompt, all at once; and the client's processor time for each token, in us."""
 
     async def run() -> int:
-        return sum(await asyncio.gather(*(tokens(port, prompt) for prompt in prompts)))
+        return sum(await asyncio.gather(*(tokens(port, "/v1/completions", body(prompt)) for prompt in prompts)))
 
     began, used = time.perf_counter(), time.process_time()
     total = asyncio.run(run())

@@ -85,9 +85,8 @@ class Server:
         self.process.communicate()
 
 
-async def tokens(port: int, kind: str, number: int) -> int:
+async def tokens(port: int, path: str, values: dict[str, Any]) -> int:
     """Sends one request, reads its stream to the end, and returns the number of its output tokens."""
-    path, values = body(kind, number)
     data = json.dumps(values).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -105,7 +104,7 @@ async def rate(port: int, kind: str, streams: int, first: int) -> float:
 
     async def client(index: int) -> int:
         numbers = range(first + index * REQUESTS_PER_STREAM, first + (index + 1) * REQUESTS_PER_STREAM)
-        return sum([await tokens(port, kind, number) for number in numbers])
+        return sum([await tokens(port, *body(kind, number)) for number in numbers])
 
     began = time.perf_counter()
     total = sum(await asyncio.gather(*[client(index) for index in range(streams)]))

@@ -95,7 +95,7 @@ class EventResponse(StreamingResponse):
             await super().__call__(scope, watched, send)
         finally:
             comments.cancel()
-            self._source.listen(_nothing)  # Breaks a reference cycle.
+            self._source.listen(lambda: None)  # Breaks a reference cycle.
             self._close()
 
     async def stream_response(self, send: Send) -> None:
@@ -139,10 +139,6 @@ class EventResponse(StreamingResponse):
             await asyncio.sleep(max(0.0, self._keep_alive - silence))
             if self._last_sent is not None and time.monotonic() - self._last_sent >= self._keep_alive:
                 await self._send_part(self._comment_bytes)
-
-
-def _nothing() -> None:
-    """In place of a listener."""
 
 
 def _run_now(writing: Coroutine[Any, Any, None]) -> None:

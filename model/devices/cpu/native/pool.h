@@ -2,7 +2,8 @@
 //
 // Threads take neighbouring pieces of the open phase, many at first and few towards its end; the thread that completes the last piece opens
 // the next phase. No thread waits for another as such, only for pieces that have been taken: one that has lost its processor delays the others
-// by those that it took, and when it is back it goes on with the phase that is open then. Invariant: a piece is computed once, after all pieces of the phases before.
+// by those that it took, and when it is back it goes on with the phase that is open then. Invariant: a piece is computed once, after all
+// pieces of the phases before.
 #pragma once
 
 #include <cstdint>
