@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 def is_whole(events: list[bytes]) -> bool:
-    """Whether a source may have more events than these."""
+    """Whether these events, just taken from a source, are all that it had."""
     return len(events) < MAX_EVENTS_PER_WRITE and not is_large(events)
 
 
@@ -69,9 +69,8 @@ class EventResponse(StreamingResponse):
         # `stream_response` is overridden, so Starlette's own iterator is not used.
         super().__init__(iter(()), media_type="text/event-stream", headers={**HEADERS, **headers})
         self._source = source
-        self._woken = asyncio.Event()
-        self._is_idle = False
-        """Whether the task waits, and `_push` may take events."""
+        self._idle: asyncio.Future[None] | None = None
+        """What the task waits for when there is nothing to take. While it waits, `_push` may take events."""
         self._close = close
         self._keep_alive = keep_alive
         self._comment_bytes = comment
@@ -104,28 +103,31 @@ class EventResponse(StreamingResponse):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._source.listen(self._push)
         while not self._source.ended:
-            self._woken.clear()
             while batch := self._source.take():
                 if not is_whole(batch):
                     await asyncio.sleep(0)  # Writes to a closed connection never block: let the disconnect be noticed.
                 await self._send_part(b"".join(batch))
             if not self._source.ended:
-                self._is_idle = True
-                await self._woken.wait()
+                self._idle = asyncio.get_running_loop().create_future()
+                await self._idle
         self._last_sent = None
         if not self._disconnected:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _push(self) -> None:
-        """Writes what has come, or leaves it to the task."""
-        if self._is_idle and self._is_paused is not None and not self._is_paused():
-            batch = self._source.take()
-            if batch:
-                _run_now(self._send_part(b"".join(batch)))
-            if is_whole(batch) and not self._source.ended:
-                return
-        self._is_idle = False
-        self._woken.set()
+        """Writes what has come, or leaves it to the task, which raises what is raised here."""
+        if self._idle is None or self._idle.done():
+            return
+        try:
+            if self._is_paused is not None and not self._is_paused():
+                batch = self._source.take()
+                if batch:
+                    _run_now(self._send_part(b"".join(batch)))
+                if is_whole(batch) and not self._source.ended:
+                    return
+            self._idle.set_result(None)
+        except Exception as error:
+            self._idle.set_exception(error)
 
     async def _send_part(self, data: bytes) -> None:
         self._last_sent = time.monotonic()

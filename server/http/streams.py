@@ -1,10 +1,11 @@
 """Resumable streams over HTTP, for both dialects; GET and DELETE /v1/streams/{id}.
 
-A task writes the events of a stream into a StreamBuffer, and every connection, the first one included, reads from the buffer. Invariant:
-a lost connection does not affect generation. It treats events as opaque bytes.
+The events of a stream are written into a StreamBuffer as they come, and every connection, the first one included, reads from the buffer.
+Invariant: a lost connection does not affect generation. It treats events as opaque bytes.
 """
 
 import asyncio
+import logging
 import re
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from server.http.exchange import Dialect, exchange_of
 from server.http.routes import Route
 from server.http.stream_buffer import Reader, StreamBuffer, StreamStore
 
+log = logging.getLogger("onehead.api")
 RETRY = "retry: 1000\n"
 SUPERSEDED = b"event: superseded\ndata: {}\n\n"
 _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,15})")
@@ -27,12 +29,11 @@ _GAP = GenerationFailed("some events after the last one you received are no long
 
 
 class StreamPublisher:
-    """Runs the tasks that write resumable streams, and makes the responses that read them."""
+    """Writes resumable streams, and makes the responses that read them."""
 
     def __init__(self, store: StreamStore, keep_alive: float) -> None:
         self.store = store
         self.keep_alive = keep_alive
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def publish(
         self,
@@ -46,42 +47,37 @@ class StreamPublisher:
         """Writes the events of `source` into a new stream as they come, and returns the first response that reads it. `close` is called
         when the events end, in any way; `last` is the last event.
         """
-        exchange = exchange_of(http)
+        exchange, loop = exchange_of(http), asyncio.get_running_loop()
         exchange.outlives_response = True
-        reasons: list[str] = []
 
-        def stop(reason: str) -> None:
-            reasons.append(reason)
-            task.cancel()
-
-        buffer = self.store.open(exchange.caller, stop, time.monotonic())
-        buffer.gap_event = b"event: error\n" + error_event(_GAP)
-
-        ended = asyncio.Event()
-
-        def push() -> None:
-            while events := source.take():
-                self._append(buffer, *events)
-            if source.ended:
-                ended.set()
-
-        async def write() -> None:
+        def end(error: RequestError | None = None) -> None:
+            source.listen(lambda: None)
             try:
-                source.listen(push)
-                push()
-                await ended.wait()
-            except asyncio.CancelledError:
-                reason = reasons[0] if reasons else "the server is shutting down"
-                self._append(buffer, error_event(StreamCancelled(reason, code="cancelled")), *filter(None, (last,)))
+                if error is not None:
+                    self._append(buffer, error_event(error), *filter(None, (last,)))
             finally:
-                source.listen(lambda: None)
+                self.store.end(buffer, time.monotonic())
                 close()
                 exchange.release()
-                self.store.end(buffer, time.monotonic())
 
-        task = asyncio.create_task(write())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        def push() -> None:
+            if buffer.ended:
+                return
+            try:
+                events = source.take()
+                self._append(buffer, *events)
+            except Exception:
+                log.exception("the events of a stream could not be written")
+                return end(RequestError("internal error; the server's log has it under the request id"))
+            if source.ended:
+                end()
+            elif not sse.is_whole(events):
+                loop.call_soon(push)  # Other streams come first.
+
+        buffer = self.store.open(exchange.caller, lambda reason: end(StreamCancelled(reason, code="cancelled")), time.monotonic())
+        buffer.gap_event = b"event: error\n" + error_event(_GAP)
+        source.listen(push)
+        loop.call_soon(push)
         return self.follow(buffer, 0, headers)
 
     def _append(self, buffer: StreamBuffer, *events: bytes) -> None:

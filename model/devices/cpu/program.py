@@ -51,6 +51,7 @@ class Program:
         self._columns, self._output = recorder.place(x.buffer, y.buffer), y.buffer.base
         self._tile_bytes, self._kept = recorder.tile_bytes, recorder.kept
         self._operations = (Operation * len(recorder.operations))(*(operation for operation, _ in recorder.operations))
+        recorder.operations.clear()  # Activations refer to the recorder, and so to the backend.
         self._memory: Tensor | None = None
 
     def __call__(self, batch: Batch, plan: tuple[GroupPlan, ...]) -> Tensor:

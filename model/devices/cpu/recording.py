@@ -117,6 +117,8 @@ class Recorder:
         self.operations: list[tuple[Operation, list[Activation]]] = []
         self.kept: list[Any] = []
         """Structs to which operations point."""
+        self._heads: dict[int, int | None] = {}
+        """Query heads of each group's layers."""
         self.tile_bytes = 0
         """Of a token, for the product that takes most."""
 
@@ -140,6 +142,7 @@ class Recorder:
             q = self.add(ROTATE, [q], q.size, heads=q.heads, choice=rotation)
             k = self.add(ROTATE, [k], k.size, choice=rotation)
         struct, group = self._struct(layer, q.heads or 1)
+        assert self._heads.setdefault(group, q.heads) == q.heads, "the kernel shares out the rows of all layers of a group alike"
         return self.add(ATTEND, [q, k, v], struct.value_dim, heads=q.heads, details=struct, choice=group)
 
     def place(self, first: Buffer, last: Buffer) -> int:

@@ -140,6 +140,31 @@ async def test_what_has_come_is_written_by_the_call_that_says_so_unless_the_clie
     assert sent[4:] == [event(4), b""]
 
 
+async def test_an_error_in_what_has_come_ends_the_response() -> None:
+    for fails_in in ("take", "write"):
+        source, closed = Given(), list[bool]()
+        scope = SCOPE | {}
+        exchange_of(scope).is_paused = lambda: False
+
+        async def send(message: Any, fails_in: str = fails_in) -> None:
+            if fails_in == "write" and message.get("body"):
+                raise ValueError("no such write")
+
+        def take() -> list[bytes]:
+            raise ValueError("nothing to take")
+
+        response = EventResponse(source, lambda closed=closed: closed.append(True), {}, 15.0)  # type: ignore[misc]
+        task = asyncio.create_task(response(scope, never, send))
+        await asyncio.sleep(0.01)
+        if fails_in == "take":
+            source.take = take  # type: ignore[method-assign]
+        source.give(event(1))  # Raises nothing: it may be called for several responses.
+        with pytest.raises(BaseException) as raised:
+            await asyncio.wait_for(task, 1.0)
+        assert "no such write" in repr(raised.value) or "nothing to take" in repr(raised.value)
+        assert closed == [True]
+
+
 async def test_an_error_of_one_stream_leaves_the_others_theirs(caplog: pytest.LogCaptureFixture) -> None:
     arrivals, told = Arrivals(), list[int]()
     arrivals.add(lambda: told.append(1))

@@ -309,7 +309,8 @@ async def test_nobody_elses_and_none_are_the_same(served: Served) -> None:
 
 
 async def test_leaving_is_not_cancelling_and_cancelling_is(tokenizer_folder: Path) -> None:
-    served = serve(tokenizer_folder, FakeEngine(), ServerSection())
+    loop = asyncio.get_running_loop()
+    served = serve(tokenizer_folder, FakeEngine(defer=lambda act: loop.call_later(0.005, act)), ServerSection())
     while not served.generation.admission.accepting:
         await asyncio.sleep(0)
     client = Client(served)
@@ -323,6 +324,34 @@ async def test_leaving_is_not_cancelling_and_cancelling_is(tokenizer_folder: Pat
     end = events_of((await client.request("GET", f"/v1/streams/{cancelled.headers['x-stream-id']}")).text)
     assert end[-1]["data"] == "[DONE]" and json.loads(end[-2]["data"])["error"]["code"] == "cancelled"
     assert served.supervisor.open == {}
+
+
+async def test_a_stream_whose_events_cannot_be_kept_ends_and_frees_what_it_holds(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = StreamStore.append
+    left = 2
+
+    def fails_once(self: StreamStore, *args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise MemoryError
+        append(self, *args)
+
+    monkeypatch.setattr(StreamStore, "append", fails_once)
+    response = await Client(served).request("POST", *with_resumable("openai"))
+    events = events_of(response.text)
+    assert events[-1]["data"] == "[DONE]" and "internal error" in events[-2]["data"] and len(events) < 12
+    assert served.supervisor.open == {} and served.generation.admission.num_open == 0
+
+
+async def test_a_stream_that_has_ended_cannot_be_cancelled(served: Served) -> None:
+    client = Client(served)
+    whole = await client.request("POST", *with_resumable("openai"))
+    path = f"/v1/streams/{whole.headers['x-stream-id']}"
+    assert (await client.request("DELETE", path)).status_code == 204
+    assert (await client.request("GET", path)).text == whole.text
 
 
 async def test_keys_share_nothing_that_is_computed(served: Served) -> None:

@@ -14,6 +14,7 @@ import torch
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
 from model.devices.cpu import native
+from model.devices.cpu.attention import Attention as AttentionStruct
 from model.devices.cpu.program import KEPT_TOKENS, Program
 from model.devices.cpu.recording import ATTEND, PRODUCT, Activation, Buffer, Recorder
 from model.devices.device import Device
@@ -94,6 +95,14 @@ def test_what_modules_cannot_do_to_an_activation_is_an_error() -> None:
     x: Any = Activation(Recorder(lambda *_: (None, 0)), Buffer(8), 0, 8)
     with pytest.raises(TypeError):
         torch.sin(x)
+
+
+def test_layers_of_a_group_have_the_same_number_of_heads() -> None:
+    recorder = Recorder(lambda layer, heads: (AttentionStruct(value_dim=8), layer // 2))
+    keys = Activation(recorder, Buffer(8), 0, 8)
+    with pytest.raises(AssertionError, match="alike"):
+        for layer, heads in enumerate((2, 2, 4, 2)):
+            recorder.attend(layer, Activation(recorder, Buffer(8 * heads), 0, 8, heads), keys, keys)
 
 
 @pytest.mark.parametrize("seed", range(300))
