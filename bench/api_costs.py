@@ -1,12 +1,14 @@
 """What a streamed token costs the API process: `python -m bench.api_costs --output DIR`.
 
 The server is the production one; in place of an engine it starts a process that gives every open sequence a token in each step, at a
-pace or as fast as the pipe takes them. Processor seconds of the API process alone are counted, from its first token to its last.
-Invariant: every stream must bring every token. It knows nothing of models.
+pace or as fast as the pipe takes them. Processor seconds of the API process alone are counted, from its first token to its last. Beside
+them stands what a process takes that does nothing but send as many bytes to as many sockets, at the same pace and at the intervals of the
+API process (`send_us`). Invariant: every stream must bring every token. It knows nothing of models.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import selectors
 import socket
@@ -97,13 +99,13 @@ def puppet(pipe: Connection, pace: float) -> None:
 
 
 def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int) -> dict[str, float]:
-    """All streams at once. Microseconds of the processor in process `pid`, wall microseconds, and the pieces in which the client received
-    them, all per token. Raises ValueError if a stream lacks events.
+    """All streams at once. Microseconds of the processor in process `pid`, wall microseconds, the pieces in which the client received
+    them, and their bytes, all per token. Raises ValueError if a stream lacks events.
     """
     path, body = DIALECTS[dialect]
     request = http_request("POST", path, body(num_tokens))
     waiting = selectors.DefaultSelector()
-    tails, events, pieces = [b""] * num_streams, [0] * num_streams, 0
+    tails, events, pieces, num_bytes = [b""] * num_streams, [0] * num_streams, 0, 0
     for number in range(num_streams):
         connection = socket.create_connection(("127.0.0.1", port))
         connection.sendall(request)
@@ -114,11 +116,12 @@ def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int
             data = key.fileobj.recv(2**18)  # type: ignore[union-attr]
             if began is None and b"data: " in data:
                 began = processor_seconds(pid), time.monotonic()
-            if b'"error"' in data:
+            if b'data: {"error"' in data:
                 raise ValueError(f"a stream failed: {data!r}")
             tails[key.data] = tails[key.data][1 - len(EVENT) :] + data
             events[key.data] += tails[key.data].count(EVENT)
             pieces += 1
+            num_bytes += len(data)
             if not data:
                 waiting.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -127,7 +130,47 @@ def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int
     count = num_streams * num_tokens
     if any(number != num_tokens for number in events):
         raise ValueError(f"{min(events)} events came of {num_tokens}")
-    return {"cpu_us": cpu / count * 1e6, "wall_us": wall / count * 1e6, "writes": pieces / count}
+    return {"cpu_us": cpu / count * 1e6, "wall_us": wall / count * 1e6, "writes": pieces / count, "bytes": num_bytes / count}
+
+
+def bare_sends(connections: list[socket.socket], data: bytes, num_steps: int, pace: float, interval: float, report: Connection) -> None:
+    """Sends `data` to each connection in each step, at intervals of so many seconds, and reports the processor seconds in `send`.
+
+    The interval matters: a client that waits has to be woken by the send, which takes longer than the rest of it.
+    """
+    spent, due = 0, time.monotonic()
+    for _ in range(num_steps):
+        for connection in connections:
+            end, began = time.perf_counter() + interval, time.thread_time_ns()
+            connection.send(data)
+            spent += time.thread_time_ns() - began
+            while time.perf_counter() < end:
+                pass
+        due = max(due + pace, time.monotonic())
+        time.sleep(max(0.0, due - time.monotonic()))
+    report.send(spent / 1e9)
+
+
+def measure_sends(num_streams: int, num_tokens: int, size: int, pace: float, interval: float) -> float:
+    """Microseconds of the processor for each send of so many bytes by TCP, to a client like that of `measure`; as `bare_sends`."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=num_streams)
+    reading, writing = selectors.DefaultSelector(), []
+    for _ in range(num_streams):
+        reading.register(socket.create_connection(listener.getsockname()), selectors.EVENT_READ)
+        writing.append(listener.accept()[0])
+        writing[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    receiver, report = multiprocessing.Pipe(duplex=False)
+    sender = multiprocessing.get_context("fork").Process(target=bare_sends, args=(writing, bytes(size), num_tokens, pace, interval, report))
+    sender.start()
+    for connection in (listener, *writing):
+        connection.close()
+    while reading.get_map():
+        for key, _ in reading.select():
+            if not key.fileobj.recv(2**18):  # type: ignore[union-attr]
+                reading.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+    sender.join()
+    return float(receiver.recv()) / (num_streams * num_tokens) * 1e6
 
 
 def processor_seconds(pid: int) -> float:
@@ -152,10 +195,15 @@ def main() -> int:
             with ServerProcess(None, *OPTIONS, launcher=("bench.api_costs",), stderr=None, environment=pace) as server:
                 asked = server.port, server.process.pid, dialect, num_streams
                 measure(*asked, 32)
-                found = [measure(*asked, options.tokens) for _ in range(options.rounds)]
+                found = []
+                for _ in range(options.rounds):
+                    found.append(measure(*asked, options.tokens))
+                    size, interval = round(found[-1]["bytes"]), found[-1]["cpu_us"] / 1e6
+                    found[-1]["send_us"] = measure_sends(num_streams, options.tokens, size, options.pace / 1e3, interval)
+                    found[-1]["beyond_us"] = found[-1]["cpu_us"] - found[-1]["send_us"]
             row = {name: round(statistics.median(each[name] for each in found), 2) for name in found[0]}
             rows.append({"dialect": dialect, "streams": num_streams, **row})
-    show(rows[0], (row.values() for row in rows), "microseconds and writes a token")
+    show(rows[0], (row.values() for row in rows), "microseconds, writes and bytes a token")
     value = circumstances({"pace_ms": options.pace}) | {"rows": rows}
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "api_costs.json").write_text(json.dumps(value, indent=1) + "\n")

@@ -18,7 +18,7 @@ SLOW_MASK_SECONDS = 0.005
 """Processor time from which a mask is slow: a step does not wait for the next one of its constraint."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the parts of messages."""
 
 

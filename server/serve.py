@@ -13,6 +13,7 @@ from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.tls import check_certificate
 from server.hub.download import model_id
+from server.loop_lag import LoopLag
 from server.service import started_engine
 
 
@@ -35,8 +36,10 @@ def _leave(*_: object) -> None:
     raise SystemExit(0)
 
 
-async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
-    """Serves until a signal, or until the engine is given up. Returns the exit status. Raises OneheadError if it cannot serve."""
+async def serve(settings: ServeSettings, sink: logs.Sink, lag: LoopLag) -> int:
+    """Serves until a signal, or until the engine is given up. Returns the exit status. `lag` is the selector of the running event loop.
+    Raises OneheadError if it cannot serve.
+    """
     section = settings.server
     with bind(settings.host, settings.port) as listener:
         name = model_id(settings.model)
@@ -51,6 +54,6 @@ async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
             # FastAPI and uvicorn are imported while the engine process imports torch.
             from server.web_server import WebServer
 
-            return await WebServer(engine, section, keys, names, sink).run(listener)
+            return await WebServer(engine, section, keys, names, sink, lag).run(listener)
         finally:
             await engine.close()

@@ -96,8 +96,8 @@ class SupervisedEngine:
         self._crashed_at: float | None = None
         self._tick = min(TICK_SECONDS, section.stall_after / 10)
         self._watch: asyncio.Task[None] | None = None
-        self.every_tick: list[Callable[[], None]] = [self.workers.keep_running]
-        """Called at the intervals at which the engine is watched."""
+        self.every_second: list[Callable[[], None]] = [self.workers.keep_running]
+        """Called once a second."""
         self.metrics = Metrics(name)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
@@ -119,12 +119,15 @@ class SupervisedEngine:
 
     async def _pass_time(self) -> None:
         """Passes elapsed time to the supervisor. Time in which this process did not run does not count as time without progress."""
-        last = time.monotonic()
+        last = second = time.monotonic()
         while True:
             await asyncio.sleep(self._tick)
             now = time.monotonic()
             elapsed, last = min(now - last, 2 * self._tick), now
-            calls: list[Callable[[], None]] = [partial(self.supervisor.tick, elapsed), *self.every_tick]
+            calls: list[Callable[[], None]] = [partial(self.supervisor.tick, elapsed)]
+            if now >= second:
+                second = now + 1.0
+                calls += self.every_second
             for call in calls:
                 try:
                     call()

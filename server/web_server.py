@@ -100,13 +100,18 @@ def http_server(door: FrontDoor, section: ServerSection) -> HttpServer:
 
 
 class WebServer:
-    """Serves one engine over HTTP. Raises ConfigurationError for a chat template that is not valid."""
+    """Serves one engine over HTTP. `lag` is the selector of the running event loop. Raises ConfigurationError for a chat template that is
+    not valid.
+    """
 
-    def __init__(self, engine: SupervisedEngine, section: ServerSection, keys: Keys, names: ModelNames, sink: logs.Sink) -> None:
+    def __init__(
+        self, engine: SupervisedEngine, section: ServerSection, keys: Keys, names: ModelNames, sink: logs.Sink, lag: LoopLag
+    ) -> None:
         self._engine = engine
         self._section = section
         self._names = names
         self._sink = sink
+        self._lag = lag
         retention = Retention(
             section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
         )
@@ -115,7 +120,7 @@ class WebServer:
         self._http = http_server(self._door, section)
         self._drain = Drain(self._http, engine.generation, section.drain_timeout, section.lb_grace)
         load = LoadLog(engine.generation, time.monotonic())
-        engine.every_tick += [lambda: self._store.sweep(time.monotonic()), self._observe, lambda: load.tick(time.monotonic())]
+        engine.every_second += [lambda: self._store.sweep(time.monotonic()), self._observe, lambda: load.tick(time.monotonic())]
 
     async def run(self, listener: socket.socket) -> int:
         """Serves until a signal, or until the engine is given up. Returns the exit status. Raises OneheadError if it cannot serve."""
@@ -126,13 +131,14 @@ class WebServer:
             timeout = self._section.header_timeout
             loop.create_server = partial(loop.create_server, ssl_handshake_timeout=timeout)  # type: ignore[method-assign]
         loop.set_exception_handler(FileLimitHandler())
-        self._engine.metrics.event_loop_lag.set_function(LoopLag(loop).longest)
+        self._engine.metrics.event_loop_lag.set_function(self._lag.longest)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # Ignored by the parent, as shells do for background jobs: keep it.
                 loop.add_signal_handler(number, self._drain.on_signal, number)
         # Excludes the objects of start-up from garbage collections, which would else delay requests by about 0.1 s.
         gc.collect()
         gc.freeze()
+        self._lag.start(loop)
         serving = asyncio.create_task(self._http.serve(sockets=[listener]))
         try:
             await self._announce(listener)

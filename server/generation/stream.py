@@ -19,6 +19,7 @@ import msgspec
 from server import protocol
 from server.errors import GenerationFailed, InvalidRequest, QueueTimeout, RequestError, Unavailable
 from server.generation.admission import RETRY_SECONDS, Admission
+from server.generation.arrivals import Wake, Write
 from server.generation.clients import Usage
 from server.generation.request import Choice, Request
 from server.supervision.journal import SequenceEvent
@@ -29,7 +30,7 @@ log = logging.getLogger("onehead.api")
 Top = Sequence[tuple[int, float]]
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """One token and the text that became final with it. The last piece of a sequence has `finish`: length, eos_token, stop_sequence or
     timeout; and in `stop` the stop string or stop token id that ended the sequence, if one did.
 
@@ -118,7 +119,7 @@ class OpenStreams:
         self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
         self._inbox: deque[tuple[int, protocol.Token | protocol.Failed, float]] = deque()
         self._arrived = asyncio.Event()
-        self._wake: Callable[[], None] = self._arrived.set
+        self._wake: Wake = self._arrived.set
         """Called when the inbox has an event, or the time limit has passed."""
         self._is_announced = False
         """Whether `wake` is going to be called for what is in the inbox."""
@@ -139,9 +140,6 @@ class OpenStreams:
         def deliver(event: SequenceEvent) -> None:
             """Records the times at which tokens arrive, not those at which the client reads them."""
             now = time.monotonic()
-            if isinstance(event, protocol.PromptScores):
-                choice.scores.append(protocol.encode(event.scores))
-                return
             if isinstance(event, protocol.Token):
                 if choice.num_tokens == 0:
                     choice.first = now
@@ -150,21 +148,24 @@ class OpenStreams:
                     metrics.inter_token_latency.observe(now - choice.last)
                 choice.last = now
                 choice.num_tokens += 1
+            elif isinstance(event, protocol.PromptScores):
+                choice.scores.append(protocol.encode(event.scores))
+                return
             self._inbox.append((choice.index, event, now))
-            self._announce()
+            if not self._is_announced:
+                self._announce()
 
         return deliver
 
     def _announce(self) -> None:
-        if not self._is_announced:
-            self._is_announced = True
-            self._admission.arrivals.add(self._tell)
+        self._is_announced = True
+        self._admission.arrivals.add(self._tell)
 
-    def _tell(self) -> None:
+    def _tell(self) -> Write | None:
         self._is_announced = False
-        self._wake()
+        return self._wake()
 
-    def listen(self, wake: Callable[[], None]) -> None:
+    def listen(self, wake: Wake) -> None:
         """From now on `wake` is called, in this task's context, when there may be something to take; iteration must have ended."""
         self._wake = partial(contextvars.copy_context().run, wake)
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.errors import InvalidRequest, RequestError
+from server.generation.arrivals import Wake
 from server.generation.request import Choice
 from server.generation.stream import OpenStreams, Piece
 from server.http import sse
@@ -29,6 +31,8 @@ class Reply(Protocol):
     """Base of every dialect's replies: converts the pieces of one request into JSON, whole or chunk by chunk."""
 
     streams: OpenStreams
+    prefix: bytes = sse.PREFIX
+    """What the events of a stream begin with, before the fields of a chunk (sse.prefix_of)."""
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """The chunks that a stream sends before its first piece."""
@@ -52,8 +56,7 @@ class Reply(Protocol):
         return {}
 
 
-@dataclass(slots=True)
-class OutputToken:
+class OutputToken(msgspec.Struct, gc=False):
     """One generated token as replies show it. `top`: (id, log-probability) of the most likely tokens at its position."""
 
     id: int
@@ -156,7 +159,7 @@ class ReplyEvents:
         self._has_begun = False
         self.ended = False
 
-    def listen(self, wake: Callable[[], None]) -> None:
+    def listen(self, wake: Wake) -> None:
         self._reply.streams.listen(wake)
 
     def take(self) -> list[bytes]:
@@ -172,21 +175,25 @@ class ReplyEvents:
             log.exception("stream failed")
             events.append(self._error_event(RequestError("internal error; the server's log has it under the request id")))
             self.ended = True
-        return [*events, self._last] if self.ended and self._last else events
+        if self.ended and self._last:
+            events.append(self._last)
+        return events
 
     def _fill(self, events: list[bytes]) -> None:
         reply, streams = self._reply, self._reply.streams
         if not self._has_begun:
             self._has_begun = True
-            events += map(sse.event, reply.first_chunks())
-            events += map(sse.event, reply.chunks(self._first) if self._first is not None else ())
+            self._add(events, reply.first_chunks())
+            self._add(events, reply.chunks(self._first) if self._first is not None else ())
         while sse.is_whole(events):
             piece = streams.take()
-            if piece is not None:
-                events += map(sse.event, reply.chunks(piece))
-            elif streams.ended:
-                events += map(sse.event, reply.last_chunks())
-                self.ended = True
+            if piece is None:
+                if streams.ended:
+                    self._add(events, reply.last_chunks())
+                    self.ended = True
                 return
-            else:
-                return
+            self._add(events, reply.chunks(piece))
+
+    def _add(self, events: list[bytes], chunks: Iterable[dict[str, Any]]) -> None:
+        for chunk in chunks:
+            events.append(sse.event(chunk, self._reply.prefix))

@@ -11,6 +11,8 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import httptools
@@ -153,8 +155,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if cycle.scope["http_version"] == "1.0":
             _delimit_by_close(cycle)
-        flow = cycle.flow
-        exchange_of(cycle.scope).is_paused = lambda: flow.write_paused
+        exchange_of(cycle.scope).chunk_writer = partial(_chunk_writer, cycle, self.transport.write)
         admitted = self.door.decide(cycle.scope)
         if admitted or self.pipeline or self.transport.get_write_buffer_size():
             super()._start_asgi_task(cycle, app)
@@ -304,6 +305,13 @@ class Connection(HttpToolsProtocol):
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[status] + lines.encode() + b"\r\n" + body)
+
+
+def _chunk_writer(cycle: RequestResponseCycle, write: Callable[[bytes], None]) -> Callable[[bytes], None] | None:
+    """An Exchange.chunk_writer."""
+    if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:
+        return None
+    return lambda data: write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def _delimit_by_close(cycle: RequestResponseCycle) -> None:

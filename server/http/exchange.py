@@ -12,7 +12,6 @@ from enum import Enum
 from typing import Any
 
 from starlette.requests import HTTPConnection
-from starlette.types import Send
 
 from server.errors import RequestError
 from server.generation.admission import EVERYBODY, Reservation
@@ -59,10 +58,10 @@ class Exchange:
     """Whether a task of a resumable stream continues after the response, and calls `release` itself."""
     refused_status: int | None = None
     """The status that the connection sent in place of the application, for the access log."""
-    write: Send | None = None
-    """uvicorn's `send`. Streams write to it directly, because each middleware in between costs time for every token."""
-    is_paused: Callable[[], bool] | None = None
-    """Whether `write` would wait for the client to read; None where the connection does not tell."""
+    chunk_writer: Callable[[], Callable[[bytes], None] | None] = lambda: None
+    """Gives what writes a part of the body at once: each middleware, and each check of uvicorn's, would cost time for every token. None
+    unless the response is sent in chunks, and the client is there and keeps up.
+    """
     decided: bool = False
     """Whether FrontDoor.decide has been called."""
 

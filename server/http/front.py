@@ -65,10 +65,9 @@ class FrontDoor:
                 headers = {"www-authenticate": "Bearer"} if isinstance(exchange.error, Unauthorized) else {}
                 await refusal(Request(scope), exchange.error, headers)(scope, receive, response.send)
             else:
-                exchange.write = send
                 await self.app(scope, receive, response.send)
         finally:
-            exchange.write = exchange.is_paused = None  # Breaks reference cycles through the scope.
+            exchange.chunk_writer = lambda: None  # Breaks reference cycles through the scope.
             if not exchange.outlives_response:
                 exchange.release()
             response.log(self.table.find(scope["path"]))

@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from server.generation.arrivals import Wake, Write
 from server.http.exchange import exchange_of, task_name
 
 _encode = msgspec.json.Encoder(enc_hook=list).encode
@@ -20,16 +22,17 @@ MAX_EVENTS_PER_WRITE = 32
 """Largest number of events in one write. After that many, other tasks run, even if writing never blocks."""
 LARGE_BYTES = 2**16
 DONE = b"data: [DONE]\n\n"
+PREFIX = b"data: {"
 
 
-def event(data: Any) -> bytes:
-    """An event with JSON data, which has no line breaks and so fits in one data line."""
-    return b"data: " + _encode(data) + b"\n\n"
+def event(data: dict[str, Any], prefix: bytes = PREFIX) -> bytes:
+    """An event with a JSON object, which has no line breaks and so fits in one data line. `prefix`: of `prefix_of`."""
+    return prefix + _encode(data)[1:] + b"\n\n"
 
 
-def is_large(events: list[bytes]) -> bool:
-    """Whether other tasks should run after these events: one with log-probabilities of a prompt takes milliseconds to make."""
-    return bool(events) and len(events[-1]) > LARGE_BYTES
+def prefix_of(head: dict[str, Any]) -> bytes:
+    """What events begin with whose objects have the fields of `head` before those of their own: encoded once for all of them."""
+    return PREFIX + _encode(head)[1:-1] + b","
 
 
 class Source(Protocol):
@@ -42,13 +45,15 @@ class Source(Protocol):
     def take(self) -> list[bytes]:
         """Events that have come: as many as fit one write, none if there are none now. Does not block."""
 
-    def listen(self, wake: Callable[[], None]) -> None:
-        """From now on `wake` is called, on the event loop, when there may be something to take."""
+    def listen(self, wake: Wake) -> None:
+        """From now on `wake` is called, on the event loop, when there may be something to take, and then what it returns."""
 
 
 def is_whole(events: list[bytes]) -> bool:
-    """Whether these events, just taken from a source, are all that it had."""
-    return len(events) < MAX_EVENTS_PER_WRITE and not is_large(events)
+    """Whether these events, just taken from a source, are all that it had. After the others, and after a large one, other tasks should run:
+    one with log-probabilities of a prompt takes milliseconds to make.
+    """
+    return not events or (len(events) < MAX_EVENTS_PER_WRITE and len(events[-1]) <= LARGE_BYTES)
 
 
 class EventResponse(StreamingResponse):
@@ -77,11 +82,11 @@ class EventResponse(StreamingResponse):
         self._disconnected = False
         self._last_sent: float | None = None
         """Monotonic time of the last write; None before the first and after the last one."""
-        self._write: Send
+        self._send: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        self._write, self._is_paused = exchange.write or send, exchange.is_paused
+        self._send, self._chunk_writer = send, exchange.chunk_writer
         self._name = task_name()
 
         async def watched() -> Message:
@@ -114,25 +119,28 @@ class EventResponse(StreamingResponse):
         if not self._disconnected:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _push(self) -> None:
-        """Writes what has come, or leaves it to the task, which raises what is raised here."""
+    def _push(self) -> Write | None:
+        """Takes what has come and returns what writes it, or leaves it to the task, which raises what is raised here."""
         if self._idle is None or self._idle.done():
-            return
+            return None
         try:
-            if self._is_paused is not None and not self._is_paused():
+            if (write := self._chunk_writer()) is not None:
                 batch = self._source.take()
-                if batch:
-                    _run_now(self._send_part(b"".join(batch)))
+                self._last_sent = time.monotonic()
+                writing = partial(write, b"".join(batch)) if batch else None
                 if is_whole(batch) and not self._source.ended:
-                    return
+                    return writing
+                if writing is not None:
+                    writing()
             self._idle.set_result(None)
         except Exception as error:
             self._idle.set_exception(error)
+        return None
 
     async def _send_part(self, data: bytes) -> None:
         self._last_sent = time.monotonic()
         if not self._disconnected:
-            await self._write({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _comment(self) -> None:
         """Sends a comment after each `keep_alive` seconds without a write, so that proxies do not close the connection."""
@@ -141,13 +149,3 @@ class EventResponse(StreamingResponse):
             await asyncio.sleep(max(0.0, self._keep_alive - silence))
             if self._last_sent is not None and time.monotonic() - self._last_sent >= self._keep_alive:
                 await self._send_part(self._comment_bytes)
-
-
-def _run_now(writing: Coroutine[Any, Any, None]) -> None:
-    """Runs a coroutine that does not wait."""
-    try:
-        writing.send(None)
-    except StopIteration:
-        return
-    writing.close()
-    raise RuntimeError("a write to a connection that is not paused must not wait")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from server.errors import MalformedBody, NotFound, StreamExpired
 
+Wake = Callable[[], Callable[[], object] | None]
+"""Called when there is something to read; what it returns is called next."""
 EVENT_OVERHEAD = 64
 """Estimated bytes of memory for an event besides its data."""
 MAX_EXPIRED = 10_000
@@ -37,10 +39,15 @@ class Retention:
 class Reader:
     """The connection that reads a stream. `wake` is called when `take` or a property has something new."""
 
-    def __init__(self, buffer: "StreamBuffer", last_seen: int, wake: Callable[[], None]) -> None:
+    def __init__(self, buffer: "StreamBuffer", last_seen: int, wake: Wake) -> None:
         self.buffer = buffer
         self.last_seen = last_seen
         self.wake = wake
+
+    def tell(self) -> None:
+        """Calls `wake`, and what it returns."""
+        if (write := self.wake()) is not None:
+            write()
 
     @property
     def superseded(self) -> bool:
@@ -95,7 +102,7 @@ class StreamBuffer:
     def tell(self) -> None:
         """Wakes the reader, after events were added or the stream has ended."""
         if self.reader is not None:
-            self.reader.wake()
+            self.reader.tell()
 
     def drop_oldest(self) -> int:
         """Drops the oldest event and returns the freed bytes; 0 if there is only one, which is kept."""
@@ -181,12 +188,12 @@ class StreamStore:
         self._ended[buffer.id] = buffer
         buffer.tell()
 
-    def attach(self, buffer: StreamBuffer, seen: int, wake: Callable[[], None] = lambda: None) -> Reader:
+    def attach(self, buffer: StreamBuffer, seen: int, wake: Wake = lambda: None) -> Reader:
         """A new reader of the events after number `seen`, which supersedes the current reader. Raises MalformedBody, as `after`."""
         buffer.after(seen)
         old, buffer.reader = buffer.reader, Reader(buffer, seen, wake)
         if old is not None:
-            old.wake()
+            old.tell()
         return buffer.reader
 
     def detach(self, reader: Reader, now: float) -> None:

@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.errors import GenerationFailed, MalformedBody, RequestError, StreamCancelled
+from server.generation.arrivals import Wake
 from server.http import sse
 from server.http.exchange import Dialect, exchange_of
 from server.http.routes import Route
@@ -109,7 +110,7 @@ class ReaderEvents:
         """Taken from the buffer, and not yet written."""
         self.ended = False
 
-    def listen(self, wake: Callable[[], None]) -> None:
+    def listen(self, wake: Wake) -> None:
         self._reader.wake = wake
 
     def take(self) -> list[bytes]:

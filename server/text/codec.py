@@ -58,7 +58,10 @@ class TextCodec:
         """Ids that untrusted text never becomes: the special tokens and every added token that the chat template writes."""
         end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
-        self._raw_bytes: dict[int, bytes] = {}
+        self.raw_bytes = cache(self._raw_bytes)
+        """The bytes of a token as a byte-level decoder reads them; the UTF-8 text of a token with a letter that stands for no byte."""
+        self.raw_text = cache(self._raw_text)
+        """`raw_bytes` as text; None if they are no whole characters."""
         self.token_text = cache(lambda id: self.decode([id]))
         """The text of a single token."""
         self.token_bytes = cache(self._token_bytes)
@@ -151,16 +154,16 @@ class TextCodec:
         """Whether decoding concatenates the bytes of tokens and reads them as UTF-8."""
         return isinstance(self.tokenizer.decoder, decoders.ByteLevel)
 
-    def raw_bytes(self, id: int) -> bytes:
-        """The bytes of a token as a byte-level decoder reads them; the UTF-8 text of a token with a letter that stands for no byte.
-        Cached by id. (`token_bytes` serves clients, for every kind of decoder.)
-        """
-        found = self._raw_bytes.get(id)
-        if found is None:
-            text = self.tokenizer.id_to_token(id) or ""
-            whole = all(letter in BYTE_OF for letter in text)
-            found = self._raw_bytes[id] = bytes(BYTE_OF[letter] for letter in text) if whole else text.encode()
-        return found
+    def _raw_bytes(self, id: int) -> bytes:
+        text = self.tokenizer.id_to_token(id) or ""
+        whole = all(letter in BYTE_OF for letter in text)
+        return bytes(BYTE_OF[letter] for letter in text) if whole else text.encode()
+
+    def _raw_text(self, id: int) -> str | None:
+        try:
+            return self.raw_bytes(id).decode()
+        except UnicodeDecodeError:
+            return None
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
@@ -181,11 +184,17 @@ class Detokenizer:
         self._emitted = 0
         """Characters of the window's text that were returned."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if codec.is_bytes else None
+        self._is_between_characters = True
+        """Whether `_utf8` holds back no bytes."""
 
     def push(self, token: int) -> str:
         """The text that became final with this token."""
         if self._utf8 is not None:
-            return self._utf8.decode(self._codec.raw_bytes(token))
+            if self._is_between_characters and (whole := self._codec.raw_text(token)) is not None:
+                return whole
+            text = self._utf8.decode(self._codec.raw_bytes(token))
+            self._is_between_characters = not self._utf8.getstate()[0]
+            return text
         self._window.append(token)
         text = self._codec.decode(self._window)
         certain = len(text) - min(MAX_HELD_CHARS, len(text) - len(text.rstrip(REPLACEMENT)))

@@ -9,6 +9,7 @@ from typing import Any
 from server.generation.generation import Generation
 from server.generation.request import prompt_tokens
 from server.generation.stream import OpenStreams, Piece
+from server.http import sse
 from server.http.answer import Output, OutputToken, Reply
 from server.http.openai.fields import GenerationBody
 from server.protocol import PromptScore
@@ -27,6 +28,7 @@ class OpenAIReply(Reply):
             "model": model_id,
             "system_fingerprint": generation.fingerprint,
         }
+        self.prefix = sse.prefix_of(self.head)
         self.codec = generation.codec
         self.body = body
         self.streams = streams
@@ -61,15 +63,16 @@ class OpenAIReply(Reply):
         }
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A chunk of a stream, with the usage so far if `continuous_usage_stats` asks for it."""
+        """A chunk of a stream, without the head, and with the usage so far if `continuous_usage_stats` asks for it."""
         options = self.body.stream_options
-        usage = {"usage": self.usage} if options is not None and options.include_usage and options.continuous_usage_stats else {}
-        return self.head | {"choices": choices} | usage
+        if options is not None and options.include_usage and options.continuous_usage_stats:
+            return {"choices": choices, "usage": self.usage}
+        return {"choices": choices}
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunk with the final usage, if `include_usage` asks for it."""
         options = self.body.stream_options
-        return [self.head | {"choices": [], "usage": self.usage}] if options is not None and options.include_usage else []
+        return [{"choices": [], "usage": self.usage}] if options is not None and options.include_usage else []
 
     def token_name(self, id: int) -> str:
         """A token as `logprobs` shows it."""

@@ -176,4 +176,4 @@ async def test_no_request_holds_its_own_way_to_the_socket(tmp_path: Path, path: 
         return {"type": "http.disconnect"}
 
     await served.app(scope, receive, send)
-    assert sent and exchange_of(scope).write is exchange_of(scope).is_paused is None
+    assert sent and exchange_of(scope).chunk_writer() is None

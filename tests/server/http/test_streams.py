@@ -326,9 +326,7 @@ async def test_leaving_is_not_cancelling_and_cancelling_is(tokenizer_folder: Pat
     assert served.supervisor.open == {}
 
 
-async def test_a_stream_whose_events_cannot_be_kept_ends_and_frees_what_it_holds(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_whose_events_cannot_be_kept_ends_and_frees_what_it_holds(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     append = StreamStore.append
     left = 2
 
