@@ -1,9 +1,10 @@
-"""What a streamed token costs the API process: `python -m bench.api_costs --output DIR`.
+"""What a streamed token costs the API process: `python -m bench.api_costs --output DIR [-- SERVE_OPTIONS]`.
 
 The server is the production one; in place of an engine it starts a process that gives every open sequence a token in each step, at a
 pace or as fast as the pipe takes them. Processor seconds of the API process alone are counted, from its first token to its last. Beside
 them stands what a process takes that does nothing but send as many bytes to as many sockets, at the same pace and at the intervals of the
-API process (`send_us`). Invariant: every stream must bring every token. It knows nothing of models.
+API process (`send_us`). In TGI's dialect tokens bear the time at which the engine sends them, so that the added latency can be told.
+Invariant: every stream must bring every token. It knows nothing of models.
 """
 
 import argparse
@@ -32,8 +33,8 @@ PACE = "BENCH_PUPPET_PACE"
 """Milliseconds from one step to the next, in the puppet's environment."""
 PROMPT_TOKENS, FIRST_ID, IDS = 16, 100, 4000
 BEAT_SECONDS = 1.0
-EVENT = b"data: {"
-OPTIONS = "--server.log_level", "warning", "--engine.max_running", "512"
+EVENT, LOGPROB = b"data: {", b'"logprob":-'
+OPTIONS = "--server.log_level", "warning", "--engine.max_running", "1024", "--engine.step_tokens", "1024"
 DIALECTS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "tgi": ("/generate_stream", lambda n: {"inputs": "def f(", "parameters": {"max_new_tokens": n, "ignore_eos": True}}),
     "openai": (
@@ -84,10 +85,10 @@ def puppet(pipe: Connection, pace: float) -> None:
             elif isinstance(message, protocol.Cancel):
                 open_.pop(message.id, None)
         if open_:
-            tokens = []
+            tokens, now = [], -time.monotonic()
             for id, index in open_.items():
                 last = index + 1 == wanted[id]
-                tokens.append(protocol.Token(id, index, FIRST_ID + (index * 37 + id) % IDS, -0.5, "length" if last else None))
+                tokens.append(protocol.Token(id, index, FIRST_ID + (index * 37 + id) % IDS, now, "length" if last else None))
             pipe.send_bytes(protocol.encode(protocol.Tokens(tokens, protocol.Gauges(len(open_), 0, 1, 0, pace))))
             open_ = {id: index + 1 for id, index in open_.items() if index + 1 < wanted[id]}
         now = time.monotonic()
@@ -99,8 +100,9 @@ def puppet(pipe: Connection, pace: float) -> None:
 
 
 def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int) -> dict[str, float]:
-    """All streams at once. Microseconds of the processor in process `pid`, wall microseconds, the pieces in which the client received
-    them, and their bytes, all per token. Raises ValueError if a stream lacks events.
+    """All streams at once. Microseconds of the processor in process `pid` and in this one, wall microseconds, the pieces in which the
+    client received them, and their bytes, all per token; the 99th percentile of the time from the engine to the client, of the first
+    token of each piece, in milliseconds. Raises ValueError if a stream lacks events.
     """
     path, body = DIALECTS[dialect]
     request = http_request("POST", path, body(num_tokens))
@@ -110,14 +112,18 @@ def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int
         connection = socket.create_connection(("127.0.0.1", port))
         connection.sendall(request)
         waiting.register(connection, selectors.EVENT_READ, number)
-    began: tuple[float, float] | None = None
+    began: tuple[float, float, float] | None = None
+    num_silent, delays = num_streams, []
     while waiting.get_map():
         for key, _ in waiting.select():
             data = key.fileobj.recv(2**18)  # type: ignore[union-attr]
             if began is None and b"data: " in data:
-                began = processor_seconds(pid), time.monotonic()
+                began = processor_seconds(pid), time.process_time(), time.monotonic()
             if b'data: {"error"' in data:
                 raise ValueError(f"a stream failed: {data!r}")
+            if not num_silent and (at := data.find(LOGPROB)) >= 0:
+                delays.append(time.monotonic() - float(data[at + len(LOGPROB) : data.index(b",", at)]))
+            num_silent -= not events[key.data] and EVENT in data
             tails[key.data] = tails[key.data][1 - len(EVENT) :] + data
             events[key.data] += tails[key.data].count(EVENT)
             pieces += 1
@@ -126,11 +132,13 @@ def measure(port: int, pid: int, dialect: str, num_streams: int, num_tokens: int
                 waiting.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
     assert began is not None
-    cpu, wall = processor_seconds(pid) - began[0], time.monotonic() - began[1]
+    cpu, own, wall = processor_seconds(pid) - began[0], time.process_time() - began[1], time.monotonic() - began[2]
     count = num_streams * num_tokens
     if any(number != num_tokens for number in events):
         raise ValueError(f"{min(events)} events came of {num_tokens}")
-    return {"cpu_us": cpu / count * 1e6, "wall_us": wall / count * 1e6, "writes": pieces / count, "bytes": num_bytes / count}
+    each = {"cpu_us": cpu / count * 1e6, "client_us": own / count * 1e6, "wall_us": wall / count * 1e6}
+    late = statistics.quantiles(delays, n=100)[98] * 1e3 if len(delays) > 1 else 0.0
+    return each | {"writes": pieces / count, "bytes": num_bytes / count, "p99_ms": late}
 
 
 def bare_sends(connections: list[socket.socket], data: bytes, num_steps: int, pace: float, interval: float, report: Connection) -> None:
@@ -186,13 +194,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=500, help="of each stream")
     parser.add_argument("--streams", default="1,8,32,256")
+    parser.add_argument("--dialects", default=",".join(DIALECTS))
+    parser.add_argument("serve", nargs="*", help="options of `onehead serve`, after --")
     parser.add_argument("--pace", type=float, default=10.0, help="milliseconds from step to step; 0: as fast as it goes")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for dialect in DIALECTS:
+    for dialect in options.dialects.split(","):
         for num_streams in map(int, options.streams.split(",")):
             pace = {PACE: str(options.pace)}
-            with ServerProcess(None, *OPTIONS, launcher=("bench.api_costs",), stderr=None, environment=pace) as server:
+            with ServerProcess(None, *OPTIONS, *options.serve, launcher=("bench.api_costs",), stderr=None, environment=pace) as server:
                 asked = server.port, server.process.pid, dialect, num_streams
                 measure(*asked, 32)
                 found = []

@@ -5,7 +5,8 @@ Tokens and steps are only counted as they happen; the Prometheus metrics are upd
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
@@ -18,7 +19,7 @@ from prometheus_client.registry import Collector
 from server.protocol import Gauges, Ready
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 IDLE = Gauges(0, 0, 0, 0, 0.0)
@@ -30,21 +31,39 @@ class Histogram(Collector):
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name, self._text = name, text
-        self._counts = [0] * (len(_LATENCY) + 1)
+        self._counts = [0] * (len(LATENCY_BOUNDS) + 1)
         self.sum, self._created = 0.0, time.time()
         registry.register(self)
 
     def observe(self, seconds: float) -> None:
         """Counts a value."""
-        self._counts[bisect_left(_LATENCY, seconds)] += 1
+        self._counts[bisect_left(LATENCY_BOUNDS, seconds)] += 1
         self.sum += seconds
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Counts values that were counted elsewhere by the same bounds, and their sum."""
+        self._counts = [own + other for own, other in zip(self._counts, counts, strict=True)]
+        self.sum += total
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """The samples, for the registry."""
-        bounds = [*map(str, _LATENCY), "+Inf"]
+        bounds = [*map(str, LATENCY_BOUNDS), "+Inf"]
         family = HistogramMetricFamily(self._name, self._text, list(zip(bounds, accumulate(self._counts), strict=True)), self.sum)
         family.add_sample(f"{self._name}_created", {}, self._created)
         yield family
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What native code (supervision/token_writer.py) has counted since it was last asked: seconds by LATENCY_BOUNDS, and their sums."""
+
+    between_tokens: list[int]
+    between_tokens_sum: float
+    steps: list[int]
+    steps_sum: float
+    num_tokens: int
+    gauges: Gauges | None
+    """Of the last step, if Python saw none of its tokens."""
 
 
 class ClientMetrics(Collector):
@@ -117,6 +136,8 @@ class Metrics:
         """The latest report of the current engine."""
         self.num_generated = 0
         self.num_pages = 0
+        self.refresh: Callable[[], None] = lambda: None
+        """Adds what was counted elsewhere; called before metrics are shown."""
 
     def _declare_others(self) -> None:
         """Latencies, and metrics that belong to no request."""
@@ -162,8 +183,16 @@ class Metrics:
         if gauges.step_seconds:
             self.step_time.observe(gauges.step_seconds)
 
+    def add(self, counts: Counts) -> None:
+        """Adds what native code has counted."""
+        self.inter_token_latency.add(counts.between_tokens, counts.between_tokens_sum)
+        self.step_time.add(counts.steps, counts.steps_sum)
+        self.num_generated += counts.num_tokens
+        self.gauges = counts.gauges or self.gauges
+
     def _settle(self) -> None:
         """Updates the metrics from the latest report."""
+        self.refresh()
         gauges = self.gauges
         self.requests_running.set(gauges.running)
         self.requests_waiting.set(gauges.waiting)

@@ -28,6 +28,7 @@ from server.protocol import EngineOptions
 from server.supervision.crash_policy import Timeouts
 from server.supervision.processors import available_processors, engine_threads
 from server.supervision.supervisor import State, Supervisor
+from server.supervision.token_writer import TokenTexts, library
 from server.supervision.transport import EngineProcess
 from server.text.codec import TextCodec
 from server.text.jobs import Texts
@@ -36,6 +37,8 @@ from server.text.workers import Workers
 
 ENGINE_EXIT_SECONDS = 5.0
 TICK_SECONDS = 0.25
+TEXTS_AT_ONCE, TEXTS_PAUSE = 250, 0.005
+"""Texts of tokens that are prepared for native code without a pause, and the seconds between; 2 or 3 microseconds each."""
 log = logging.getLogger("onehead")
 
 
@@ -95,7 +98,7 @@ class SupervisedEngine:
         self._num_spawned = 0
         self._crashed_at: float | None = None
         self._tick = min(TICK_SECONDS, section.stall_after / 10)
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.every_second: list[Callable[[], None]] = [self.workers.keep_running]
         """Called once a second."""
         self.metrics = Metrics(name)
@@ -108,6 +111,9 @@ class SupervisedEngine:
         except BaseException:
             self._process.end()
             raise
+        codec = texts.codec
+        self._token_texts = None if library() is None else TokenTexts(codec.largest_id + 1)
+        self.metrics.refresh = self._add_counts
         self.generation = Generation(
             self.supervisor, TextService(texts, section, self.workers), self.metrics, section, settings.engine.max_running
         )
@@ -115,7 +121,22 @@ class SupervisedEngine:
     def start(self) -> None:
         """Watches the engine. Raises OSError."""
         self.supervisor.start()
-        self._watch = asyncio.create_task(self._pass_time())
+        self._tasks = [asyncio.create_task(self._pass_time()), asyncio.create_task(self._prepare_texts())]
+
+    async def _prepare_texts(self) -> None:
+        """Prepares the texts of tokens for native code, once the engine is loaded; tokens without one are written by Python meanwhile."""
+        await self.wait_for(State.READY)
+        codec, texts = self.generation.codec, self._token_texts
+        for begin in range(0, codec.largest_id + 1 if texts is not None else 0, TEXTS_AT_ONCE):
+            for id in range(begin, begin + TEXTS_AT_ONCE):
+                if texts is not None and (text := codec.plain_text(id)):
+                    texts.set(id, text)
+            await asyncio.sleep(TEXTS_PAUSE)
+
+    def _add_counts(self) -> None:
+        """Adds to the metrics what native code has counted."""
+        if (counts := self._process.take_counts()) is not None:
+            self.metrics.add(counts)
 
     async def _pass_time(self) -> None:
         """Passes elapsed time to the supervisor. Time in which this process did not run does not count as time without progress."""
@@ -142,10 +163,11 @@ class SupervisedEngine:
             options = dataclasses.replace(start.options, pages=ready.num_pages, device=ready.device)
             start = msgspec.structs.replace(start, options=options, digest=ready.digest)
         if self._num_spawned:
+            self._add_counts()
             self.metrics.engine_restarts.inc()
             self._process = EngineProcess(start, self.workers.grammars)
         self._num_spawned += 1
-        self._process.listen(on_message, on_exit)
+        self._process.listen(on_message, on_exit, self._token_texts)
         return self._process
 
     def _on_state(self, state: State) -> None:
@@ -179,8 +201,8 @@ class SupervisedEngine:
         """Stops the engine process, and kills it if it has not ended in time; ends the workers."""
         self.supervisor.stop()
         self.workers.close()
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._process.ended(ENGINE_EXIT_SECONDS)
 
 

@@ -6,16 +6,16 @@ path, from which FrontDoor removes server.root_path, and the log's request id.
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import HTTPConnection
 
 from server.errors import RequestError
 from server.generation.admission import EVERYBODY, Reservation
 from server.generation.clients import Terms
+from server.supervision.token_writer import ClientSocket
 
 _KEY = "onehead"
 """Key of the Exchange in an ASGI scope."""
@@ -28,6 +28,24 @@ class Dialect(Enum):
 
     TGI = "tgi"
     OPENAI = "openai"
+
+
+class Chunks(Protocol):
+    """Writes parts of a response's body past the middlewares and uvicorn, whose checks take time for each token."""
+
+    client: ClientSocket | None
+    """The socket to which native code may write chunks, too; None with TLS."""
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the response is sent in chunks, and the client is there and keeps up."""
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether the kernel has all that was written."""
+
+    def write(self, data: bytes) -> None:
+        """Writes a chunk, while `may_write`."""
 
 
 @dataclass(slots=True)
@@ -58,10 +76,8 @@ class Exchange:
     """Whether a task of a resumable stream continues after the response, and calls `release` itself."""
     refused_status: int | None = None
     """The status that the connection sent in place of the application, for the access log."""
-    chunk_writer: Callable[[], Callable[[bytes], None] | None] = lambda: None
-    """Gives what writes a part of the body at once: each middleware, and each check of uvicorn's, would cost time for every token. None
-    unless the response is sent in chunks, and the client is there and keeps up.
-    """
+    chunks: Chunks | None = None
+    """What writes parts of the body at once; None where the connection has no such way."""
     decided: bool = False
     """Whether FrontDoor.decide has been called."""
 

@@ -67,7 +67,7 @@ class FrontDoor:
             else:
                 await self.app(scope, receive, response.send)
         finally:
-            exchange.chunk_writer = lambda: None  # Breaks reference cycles through the scope.
+            exchange.chunks = None  # Breaks reference cycles through the scope.
             if not exchange.outlives_response:
                 exchange.release()
             response.log(self.table.find(scope["path"]))

@@ -20,6 +20,7 @@ from server.http import sse
 from server.http.exchange import Dialect, exchange_of
 from server.http.routes import Route
 from server.http.stream_buffer import Reader, StreamBuffer, StreamStore
+from server.supervision.token_writer import ClientSocket
 
 log = logging.getLogger("onehead.api")
 RETRY = "retry: 1000\n"
@@ -112,6 +113,9 @@ class ReaderEvents:
 
     def listen(self, wake: Wake) -> None:
         self._reader.wake = wake
+
+    def write_natively(self, client: ClientSocket) -> None:
+        """Every event goes into the buffer, which only Python does."""
 
     def take(self) -> list[bytes]:
         if self.ended:

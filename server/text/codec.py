@@ -29,6 +29,16 @@ def _byte_letters() -> dict[str, int]:
 
 
 BYTE_OF = _byte_letters()
+SPACE = "\u2581"
+"""Stands for a space in vocabularies of SentencePiece."""
+JOINING_DECODERS = (
+    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},  # At the beginning of a text.
+)
+"""Decoders of tokenizers after whose first token each further one adds the same text wherever it stands, unless it is a single byte."""
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class TextCodec:
@@ -60,6 +70,8 @@ class TextCodec:
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
         self.raw_bytes = cache(self._raw_bytes)
         """The bytes of a token as a byte-level decoder reads them; the UTF-8 text of a token with a letter that stands for no byte."""
+        self.plain_text = cache(self._plain_text)
+        """The text that a token adds to any text before it that ends in a whole character; None where that is not known."""
         self.raw_text = cache(self._raw_text)
         """`raw_bytes` as text; None if they are no whole characters."""
         self.token_text = cache(lambda id: self.decode([id]))
@@ -141,7 +153,7 @@ class TextCodec:
             return (text or "").encode()
         if self._byte_level:
             return bytes(BYTE_OF[letter] for letter in text if letter in BYTE_OF)
-        if re.fullmatch("<0x[0-9A-F]{2}>", text):
+        if _BYTE_TOKEN.fullmatch(text):
             return bytes([int(text[3:5], 16)])
         return self.decode([id]).encode()
 
@@ -153,6 +165,26 @@ class TextCodec:
     def is_bytes(self) -> bool:
         """Whether decoding concatenates the bytes of tokens and reads them as UTF-8."""
         return isinstance(self.tokenizer.decoder, decoders.ByteLevel)
+
+    @cached_property
+    def _joins(self) -> bool:
+        """Whether decoding joins the texts of tokens, by JOINING_DECODERS alone."""
+        if not isinstance(self.tokenizer.decoder, decoders.Sequence):
+            return False
+        parts = json.loads(self.tokenizer.decoder.__getstate__())["decoders"]
+        return all(part in JOINING_DECODERS for part in parts)
+
+    def plain_texts(self, ids: list[int]) -> str:
+        """The text of tokens of which `plain_text` knows one."""
+        return "".join(map(str, map(self.plain_text, ids)))
+
+    def _plain_text(self, id: int) -> str | None:
+        if id in self.special_ids:
+            return None
+        if self.is_bytes:
+            return self.raw_text(id)
+        text = self.tokenizer.id_to_token(id) if self._joins else None
+        return None if text is None or REPLACEMENT in text or _BYTE_TOKEN.fullmatch(text) else text.replace(SPACE, " ")
 
     def _raw_bytes(self, id: int) -> bytes:
         text = self.tokenizer.id_to_token(id) or ""
@@ -184,27 +216,34 @@ class Detokenizer:
         self._emitted = 0
         """Characters of the window's text that were returned."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if codec.is_bytes else None
-        self._is_between_characters = True
-        """Whether `_utf8` holds back no bytes."""
+        self.is_plain = True
+        """Whether no byte of a character is held back: the text of a next token with a plain text is that (TextCodec.plain_text)."""
 
     def push(self, token: int) -> str:
         """The text that became final with this token."""
         if self._utf8 is not None:
-            if self._is_between_characters and (whole := self._codec.raw_text(token)) is not None:
+            if self.is_plain and (whole := self._codec.raw_text(token)) is not None:
                 return whole
             text = self._utf8.decode(self._codec.raw_bytes(token))
-            self._is_between_characters = not self._utf8.getstate()[0]
+            self.is_plain = not self._utf8.getstate()[0]
             return text
         self._window.append(token)
         text = self._codec.decode(self._window)
         certain = len(text) - min(MAX_HELD_CHARS, len(text) - len(text.rstrip(REPLACEMENT)))
         new, held = text[self._emitted : certain], len(text) - certain
+        self.is_plain = not held
         self._emitted = max(self._emitted, certain)
         if len(self._window) > WINDOW:
             # A character has at most four bytes, so the last four tokens hold all of an incomplete one.
             self._window = self._window[-CONTEXT:]
             self._emitted = len(self._codec.decode(self._window)) - held
         return new
+
+    def skip(self, ids: list[int]) -> None:
+        """Goes on after tokens with plain texts, while `is_plain`."""
+        if self._utf8 is None:
+            self._window = ids[-CONTEXT:]
+            self._emitted = len(self._codec.decode(self._window))
 
     def flush(self) -> str:
         """The text that is held back, as `decode` renders it at the end of a text."""
@@ -257,6 +296,15 @@ class StopStrings:
             if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
                 return len(text) - start
         return 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no end of the text so far may begin a stop string."""
+        return not self._held and not self._possible_beginning(self._seen)
+
+    def skip(self) -> None:
+        """Goes on after a text in which no stop string can have begun."""
+        self._seen = ""
 
     def flush(self) -> str:
         """The text that is held back; called after the last piece."""

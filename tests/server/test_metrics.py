@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.metrics import _LATENCY, Histogram, Metrics
+from server.metrics import LATENCY_BOUNDS, Histogram, Metrics
 from server.protocol import Gauges
 from tests.support.fake_engine import READY
 
@@ -26,9 +26,9 @@ def samples(text: str) -> dict[str, float]:
 def test_a_histogram_counts_as_the_librarys(seed: int) -> None:
     rng, ours, theirs = random.Random(seed), CollectorRegistry(), CollectorRegistry()
     histogram = Histogram("seconds", "Text.", ours)
-    reference = prometheus_client.Histogram("seconds", "Text.", buckets=_LATENCY, registry=theirs)
+    reference = prometheus_client.Histogram("seconds", "Text.", buckets=LATENCY_BOUNDS, registry=theirs)
     for _ in range(rng.randrange(200)):
-        value = rng.choice((*_LATENCY, 0.0, 1e-9, 1e9, rng.expovariate(1.0)))
+        value = rng.choice((*LATENCY_BOUNDS, 0.0, 1e-9, 1e9, rng.expovariate(1.0)))
         histogram.observe(value)
         reference.observe(value)
     found, expected = (samples(prometheus_client.generate_latest(registry).decode()) for registry in (ours, theirs))

@@ -19,6 +19,7 @@ from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.metrics import Metrics
 from server.supervision.crash_policy import Timeouts
+from server.supervision.engine import PlainStream
 from server.supervision.supervisor import State, Supervisor
 from server.text.codec import TextCodec
 from tests.support.hash_model import next_token, oracle
@@ -141,6 +142,9 @@ class EngineRun:
 
     def kill(self) -> None:
         self._exit(KILLED)
+
+    def write_natively(self, id: int, next_index: int, plain: PlainStream) -> None:
+        """Every token goes through Python."""
 
     def _exit(self, status: int) -> None:
         if not self.ended:

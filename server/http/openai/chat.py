@@ -11,6 +11,7 @@ from server.generation.stream import OpenStreams, Piece
 from server.http.answer import OutputToken
 from server.http.openai.chat_fields import ChatBody
 from server.http.openai.replies import OpenAIReply
+from server.supervision.token_writer import TEXT
 from server.text.jobs import EncodeChat
 
 
@@ -55,6 +56,11 @@ class ChatReply(OpenAIReply):
         }
         choice |= self.ending(output) | self.token_ids(tokens)
         return [self.chunk([choice])]
+
+    def plain_chunk(self, choice: int) -> dict[str, Any] | None:
+        if not self.has_plain_chunks:
+            return None
+        return self.chunk([{"index": choice, "delta": {"content": TEXT}} | self.plain_fields(choice)])
 
     def full_response(self) -> dict[str, Any]:
         choices = [

@@ -13,6 +13,8 @@ from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Reply
 from server.http.fields import default
 from server.http.openai.infill_fields import InfillBody
+from server.supervision.token_writer import COUNT, TEXT, TOKEN_ID
+from server.text.codec import TextCodec
 from server.text.fim import Filling
 from server.text.jobs import Fill
 
@@ -24,8 +26,9 @@ STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "ti
 class InfillReply(Reply):
     """A reply of /infill."""
 
-    def __init__(self, body: InfillBody, model_id: str, streams: OpenStreams) -> None:
+    def __init__(self, body: InfillBody, model_id: str, codec: TextCodec, streams: OpenStreams) -> None:
         self.body = body
+        self.codec = codec
         self.streams = streams
         self.model_id = model_id
         self.text = ""
@@ -53,7 +56,7 @@ class InfillReply(Reply):
             timeout_s=None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3,
             salt=secrets.token_hex(16) if body.cache_prompt is False else "",
         )
-        return cls(body, model_id, generation.start([request], reservation))
+        return cls(body, model_id, generation.codec, generation.start([request], reservation))
 
     def take(self, piece: Piece) -> None:
         """Adds a piece. `end` becomes the last piece: the sequence's last one, or the one after which a line is known to be indented by
@@ -76,6 +79,17 @@ class InfillReply(Reply):
         tokens = [] if piece.token is None else [piece.token]
         chunk = {"index": 0, "content": content, "tokens": tokens, "stop": False, "id_slot": -1} | self._counts()
         return [chunk if self.end is None else self._selected(chunk | self._ending())]
+
+    def plain_chunk(self, choice: int) -> dict[str, Any] | None:
+        if self.body.n_indent:
+            return None
+        counts = self._counts() | {"tokens_predicted": COUNT}
+        return self._selected({"index": 0, "content": TEXT, "tokens": [TOKEN_ID], "stop": False, "id_slot": -1} | counts)
+
+    def add_written(self, choice: int, ids: list[int]) -> None:
+        self.text += self.codec.plain_texts(ids)
+        self.given = len(self.text)
+        self.num_tokens += len(ids)
 
     def _certain(self) -> int:
         """Length of the text that no later token can remove."""

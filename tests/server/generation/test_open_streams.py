@@ -44,6 +44,9 @@ class Hand:
         self.open.pop(id, None)
         self.cancelled.append(id)
 
+    def collect(self, id: int) -> None:
+        """Nothing is written natively."""
+
     def say(self, id: int, index: int, finish: str | None = None) -> None:
         self.open[id](protocol.Token(id, index, 40 + index % 50, -0.5, finish))
 
@@ -143,6 +146,9 @@ async def test_a_backlog_is_written_in_bounded_parts_and_others_get_their_turn()
         def listen(self, wake: Any) -> None:
             """All has come."""
 
+        def write_natively(self, client: Any) -> None:
+            """All has come."""
+
     async def send(message: Any) -> None:
         sent.append(len(message.get("body", b"")))
 
@@ -176,4 +182,4 @@ async def test_no_request_holds_its_own_way_to_the_socket(tmp_path: Path, path: 
         return {"type": "http.disconnect"}
 
     await served.app(scope, receive, send)
-    assert sent and exchange_of(scope).chunk_writer() is None
+    assert sent and exchange_of(scope).chunks is None

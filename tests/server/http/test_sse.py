@@ -33,6 +33,9 @@ class Endless:
     def listen(self, wake: Wake) -> None:
         """Nothing has to be waited for."""
 
+    def write_natively(self, client: Any) -> None:
+        """It always has an event for Python."""
+
 
 class Given:
     """A source of the events that a test gives it."""
@@ -52,11 +55,26 @@ class Given:
     def listen(self, wake: Wake) -> None:
         self.wake = wake
 
+    def write_natively(self, client: Any) -> None:
+        client.release()
+
     def give(self, *events: bytes, is_last: bool = False) -> None:
         self.batches.append([*events])
         self.is_last = is_last
         if (act := self.wake()) is not None:
             act()
+
+
+class Parts:
+    """A connection that keeps the parts of a response's body."""
+
+    def __init__(self, sent: list[bytes]) -> None:
+        self.client: Any = None
+        self.may_write = self.all_sent = True
+        self._sent = sent
+
+    def write(self, data: bytes) -> None:
+        self._sent.append(data)
 
 
 async def never() -> Any:
@@ -114,9 +132,10 @@ async def test_a_comment_in_every_silence_and_none_before_the_start_or_behind_th
 
 
 async def test_what_has_come_is_written_by_the_call_that_says_so_unless_the_client_does_not_keep_up() -> None:
-    source, paused, sent = Given(), False, list[bytes]()
+    source, sent = Given(), list[bytes]()
     scope = SCOPE | {}
-    exchange_of(scope).chunk_writer = lambda: None if paused else sent.append
+    chunks = Parts(sent)
+    exchange_of(scope).chunks = chunks
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b"head"))
@@ -126,12 +145,12 @@ async def test_what_has_come_is_written_by_the_call_that_says_so_unless_the_clie
     assert sent == [b"head"]
     source.give(event({"n": 1}), event({"n": 2}))
     assert sent == [b"head", event({"n": 1}) + event({"n": 2})]
-    paused = True
+    chunks.may_write = False
     source.give(event({"n": 3}))
     assert len(sent) == 2
     await asyncio.sleep(0.01)
     assert sent[2:] == [event({"n": 3})]
-    paused = False
+    chunks.may_write = True
     many = [event({"n": i}) for i in range(MAX_EVENTS_PER_WRITE)]
     source.give(*many)
     source.give(event({"n": 4}), is_last=True)
@@ -142,7 +161,7 @@ async def test_what_has_come_is_written_by_the_call_that_says_so_unless_the_clie
 
 async def test_an_error_in_what_has_come_ends_the_response() -> None:
     source, closed, scope = Given(), list[bool](), SCOPE | {}
-    exchange_of(scope).chunk_writer = lambda: list[bytes]().append
+    exchange_of(scope).chunks = Parts([])
 
     async def send(message: Any) -> None: ...
 
