@@ -37,8 +37,8 @@ from server.text.workers import Workers
 
 ENGINE_EXIT_SECONDS = 5.0
 TICK_SECONDS = 0.25
-TEXTS_AT_ONCE, TEXTS_PAUSE = 250, 0.005
-"""Texts of tokens that are prepared for native code without a pause, and the seconds between; 2 or 3 microseconds each."""
+MAX_PREPARED, PREPARED_AT_ONCE, PREPARE_PAUSE = 2**16, 250, 0.005
+"""Token ids whose texts are prepared for native code; how many without a pause, at 2 or 3 microseconds each; and the seconds between."""
 log = logging.getLogger("onehead")
 
 
@@ -124,14 +124,19 @@ class SupervisedEngine:
         self._tasks = [asyncio.create_task(self._pass_time()), asyncio.create_task(self._prepare_texts())]
 
     async def _prepare_texts(self) -> None:
-        """Prepares the texts of tokens for native code, once the engine is loaded; tokens without one are written by Python meanwhile."""
-        await self.wait_for(State.READY)
+        """Prepares the texts of the tokens with the lowest ids, the most frequent ones, for native code. Others are prepared when they are
+        first met; Python writes them until then.
+        """
         codec, texts = self.generation.codec, self._token_texts
-        for begin in range(0, codec.largest_id + 1 if texts is not None else 0, TEXTS_AT_ONCE):
-            for id in range(begin, begin + TEXTS_AT_ONCE):
-                if texts is not None and (text := codec.plain_text(id)):
+        if texts is None:
+            return
+        codec.on_plain_text = texts.set
+        await self.wait_for(State.READY)
+        for begin in range(0, min(MAX_PREPARED, codec.largest_id + 1), PREPARED_AT_ONCE):
+            for id in range(begin, begin + PREPARED_AT_ONCE):
+                if text := codec.read_plain_text(id):
                     texts.set(id, text)
-            await asyncio.sleep(TEXTS_PAUSE)
+            await asyncio.sleep(PREPARE_PAUSE)
 
     def _add_counts(self) -> None:
         """Adds to the metrics what native code has counted."""

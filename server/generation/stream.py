@@ -97,9 +97,8 @@ class ChoiceDetokenizer:
         """The first bytes of the stop strings."""
         return bytes({stop.encode()[0] for stop in self._request.stop_strings})
 
-    def skip(self, ids: list[int]) -> None:
+    def skip(self) -> None:
         """Goes on after tokens that have been written elsewhere, while `is_plain`; none had a byte of `stop_bytes`."""
-        self._detokenizer.skip(ids)
         self._stops.skip()
 
     def _strip_healed(self, text: str) -> str:
@@ -237,7 +236,7 @@ class OpenStreams:
             if choice.outcome is not None:
                 continue
             if isinstance(event, Written):
-                self._texts[index].skip(event.ids)
+                self._texts[index].skip()
                 self.on_written(index, event.ids)
             elif isinstance(event, protocol.Failed):
                 self._fail(choice, event)

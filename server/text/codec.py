@@ -3,10 +3,11 @@
 import codecs
 import json
 import re
-from collections.abc import Set
+from collections.abc import Callable, Set
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Encoding, Tokenizer, decoders
 
@@ -31,13 +32,13 @@ def _byte_letters() -> dict[str, int]:
 BYTE_OF = _byte_letters()
 SPACE = "\u2581"
 """Stands for a space in vocabularies of SentencePiece."""
-JOINING_DECODERS = (
+JOINING_DECODER = (
     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
-    {"type": "Strip", "content": " ", "start": 1, "stop": 0},  # At the beginning of a text.
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
 )
-"""Decoders of tokenizers after whose first token each further one adds the same text wherever it stands, unless it is a single byte."""
+"""The decoder of vocabularies of SentencePiece; with or without its last part, which removes a space at the beginning of a text."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -69,11 +70,11 @@ class TextCodec:
         end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
         self.raw_bytes = cache(self._raw_bytes)
-        """The bytes of a token as a byte-level decoder reads them; the UTF-8 text of a token with a letter that stands for no byte."""
+        """The bytes of a token as the decoder joins them, where `is_bytes`."""
         self.plain_text = cache(self._plain_text)
-        """The text that a token adds to any text before it that ends in a whole character; None where that is not known."""
-        self.raw_text = cache(self._raw_text)
-        """`raw_bytes` as text; None if they are no whole characters."""
+        """`read_plain_text`, of each token once."""
+        self.on_plain_text: Callable[[int, str], object] = lambda id, text: None
+        """Called with a token and its text when `plain_text` finds one."""
         self.token_text = cache(lambda id: self.decode([id]))
         """The text of a single token."""
         self.token_bytes = cache(self._token_bytes)
@@ -164,38 +165,45 @@ class TextCodec:
     @cached_property
     def is_bytes(self) -> bool:
         """Whether decoding concatenates the bytes of tokens and reads them as UTF-8."""
-        return isinstance(self.tokenizer.decoder, decoders.ByteLevel)
+        return isinstance(self.tokenizer.decoder, decoders.ByteLevel) or bool(self._joining)
 
     @cached_property
-    def _joins(self) -> bool:
-        """Whether decoding joins the texts of tokens, by JOINING_DECODERS alone."""
+    def _joining(self) -> tuple[Any, ...]:
+        """The parts of the decoder if they are those of JOINING_DECODER, else none."""
         if not isinstance(self.tokenizer.decoder, decoders.Sequence):
-            return False
-        parts = json.loads(self.tokenizer.decoder.__getstate__())["decoders"]
-        return all(part in JOINING_DECODERS for part in parts)
+            return ()
+        parts = tuple(json.loads(self.tokenizer.decoder.__getstate__())["decoders"])
+        return parts if parts in (JOINING_DECODER, JOINING_DECODER[:-1]) else ()
+
+    @property
+    def strips_space(self) -> bool:
+        """Whether decoding removes a space at the beginning of a text."""
+        return self._joining == JOINING_DECODER
 
     def plain_texts(self, ids: list[int]) -> str:
         """The text of tokens of which `plain_text` knows one."""
         return "".join(map(str, map(self.plain_text, ids)))
 
     def _plain_text(self, id: int) -> str | None:
-        if id in self.special_ids:
+        if text := self.read_plain_text(id):
+            self.on_plain_text(id, text)
+        return text
+
+    def read_plain_text(self, id: int) -> str | None:
+        """The text that a token adds to any text before it that ends in a whole character; None where that is not known."""
+        if id in self.special_ids or not self.is_bytes:
             return None
-        if self.is_bytes:
-            return self.raw_text(id)
-        text = self.tokenizer.id_to_token(id) if self._joins else None
-        return None if text is None or REPLACEMENT in text or _BYTE_TOKEN.fullmatch(text) else text.replace(SPACE, " ")
+        try:
+            return self._raw_bytes(id).decode()
+        except UnicodeDecodeError:
+            return None
 
     def _raw_bytes(self, id: int) -> bytes:
         text = self.tokenizer.id_to_token(id) or ""
+        if self._joining:
+            return bytes([int(text[3:5], 16)]) if _BYTE_TOKEN.fullmatch(text) else text.replace(SPACE, " ").encode()
         whole = all(letter in BYTE_OF for letter in text)
         return bytes(BYTE_OF[letter] for letter in text) if whole else text.encode()
-
-    def _raw_text(self, id: int) -> str | None:
-        try:
-            return self.raw_bytes(id).decode()
-        except UnicodeDecodeError:
-            return None
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
@@ -206,8 +214,9 @@ class TextCodec:
 class Detokenizer:
     """Incremental detokenization. Invariant: the concatenation of all returned texts is `decode` of all tokens.
 
-    An incomplete last character is held back until it is complete, or `flush` is called. Byte-level tokens are decoded once each, others
-    in a sliding window.
+    An incomplete last character is held back until it is complete, or `flush` is called. Tokens whose bytes are joined are decoded once
+    each, others in a sliding window. (Of bytes that are no UTF-8 some decoders make other replacement characters, and take back others
+    before them.)
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -216,34 +225,32 @@ class Detokenizer:
         self._emitted = 0
         """Characters of the window's text that were returned."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if codec.is_bytes else None
-        self.is_plain = True
-        """Whether no byte of a character is held back: the text of a next token with a plain text is that (TextCodec.plain_text)."""
+        self._strips_space = codec.strips_space
+        """Whether a space would be removed from the next text."""
+        self.is_plain = codec.is_bytes and not self._strips_space
+        """Whether the text of a next token with a plain text is that (TextCodec.plain_text): no byte of a character is held back."""
 
     def push(self, token: int) -> str:
         """The text that became final with this token."""
+        plain = self._codec.plain_text(token)
         if self._utf8 is not None:
-            if self.is_plain and (whole := self._codec.raw_text(token)) is not None:
-                return whole
+            if self.is_plain and plain is not None:
+                return plain
             text = self._utf8.decode(self._codec.raw_bytes(token))
-            self.is_plain = not self._utf8.getstate()[0]
+            if self._strips_space and text:
+                self._strips_space, text = False, text.removeprefix(" ")
+            self.is_plain = not self._utf8.getstate()[0] and not self._strips_space
             return text
         self._window.append(token)
         text = self._codec.decode(self._window)
         certain = len(text) - min(MAX_HELD_CHARS, len(text) - len(text.rstrip(REPLACEMENT)))
         new, held = text[self._emitted : certain], len(text) - certain
-        self.is_plain = not held
         self._emitted = max(self._emitted, certain)
         if len(self._window) > WINDOW:
             # A character has at most four bytes, so the last four tokens hold all of an incomplete one.
             self._window = self._window[-CONTEXT:]
             self._emitted = len(self._codec.decode(self._window)) - held
         return new
-
-    def skip(self, ids: list[int]) -> None:
-        """Goes on after tokens with plain texts, while `is_plain`."""
-        if self._utf8 is None:
-            self._window = ids[-CONTEXT:]
-            self._emitted = len(self._codec.decode(self._window))
 
     def flush(self) -> str:
         """The text that is held back, as `decode` renders it at the end of a text."""

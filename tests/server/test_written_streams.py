@@ -19,7 +19,7 @@ VARYING = {"id", "created", "timings"}
 
 def requests() -> Iterator[tuple[str, dict[str, Any]]]:
     for number, prompt in enumerate(PROMPTS):
-        sampled = {"temperature": 1.3, "seed": number}
+        sampled: dict[str, Any] = {"temperature": 1.3, "seed": number}
         for more in (
             {},
             {"details": True},
@@ -28,7 +28,7 @@ def requests() -> Iterator[tuple[str, dict[str, Any]]]:
             sampled | {"do_sample": True, "max_new_tokens": 60},
         ):
             yield "/generate_stream", {"inputs": prompt, "parameters": {"max_new_tokens": 24, "ignore_eos": True} | more}
-        for more in (
+        kinds: tuple[dict[str, Any], ...] = (
             {},
             {"return_token_ids": True},
             {"logprobs": 1},
@@ -39,7 +39,8 @@ def requests() -> Iterator[tuple[str, dict[str, Any]]]:
             {"min_tokens": 5, "stop": ["."]} | sampled,
             {"token_healing": True},
             {"skip_special_tokens": False} | sampled,
-        ):
+        )
+        for more in kinds:
             yield "/v1/completions", {"prompt": prompt, "max_tokens": 24, "stream": True, "temperature": 0} | more
         yield "/infill", {"input_prefix": prompt, "input_suffix": "\n", "n_predict": 16, "stream": True, "temperature": 0, "seed": 1}
         yield "/infill", {"input_prefix": prompt, "input_suffix": "\n", "n_predict": 16, "stream": True, "n_indent": 2, "seed": 1}

@@ -1,11 +1,13 @@
 """Incremental detokenization is exact for every split of characters; stop strings are found across all splits."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from tokenizers.processors import TemplateProcessing
 
 from model.spec import CheckpointError
@@ -159,3 +161,41 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="not a tokenizer"):
         TextCodec(tmp_path)
+
+
+def joining_codec(folder: Path, strips: bool) -> TextCodec:
+    """A vocabulary of SentencePiece's kind: words, spaces as U+2581, single bytes."""
+    words = ["a", "\u2581b", "\u2581\u2581", "\u4e2d\u2581x", "\n", "\u2581\u00e9"]
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + id for id, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strips else parts)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextCodec(folder)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "joined", "stripped"])
+def test_a_plain_text_is_what_a_token_adds_wherever_it_stands(kind: str, tmp_path: Path) -> None:
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    found = TextCodec(tmp_path) if kind == "bytes" else joining_codec(tmp_path, kind == "stripped")
+    declared: dict[int, str] = {}
+    found.on_plain_text = declared.__setitem__
+    for seed in range(400):
+        rng = random.Random(seed)
+        ids: list[int] = []
+        for _ in range(rng.randint(1, 30)):
+            # Decoders of runs of single bytes take back whole characters once an invalid one follows, so there are only valid ones.
+            data = rng.choice("x\u00e9\u4e2d\U0001f600").encode()
+            single = byte_ids(found, data) if kind == "bytes" else list(data)
+            ids += single if rng.random() < 0.4 else [rng.randrange(256, found.largest_id + 1)]
+        detokenizer, text = Detokenizer(found), ""
+        for number, id in enumerate(ids):
+            plain = found.plain_text(id)
+            if number and detokenizer.is_plain and plain is not None and rng.random() < 0.7:
+                text += plain
+            else:
+                text += detokenizer.push(id)
+        assert text + detokenizer.flush() == found.decode(ids), (seed, ids)
+    assert declared and all(found.read_plain_text(id) == text for id, text in declared.items())
+    if kind != "bytes":
+        assert declared[256] == "a" and declared[257] == " b" and not declared.keys() & {*range(128, 256)}
