@@ -141,6 +141,7 @@ template <class Format> struct Sums<Format, 0> {
 };
 
 template <int COUNT> INLINE void pass_block(Sums<Int8, COUNT> &rows, const char *x, const char *weights, Ahead &ahead) {
+    ahead.last_line(BLOCK / 4);
     UNROLL for (int k = 0; k < STEPS<Int8>; k++, x += 4 * COUNT, weights += Int8::GROUP * PANEL) {
         if (k * Int8::GROUP % 4 == 0) ahead.step();
         rows.step(x, numbers_at(weights), numbers_at(weights + Int8::GROUP * LANES));
@@ -284,7 +285,7 @@ template <class Format> static void panels(const Product &p, const char *tiles, 
         const char *next = panel.weights + (n + 1 == end ? 0 : bytes);
         for (int64_t i = 0; i < count; i++) {
             const int64_t m = first_row(p.rows, count, i);
-            const Ahead ahead = {next + i * bytes / count, Format::BYTES / (BLOCK / 4) / count};
+            const Ahead ahead = ahead_of(panel, p.rows, i, count, next, bytes, Format::BYTES, BLOCK / 4);
             const int rows = int(first_row(p.rows, count, i + 1) - m);
             tile<Format, Format::TILE>(p, tiles + m * row_bytes<Format>(p), panel, num_blocks(p), rows, m, ahead);
         }

@@ -98,7 +98,7 @@ static void panels(const Product &p, const char *tiles, int64_t begin, int64_t e
         const char *next = panel.weights + (n + 1 == end ? 0 : bytes);
         for (int64_t i = 0; i < count; i++) {
             const int64_t m = first_row(p.rows, count, i);
-            const Ahead ahead = {next + i * bytes / count, bytes / p.inputs / count};
+            const Ahead ahead = ahead_of(panel, p.rows, i, count, next, bytes, bytes / p.inputs, 1);
             tile<ROWS>(p, tiles + m * row_bytes(p), panel, int(first_row(p.rows, count, i + 1) - m), m, ahead);
         }
     }

@@ -63,7 +63,7 @@ inline void finish(const Product &p, const Panel &panel, Vector left, Vector rig
     if (panel.columns > LANES) store_some(y + LANES, right, panel.columns - LANES);
 }
 
-// Asks for a part of the next panel with every step over k, so that it is near when its turn comes.
+// Asks for weights that are read later, two lines with every step over the inputs, so that they are near when their turn comes.
 struct Ahead {
     const char *next;
     int64_t stride;
@@ -72,7 +72,18 @@ struct Ahead {
         __builtin_prefetch(next + 64, 0, 2);
         next += stride;
     }
+    // The last line of what `steps` steps ask for, where that has more than two lines for each.
+    INLINE void last_line(int steps) const { __builtin_prefetch(next + steps * stride - 64, 0, 2); }
 };
+
+// For tile number i of so many, whose steps read `step_bytes` of weights and ask `num_asks` times. A single tile reads weights as fast as memory
+// gives them: the processor follows that stream by itself, and asking far ahead of it, for a second one, makes both slower. Of several tiles
+// each asks for its part of the next panel.
+inline Ahead ahead_of(const Panel &panel, int64_t num_rows, int64_t i, int64_t num_tiles, const char *next, int64_t bytes, int64_t step_bytes, int64_t num_asks) {
+    const int64_t distance = num_rows == 1 ? 4 << 10 : 8 << 10;  // Measured.
+    if (num_tiles == 1) return {panel.weights + distance, step_bytes / num_asks};
+    return {next + i * bytes / num_tiles, step_bytes / num_asks / num_tiles};
+}
 
 // The rows are cut into tiles of nearly equal size: the first row of number i, which is the number of rows for i = num_tiles.
 inline int64_t first_row(int64_t num_rows, int64_t num_tiles, int64_t i) { return i * num_rows / num_tiles; }
