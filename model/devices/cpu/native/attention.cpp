@@ -53,7 +53,7 @@ static void score(const float *const *queries, const Number *keys, const Number 
         Vector key[VECTORS];
         UNROLL for (int n = 0; n < VECTORS; n++) {
             key[n] = load(keys + i * page_size + n * LANES);
-            __builtin_prefetch(next + i * page_size + n * LANES);
+            __builtin_prefetch(next + i * page_size + n * LANES, 0, 2);
         }
         UNROLL for (int r = 0; r < ROWS; r++) {
             Vector query = all(queries[r][i]);
@@ -75,7 +75,7 @@ static void mix(const float *weights, const float *shrink, const Number *values,
         Vector value[VECTORS];
         UNROLL for (int n = 0; n < VECTORS; n++) {
             value[n] = load(values + s * value_dim + n * LANES);
-            __builtin_prefetch(next + s * value_dim + n * LANES);
+            __builtin_prefetch(next + s * value_dim + n * LANES, 0, 2);
         }
         UNROLL for (int r = 0; r < ROWS; r++) {
             Vector weight = all(weights[r * page_size + s]);
@@ -95,24 +95,24 @@ struct Tile {
     int num_rows;
 };
 
-// Weights of one row from its scores on a page, in place; how much what came before shrinks.
-static float soften(Tile &tile, int r, float *scores, int64_t page_first, int64_t page_size) {
-    int64_t first = std::max<int64_t>(0, tile.begin[r] - page_first), last = std::min(page_size, tile.end[r] - page_first);
+// Weights of one row from its scores on the first `size` keys of a page, in place; how much what came before shrinks.
+static float soften(Tile &tile, int r, float *scores, int64_t page_first, int64_t size) {
+    int64_t first = std::max<int64_t>(0, tile.begin[r] - page_first), last = std::min(size, tile.end[r] - page_first);
     if (first >= last) {
-        memset(scores, 0, page_size * sizeof(float));
+        memset(scores, 0, size * sizeof(float));
         return 1.0f;
     }
     const float hidden = -std::numeric_limits<float>::infinity();
-    const bool whole = first == 0 && last == page_size;
+    const bool whole = first == 0 && last == size;
     if (!whole) {
         std::fill(scores, scores + first, hidden);
-        std::fill(scores + last, scores + page_size, hidden);
+        std::fill(scores + last, scores + size, hidden);
     }
     Vector most = all(hidden);
-    for (int64_t s = 0; s < page_size; s += LANES) most = max(load(scores + s), most);
+    for (int64_t s = 0; s < size; s += LANES) most = max(load(scores + s), most);
     const float now = std::max(tile.greatest[r], greatest(most));
     Vector sums = all(0.0f);
-    for (int64_t s = 0; s < page_size; s += LANES) {
+    for (int64_t s = 0; s < size; s += LANES) {
         const Vector weight = exp_of_negative(sub(load(scores + s), all(now)));
         store(scores + s, weight);
         sums = add(sums, weight);
@@ -120,9 +120,9 @@ static float soften(Tile &tile, int r, float *scores, int64_t page_first, int64_
     if (!whole) {
         // The exponential of what is hidden is e^-87 rather than 0.
         std::fill(scores, scores + first, 0.0f);
-        std::fill(scores + last, scores + page_size, 0.0f);
+        std::fill(scores + last, scores + size, 0.0f);
         sums = all(0.0f);
-        for (int64_t s = 0; s < page_size; s += LANES) sums = add(sums, load(scores + s));
+        for (int64_t s = 0; s < size; s += LANES) sums = add(sums, load(scores + s));
     }
     float lanes[LANES];
     store(lanes, exp_of_negative(all(tile.greatest[r] - now)));
@@ -135,17 +135,18 @@ static float soften(Tile &tile, int r, float *scores, int64_t page_first, int64_
 template <int ROWS, class Number>
 static void pass_page(const Attention &attention, Tile &tile, Page<Number> page, Page<Number> next, int64_t page_first, float *scores) {
     const int64_t size = attention.page_size;
-    int64_t s = 0;
-    for (; s + TILE_VECTORS * LANES <= size; s += TILE_VECTORS * LANES)
-        score<ROWS, TILE_VECTORS>(tile.queries, page.keys + s, next.keys + s, attention.key_dim, size, attention.scale, scores + s);
-    for (; s < size; s += LANES) score<ROWS, 1>(tile.queries, page.keys + s, next.keys + s, attention.key_dim, size, attention.scale, scores + s);
-    float shrink[ROWS];
     int64_t first = size, last = 0;
     for (int r = 0; r < ROWS; r++) {
-        shrink[r] = soften(tile, r, scores + r * size, page_first, size);
         first = std::min(first, std::max<int64_t>(0, tile.begin[r] - page_first));
         last = std::max(last, std::min(size, tile.end[r] - page_first));
     }
+    const int64_t seen = (last + LANES - 1) / LANES * LANES;  // Keys after these are seen by no row of the tile.
+    int64_t s = 0;
+    for (; s + TILE_VECTORS * LANES <= seen; s += TILE_VECTORS * LANES)
+        score<ROWS, TILE_VECTORS>(tile.queries, page.keys + s, next.keys + s, attention.key_dim, size, attention.scale, scores + s);
+    for (; s < seen; s += LANES) score<ROWS, 1>(tile.queries, page.keys + s, next.keys + s, attention.key_dim, size, attention.scale, scores + s);
+    float shrink[ROWS];
+    for (int r = 0; r < ROWS; r++) shrink[r] = soften(tile, r, scores + r * size, page_first, seen);
     int64_t c = 0;
     for (; c + TILE_VECTORS * LANES <= attention.value_dim; c += TILE_VECTORS * LANES)
         mix<ROWS, TILE_VECTORS>(scores, shrink, page.values + c, next.values + c, first, last, attention.value_dim, size, tile.mixed + c);
@@ -168,8 +169,20 @@ template <class Number> static void transpose(const Number *keys, int64_t value_
             for (int64_t s = first; s < first + LANES; s++) values[s * value_dim + c] = keys[c * page_size + s];
 }
 
-// Rows first_row .. last_row of a span, of its num_tokens * H: all of them pass a page while it is in the cache.
-template <class Number> static void attend_rows(const Attention &attention, const Span &span, int64_t first_row, int64_t last_row) {
+static int64_t end_of(const Span &span, int64_t token) { return span.num_keys - span.num_tokens + token + 1; }
+
+static int64_t begin_of(const Span &span, int64_t token) { return span.window ? std::max<int64_t>(0, end_of(span, token) - span.window) : 0; }
+
+// Page `number` of a span.
+template <class Number> static Page<Number> page_of(const Attention &attention, const Span &span, int64_t number) {
+    const int64_t first = span.pages[number * span.page_stride + attention.stack] * attention.page_size;
+    return {(const Number *)attention.keys + first * attention.key_dim, attention.values ? (const Number *)attention.values + first * attention.value_dim : nullptr};
+}
+
+// The rows of a part: all of them pass a page while it is in the cache. After the last page they ask for the first one of the next part, if any.
+template <class Number> static void attend_rows(const Attention &attention, const Part &part, const Part *next_part) {
+    const Span &span = *part.span;
+    const int64_t first_row = part.first, last_row = part.last;
     const int64_t heads = attention.num_heads, size = attention.page_size;
     std::vector<Tile> tiles;
     std::vector<float> mixed((last_row - first_row + TILE_ROWS) * attention.value_dim, 0.0f), scores(TILE_ROWS * size);
@@ -182,8 +195,7 @@ template <class Number> static void attend_rows(const Attention &attention, cons
         for (int r = 0; r < tile.num_rows; r++) {
             int64_t token = (row + r) / heads, head = (row + r) % heads;
             tile.queries[r] = attention.queries + (span.first_token + token) * attention.query_stride + head * attention.key_dim;
-            tile.end[r] = span.num_keys - span.num_tokens + token + 1;
-            tile.begin[r] = span.window ? std::max<int64_t>(0, tile.end[r] - span.window) : 0;
+            tile.begin[r] = begin_of(span, token), tile.end[r] = end_of(span, token);
             tile.greatest[r] = -std::numeric_limits<float>::infinity();
             tile.sum[r] = 0.0f;
             begin = std::min(begin, tile.begin[r]);
@@ -191,17 +203,19 @@ template <class Number> static void attend_rows(const Attention &attention, cons
         }
     }
     for (int64_t number = begin / size; number * size < end; number++) {
-        Page<Number> pages[2];
-        for (int i = 0; i < 2; i++) {
-            const int64_t place = (number + i) * size < end ? number + i : number;
-            const int64_t page = span.pages[place * span.page_stride + attention.stack];
-            pages[i].keys = (const Number *)attention.keys + page * size * attention.key_dim;
-            pages[i].values = attention.values ? (const Number *)attention.values + page * size * attention.value_dim : made.data();
+        Page<Number> page = page_of<Number>(attention, span, number), next = page;
+        if ((number + 1) * size < end)
+            next = page_of<Number>(attention, span, number + 1);
+        else if (next_part)
+            next = page_of<Number>(attention, *next_part->span, begin_of(*next_part->span, next_part->first / heads) / size);
+        if (!attention.values) {
+            transpose(page.keys, attention.value_dim, size, made.data());
+            page.values = next.values = made.data();
         }
-        if (!attention.values) transpose(pages[0].keys, attention.value_dim, size, made.data());
         for (Tile &tile : tiles)
-            if (tile.begin[0] < (number + 1) * size && tile.end[tile.num_rows - 1] > number * size)
-                pass(attention, tile, pages[0], pages[1], number * size, scores.data());
+            if (tile.begin[0] < (number + 1) * size && tile.end[tile.num_rows - 1] > number * size) {
+                pass(attention, tile, page, next, number * size, scores.data());
+            }
     }
     float *out = attention.outputs + (span.first_token * heads + first_row) * attention.value_dim;
     for (Tile &tile : tiles)
@@ -234,10 +248,11 @@ void write_tokens(const Attention &attention, int64_t begin, int64_t end) {
 
 void attend_parts(const Attention &attention, const Part *begin, const Part *end) {
     for (const Part *part = begin; part != end; part++) {
+        const Part *next = part + 1 == end ? nullptr : part + 1;
         switch (attention.number_type) {
-            case BFLOAT16: attend_rows<Bfloat16>(attention, *part->span, part->first, part->last); break;
-            case FLOAT16: attend_rows<Float16>(attention, *part->span, part->first, part->last); break;
-            default: attend_rows<float>(attention, *part->span, part->first, part->last);
+            case BFLOAT16: attend_rows<Bfloat16>(attention, *part, next); break;
+            case FLOAT16: attend_rows<Float16>(attention, *part, next); break;
+            default: attend_rows<float>(attention, *part, next);
         }
     }
 }
