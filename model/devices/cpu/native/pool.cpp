@@ -4,9 +4,11 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
+
+#include <pthread.h>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -79,6 +81,9 @@ struct Pool {
         return true;
     }
 
+    // Whether there is nothing to do for the thread with this number. Those beyond the call's number of threads are left from other calls.
+    bool is_idle(int64_t index) const { return is_over() || index >= num_threads.load(std::memory_order_relaxed); }
+
     bool is_over() const { return uint32_t(ticket.load(std::memory_order_acquire) >> 32) == end.load(); }
 
     void serve(int64_t index) {
@@ -90,12 +95,12 @@ struct Pool {
             }
             relax();
             if (spins < RELAXED_SPINS) continue;
-            if (spins == RELAXED_SPINS || !is_over()) idle_since = std::chrono::steady_clock::now();
+            if (spins == RELAXED_SPINS || !is_idle(index)) idle_since = std::chrono::steady_clock::now();
             std::this_thread::yield();
             if (std::chrono::steady_clock::now() - idle_since < IDLE) continue;
             std::unique_lock<std::mutex> lock(sleep);
             num_asleep.fetch_add(1);
-            wake.wait(lock, [&] { return !is_over(); });
+            wake.wait(lock, [&] { return !is_idle(index); });
             num_asleep.fetch_sub(1);
             spins = 0;
         }
@@ -104,8 +109,8 @@ struct Pool {
     void start(int64_t count) {
         try {
             for (; num_started < count; num_started++) std::thread(&Pool::serve, this, num_started).detach();
-        } catch (const std::system_error &) {
-        }  // Those that the system allows share the work.
+        } catch (const std::exception &) {
+        }  // Those that the system allows, by number and by memory, share the work.
         num_threads.store(count, std::memory_order_relaxed);
     }
 
@@ -119,7 +124,7 @@ struct Pool {
             { std::lock_guard<std::mutex> lock(sleep); }  // A thread between its last look and its sleep has the lock.
             wake.notify_all();
         }
-        for (int spins = 0; !is_over(); spins++) {
+        for (int64_t spins = 0; !is_over(); spins++) {
             if (work())
                 spins = 0;
             else if (spins < RELAXED_SPINS)
@@ -130,10 +135,18 @@ struct Pool {
     }
 };
 
-// Never destroyed: its threads wait in it until the process ends.
+// Never destroyed: its threads wait in it until the process ends. A process that was forked has none of these threads, and perhaps locks that
+// they held: it begins with another pool.
 static Pool &pool() {
-    static Pool &found = *new Pool;
-    return found;
+    static std::atomic<Pool *> found{nullptr};
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { found.store(new Pool); });
+    (void)registered;
+    Pool *seen = found.load();
+    if (seen) return *seen;
+    Pool *made = new Pool;
+    if (found.compare_exchange_strong(seen, made)) return *made;
+    delete made;  // Another thread was first.
+    return *seen;
 }
 
 void compute_phases(const Phase *phases, int64_t num_phases, int64_t num_threads) {
