@@ -175,8 +175,9 @@ static int64_t begin_of(const Span &span, int64_t token) { return span.window ? 
 
 // Page `number` of a span.
 template <class Number> static Page<Number> page_of(const Attention &attention, const Span &span, int64_t number) {
-    const int64_t first = span.pages[number * span.page_stride + attention.stack] * attention.page_size;
-    return {(const Number *)attention.keys + first * attention.key_dim, attention.values ? (const Number *)attention.values + first * attention.value_dim : nullptr};
+    const int64_t slot = span.pages[number * span.page_stride + attention.stack] * attention.page_size;
+    const Number *values = (const Number *)attention.values;
+    return {(const Number *)attention.keys + slot * attention.key_dim, values ? values + slot * attention.value_dim : nullptr};
 }
 
 // The rows of a part: all of them pass a page while it is in the cache. After the last page they ask for the first one of the next part, if any.
