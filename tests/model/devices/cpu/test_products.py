@@ -191,7 +191,7 @@ def test_a_packed_table_gives_its_rows(width: str, form: BlockFormat | None, dty
     expected: Tensor = table(ids)
     assert replacement(ids).dtype is torch.float32
     assert (replacement(ids) - expected).abs().max() <= (0 if form is None else 0.03 if form is INT8 else 0.3)
-    assert (replacement.logits(expected) - expected @ table.weight.T).abs().max() < (1e-5 if form is None else 0.5 if form is INT8 else 4)
+    assert (replacement.logits(expected) - expected @ table.weight.T).abs().max() < (1e-4 if form is None else 0.5 if form is INT8 else 4)
 
 
 @torch.inference_mode()
