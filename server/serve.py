@@ -9,6 +9,7 @@ import socket
 from server import logs
 from server.config import ServeSettings
 from server.errors import ResourceError
+from server.front_process import FrontProcess
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.tls import check_certificate
@@ -54,6 +55,8 @@ async def serve(settings: ServeSettings, sink: logs.Sink, lag: LoopLag) -> int:
             # FastAPI and uvicorn are imported while the engine process imports torch.
             from server.web_server import WebServer
 
-            return await WebServer(engine, section, keys, names, sink, lag).run(listener)
+            servers = WebServer(engine.generation, section, keys, names, listener)
+            address = listener.getsockname()[:2]
+            return await FrontProcess(engine, section, servers, address, names.shown, keys.terms is not None, sink, lag).run()
         finally:
             await engine.close()

@@ -21,6 +21,7 @@ from model.spec import CheckpointError
 from server import child_process, protocol
 from server.config import EngineSettings, ServerSection
 from server.errors import ResourceError
+from server.generation.engine_client import LocalEngineClient
 from server.generation.generation import Generation
 from server.hub.tokenizer_file import tokenizer_path
 from server.metrics import Metrics
@@ -108,9 +109,8 @@ class SupervisedEngine:
         except BaseException:
             self._process.end()
             raise
-        self.generation = Generation(
-            self.supervisor, TextService(texts, section, self.workers), self.metrics, section, settings.engine.max_running
-        )
+        self.client = LocalEngineClient(self.supervisor, self.metrics, section, settings.engine.max_running)
+        self.generation = Generation(self.client, TextService(texts, section, self.workers), section)
 
     def start(self) -> None:
         """Watches the engine. Raises OSError."""
@@ -165,7 +165,7 @@ class SupervisedEngine:
         self._changed.set()
 
     def _on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
-        self.generation.on_engine_event(event)
+        self.client.on_engine_event(event)
 
     async def wait_for(self, *states: State) -> State:
         """Waits until the supervisor is in one of these states or in a final one, and returns it."""
@@ -214,7 +214,7 @@ async def running_engine(settings: EngineSettings, section: ServerSection) -> As
     try:
         await engine.generation.texts.check()
         await engine.wait_for(State.READY)
-        engine.generation.raise_if_over()
+        engine.client.raise_if_over()
         yield engine
     finally:
         await engine.close()

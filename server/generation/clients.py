@@ -28,6 +28,10 @@ class Terms(Section):
     """Whether `priority` orders its requests against those of all clients; None: against its own only. False: it may not be set."""
 
 
+EVERYBODY = Terms()
+"""The terms of clients without an entry in the keys' file."""
+
+
 class Rate:
     """An allowance that fills evenly with so much a minute, up to that. The last that is taken may exceed it; that has to fill first."""
 

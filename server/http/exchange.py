@@ -14,8 +14,8 @@ from typing import Any
 from starlette.requests import HTTPConnection
 
 from server.errors import RequestError
-from server.generation.admission import EVERYBODY, Reservation
-from server.generation.clients import Terms
+from server.generation.clients import EVERYBODY, Terms
+from server.generation.reservation import Reservation
 
 _KEY = "onehead"
 """Key of the Exchange in an ASGI scope."""
@@ -48,10 +48,6 @@ class Exchange:
     """Who shares the server with others: the key's name, else its digest; the group of the address where no key is needed."""
     error: RequestError | None = None
     """Why the request is refused before its body is read; None if it is not."""
-    idempotency_key: tuple[str, bytes] | None = None
-    """(caller, Idempotency-Key), which no other request may use until this one has been answered."""
-    keys_in_use: set[tuple[str, bytes]] = field(default_factory=set)
-    """The idempotency keys of all requests in progress."""
     reservation: Reservation | None = None
     """The admission of a request to a route that generates."""
     outlives_response: bool = False
@@ -66,11 +62,9 @@ class Exchange:
     """Whether FrontDoor.decide has been called."""
 
     def release(self) -> None:
-        """Releases the reservation and the Idempotency-Key. Idempotent."""
+        """Ends the reservation, if there is one. Idempotent."""
         if self.reservation is not None:
-            self.reservation.release()
-        if self.idempotency_key is not None:
-            self.keys_in_use.discard(self.idempotency_key)
+            self.reservation.close()
 
     @property
     def reserved(self) -> Reservation:
