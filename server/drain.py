@@ -35,7 +35,7 @@ class Drain:
 
     def on_signal(self, number: int) -> None:
         if self._task is None:
-            self.client.admission.draining = True
+            self.client.drain()
             log.info(
                 "draining for up to %g s: %d sequences are open; a second signal ends them",
                 self.timeout,

@@ -6,46 +6,27 @@ no request is cut while it is drained. It binds no port, starts no process, and 
 
 import asyncio
 import contextlib
-import errno
 import gc
 import ipaddress
 import logging
-import math
 import os
 import signal
 import threading
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 from server import logs
 from server.api_protocol import ApiStats
 from server.config import ServerSection
 from server.drain import SIGNALS, Drain
+from server.http.keys import Keys
 from server.load_log import LoadLog
 from server.loop_lag import LoopLag
 from server.service import SupervisedEngine
 from server.supervision.supervisor import State
 
 EXIT_STREAMS_CUT = 75
-FILE_LIMIT_LOG_SECONDS = 10.0
 log = logging.getLogger("onehead")
-
-
-class FileLimitHandler:
-    """Exception handler of the event loop: logs that accept() failed for lack of open files at intervals, not for every failure. (asyncio
-    retries each second.)
-    """
-
-    def __init__(self) -> None:
-        self._logged_at = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-        elif time.monotonic() - self._logged_at >= FILE_LIMIT_LOG_SECONDS:
-            self._logged_at = time.monotonic()
-            log.error("no connection can be accepted: %s; lower server.max_connections, or allow this process more files", error.strerror)
 
 
 class HttpServers(Protocol):
@@ -71,7 +52,7 @@ class HttpServers(Protocol):
         """Counts of all processes, those that have ended included."""
 
     def reload(self) -> None:
-        """Reads the files again that are named by options."""
+        """Uses the keys that are valid now, and reads the certificate again."""
 
     def end(self, timeout: float) -> None:
         """Stops listening, and after `timeout` seconds aborts the connections that are still open."""
@@ -84,7 +65,7 @@ class HttpServers(Protocol):
 
 class FrontProcess:
     """Serves one engine. `lag` is the selector of the running event loop; `address`: host and port that are listened on; `shown`: the
-    model's name; `needs_key`: whether requests need a key.
+    model's name.
     """
 
     def __init__(
@@ -92,9 +73,9 @@ class FrontProcess:
         engine: SupervisedEngine,
         section: ServerSection,
         servers: HttpServers,
+        keys: Keys,
         address: tuple[str, int],
         shown: str,
-        needs_key: bool,
         sink: logs.Sink,
         lag: LoopLag,
     ) -> None:
@@ -103,7 +84,7 @@ class FrontProcess:
         self._servers = servers
         self._address = address
         self._shown = shown
-        self._needs_key = needs_key
+        self._keys = keys
         self._sink = sink
         self._lag = lag
         self._drain = Drain(servers.end, engine.client, section.drain_timeout, section.lb_grace)
@@ -114,8 +95,7 @@ class FrontProcess:
         """Serves until a signal, or until the engine is given up. Returns the exit status. Raises OneheadError if it cannot serve."""
         loop = asyncio.get_running_loop()
         # SIGHUP reloads the keys under nohup too, else a removed key would stay valid.
-        loop.add_signal_handler(signal.SIGHUP, self._servers.reload)
-        loop.set_exception_handler(FileLimitHandler())
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         self._engine.metrics.event_loop_lag.set_function(self._longest_lag)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # Ignored by the parent, as shells do for background jobs: keep it.
@@ -140,6 +120,11 @@ class FrontProcess:
         await self._announce()
         await self._engine.wait_for(State.STOPPED)
         self._engine.client.raise_if_over()
+
+    def _reload(self) -> None:
+        """Reads the files again that are named by options."""
+        self._keys.reload()
+        self._servers.reload()
 
     def _longest_lag(self) -> float:
         return max(self._lag.longest(), self._servers.stats().event_loop_lag)
@@ -169,7 +154,7 @@ class FrontProcess:
             f"cache {ready.kv_bytes_per_token} bytes per token in {ready.kv_dtype}, {ready.num_pages} pages of {ready.page_size}, "
             f"up to {ready.capacity} tokens a sequence"
         )
-        if not self._needs_key and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        if self._keys.terms is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             log.warning("every host that reaches this port can use it: no key is needed (server.api_keys, server.api_keys_file)")
         scheme = "https" if self._section.tls_key else "http"
         line = f"onehead serves {self._shown} on {scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -102,14 +102,14 @@ class SupervisedEngine:
         self.metrics = Metrics(name)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
-        self.supervisor = Supervisor(self._spawn, self._on_state, self._on_engine_event, timeouts)
+        self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)
+        self.client = LocalEngineClient(self.supervisor, self.metrics, section, settings.engine.max_running)
         try:
             texts = read_texts(settings.model, section.open_objects)
             self.workers.start(texts)  # While this process has no threads that could hold a lock.
         except BaseException:
             self._process.end()
             raise
-        self.client = LocalEngineClient(self.supervisor, self.metrics, section, settings.engine.max_running)
         self.generation = Generation(self.client, TextService(texts, section, self.workers), section)
 
     def start(self) -> None:
@@ -163,9 +163,7 @@ class SupervisedEngine:
             self._crashed_at = time.monotonic()
             self.metrics.idle()
         self._changed.set()
-
-    def _on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
-        self.client.on_engine_event(event)
+        self.client.on_change()
 
     async def wait_for(self, *states: State) -> State:
         """Waits until the supervisor is in one of these states or in a final one, and returns it."""

@@ -5,13 +5,16 @@ Invariant: what the process may have open is known before it serves. It binds no
 
 import asyncio
 import contextlib
+import errno
 import logging
+import math
 import resource
 import socket
 import time
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import uvicorn
 
@@ -26,8 +29,10 @@ from server.http.front import FrontDoor
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
+from server.http.streams import StreamPublisher
 from server.http.tls import reload_certificate
 
+FILE_LIMIT_LOG_SECONDS = 10.0
 OTHER_FILES, MIN_CONNECTIONS = 64, 8
 """Estimate of the open files of the process besides its connections, and the least connections that a server is worth starting for."""
 log = logging.getLogger("onehead")
@@ -63,6 +68,23 @@ class HttpServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             self.cut = self.cut or connection.transport.get_write_buffer_size() > 0
             connection.transport.abort()
+
+
+class FileLimitHandler:
+    """Exception handler of the event loop: logs that accept() failed for lack of open files at intervals, not for every failure. (asyncio
+    retries each second.)
+    """
+
+    def __init__(self) -> None:
+        self._logged_at = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._logged_at >= FILE_LIMIT_LOG_SECONDS:
+            self._logged_at = time.monotonic()
+            log.error("no connection can be accepted: %s; lower server.max_connections, or allow this process more files", error.strerror)
 
 
 def raise_file_limit(max_connections: int) -> int:
@@ -116,13 +138,15 @@ class WebServer:
             section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
         )
         self._store = StreamStore(retention)
-        self._door = create_app(generation, section, keys, names, version("onehead"), self._store)
-        self._http = http_server(self._door, section)
+        self.publisher = StreamPublisher(self._store, section.keep_alive)
+        self.door = create_app(generation, section, keys, names, version("onehead"), self.publisher)
+        self._http = http_server(self.door, section)
         self._serving: asyncio.Task[None]
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(FileLimitHandler())
         if self._http.config.ssl is not None:  # uvicorn has no option for the time of a handshake.
             timeout = self._section.header_timeout
             loop.create_server = partial(loop.create_server, ssl_handshake_timeout=timeout)  # type: ignore[method-assign]
@@ -139,7 +163,6 @@ class WebServer:
         return ApiStats(streams_detached=self._store.num_detached, resume_bytes=self._store.num_bytes)
 
     def reload(self) -> None:
-        self._door.api_keys.reload()
         section, context = self._section, self._http.config.ssl
         if context is not None and section.tls_certificate and section.tls_key:
             reload_certificate(context, section.tls_certificate, section.tls_key)

@@ -61,10 +61,10 @@ class EngineClient(Protocol):
         choices: Sequence[Choice],
         submits: Sequence[protocol.Submit],
         prompt_tokens: int,
-        deliver: Callable[[Choice, SequenceEvent, float], None],
+        deliver: Callable[[Choice, SequenceEvent], None],
     ) -> None:
-        """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each event and the time of its arrival.
-        `prompt_tokens`: of the request, where a prompt of several sequences counts once. Raises InvalidRequest, Overloaded or Unavailable.
+        """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each event. `prompt_tokens`:
+        of the request, where a prompt of several sequences counts once. Raises InvalidRequest, Overloaded or Unavailable.
         """
 
     def end(self, choice: Choice, outcome: str) -> None:
@@ -85,6 +85,10 @@ class LocalEngineClient:
         self.metrics = metrics
         self.admission = Admission(supervisor, metrics, section, max_running)
         self.arrivals = Arrivals()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the state of the engine or of the server has changed."""
+        self.on_started: Callable[[Progress], None] = lambda _: None
+        """Called for each sequence that the engine has started."""
 
     @property
     def max_open(self) -> int:
@@ -119,7 +123,7 @@ class LocalEngineClient:
         choices: Sequence[Choice],
         submits: Sequence[protocol.Submit],
         prompt_tokens: int,
-        deliver: Callable[[Choice, SequenceEvent, float], None],
+        deliver: Callable[[Choice, SequenceEvent], None],
     ) -> None:
         assert isinstance(reservation, AdmittedRequest)
         self.submit(reservation, choices, submits, prompt_tokens, deliver)
@@ -130,7 +134,7 @@ class LocalEngineClient:
         sequences: Sequence[AnyProgress],
         submits: Sequence[protocol.Submit],
         prompt_tokens: int,
-        deliver: Callable[[AnyProgress, SequenceEvent, float], None],
+        deliver: Callable[[AnyProgress, SequenceEvent], None],
     ) -> None:
         """As `open`, which does not wait here."""
         reservation.release()  # From here on the supervisor counts the submitted sequences.
@@ -140,9 +144,7 @@ class LocalEngineClient:
             sequence.id = self.supervisor.submit(submit, self._receiver(sequence, deliver))
             self.admission.add(sequence, reservation.usage)
 
-    def _receiver(
-        self, sequence: AnyProgress, deliver: Callable[[AnyProgress, SequenceEvent, float], None]
-    ) -> Callable[[SequenceEvent], None]:
+    def _receiver(self, sequence: AnyProgress, deliver: Callable[[AnyProgress, SequenceEvent], None]) -> Callable[[SequenceEvent], None]:
         first_token, inter_token = self.metrics.time_to_first_token.observe, self.metrics.inter_token_latency.observe
 
         def receive(event: SequenceEvent) -> None:
@@ -157,7 +159,7 @@ class LocalEngineClient:
                 sequence.num_tokens += 1
             elif isinstance(event, protocol.Failed) and event.code == "numerical_error":
                 self.admission.record_numerical_error()
-            deliver(sequence, event, now)
+            deliver(sequence, event)
 
         return receive
 
@@ -175,19 +177,23 @@ class LocalEngineClient:
     async def exposition(self) -> bytes:
         return self.metrics.exposition()
 
-    def on_engine_event(self, event: protocol.Tokens | protocol.Started) -> list[Progress]:
-        """Updates metrics and queue times by an event of the engine. Returns the sequences that it has started."""
+    def drain(self) -> None:
+        """Refuses requests from now on."""
+        self.admission.draining = True
+        self.on_change()
+
+    def on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
+        """Updates metrics and queue times by an event of the engine."""
         if isinstance(event, protocol.Tokens):
             self.metrics.step(event.gauges, len(event.tokens))
-            return []
-        now, started = time.monotonic(), list[Progress]()
+            return
+        now = time.monotonic()
         for id, num_cached in zip(event.ids, event.cached, strict=True):
             sequence = self.admission.remove_waiting(id)
             if sequence is not None:
                 sequence.started, sequence.num_cached = now, num_cached
                 self.metrics.queue_time.observe(now - sequence.arrival)
-                started.append(sequence)
-        return started
+                self.on_started(sequence)
 
     def raise_if_over(self) -> None:
         """Raises the error for which the engine will not be restarted, if there is one."""

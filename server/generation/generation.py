@@ -6,6 +6,7 @@ fields of bodies or server-sent events.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
@@ -84,6 +85,9 @@ class Generation:
         Raises InvalidRequest, Overloaded or Unavailable.
         """
         try:
+            if reservation.samplings:
+                pairs = zip(requests, reservation.samplings, strict=True)
+                requests = [replace(request, sampling=sampling) for request, sampling in pairs]
             submits = [self._submission(request, reservation) for request in requests]
             price(submits, self.max_total_tokens)
         except RequestError:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from server.api_protocol import Origin
 from server.generation.clients import Terms
 from server.generation.request import Choice
 from server.protocol import Sampling
@@ -19,6 +20,9 @@ class Reservation:
     `client` is who shares the server with others: a key, or an address where there are no keys.
     """
 
+    wants_origin = False
+    """Whether a resumable request must set `origin`, because another process may have to make its events again."""
+
     def __init__(self, caller: str, client: str, terms: Terms) -> None:
         self.caller = caller
         self.client = client
@@ -27,6 +31,7 @@ class Reservation:
         """Sequences submitted for the request."""
         self.reply_id, self.created = uuid.uuid4().hex, int(time.time())
         """What a reply of OpenAI's dialect shows as its id and its time."""
+        self.origin: Origin | None = None
         self.samplings: Sequence[Sampling] = ()
         """The parameters of the sequences where these run already, with the seeds that were drawn for them."""
 

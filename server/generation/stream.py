@@ -139,7 +139,7 @@ class OpenStreams:
             left = first.arrival + first.request.timeout_s - time.monotonic()
             self._deadline = asyncio.get_running_loop().call_later(left, self._on_deadline)
 
-    def _deliver(self, choice: Choice, event: SequenceEvent, now: float) -> None:
+    def _deliver(self, choice: Choice, event: SequenceEvent) -> None:
         if isinstance(event, protocol.PromptScores):
             choice.scores.append(protocol.encode(event.scores))
             return

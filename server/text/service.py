@@ -46,7 +46,8 @@ class TextService:
         self.texts = texts
         self.workers = workers
         self._section = section
-        self._cheap_template = False
+        self.cheap_template = False
+        """Whether short conversations may be rendered in this process."""
         self._grammars: dict[CompileGrammar, asyncio.Task[str]] = {}
         """Compilations that run or have succeeded, oldest first."""
 
@@ -59,7 +60,7 @@ class TextService:
             raise ResourceError(error.message) from None
         if loaded.error:
             raise ConfigurationError(loaded.error)
-        self._cheap_template = loaded.cheap_template
+        self.cheap_template = loaded.cheap_template
 
     async def run(self, job: AnyJob, client: str) -> Any:
         """The result of a job of a client. Raises InvalidRequest, Overloaded or Unavailable."""
@@ -70,7 +71,7 @@ class TextService:
     def _is_cheap(self, job: AnyJob) -> bool:
         if not isinstance(job, EncodeChat) or not self.texts.chat_template.exists:
             return True
-        return self._cheap_template and len(job.messages) <= MAX_CHEAP_MESSAGES
+        return self.cheap_template and len(job.messages) <= MAX_CHEAP_MESSAGES
 
     async def grammar(self, source: Source | None, client: str) -> str:
         """The compiled grammar of a constraint; empty without one. Raises InvalidRequest, Overloaded or Unavailable."""

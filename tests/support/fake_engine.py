@@ -18,6 +18,7 @@ from server.http.front import FrontDoor
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
+from server.http.streams import StreamPublisher
 from server.metrics import Metrics
 from server.supervision.crash_policy import Timeouts
 from server.supervision.supervisor import State, Supervisor
@@ -229,6 +230,6 @@ def serve(
     client = LocalEngineClient(supervisor, metrics, section.model_copy(update={"max_waiting": 0}), max_open)
     generation = Generation(client, inline_texts(TextCodec(tokenizer_folder), section), section)
     keys = Keys(section.api_keys, section.api_keys_file)
-    app = create_app(generation, section, keys, names, "0", StreamStore(Retention()))
+    app = create_app(generation, section, keys, names, "0", StreamPublisher(StreamStore(Retention()), section.keep_alive))
     supervisor.start()
     return Served(engine, supervisor, client, generation, app)
