@@ -141,7 +141,7 @@ class FrontProcess:
 
     async def _announce(self) -> None:
         """Waits for the engine, logs what is served, and prints one line with the URL."""
-        await self._engine.generation.texts.check()
+        await self._engine.check_texts()
         if await self._engine.wait_for(State.READY) is not State.READY:
             return
         await self._servers.started()

@@ -59,9 +59,10 @@ def _servers(
         from server.web_server import WebServer
 
         return WebServer(engine.generation, settings.server, keys, names, listeners[0])
-    from server.api_processes.start import api_processes_of
+    from server.api_processes.processes import ApiProcesses
+    from server.api_processes.settings import ApiSettings
 
-    return api_processes_of(engine, settings, keys, names, listeners)
+    return ApiProcesses(engine, settings.server, ApiSettings(engine, settings, keys, names, len(listeners)), listeners)
 
 
 async def serve(settings: ServeSettings, sink: logs.Sink, lag: LoopLag) -> int:

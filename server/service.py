@@ -20,7 +20,7 @@ from model.checkpoint.families import read_spec
 from model.spec import CheckpointError
 from server import child_process, protocol
 from server.config import EngineSettings, ServerSection
-from server.errors import ResourceError
+from server.errors import ConfigurationError, ResourceError, Unavailable
 from server.generation.engine_client import LocalEngineClient
 from server.generation.generation import Generation
 from server.hub.tokenizer_file import tokenizer_path
@@ -165,6 +165,18 @@ class SupervisedEngine:
         self._changed.set()
         self.client.on_change()
 
+    async def check_texts(self) -> None:
+        """Waits until the workers have read the checkpoint. Raises ConfigurationError if they refuse it, and ResourceError if there are
+        none.
+        """
+        try:
+            loaded = await self.workers.loaded()
+        except Unavailable as error:
+            raise ResourceError(error.message) from None
+        if loaded.error:
+            raise ConfigurationError(loaded.error)
+        self.generation.texts.cheap_template = loaded.cheap_template
+
     async def wait_for(self, *states: State) -> State:
         """Waits until the supervisor is in one of these states or in a final one, and returns it."""
         final = (State.STOPPED, State.REFUSED, State.GAVE_UP)
@@ -210,7 +222,7 @@ async def running_engine(settings: EngineSettings, section: ServerSection) -> As
     """A loaded engine, closed at exit. Raises ConfigurationError, ResourceError or EngineGaveUp if it cannot be loaded."""
     engine = started_engine(settings, section)
     try:
-        await engine.generation.texts.check()
+        await engine.check_texts()
         await engine.wait_for(State.READY)
         engine.client.raise_if_over()
         yield engine

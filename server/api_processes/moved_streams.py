@@ -19,6 +19,7 @@ from server.http.stream_buffer import StreamBuffer
 from server.http.streams import StreamPublisher
 from server.logs import request_id as current_request_id
 
+MOST_TRIES = 2
 log = logging.getLogger("onehead.api")
 
 
@@ -45,15 +46,20 @@ class MovedStreams:
         self._client.send(api_protocol.StreamEnded(reservation.number, buffer.id, ended))
 
     async def _move(self, id: str, caller: str) -> StreamBuffer:
-        found = await self._client.find_stream(id, caller)
-        if found.ended is not None:
-            ended = found.ended
-            return self._publisher.store.restore(id, caller, ended.events, ended.num_events, ended.gap, time.monotonic())
-        assert found.live is not None
-        return await self._make_again(found.live, caller)
+        for _ in range(MOST_TRIES):
+            found = await self._client.find_stream(id, caller)
+            if found.live is None:
+                assert found.ended is not None
+                ended = found.ended
+                return self._publisher.store.restore(id, caller, ended.events, ended.num_events, ended.gap, time.monotonic())
+            if await self._make_again(found.live, caller):
+                return self._publisher.store.find(id, caller)
+        raise Unavailable("the stream cannot be read at the moment; try again", retry_after=1)
 
-    async def _make_again(self, live: LiveStream, caller: str) -> StreamBuffer:
-        """Carries the request out again, attached to its sequences, until every event so far is there."""
+    async def _make_again(self, live: LiveStream, caller: str) -> bool:
+        """Carries the request out again, attached to its sequences, until every event so far is there. Returns False where that cannot be
+        done, because the stream has ended meanwhile, or there is no place for its text to be tokenized.
+        """
         origin, reservation = live.origin, self._client.attached(live, caller)
         dialect = self._door.table.dialect(origin.path)
         exchange = Exchange(caller=caller, client=live.client, terms=reservation.terms, dialect=dialect, reservation=reservation)
@@ -65,11 +71,11 @@ class MovedStreams:
             status = 0
         if status != 204:
             exchange.release()
-            raise Unavailable("the stream cannot be read at the moment; try again", retry_after=1)
+            return False
         await reservation.repeated.wait()
         told = asyncio.get_running_loop().create_future()
         self._client.arrivals.add(lambda: told.set_result(None))  # Called after those that take the repeated events.
         await told
         while (writer := self._publisher.writers.get(origin.stream)) is not None and writer.is_behind:
             await asyncio.sleep(0)
-        return self._publisher.store.find(origin.stream, caller)
+        return True

@@ -85,4 +85,5 @@ class OpenRequest:
         """Ends its sequences and its reservation."""
         while self.open:
             client.end(self.open.popitem()[1], "cancelled")
+        self.sequences = []  # Breaks reference cycles.
         self.reservation.close()

@@ -9,31 +9,39 @@ import logging
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 
 from server import api_protocol, protocol
 from server.api_processes.link import Link
 from server.api_processes.open_requests import RemoteSequence
 from server.api_processes.process_requests import ProcessRequests
+from server.api_processes.settings import ApiSettings
 from server.api_processes.stream_records import StreamRecords
 from server.api_protocol import ApiStats
 from server.child_process import WORKING_DIRECTORY, child_command
+from server.config import ServerSection
 from server.drain import FLUSH_SECONDS
 from server.errors import ApiProcessesGaveUp, OneheadError
 from server.generation.engine_client import LocalEngineClient
 from server.generation.request import Progress
+from server.http.stream_buffer import Retention
+from server.service import SupervisedEngine
 
 log = logging.getLogger("onehead")
 
 MODULE = "server.api_processes.worker"
 MAX_UNSENT_BYTES = 64 * 2**20
 """An API process that leaves so much unread is killed."""
-MAX_QUICK_ENDS, QUICK_SECONDS, PAUSE_SECONDS = 5, 5.0, 0.25
-"""An API process ends quickly if it does within so many seconds; after so many in a row the server is given up, with growing pauses."""
-SILENT_SECONDS = 10.0
-"""An API process that has served and then says nothing for so long is killed. It sends ApiStats once a second."""
+MAX_FAILED_STARTS = 5
+"""The server is given up after so many API processes in a row that ended before they served."""
+QUICK_SECONDS, PAUSE_SECONDS, MAX_PAUSES = 5.0, 0.25, 16
+"""After API processes that ended within QUICK_SECONDS the next one is started after a pause, which grows up to so many PAUSE_SECONDS."""
+MIN_SILENT_SECONDS = 3.0
+"""An API process that says nothing for server.stall_after seconds, and for at least so many, is killed. It sends ApiStats once a second."""
 EXIT_SECONDS = 2.0
 """Time for an API process to exit after its connections had to be aborted."""
+
+
+ENDED_EARLY = ApiProcessesGaveUp(f"{MAX_FAILED_STARTS} API processes in a row ended before they could serve; the log says why")
 
 
 class ApiProcess:
@@ -103,25 +111,19 @@ class ApiProcess:
 
 
 class ApiProcesses:
-    """The API processes of one server, one for each listening socket; front_process.HttpServers. `shared`: descriptors that each of them
-    gets besides; `begin` makes their first message.
-    """
+    """The API processes of one server, one for each listening socket; front_process.HttpServers."""
 
-    def __init__(
-        self,
-        client: LocalEngineClient,
-        records: StreamRecords,
-        begin: Callable[[], api_protocol.Begin],
-        listeners: list[socket.socket],
-        shared: tuple[int, ...],
-        count_restart: Callable[[], None],
-    ) -> None:
-        self._client = client
-        self._records = records
-        self._begin = begin
+    def __init__(self, engine: SupervisedEngine, section: ServerSection, settings: ApiSettings, listeners: list[socket.socket]) -> None:
+        self._client = engine.client
+        self._restarts = engine.metrics.api_process_restarts
+        retention = Retention(
+            section.resume_retention, section.resume_stream_bytes, section.resume_memory // 2, section.detach_grace, section.max_detached
+        )
+        self._records = StreamRecords(engine.client, retention)
+        self._settings = settings
         self._listeners = listeners
-        self._shared = shared
-        self._count_restart = count_restart
+        self._channels = engine.workers.jobs.fileno(), engine.workers.grammars.fileno()
+        self._silent_seconds = max(MIN_SILENT_SECONDS, section.stall_after)
         self._processes: dict[int, ApiProcess] = {}
         """Those that run, by the index of their listening socket."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -133,8 +135,8 @@ class ApiProcesses:
         self._is_cut = False
         self._ever_served = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        client.on_started = _tell_started
-        client.on_change = self._tell_status
+        self._client.on_started = _tell_started
+        self._client.on_change = self._tell_status
 
     @property
     def num_running(self) -> int:
@@ -154,31 +156,31 @@ class ApiProcesses:
 
     async def _keep_running(self, index: int) -> None:
         """Runs one process after the other on a listening socket."""
-        quick_ends = 0
+        failed_starts = quick_ends = 0
         while True:
             began = time.monotonic()
             problem = await self._run(index)
             if self.is_ending:
                 return
+            failed_starts = failed_starts + 1 if problem is not None else 0
             quick_ends = quick_ends + 1 if time.monotonic() - began < QUICK_SECONDS else 0
-            if not self._ever_served and problem is not None:
-                self._fail(problem)
-            elif quick_ends >= MAX_QUICK_ENDS:
-                self._fail(ApiProcessesGaveUp(f"{quick_ends} API processes in a row ended soon after their start; the log says why"))
-            if self.failed.done():
+            if problem is not None and (failed_starts >= MAX_FAILED_STARTS or (not self._ever_served and problem is not ENDED_EARLY)):
+                if not self.failed.done():
+                    self.failed.set_exception(problem)
                 return
-            self._count_restart()
-            await asyncio.sleep(PAUSE_SECONDS * (2 ** (quick_ends - 1) - 1) if quick_ends else 0.0)
+            self._restarts.inc()
+            await asyncio.sleep(PAUSE_SECONDS * min(MAX_PAUSES, 2 ** (quick_ends - 1) - 1) if quick_ends else 0.0)
 
     async def _run(self, index: int) -> OneheadError | None:
-        """Runs a process until it has ended; why it could not serve, if it says so."""
+        """Runs a process until it has ended. Returns why it could not serve; None if it did."""
         try:
-            process = ApiProcess(self._client, self._records, (self._listeners[index].fileno(), *self._shared))
+            process = ApiProcess(self._client, self._records, (self._listeners[index].fileno(), *self._channels))
         except OSError as error:
-            return ApiProcessesGaveUp(f"no API process can be started: {error.strerror}")
+            log.error("no API process can be started: %s", error.strerror)
+            return ENDED_EARLY
         try:
             await process.connect()
-            process.requests.send(self._begin())
+            process.requests.send(self._settings.begin())
             self._processes[index] = process
             await process.ended()
         finally:
@@ -193,15 +195,11 @@ class ApiProcesses:
             log.error("an API process ended; it is replaced")
         else:
             self._is_cut = self._is_cut or process.is_cut is not False
-        return process.problem
-
-    def _fail(self, error: OneheadError) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        return None if process.serves.is_set() else process.problem or ENDED_EARLY
 
     def _tell_status(self) -> None:
         """Tells all processes the state of the server, if it has changed."""
-        status = self._begin().status
+        status = self._settings.status()
         if status != self._status:
             self._status = status
             self._send(status)
@@ -215,8 +213,8 @@ class ApiProcesses:
         self._records.sweep(time.monotonic())
         for process in self._processes.values():
             process.silent_seconds += 1
-            if process.serves.is_set() and process.silent_seconds > SILENT_SECONDS and self._deadline is None:
-                log.error("an API process has said nothing for %g s, and is killed", SILENT_SECONDS)
+            if process.serves.is_set() and process.silent_seconds > self._silent_seconds and not self.is_ending:
+                log.error("an API process has said nothing for %g s, and is killed", self._silent_seconds)
                 process.kill()
 
     def stats(self) -> ApiStats:
@@ -231,7 +229,7 @@ class ApiProcesses:
         )
 
     def reload(self) -> None:
-        self._send(api_protocol.Reload(self._begin().keys))
+        self._send(api_protocol.Reload(self._settings.keys()))
 
     def end(self, timeout: float) -> None:
         self._deadline = time.monotonic() + timeout + EXIT_SECONDS

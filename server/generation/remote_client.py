@@ -50,6 +50,7 @@ class RemoteReservation(Reservation):
         if not self._is_closed:
             self._is_closed = True
             self._engine.forget(self)
+            self.opened = None  # Breaks reference cycles.
             self._engine.send(api_protocol.Close(self.number))
 
 

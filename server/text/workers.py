@@ -65,9 +65,6 @@ class SharedWorkers:
     def replace(self) -> None:
         """Called when the forking process does not answer."""
 
-    async def loaded(self) -> Loaded:
-        raise NotImplementedError("the process that has the forking process knows")
-
     async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
         """The result of a job. Raises InvalidRequest if it refuses, or takes more than `seconds` of processor time or too much
         memory; Overloaded or Unavailable if it could not be done for other reasons.

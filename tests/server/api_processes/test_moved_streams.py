@@ -20,7 +20,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     # Its events depend on the order of the tokens of all its sequences.
     ("/v1/completions", {"prompt": "abc", "max_tokens": 20, "n": 3, "logprobs": 2, "echo": True, "return_token_ids": True}),
     ("/generate", {"inputs": "abc", "parameters": {"max_new_tokens": 20, "details": True, "do_sample": True, "top_n_tokens": 2}}),
-    ("/v1/completions", {"prompt": "abc", "max_tokens": 30, "stop": ["a", "b", "c", "0", "1", "2"]}),
+    ("/v1/completions", {"prompt": "abc", "max_tokens": 30, "temperature": 0, "stop": ["a", "b", "c"]}),
 ]
 
 

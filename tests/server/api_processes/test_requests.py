@@ -26,8 +26,9 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 @asynccontextmanager
-async def asked(process: FakeProcess, body: dict[str, Any] = BODY, **headers: str) -> AsyncIterator["asyncio.Task[httpx.Response]"]:
+async def asked(process: FakeProcess, body: dict[str, Any] = BODY, key: str = "") -> AsyncIterator["asyncio.Task[httpx.Response]"]:
     """A request that is being answered, and is cancelled afterwards."""
+    headers = {"idempotency-key": key} if key else {}
     task = asyncio.create_task(process.http.post(PATH, json=body, headers=headers))
     try:
         yield task
@@ -97,7 +98,7 @@ async def test_an_idempotency_key_is_in_use_in_every_process(tokenizer_folder: P
     fleet = await FakeFleet(tokenizer_folder).ready()
     fleet.served.engine.defer = lambda call: None
     one, other = fleet.processes
-    async with asked(one, **{"idempotency-key": "once"}):
+    async with asked(one, key="once"):
         await until(lambda: fleet.served.supervisor.open)
         assert (await other.http.post(PATH, json=BODY, headers={"idempotency-key": "once"})).status_code == 409
     await until(lambda: counted(fleet) == (0, 0, 0, 0))
@@ -130,7 +131,7 @@ async def test_the_death_of_a_process_ends_what_it_had_and_nothing_else(tokenize
     one, other = fleet.processes
     body = BODY | {"max_tokens": 40}
     expected = (await other.http.post(PATH, json=body)).json()["choices"][0]["token_ids"]
-    async with asked(one, body, **{"idempotency-key": "once"}), asked(other, body) as answered:
+    async with asked(one, body, "once"), asked(other, body) as answered:
         await until(lambda: any(isinstance(message, protocol.Tokens) for message in one.sent))
         await one.client.reserve("", "waits for its body").confirmed()
         one.die()
