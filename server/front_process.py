@@ -97,6 +97,7 @@ class FrontProcess:
         # SIGHUP reloads the keys under nohup too, else a removed key would stay valid.
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         self._engine.metrics.event_loop_lag.set_function(self._longest_lag)
+        self._engine.metrics.api_processes.set_function(lambda: self._servers.num_running)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # Ignored by the parent, as shells do for background jobs: keep it.
                 loop.add_signal_handler(number, self._drain.on_signal, number)
@@ -132,7 +133,6 @@ class FrontProcess:
     def _observe(self) -> None:
         """Copies into the metrics what is counted by objects that do not know them."""
         metrics, stats = self._engine.metrics, self._servers.stats()
-        metrics.api_processes.set(self._servers.num_running)
         metrics.streams_detached.set(stats.streams_detached)
         metrics.resume_bytes.set(stats.resume_bytes)
         metrics.reach(metrics.log_lines_dropped, self._sink.num_dropped + stats.log_lines_dropped)
