@@ -78,7 +78,8 @@ class ApiProcess:
         """Waits until it has ended."""
         await self._over
         self.requests.close()
-        self.kill()  # It may have closed the link only.
+        if self.is_cut is None and self.problem is None:  # Else it ends by itself when its log has been written.
+            self.kill()
         await asyncio.to_thread(self._process.wait)
 
     def kill(self) -> None:

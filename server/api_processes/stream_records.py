@@ -36,8 +36,8 @@ class StreamRecords:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the events of ended streams."""
-        return self._ended.num_bytes
+        """Bytes of the events of ended streams, and of what makes those of live ones."""
+        return self._ended.num_bytes + sum(len(request.record.frames) for request in self._live.values() if request.record is not None)
 
     def add(self, request: OpenRequest, record: StreamRecord) -> None:
         """Adds the stream of a request whose sequences have been opened."""

@@ -105,9 +105,12 @@ async def test_events_are_the_same_in_another_process(
     await until(lambda: id in other.publisher.writers)
     await until(lambda: other.publisher.store.find(id, "").num_events == len(before) and other.publisher.store.find(id, "").reader)
     assert other.publisher.store.find(id, "").kept == before
+    assert fleet.records.num_bytes > 0
+    (seed, *_) = [sampling.seed for sampling in fleet.records.live(id)[1].samplings]
     engine.go()
     text = await moved
     assert text.encode().startswith(b"".join(before)) and events(text)[-1]
+    assert path != "/generate" or f'"seed":{seed}' in events(text)[-1], "the seed that was drawn first"
     if not dies:
         assert (await reading).encode() == b"".join(before) + SUPERSEDED
     numbers = [int(number) for number in re.findall(rf"id: {re.escape(id)}\.(\d+)", text)]
