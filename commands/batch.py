@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from server.config import EngineSettings, Seconds, ServerSection
 from server.errors import EngineGaveUp, MalformedBody, Overloaded, RequestError, ResourceError, Unavailable, UsageError
+from server.generation.engine_client import LocalEngineClient
 from server.generation.generation import Generation
 from server.http.answer import Answers
 from server.http.body import parse
@@ -216,15 +217,14 @@ def _maker(generation: Generation) -> str:
     return hashlib.sha256(repr((made_by, of_chats)).encode()).hexdigest()
 
 
-async def answer(routes: OpenAIRoutes, line: Line) -> dict[str, Any]:
+async def answer(routes: OpenAIRoutes, client: LocalEngineClient, line: Line) -> dict[str, Any]:
     """OpenAI's line for one request, whatever came of it. Raises OneheadError where the engine is gone: that answers no request."""
-    generation = routes.generation
     while True:
         try:
             status, body = 200, await routes.response_without_http(line.url, line.body, "onehead batch")
         except (Overloaded, Unavailable) as error:
-            generation.raise_if_over()
-            if generation.supervisor.recovery_overdue:
+            client.raise_if_over()
+            if client.supervisor.recovery_overdue:
                 reason = error.message.removesuffix("; try again later")
                 raise EngineGaveUp(f"{reason}; the answers so far are kept, and the same command goes on") from None
             await asyncio.sleep(error.retry_after or 1)
@@ -276,7 +276,7 @@ async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journ
 
             async def one(line: Line) -> None:
                 async with places:
-                    result = await answer(routes, line)
+                    result = await answer(routes, engine.client, line)
                 journal.add(line, result)
                 progress.advance(task)
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from server.generation.generation import Generation
+from server.generation.engine_client import LocalEngineClient
 
 log = logging.getLogger("onehead")
 
@@ -12,8 +12,8 @@ PERIOD_SECONDS = 10.0
 class LoadLog:
     """Logs running and waiting sequences, KV cache usage, and the token rates and prefix cache hit rate of the period."""
 
-    def __init__(self, generation: Generation, now: float) -> None:
-        self._generation = generation
+    def __init__(self, client: LocalEngineClient, now: float) -> None:
+        self._client = client
         self._began = now
         self._counted = 0, 0, 0
 
@@ -22,13 +22,13 @@ class LoadLog:
         seconds = now - self._began
         if seconds < PERIOD_SECONDS:
             return
-        metrics = self._generation.metrics
+        metrics = self._client.metrics
         gauges = metrics.gauges
         counted = metrics.num_generated, gauges.queried_tokens, gauges.hit_tokens
         # The counts of a restarted engine begin at 0.
         generated, queried, hit = (max(0, new - old) for new, old in zip(counted, self._counted, strict=True))
         self._began, self._counted = now, counted
-        if self._generation.admission.num_open or generated:
+        if self._client.admission.num_open or generated:
             log.info(
                 "load: %d running, %d waiting, prompt %.1f tokens/s, generation %.1f tokens/s, KV cache usage %.1f %%, "
                 "prefix cache hit rate %.1f %%",

@@ -122,6 +122,10 @@ class Metrics:
             registry=self.registry,
         )
         self.by_client = ClientMetrics(self.registry)
+        self.api_processes = self._gauge(
+            "api_processes", "API processes that are running; 1 where the engine's process serves HTTP itself."
+        )
+        self.api_process_restarts = self._counter("api_process_restarts", "API processes started to replace one that ended.")
         self._declare_others()
         self._reached: dict[Counter, int] = {}
         self._engine_totals = {

@@ -1,27 +1,32 @@
-"""`onehead serve`: the HTTP server over a supervised engine process, from start-up to the exit after a drain.
+"""`onehead serve`: HTTP over a supervised engine process, from start-up to the exit after a drain.
 
-Invariant: the port is bound before the model is loaded, and the engine process has ended when `serve` returns.
+Invariant: the port is bound before the model is loaded, and the engine process and all API processes have ended when `serve` returns.
 """
 
+import contextlib
 import signal
 import socket
 
 from server import logs
-from server.config import ServeSettings
+from server.config import ServerSection, ServeSettings
 from server.errors import ResourceError
+from server.front_process import FrontProcess, HttpServers
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.tls import check_certificate
 from server.hub.download import model_id
 from server.loop_lag import LoopLag
-from server.service import started_engine
+from server.service import SupervisedEngine, started_engine
+from server.supervision.processors import api_processes
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ResourceError if the address cannot be bound."""
+def bind(host: str, port: int, shared: bool = False) -> socket.socket:
+    """A listening socket, `shared` with others on the same address. Raises ResourceError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
         listener.listen(1024)
@@ -31,17 +36,46 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bind_several(host: str, port: int, count: int) -> list[socket.socket]:
+    """So many listening sockets on one address, among which the kernel distributes connections. Raises ResourceError, also where another
+    server has shared sockets there.
+    """
+    with bind(host, port) as first:
+        port = first.getsockname()[1]
+    return [bind(host, port, shared=True) for _ in range(count)]
+
+
 def _leave(*_: object) -> None:
-    """Ends a server that has accepted nothing yet; once WebServer runs, it drains instead."""
+    """Ends a server that has accepted nothing yet; once FrontProcess runs, it drains instead."""
     raise SystemExit(0)
+
+
+def _servers(
+    engine: SupervisedEngine, settings: ServeSettings, keys: Keys, names: ModelNames, listeners: list[socket.socket]
+) -> HttpServers:
+    """What serves HTTP on these sockets: this process if there is one, else as many API processes."""
+    if len(listeners) == 1:
+        # FastAPI and uvicorn are imported while the engine process imports torch.
+        from server.web_server import WebServer
+
+        return WebServer(engine.generation, settings.server, keys, names, listeners[0])
+    from server.api_processes.processes import ApiProcesses
+    from server.api_processes.settings import ApiSettings
+
+    return ApiProcesses(engine, settings.server, ApiSettings(engine, settings, keys, names, len(listeners)), listeners)
 
 
 async def serve(settings: ServeSettings, sink: logs.Sink, lag: LoopLag) -> int:
     """Serves until a signal, or until the engine is given up. Returns the exit status. `lag` is the selector of the running event loop.
     Raises OneheadError if it cannot serve.
     """
-    section = settings.server
-    with bind(settings.host, settings.port) as listener:
+    section: ServerSection = settings.server
+    count = api_processes(section.api_processes, settings.engine.device)
+    with contextlib.ExitStack() as stack:
+        listeners = [bind(settings.host, settings.port)] if count == 1 else bind_several(settings.host, settings.port, count)
+        for listener in listeners:
+            stack.enter_context(listener)
+        address = listeners[0].getsockname()[:2]
         name = model_id(settings.model)
         names = ModelNames.of((section.model_name or name, *section.served_model_names), (settings.given, name))
         if section.tls_certificate and section.tls_key:
@@ -51,9 +85,7 @@ async def serve(settings: ServeSettings, sink: logs.Sink, lag: LoopLag) -> int:
             signal.signal(signal.SIGTERM, _leave)
         engine = started_engine(settings, section, names.shown)
         try:
-            # FastAPI and uvicorn are imported while the engine process imports torch.
-            from server.web_server import WebServer
-
-            return await WebServer(engine, section, keys, names, sink, lag).run(listener)
+            servers = _servers(engine, settings, keys, names, listeners)
+            return await FrontProcess(engine, section, servers, keys, address, names.shown, sink, lag).run()
         finally:
             await engine.close()

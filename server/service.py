@@ -20,7 +20,8 @@ from model.checkpoint.families import read_spec
 from model.spec import CheckpointError
 from server import child_process, protocol
 from server.config import EngineSettings, ServerSection
-from server.errors import ResourceError
+from server.errors import ConfigurationError, ResourceError, Unavailable
+from server.generation.engine_client import LocalEngineClient
 from server.generation.generation import Generation
 from server.hub.tokenizer_file import tokenizer_path
 from server.metrics import Metrics
@@ -82,6 +83,24 @@ def read_texts(folder: Path, open_objects: bool) -> Texts:
     return Texts(codec, open_objects, spec.end_token_ids)
 
 
+def token_texts(codec: TextCodec) -> TokenTexts | None:
+    """The texts of tokens for native code, which are added when they are first met; None where there is no such code."""
+    if library() is None:
+        return None
+    texts = TokenTexts(codec.largest_id + 1)
+    codec.on_plain_text = texts.set
+    return texts
+
+
+async def prepare_texts(codec: TextCodec, texts: TokenTexts | None) -> None:
+    """Adds the texts of the tokens with the lowest ids, the most frequent ones; Python writes the others until they are met."""
+    for begin in range(0, 0 if texts is None else min(MAX_PREPARED, codec.largest_id + 1), PREPARED_AT_ONCE):
+        for id in range(begin, begin + PREPARED_AT_ONCE):
+            if texts is not None and (text := codec.read_plain_text(id)):
+                texts.set(id, text)
+        await asyncio.sleep(PREPARE_PAUSE)
+
+
 class SupervisedEngine:
     """Starts, watches, restarts and ends the engine process; `generation` submits requests to it. Raises ConfigurationError,
     CheckpointError, or OSError if a process cannot be started.
@@ -104,19 +123,17 @@ class SupervisedEngine:
         self.metrics = Metrics(name)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
-        self.supervisor = Supervisor(self._spawn, self._on_state, self._on_engine_event, timeouts)
+        self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)
+        self.client = LocalEngineClient(self.supervisor, self.metrics, section, settings.engine.max_running)
         try:
             texts = read_texts(settings.model, section.open_objects)
             self.workers.start(texts)  # While this process has no threads that could hold a lock.
         except BaseException:
             self._process.end()
             raise
-        codec = texts.codec
-        self._token_texts = None if library() is None else TokenTexts(codec.largest_id + 1)
+        self._token_texts = token_texts(texts.codec)
         self.metrics.refresh = self._add_counts
-        self.generation = Generation(
-            self.supervisor, TextService(texts, section, self.workers), self.metrics, section, settings.engine.max_running
-        )
+        self.generation = Generation(self.client, TextService(texts, section, self.workers), section)
 
     def start(self) -> None:
         """Watches the engine. Raises OSError."""
@@ -124,19 +141,8 @@ class SupervisedEngine:
         self._tasks = [asyncio.create_task(self._pass_time()), asyncio.create_task(self._prepare_texts())]
 
     async def _prepare_texts(self) -> None:
-        """Prepares the texts of the tokens with the lowest ids, the most frequent ones, for native code. Others are prepared when they are
-        first met; Python writes them until then.
-        """
-        codec, texts = self.generation.codec, self._token_texts
-        if texts is None:
-            return
-        codec.on_plain_text = texts.set
         await self.wait_for(State.READY)
-        for begin in range(0, min(MAX_PREPARED, codec.largest_id + 1), PREPARED_AT_ONCE):
-            for id in range(begin, begin + PREPARED_AT_ONCE):
-                if text := codec.read_plain_text(id):
-                    texts.set(id, text)
-            await asyncio.sleep(PREPARE_PAUSE)
+        await prepare_texts(self.generation.codec, self._token_texts)
 
     def _add_counts(self) -> None:
         """Adds to the metrics what native code has counted."""
@@ -190,9 +196,19 @@ class SupervisedEngine:
             self._crashed_at = time.monotonic()
             self.metrics.idle()
         self._changed.set()
+        self.client.on_change()
 
-    def _on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
-        self.generation.on_engine_event(event)
+    async def check_texts(self) -> None:
+        """Waits until the workers have read the checkpoint. Raises ConfigurationError if they refuse it, and ResourceError if there are
+        none.
+        """
+        try:
+            loaded = await self.workers.loaded()
+        except Unavailable as error:
+            raise ResourceError(error.message) from None
+        if loaded.error:
+            raise ConfigurationError(loaded.error)
+        self.generation.texts.cheap_template = loaded.cheap_template
 
     async def wait_for(self, *states: State) -> State:
         """Waits until the supervisor is in one of these states or in a final one, and returns it."""
@@ -239,9 +255,9 @@ async def running_engine(settings: EngineSettings, section: ServerSection) -> As
     """A loaded engine, closed at exit. Raises ConfigurationError, ResourceError or EngineGaveUp if it cannot be loaded."""
     engine = started_engine(settings, section)
     try:
-        await engine.generation.texts.check()
+        await engine.check_texts()
         await engine.wait_for(State.READY)
-        engine.generation.raise_if_over()
+        engine.client.raise_if_over()
         yield engine
     finally:
         await engine.close()

@@ -1,7 +1,7 @@
 """Admission: accepts or refuses a request by the number of open requests, waiting tokens and the estimated queue wait; decides readiness.
 
-Invariant: no request is counted twice: its Reservation counts it until its sequences are submitted, the supervisor from then on. While
-its body is still arriving it is not counted (Reservation.release). It knows nothing of HTTP, text or sampling.
+Invariant: no request is counted twice: its AdmittedRequest counts it until its sequences are submitted, the supervisor from then on. While
+its body is still arriving it is not counted (AdmittedRequest.release). It knows nothing of HTTP, text or sampling.
 """
 
 import random
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from math import ceil
 
 from server.config import ServerSection
-from server.errors import InvalidRequest, Overloaded, RequestError, Unavailable
-from server.generation.arrivals import Arrivals
-from server.generation.clients import Terms, Usage
-from server.generation.request import Choice
+from server.errors import Conflict, InvalidRequest, Overloaded, RequestError, Unavailable
+from server.generation.clients import EVERYBODY, Terms, Usage
+from server.generation.request import Progress
+from server.generation.reservation import Reservation
 from server.metrics import Metrics
 from server.supervision.supervisor import LIVE, State, Supervisor
 
@@ -25,34 +25,35 @@ HELD_PER_FREE = 7
 """Places that one client may hold for each that is free: alone it may hold 7 of 8."""
 MOST_NAMED = 1000
 """As many keys may have a name; counts of clients without one are dropped once there are more than that."""
-EVERYBODY = Terms()
 MAX_NUMERICAL_ERRORS, NUMERICAL_ERROR_SECONDS = 10, 60.0
 """The server is not ready once this many requests have failed by non-finite logits within this time."""
 
 
-class Reservation:
-    """An admitted request of one caller. It counts as an open request until its sequences are submitted or it is released.
+class AdmittedRequest(Reservation):
+    """A Reservation that this process's Admission counts."""
 
-    `caller` decides which requests may share cached prefixes: the digest of an API key, or a constant where there are no keys.
-    `client` is who shares the server with others: a key, or an address where there are no keys.
-    """
-
-    def __init__(self, admission: "Admission", caller: str, client: str, usage: Usage) -> None:
-        self.caller = caller
-        self.client = client
+    def __init__(self, admission: "Admission", caller: str, client: str, usage: Usage, key: bytes | None) -> None:
+        super().__init__(caller, client, usage.terms)
         self.usage = usage
-        self.choices: list[Choice] = []
-        """Sequences submitted for the request."""
-        self._admission: Admission | None = admission
+        self._admission = admission
+        self._is_counted = True
+        self._key = key
         admission.num_reserved += 1
         usage.num_reserved += 1
+        if key is not None:
+            admission.keys_in_use.add((caller, key))
 
     def release(self) -> None:
-        """Stops counting the request as open. Idempotent."""
-        if self._admission is not None:
+        if self._is_counted:
             self._admission.num_reserved -= 1
             self.usage.num_reserved -= 1
-            self._admission = None
+            self._is_counted = False
+
+    def close(self) -> None:
+        self.release()
+        if self._key is not None:
+            self._admission.keys_in_use.discard((self.caller, self._key))
+            self._key = None
 
 
 class Admission:
@@ -64,12 +65,15 @@ class Admission:
         self.section = section
         self.max_running = max_running
         self.max_open = max_running + section.max_waiting
-        self.arrivals = Arrivals()
         self.draining = False
         self.num_reserved = 0
         """Admitted requests without submitted sequences."""
-        self.waiting: dict[int, Choice] = {}
+        self.keys_in_use: set[tuple[str, bytes]] = set()
+        """(caller, Idempotency-Key) of the requests in progress."""
+        self.waiting: dict[int, Progress] = {}
         """Submitted sequences that the engine has not started, by id."""
+        self._usages: dict[int, Usage] = {}
+        """The clients of all submitted sequences, by id."""
         self.clients: dict[str, Usage] = {}
         metrics.by_client.clients = self.clients
         self._numerical_errors: deque[float] = deque(maxlen=MAX_NUMERICAL_ERRORS)
@@ -91,8 +95,12 @@ class Admission:
         """Prompt tokens of the waiting sequences."""
         return sum(usage.waiting_tokens for usage in self.clients.values())
 
-    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY) -> Reservation:
-        """Admits a request before its body is read. Raises Unavailable or Overloaded."""
+    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> AdmittedRequest:
+        """Admits a request before its body is read. Raises Unavailable or Overloaded; Conflict while another request in progress has its
+        Idempotency-Key.
+        """
+        if key is not None and (caller, key) in self.keys_in_use:
+            raise Conflict("a request with this Idempotency-Key is being answered already", code="idempotency_conflict")
         usage = self.clients.get(client)
         if usage is None:
             if len(self.clients) > 2 * (self.num_open + self.num_reserved) + MOST_NAMED:
@@ -104,7 +112,7 @@ class Admission:
             self._check(usage, 1, 1)
             self._check_rates(usage)
         usage.requests.level -= 1
-        return Reservation(self, caller, client, usage)
+        return AdmittedRequest(self, caller, client, usage, key)
 
     def check(self, usage: Usage, num_sequences: int, num_tokens: int) -> None:
         """Raises Unavailable or Overloaded if so many more sequences and prompt tokens of a client are over a bound now; InvalidRequest if
@@ -180,30 +188,33 @@ class Admission:
         share = min(self.max_running * usage.terms.weight / weights, usage.terms.max_running or self.max_running)
         return sum(usage.run_seconds) / len(usage.run_seconds) / share * max(0, usage.num_open - share)
 
-    def add(self, choice: Choice) -> None:
-        """Adds a submitted sequence to the open and the waiting ones."""
-        self.waiting[choice.id] = choice
-        usage, num_prompt = choice.usage, len(choice.request.prompt)
+    def add(self, sequence: Progress, usage: Usage) -> None:
+        """Adds a submitted sequence of a client to the open and the waiting ones."""
+        self.waiting[sequence.id], self._usages[sequence.id] = sequence, usage
+        num_prompt = sequence.num_prompt
         usage.num_submitted += 1
         usage.num_waiting += 1
         usage.waiting_tokens += num_prompt
         usage.num_tokens += num_prompt
-        usage.tokens.level -= num_prompt + choice.max_new_tokens
+        usage.tokens.level -= num_prompt + sequence.max_new_tokens
 
-    def remove_waiting(self, id: int) -> Choice | None:
+    def remove_waiting(self, id: int) -> Progress | None:
         """Removes a sequence that was started or has ended from the waiting ones. Returns None if it was not waiting."""
-        choice = self.waiting.pop(id, None)
-        if choice is not None:
-            choice.usage.num_waiting -= 1
-            choice.usage.waiting_tokens -= len(choice.request.prompt)
-        return choice
+        sequence = self.waiting.pop(id, None)
+        if sequence is not None:
+            usage = self._usages[id]
+            usage.num_waiting -= 1
+            usage.waiting_tokens -= sequence.num_prompt
+        return sequence
 
-    def remove(self, choice: Choice) -> None:
-        """Removes a sequence that has ended; tokens that it did not generate do not count against its client's rate."""
-        self.remove_waiting(choice.id)
-        choice.usage.num_submitted -= 1
-        choice.usage.num_tokens += choice.num_tokens
-        choice.usage.tokens.level += choice.max_new_tokens - choice.num_tokens
+    def remove(self, sequence: Progress) -> Usage:
+        """Removes a sequence that has ended, and returns its client; tokens that it did not generate do not count against its rate."""
+        self.remove_waiting(sequence.id)
+        usage = self._usages.pop(sequence.id)
+        usage.num_submitted -= 1
+        usage.num_tokens += sequence.num_tokens
+        usage.tokens.level += sequence.max_new_tokens - sequence.num_tokens
+        return usage
 
     def record_numerical_error(self) -> None:
         """Records a request that failed by non-finite logits, which `accepting` counts."""

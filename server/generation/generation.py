@@ -5,21 +5,20 @@ fields of bodies or server-sent events.
 """
 
 import logging
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
 from server import protocol
 from server.config import ServerSection
-from server.errors import ConfigurationError, EngineGaveUp, InvalidRequest, RequestError, ResourceError, Unavailable
-from server.generation.admission import Admission, Reservation
+from server.errors import InvalidRequest, RequestError, Unavailable
+from server.generation.engine_client import EngineClient
 from server.generation.price import price
 from server.generation.request import Request
+from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams
-from server.metrics import Metrics
-from server.supervision.supervisor import State, Supervisor
 from server.text.jobs import AnyJob, EncodeChat
 from server.text.service import TextService
 
@@ -29,22 +28,20 @@ TOO_LONG = "context_length_exceeded"
 
 
 class Generation:
-    """The engine of one supervisor: its facts, the validation of requests, and their submission."""
+    """The engine of one client: its facts, the validation of requests, and their submission."""
 
-    def __init__(self, supervisor: Supervisor, texts: TextService, metrics: Metrics, section: ServerSection, max_running: int) -> None:
-        self.supervisor = supervisor
+    def __init__(self, client: EngineClient, texts: TextService, section: ServerSection) -> None:
+        self.client = client
         self.texts = texts
         self.codec = texts.texts.codec
-        self.metrics = metrics
         self.section = section
-        self.admission = Admission(supervisor, metrics, section, max_running)
 
     @property
     def ready(self) -> protocol.Ready:
         """Facts that the engine reported when it had loaded. Raises Unavailable before that."""
-        if self.supervisor.ready is None:
+        if self.client.ready is None:
             raise Unavailable("the model is still being loaded", retry_after=1)
-        return self.supervisor.ready
+        return self.client.ready
 
     @cached_property
     def fingerprint(self) -> str:
@@ -83,24 +80,24 @@ class Generation:
         """What limits `max_total_tokens`, for messages."""
         return "the model's context" if self.max_total_tokens == self.ready.max_context else f"the cache's {self.ready.num_pages} pages"
 
-    def start(self, requests: Sequence[Request], reservation: Reservation) -> OpenStreams:
+    async def start(self, requests: Sequence[Request], reservation: Reservation) -> OpenStreams:
         """Validates the sequences of a reserved request and submits all of them, or none. The caller must close the returned streams.
         Raises InvalidRequest, Overloaded or Unavailable.
         """
         try:
+            if reservation.samplings:
+                pairs = zip(requests, reservation.samplings, strict=True)
+                requests = [replace(request, sampling=sampling) for request, sampling in pairs]
             submits = [self._submission(request, reservation) for request in requests]
-            cost = price(submits, self.max_total_tokens)
+            price(submits, self.max_total_tokens)
         except RequestError:
-            self.metrics.requests.labels("refused").inc()
+            self.client.count_refused()
             raise
-        reservation.release()  # From here on the supervisor counts the submitted sequences.
-        self.admission.check(reservation.usage, len(requests), cost.prompt_tokens)
-        for prompt in {id(request.prompt): request.prompt for request in requests}.values():
-            self.metrics.prompt_tokens.inc(len(prompt))
-            if self.section.log_prompts:
+        streams = OpenStreams(self.client, self.codec, requests, submits)
+        await streams.open(reservation, submits)
+        if self.section.log_prompts:
+            for prompt in {id(request.prompt): request.prompt for request in requests}.values():
                 log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})
-        streams = OpenStreams(self.admission, self.codec, requests, submits, reservation.usage)
-        reservation.choices += streams.choices
         return streams
 
     def _submission(self, request: Request, reservation: Reservation) -> protocol.Submit:
@@ -109,7 +106,7 @@ class Generation:
             raise InvalidRequest(
                 f"`min_tokens` must be at most the {max_new_tokens} new tokens allowed. Given: {request.min_new_tokens}", param="min_tokens"
             )
-        terms = reservation.usage.terms
+        terms = reservation.terms
         if request.priority and terms.priority is False:
             text = "`priority` may be set only with a key that the keys' file gives `priority = true`"
             raise InvalidRequest(text, param="priority")
@@ -177,22 +174,3 @@ class Generation:
                 code=TOO_LONG,
             )
         return request.max_new_tokens
-
-    def on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
-        """Updates metrics and queue times by an event of the engine."""
-        if isinstance(event, protocol.Tokens):
-            self.metrics.step(event.gauges, len(event.tokens))
-            return
-        now = time.monotonic()
-        for id, num_cached in zip(event.ids, event.cached, strict=True):
-            choice = self.admission.remove_waiting(id)
-            if choice is not None:
-                choice.started, choice.num_cached = now, num_cached
-                self.metrics.queue_time.observe(now - choice.arrival)
-
-    def raise_if_over(self) -> None:
-        """Raises the error for which the engine will not be restarted, if there is one."""
-        if self.supervisor.state is State.REFUSED:
-            raise (ResourceError if self.supervisor.lacks_resource else ConfigurationError)(self.supervisor.reason)
-        if self.supervisor.state is State.GAVE_UP:
-            raise EngineGaveUp(self.supervisor.reason)

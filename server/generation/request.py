@@ -1,4 +1,4 @@
-"""Request and Choice: the internal form of a request, the same for every dialect, and the state of each of its sequences.
+"""Request, Progress and Choice: the internal form of a request, the same for every dialect, and the state of each of its sequences.
 
 Plain data; knows no engine and no text.
 """
@@ -11,7 +11,6 @@ from itertools import chain
 import msgspec
 
 from server import protocol
-from server.generation.clients import Usage
 
 _decode_scores = msgspec.msgpack.Decoder(list[protocol.PromptScore]).decode
 
@@ -55,12 +54,10 @@ def with_choices(request: Request, count: int, all_score: bool = False) -> list[
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class Progress:
     """One submitted sequence: its id, its token counts, and the monotonic times of its arrival, start, first and last token."""
 
-    index: int
-    request: Request
-    usage: Usage
+    num_prompt: int
     max_new_tokens: int
     id: int = 0
     arrival: float = field(default_factory=time.monotonic)
@@ -70,6 +67,14 @@ class Choice:
     num_tokens: int = 0
     num_cached: int = 0
     """Prompt tokens served from the prefix cache."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Choice(Progress):
+    """A submitted sequence whose text is made in this process."""
+
+    index: int
+    request: Request
     scores: list[bytes] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens from the second on, if asked for: msgpack, an eighth of the objects' size."""
     outcome: str | None = None

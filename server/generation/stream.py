@@ -18,10 +18,11 @@ import msgspec
 
 from server import protocol
 from server.errors import GenerationFailed, InvalidRequest, QueueTimeout, RequestError, Unavailable
-from server.generation.admission import RETRY_SECONDS, Admission
+from server.generation.admission import RETRY_SECONDS
 from server.generation.arrivals import Wake, Write
-from server.generation.clients import Usage
-from server.generation.request import Choice, Request
+from server.generation.engine_client import EngineClient
+from server.generation.request import Choice, Request, prompt_tokens
+from server.generation.reservation import Reservation
 from server.supervision.engine import PlainStream
 from server.supervision.journal import SequenceEvent, Written
 from server.supervision.token_writer import ClientSocket
@@ -125,15 +126,13 @@ def _error(failed: protocol.Failed) -> RequestError:
 class OpenStreams:
     """Submitted sequences as an asynchronous iterator over their pieces, in the order of arrival."""
 
-    def __init__(
-        self, admission: Admission, codec: TextCodec, requests: Sequence[Request], submits: Sequence[protocol.Submit], usage: Usage
-    ) -> None:
+    def __init__(self, client: EngineClient, codec: TextCodec, requests: Sequence[Request], submits: Sequence[protocol.Submit]) -> None:
         pairs = enumerate(zip(requests, submits, strict=True))
-        self.choices = [Choice(index, request, usage, submit.max_new_tokens) for index, (request, submit) in pairs]
-        self._admission = admission
-        self._metrics = admission.metrics
+        self.choices = [Choice(len(submit.prompt), submit.max_new_tokens, index=i, request=request) for i, (request, submit) in pairs]
+        self.reservation: Reservation
+        self._client = client
         self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
-        self._inbox: deque[tuple[int, protocol.Token | protocol.Failed | Written, float]] = deque()
+        self._inbox: deque[tuple[int, protocol.Token | protocol.Failed | Written]] = deque()
         self._arrived = asyncio.Event()
         self._wake: Wake = self._arrived.set
         """Called when the inbox has an event, or the time limit has passed."""
@@ -148,41 +147,29 @@ class OpenStreams:
         self._error: Callable[[], RequestError] | None = None
         """Makes the error that ends the request when it is raised: a raised error refers to its frames, and so to this object."""
         self._deadline_passed = False
-        timeout = requests[0].timeout_s
-        self._deadline = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._on_deadline)
-        for choice, submit in zip(self.choices, submits, strict=True):
-            choice.id = admission.supervisor.submit(submit, self._receiver(choice))
-            admission.add(choice)
+        self._deadline: asyncio.TimerHandle | None = None
 
-    def _receiver(self, choice: Choice) -> Callable[[SequenceEvent], None]:
-        metrics = self._metrics
+    async def open(self, reservation: Reservation, submits: Sequence[protocol.Submit]) -> None:
+        """Submits the sequences. Raises InvalidRequest, Overloaded or Unavailable."""
+        self.reservation = reservation
+        await self._client.open(reservation, self.choices, submits, prompt_tokens(self.choices), self._deliver)
+        reservation.choices += self.choices
+        first = self.choices[0]
+        if first.request.timeout_s is not None:
+            left = first.arrival + first.request.timeout_s - time.monotonic()
+            self._deadline = asyncio.get_running_loop().call_later(left, self._on_deadline)
 
-        def deliver(event: SequenceEvent) -> None:
-            """Records the times at which tokens arrive, not those at which the client reads them."""
-            now = time.monotonic()
-            if isinstance(event, protocol.Token):
-                if choice.num_tokens == 0:
-                    choice.first = now
-                    metrics.time_to_first_token.observe(now - choice.arrival)
-                else:
-                    metrics.inter_token_latency.observe(now - choice.last)
-                choice.last = now
-                choice.num_tokens += 1
-            elif isinstance(event, Written):
-                choice.last = event.last
-                choice.num_tokens += len(event.ids)
-            elif isinstance(event, protocol.PromptScores):
-                choice.scores.append(protocol.encode(event.scores))
-                return
-            self._inbox.append((choice.index, event, now))
-            if not self._is_announced:
-                self._announce()
-
-        return deliver
+    def _deliver(self, choice: Choice, event: SequenceEvent) -> None:
+        if isinstance(event, protocol.PromptScores):
+            choice.scores.append(protocol.encode(event.scores))
+            return
+        self._inbox.append((choice.index, event))
+        if not self._is_announced:
+            self._announce()
 
     def _announce(self) -> None:
         self._is_announced = True
-        self._admission.arrivals.add(self._tell)
+        self._client.arrivals.add(self._tell)
 
     def _tell(self) -> Write | None:
         self._is_announced = False
@@ -202,7 +189,7 @@ class OpenStreams:
             choice, text = self.choices[index], self._texts[index]
             if choice.outcome is None and choice.num_tokens and templates[index] and text.is_plain:
                 plain = PlainStream(client, choice.num_tokens, choice.last, templates[index], text.stop_bytes)
-                self._admission.supervisor.write_natively(choice.id, plain)
+                self._client.write_natively(choice, plain)
                 self._python_written.discard(index)
         client.release()
 
@@ -229,9 +216,9 @@ class OpenStreams:
         """
         if self._deadline_passed:
             for choice in self.choices:
-                self._admission.supervisor.collect(choice.id)
+                self._client.collect(choice)
         while self._inbox and self._error is None:
-            index, event, came = self._inbox.popleft()
+            index, event = self._inbox.popleft()
             choice = self.choices[index]
             if choice.outcome is not None:
                 continue
@@ -240,7 +227,7 @@ class OpenStreams:
                 self.on_written(index, event.ids)
             elif isinstance(event, protocol.Failed):
                 self._fail(choice, event)
-            elif (piece := self._take(choice, event, came)) is not None:
+            elif (piece := self._take(choice, event)) is not None:
                 return piece
         if self._deadline_passed and self._num_open and self._error is None:
             self._time_out()
@@ -248,7 +235,7 @@ class OpenStreams:
             raise self._error()
         return self._timeout_pieces.pop(0) if self._timeout_pieces else None
 
-    def _take(self, choice: Choice, token: protocol.Token, came: float) -> Piece | None:
+    def _take(self, choice: Choice, token: protocol.Token) -> Piece | None:
         try:
             piece = self._texts[choice.index].piece(token)
         except Exception:
@@ -258,15 +245,11 @@ class OpenStreams:
             return None
         self._python_written.add(choice.index)
         if piece.finish is not None:
-            self._metrics.e2e_latency.observe(came - choice.arrival)
-            choice.usage.run_seconds.append(came - (choice.started or choice.arrival))
             self._end(choice, piece.finish)
         return piece
 
     def _fail(self, choice: Choice, failed: protocol.Failed) -> None:
         self._end(choice, "refused" if failed.refused else "failed")
-        if failed.code == "numerical_error":
-            self._admission.record_numerical_error()
         self._error = partial(_error, failed)
 
     def _on_deadline(self) -> None:
@@ -274,8 +257,7 @@ class OpenStreams:
         self._announce()
 
     def _time_out(self) -> None:
-        waited = all(choice.id in self._admission.waiting for choice in self.choices)
-        if waited:
+        if all(choice.started is None for choice in self.choices):
             text = "the request's time limit passed before its generation started"
             self._error = partial(QueueTimeout, text, RETRY_SECONDS, code="queue_timeout")
         else:
@@ -297,9 +279,7 @@ class OpenStreams:
             self._num_open -= 1
             if self._num_open == 0 and self._deadline is not None:
                 self._deadline.cancel()
-            self._admission.supervisor.cancel(choice.id)
-            self._admission.remove(choice)
-            self._metrics.requests.labels(outcome).inc()
+            self._client.end(choice, outcome)
 
     def finish(self, index: int) -> None:
         """Ends a sequence early, because its caller has all the text it needs."""

@@ -22,7 +22,6 @@ from server.http.model_names import ModelNames
 from server.http.openai.routes import OpenAIRoutes
 from server.http.ops import OpsRoutes
 from server.http.routes import RouteTable
-from server.http.stream_buffer import StreamStore
 from server.http.streams import StreamPublisher, StreamRoutes
 from server.http.tgi.generate import TgiRoutes
 from server.http.tokens import TokenRoutes
@@ -31,12 +30,11 @@ log = logging.getLogger("onehead.api")
 
 
 def create_app(
-    generation: Generation, section: ServerSection, keys: Keys, names: ModelNames, version: str, store: StreamStore
+    generation: Generation, section: ServerSection, keys: Keys, names: ModelNames, version: str, publisher: StreamPublisher
 ) -> FrontDoor:
-    """The application that `onehead serve` runs. `store` holds the events of resumable streams."""
+    """The application that `onehead serve` runs. `publisher` writes resumable streams."""
     about = "Text generation with Multi-Query Attention."
     app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
-    publisher = StreamPublisher(store, section.keep_alive)
     answers = Answers(publisher)
     table = RouteTable(
         [

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from starlette.requests import HTTPConnection
 
 from server.errors import RequestError
-from server.generation.admission import EVERYBODY, Reservation
-from server.generation.clients import Terms
+from server.generation.clients import EVERYBODY, Terms
+from server.generation.reservation import Reservation
 from server.supervision.token_writer import ClientSocket
 
 _KEY = "onehead"
@@ -66,12 +66,14 @@ class Exchange:
     """Who shares the server with others: the key's name, else its digest; the group of the address where no key is needed."""
     error: RequestError | None = None
     """Why the request is refused before its body is read; None if it is not."""
-    idempotency_key: tuple[str, bytes] | None = None
-    """(caller, Idempotency-Key), which no other request may use until this one has been answered."""
-    keys_in_use: set[tuple[str, bytes]] = field(default_factory=set)
-    """The idempotency keys of all requests in progress."""
     reservation: Reservation | None = None
     """The admission of a request to a route that generates."""
+    body: bytes = b""
+    """The raw body of a request that may have to be carried out again in another process."""
+    stream_id: str = ""
+    """The id that the stream of a resumable request is to have; empty for a new one."""
+    is_moved: bool = False
+    """Whether the request is a resumable one of another process, whose stream this process goes on with."""
     outlives_response: bool = False
     """Whether a task of a resumable stream continues after the response, and calls `release` itself."""
     refused_status: int | None = None
@@ -82,11 +84,9 @@ class Exchange:
     """Whether FrontDoor.decide has been called."""
 
     def release(self) -> None:
-        """Releases the reservation and the Idempotency-Key. Idempotent."""
+        """Ends the reservation, if there is one. Idempotent."""
         if self.reservation is not None:
-            self.reservation.release()
-        if self.idempotency_key is not None:
-            self.keys_in_use.discard(self.idempotency_key)
+            self.reservation.close()
 
     @property
     def reserved(self) -> Reservation:
@@ -103,6 +103,11 @@ def task_name(name: str = "") -> str:
     if name:
         task.set_name(name)
     return task.get_name()
+
+
+def put_exchange(scope: Any, exchange: Exchange) -> None:
+    """Makes this the Exchange of an ASGI scope."""
+    scope[_KEY] = exchange
 
 
 def exchange_of(scope: Any) -> Exchange:

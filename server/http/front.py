@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.config import ServerSection
-from server.errors import Conflict, NotFound, RequestError, Unauthorized
-from server.generation.admission import Admission
+from server.errors import NotFound, RequestError, Unauthorized
 from server.generation.clients import Terms
+from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
 from server.generation.request import speeds
 from server.http.client_address import client_address, client_group
@@ -42,13 +42,11 @@ class FrontDoor:
     def __init__(self, app: ASGIApp, table: RouteTable, generation: Generation, section: ServerSection, keys: Keys) -> None:
         self.app = app
         self.table = table
-        self.generation = generation
+        self.client = generation.client
         self.api_keys = keys
         self._metrics_keys = {section.metrics_key: UNNAMED} if section.metrics_key else None
         self._root_path = section.root_path
         self._trusted_proxies = section.trusted_proxies
-        self._keys_in_use: set[tuple[str, bytes]] = set()
-        """(caller, Idempotency-Key) of the requests in progress."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,8 +57,9 @@ class FrontDoor:
             self.decide(scope)
         current_request_id.set(exchange.request_id)
         task_name(f"{scope['method']} {scope['path'][:64]!a}")
-        response = LoggedResponse(scope, exchange, send, self.generation.admission)
+        response = LoggedResponse(scope, exchange, send, self.client)
         try:
+            await self._confirm(exchange)
             if exchange.error is not None:
                 headers = {"www-authenticate": "Bearer"} if isinstance(exchange.error, Unauthorized) else {}
                 await refusal(Request(scope), exchange.error, headers)(scope, receive, response.send)
@@ -75,7 +74,8 @@ class FrontDoor:
     def decide(self, scope: Scope) -> bool:
         """Decides, once for each request, whether the application processes it; if not, sets `Exchange.error`. Does not block.
 
-        It removes server.root_path from the scope's path, sets the caller, takes the Idempotency-Key and reserves the admission.
+        It removes server.root_path from the scope's path, sets the caller and reserves the admission, with the request's Idempotency-Key.
+        Another process may still refuse the admission (`Reservation.confirmed`).
         """
         exchange = exchange_of(scope)
         exchange.decided = True
@@ -90,13 +90,22 @@ class FrontDoor:
             if not path.isprintable():
                 # A router's pattern ignores a final line end, so that it would route another path than the one checked here.
                 raise NotFound("no such route; GET /docs lists those there are")
-            exchange.idempotency_key, exchange.keys_in_use = self._take_key(scope, exchange), self._keys_in_use
             if scope["method"] == "POST" and route is not None and route.generates:
-                exchange.reservation = self.generation.admission.reserve(exchange.caller, exchange.client, exchange.terms)
+                keys = [value for name, value in scope["headers"] if name == b"idempotency-key"]
+                key = b",".join(keys) if keys else None
+                exchange.reservation = self.client.reserve(exchange.caller, exchange.client, exchange.terms, key)
         except RequestError as error:
             # Without its traceback, whose frames refer to this exchange: only the garbage collector would free that cycle.
             exchange.error = error.with_traceback(None)
         return exchange.error is None
+
+    async def _confirm(self, exchange: Exchange) -> None:
+        """Waits until the admission is certain, or sets `Exchange.error`."""
+        if exchange.reservation is not None:
+            try:
+                await exchange.reservation.confirmed()
+            except RequestError as error:
+                exchange.error = error.with_traceback(None)
 
     def is_probe(self, path: str) -> bool:
         """Whether a path is that of a probe, which has places of its own among the connections."""
@@ -135,26 +144,15 @@ class FrontDoor:
         exchange.caller, exchange.terms = digest, keys[digest]
         exchange.client = exchange.terms.name or digest
 
-    def _take_key(self, scope: Scope, exchange: Exchange) -> tuple[str, bytes] | None:
-        """Reserves the request's Idempotency-Key, if it has one. Raises Conflict while another request in progress has it."""
-        keys = [value for name, value in scope["headers"] if name == b"idempotency-key"]
-        if not keys or scope["method"] != "POST":
-            return None
-        key = (exchange.caller, b",".join(keys))
-        if key in self._keys_in_use:
-            raise Conflict("a request with this Idempotency-Key is being answered already", code="idempotency_conflict")
-        self._keys_in_use.add(key)
-        return key
-
 
 class LoggedResponse:
     """Adds the common headers to a response, and writes its line of the access log."""
 
-    def __init__(self, scope: Scope, exchange: Exchange, send: Send, admission: Admission) -> None:
+    def __init__(self, scope: Scope, exchange: Exchange, send: Send, client: EngineClient) -> None:
         self._scope = scope
         self._exchange = exchange
         self._send = send
-        self._admission = admission
+        self._client = client
         self._status = CLIENT_GONE
         self._complete = False
 
@@ -165,7 +163,7 @@ class LoggedResponse:
             named = {name.lower() for name, _ in own}
             own.append((b"x-request-id", self._exchange.request_id.encode()))
             own += [header for header in RAW_SAFETY_HEADERS if header[0] not in named]
-            if self._admission.draining:
+            if self._client.draining:
                 own.append((b"connection", b"close"))
             message["headers"] = own
         elif not message.get("more_body", False):

@@ -9,7 +9,6 @@ from server.http.exchange import Dialect
 from server.http.routes import Access, Route
 from server.hub import measured
 from server.metrics import CONTENT_TYPE
-from server.supervision.supervisor import State
 
 
 class OpsRoutes:
@@ -42,12 +41,9 @@ class OpsRoutes:
 
         200 if it does, else 503 with its state: the phase of loading, the reason of an engine restart, or draining.
         """
-        if self.generation.admission.accepting:
-            return JSONResponse({"status": "ready"})
-        supervisor = self.generation.supervisor
-        # A ready engine that does not accept requests: too many requests have failed by non-finite logits.
-        status = "numerical errors" if supervisor.state is State.READY else supervisor.status
-        status = "draining" if self.generation.admission.draining else status
+        status = self.generation.client.status
+        if self.generation.client.accepting:
+            return JSONResponse({"status": status})
         return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
 
     async def version(self) -> Response:
@@ -62,7 +58,7 @@ class OpsRoutes:
 
         In the Prometheus text format.
         """
-        return Response(self.generation.metrics.exposition(), media_type=CONTENT_TYPE)
+        return Response(await self.generation.client.exposition(), media_type=CONTENT_TYPE)
 
     async def plan(self) -> Response:
         """Show the memory plan of the running engine.
@@ -70,7 +66,7 @@ class OpsRoutes:
         Bytes of weights and KV cache, and how many sequences fit. `onehead plan` computes the same for a checkpoint folder, and what its
         `--quantization all` has measured of this model on this machine is shown here too.
         """
-        ready = self.generation.supervisor.ready
+        ready = self.generation.client.ready
         if ready is None:
             return await self.ready()
         return JSONResponse(

@@ -14,6 +14,7 @@ docs/decisions/0033-short-spins.md."""
 WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+NVIDIA_DEVICE = Path("/dev/nvidia0")
 
 
 def available_processors(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> float:
@@ -30,6 +31,14 @@ def engine_threads(configured: int | None, environment: Mapping[str, str] = os.e
     if omp.isdigit() and int(omp) > 0:
         return int(omp)
     return max(1, int(available_processors()))
+
+
+def api_processes(configured: int | None, device: str, gpu: Path = NVIDIA_DEVICE) -> int:
+    """The number of API processes: as configured, else 1 for an engine on a CPU, which needs the processors more."""
+    if configured is not None:
+        return configured
+    on_gpu = device == "cuda" or (device == "auto" and gpu.exists())
+    return min(4, max(1, int(available_processors()) // 8)) if on_gpu else 1
 
 
 def engine_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from server.config import ServerSection
-from server.errors import ConfigurationError, InvalidRequest, ResourceError, Unavailable
+from server.errors import InvalidRequest
 from server.text.chat_template import MAX_CHEAP_MESSAGES
 from server.text.jobs import AnyJob, CompileGrammar, EncodeChat, Texts
-from server.text.worker_process import Loaded
 
 LONG_TEXT_CHARS = 4096
 """Texts of at least this many characters are tokenized in a worker process."""
@@ -34,8 +33,6 @@ class Source:
 class Runner(Protocol):
     """What runs jobs elsewhere: Workers, or a double of it."""
 
-    async def loaded(self) -> Loaded: ...
-
     async def run(self, job: AnyJob, client: str, seconds: float) -> Any: ...
 
 
@@ -46,20 +43,10 @@ class TextService:
         self.texts = texts
         self.workers = workers
         self._section = section
-        self._cheap_template = False
+        self.cheap_template = False
+        """Whether short conversations may be rendered in this process."""
         self._grammars: dict[CompileGrammar, asyncio.Task[str]] = {}
         """Compilations that run or have succeeded, oldest first."""
-
-    async def check(self) -> None:
-        """Waits until the workers have read the checkpoint. Raises ConfigurationError if they refuse it, and ResourceError
-        if there are none."""
-        try:
-            loaded = await self.workers.loaded()
-        except Unavailable as error:
-            raise ResourceError(error.message) from None
-        if loaded.error:
-            raise ConfigurationError(loaded.error)
-        self._cheap_template = loaded.cheap_template
 
     async def run(self, job: AnyJob, client: str) -> Any:
         """The result of a job of a client. Raises InvalidRequest, Overloaded or Unavailable."""
@@ -70,7 +57,7 @@ class TextService:
     def _is_cheap(self, job: AnyJob) -> bool:
         if not isinstance(job, EncodeChat) or not self.texts.chat_template.exists:
             return True
-        return self._cheap_template and len(job.messages) <= MAX_CHEAP_MESSAGES
+        return self.cheap_template and len(job.messages) <= MAX_CHEAP_MESSAGES
 
     async def grammar(self, source: Source | None, client: str) -> str:
         """The compiled grammar of a constraint; empty without one. Raises InvalidRequest, Overloaded or Unavailable."""

@@ -1,7 +1,7 @@
 """The invariants I1-I5, I7-I9 and I12, checked on a recorded history. `python -m tests.faults.checker FILE...` judges old ones.
 
 Pure: records in, sentences out. It knows both dialects and nothing of any case. What a case allows stands in the history itself: a client
-that left, a front that was killed. I6 and I10 are about the server's own figures, which tests.faults.scene asks it for.
+that left, a front or an API process that was killed. I6 and I10 are about the server's own figures, which tests.faults.scene asks it for.
 """
 
 import json
@@ -94,14 +94,15 @@ def requests(records: list[dict[str, Any]]) -> list[Told]:
             told[record["request"]] = Told(record["request"], record)
         elif number in told and kind == "event":
             told[number].events.append(record)
-        elif number in told and kind in ("head", "end", "oracle"):
+        elif number in told and kind in ("head", "end", "oracle") and record.get("status") != 204:  # Nothing is left to be told.
             setattr(told[number], kind, record)
     return list(told.values())
 
 
 def verdict(records: list[dict[str, Any]]) -> list[str]:
     """What is wrong with a history, one sentence each; empty where nothing is."""
-    front_killed = any(record["kind"] == "act" and record["act"] == "kill front" for record in records)
+    killed = {"kill front", "kill API process"}
+    front_killed = any(record["kind"] == "act" and record["act"] in killed for record in records)
     all_told = requests(records)
     problems: list[str] = []
     for told in all_told:
@@ -112,7 +113,7 @@ def verdict(records: list[dict[str, Any]]) -> list[str]:
 
 
 def answered(told: Told, front_killed: bool) -> Iterator[str]:
-    """I1: exactly one terminal event, however the request ends, unless its client left or the whole server was killed."""
+    """I1: exactly one terminal event, however the request ends, unless its client left or what it was connected to was killed."""
     terminals = sum(map(is_terminal, told.data))
     if terminals > 1:
         yield f"I1: {terminals} terminal events"

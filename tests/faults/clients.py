@@ -97,10 +97,10 @@ class Exchange:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE) as connection:
                 connection.sendall(self.ask.bytes)
-                how = self._read(connection)
+                how = self._part(connection)
                 if how == "left" and self.reset:
                     abort(connection)
-            if how == "left" and self.resumes:
+            if how in ("left", "cut") and self.resumes:
                 how = self._resume()
         except (EOFError, ConnectionError):
             how = "cut"
@@ -117,11 +117,20 @@ class Exchange:
             with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE) as connection:
                 path = f"/v1/streams/{self.headers['x-stream-id']}"
                 connection.sendall(http_request("GET", path, headers={"last-event-id": self.last_id}, close=False))
-                how = self._read(connection)
+                how = self._part(connection)
                 if how == "left":
                     abort(connection)
-            if how != "left" or self.status != 200:
+            if how not in ("left", "cut") or self.status != 200:
                 return how
+
+    def _part(self, connection: socket.socket) -> str:
+        """As much of the answer as this connection brings; an end within it is one of the connection alone if the client comes back."""
+        try:
+            return self._read(connection)
+        except (EOFError, ConnectionError):
+            if not self.resumes or not self.last_id:
+                raise
+            return "cut"
 
     def _read(self, connection: socket.socket) -> str:
         response = Wire(connection).response()

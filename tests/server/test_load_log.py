@@ -15,8 +15,8 @@ async def test_a_line_for_each_period_with_load(tokenizer_folder: Path, caplog: 
     caplog.set_level(logging.INFO)
     served = serve(tokenizer_folder)
     await asyncio.sleep(0)  # The engine becomes ready.
-    metrics = served.generation.metrics
-    load = LoadLog(served.generation, 100.0)
+    metrics = served.client.metrics
+    load = LoadLog(served.client, 100.0)
 
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "onehead"]

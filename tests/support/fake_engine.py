@@ -11,12 +11,14 @@ from pathlib import Path
 
 from server import protocol
 from server.config import ServerSection
+from server.generation.engine_client import LocalEngineClient
 from server.generation.generation import Generation
 from server.http.app import create_app
 from server.http.front import FrontDoor
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
+from server.http.streams import StreamPublisher
 from server.metrics import Metrics
 from server.supervision.crash_policy import Timeouts
 from server.supervision.engine import PlainStream
@@ -203,6 +205,7 @@ class Served:
 
     engine: FakeEngine
     supervisor: Supervisor
+    client: LocalEngineClient
     generation: Generation
     app: FrontDoor
 
@@ -224,10 +227,13 @@ def serve(
         if state is State.STARTING:
             metrics.engine_restarts.inc()
 
-    supervisor = Supervisor(engine.spawn, on_state, lambda step: generation.on_engine_event(step), Timeouts(10.0, 600.0, 60.0))
-    texts = inline_texts(TextCodec(tokenizer_folder), section)
-    generation = Generation(supervisor, texts, metrics, section.model_copy(update={"max_waiting": 0}), max_open)
+    def on_event(event: protocol.Tokens | protocol.Started) -> None:
+        client.on_engine_event(event)
+
+    supervisor = Supervisor(engine.spawn, on_state, on_event, Timeouts(10.0, 600.0, 60.0))
+    client = LocalEngineClient(supervisor, metrics, section.model_copy(update={"max_waiting": 0}), max_open)
+    generation = Generation(client, inline_texts(TextCodec(tokenizer_folder), section), section)
     keys = Keys(section.api_keys, section.api_keys_file)
-    app = create_app(generation, section, keys, names, "0", StreamStore(Retention()))
+    app = create_app(generation, section, keys, names, "0", StreamPublisher(StreamStore(Retention()), section.keep_alive))
     supervisor.start()
-    return Served(engine, supervisor, generation, app)
+    return Served(engine, supervisor, client, generation, app)

@@ -8,7 +8,6 @@ from server.config import ServerSection
 from server.text.codec import TextCodec
 from server.text.jobs import AnyJob, Texts
 from server.text.service import Source, TextService
-from server.text.worker_process import Loaded
 
 
 class InlineWorkers:
@@ -16,9 +15,6 @@ class InlineWorkers:
 
     def __init__(self, codec: TextCodec, open_objects: bool = False) -> None:
         self.texts = Texts(codec, open_objects)
-
-    async def loaded(self) -> Loaded:
-        return Loaded(cheap_template=True)
 
     async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
         return job.run(self.texts)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import with_choices
+from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import OutputToken
 from server.http.openai.chat_fields import ChatBody
@@ -34,7 +34,7 @@ class ChatReply(OpenAIReply):
         request = body.request(generation.codec, prompt)
         sampling = replace(request.sampling, bad_words=await body.bad_word_ids(generation, reservation.client))
         request = replace(request, grammar=grammar, sampling=sampling)
-        return cls(body, model_id, generation, generation.start(with_choices(request, body.n or 1), reservation))
+        return cls(body, model_id, generation, await generation.start(with_choices(request, body.n or 1), reservation))
 
     def first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from server import protocol
-from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request
+from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Reply
 from server.http.fields import default
@@ -56,7 +56,7 @@ class InfillReply(Reply):
             timeout_s=None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3,
             salt=secrets.token_hex(16) if body.cache_prompt is False else "",
         )
-        return cls(body, model_id, generation.codec, generation.start([request], reservation))
+        return cls(body, model_id, generation.codec, await generation.start([request], reservation))
 
     def take(self, piece: Piece) -> None:
         """Adds a piece. `end` becomes the last piece: the sequence's last one, or the one after which a line is known to be indented by

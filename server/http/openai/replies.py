@@ -1,7 +1,5 @@
 """OpenAIReply: what completions and chat replies share: object head, outputs, token usage, vLLM's extra fields. Knows no routes."""
 
-import time
-import uuid
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -23,9 +21,9 @@ class OpenAIReply(Reply):
 
     def __init__(self, prefix: str, kind: str, model_id: str, body: GenerationBody, generation: Generation, streams: OpenStreams) -> None:
         self.head = {
-            "id": f"{prefix}-{body.request_id or uuid.uuid4().hex}",
+            "id": f"{prefix}-{body.request_id or streams.reservation.reply_id}",
             "object": kind,
-            "created": int(time.time()),
+            "created": streams.reservation.created,
             "model": model_id,
             "system_fingerprint": generation.fingerprint,
         }

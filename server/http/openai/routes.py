@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from server.config import ServerSection
 from server.errors import InvalidRequest
-from server.generation.admission import Reservation
 from server.generation.generation import Generation
+from server.generation.reservation import Reservation
 from server.http import sse
 from server.http.answer import Answers, Delivery, Reply, check_stops, full_response
 from server.http.body import check, read_model
@@ -107,16 +107,20 @@ class OpenAIRoutes:
         for name in ("stream", "resumable"):
             if value.get(name):
                 raise InvalidRequest(f"`{name}` is not supported here: answers are not streamed", param=name)
-        if path == "/v1/chat/completions":
-            reply = await self.open_chat(check(value, ChatBody), self.generation.admission.reserve(caller))
-        elif path == "/v1/completions":
-            reply = await self.open_completion(check(value, CompletionBody), self.generation.admission.reserve(caller))
-        else:
-            raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
+        reservation = self.generation.client.reserve(caller)
         try:
-            return json.loads(b"".join(pieces(await full_response(reply))))
+            if path == "/v1/chat/completions":
+                reply = await self.open_chat(check(value, ChatBody), reservation)
+            elif path == "/v1/completions":
+                reply = await self.open_completion(check(value, CompletionBody), reservation)
+            else:
+                raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
+            try:
+                return json.loads(b"".join(pieces(await full_response(reply))))
+            finally:
+                reply.streams.close()
         finally:
-            reply.streams.close()
+            reservation.close()
 
     async def open_completion(self, body: CompletionBody, reservation: Reservation) -> CompletionReply:
         """Checks a completion and starts it. Raises RequestError."""

@@ -85,7 +85,7 @@ class TgiRoutes:
             "model_pipeline_tag": "text-generation",
             "model_dtype": ready.dtype,
             "model_device_type": ready.device,
-            "max_concurrent_requests": self.generation.admission.max_open,
+            "max_concurrent_requests": self.generation.client.max_open,
             "max_best_of": fields.MAX_CHOICES,
             "max_stop_sequences": self.section.max_stop_strings,
             "max_input_tokens": self.generation.max_total_tokens - 1,
@@ -123,7 +123,8 @@ class TgiRoutes:
             if stream and parameters.decoder_input_details:
                 raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
             delivery = Delivery.of(http, stream, body.resumable)
-            streams = self.generation.start(await self._requests(body, parameters, exchange_of(http).client), exchange_of(http).reserved)
+            requests = await self._requests(body, parameters, exchange_of(http).client)
+            streams = await self.generation.start(requests, exchange_of(http).reserved)
         echoed = body.inputs if default(parameters.return_full_text, echo) else ""
         reply = TgiReply(self.generation, parameters, streams, echoed, arrival, len(body.inputs), in_list)
         return await self.answers.answer(http, reply, delivery)

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from server import protocol
 from server.config import ServerSection
 from server.errors import InvalidRequest, Overloaded, RequestError
-from server.generation.admission import Admission, Reservation
+from server.generation.admission import Admission, AdmittedRequest
 from server.generation.clients import Terms
-from server.generation.request import Choice, Request
+from server.generation.request import Progress
 from server.metrics import Metrics
 from server.supervision.supervisor import State
 
@@ -26,21 +25,21 @@ class Office:
         supervisor: Any = self.supervisor
         self.admission = Admission(supervisor, Metrics(), ServerSection(**options), max_running)
 
-    def enter(self, client: str, count: int = 1, num_prompt: int = 10, num_output: int = 20, **terms: Any) -> list[Choice]:
+    def enter(self, client: str, count: int = 1, num_prompt: int = 10, num_output: int = 20, **terms: Any) -> list[Progress]:
         """One request. Raises as `reserve` and `check` do."""
         reservation = self.admission.reserve("", client, Terms(**terms))
         reservation.release()
         self.admission.check(reservation.usage, count, count * num_prompt)
         return [self.open(reservation, num_prompt, num_output) for _ in range(count)]
 
-    def open(self, reservation: Reservation, num_prompt: int, num_output: int) -> Choice:
-        choice = Choice(0, Request([1] * num_prompt, protocol.Sampling()), reservation.usage, num_output)
+    def open(self, reservation: AdmittedRequest, num_prompt: int, num_output: int) -> Progress:
+        choice = Progress(num_prompt, num_output)
         choice.id = len(self.supervisor.open) + 1 + 1000 * len(self.admission.waiting)
         self.supervisor.open[choice.id] = choice
-        self.admission.add(choice)
+        self.admission.add(choice, reservation.usage)
         return choice
 
-    def end(self, choice: Choice, num_tokens: int) -> None:
+    def end(self, choice: Progress, num_tokens: int) -> None:
         choice.num_tokens = num_tokens
         self.supervisor.open.pop(choice.id)
         self.admission.remove(choice)
@@ -91,8 +90,8 @@ def test_waiting_tokens_of_one_client_leave_room_for_another(monkeypatch: pytest
 def test_the_wait_is_estimated_for_the_client_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     office = Office(monkeypatch, 2, max_queue_wait=50)
     for _ in range(9):
-        (choice,) = office.enter("a")
-        choice.usage.run_seconds.append(10.0)
+        office.enter("a")
+        office.admission.clients["a"].run_seconds.append(10.0)
     office.enter("b")  # Half of the two places is its own, and nothing of it waits.
     refused = office.refusal("a")
     assert refused.code == "queue_too_long" and refused.retry_after == 60
@@ -153,7 +152,7 @@ def test_clients_that_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_named_keys_have_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     office = Office(monkeypatch)
-    (first, second) = office.enter("editor", count=2, name="editor")
+    first, _ = office.enter("editor", count=2, name="editor")
     office.enter("10.0.0.1")
     office.admission.remove_waiting(first.id)
     office.end(first, 7)
@@ -161,4 +160,4 @@ def test_named_keys_have_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'onehead_client_tokens_total{key="editor"} 27.0' in text
     assert 'onehead_client_running{key="editor"} 0.0' in text and 'onehead_client_waiting{key="editor"} 1.0' in text
     assert "10.0.0.1" not in text
-    assert second.usage.num_open == 1
+    assert office.admission.clients["editor"].num_open == 1

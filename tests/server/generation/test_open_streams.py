@@ -12,6 +12,7 @@ import pytest
 from server import protocol
 from server.config import ServerSection
 from server.errors import GenerationFailed, QueueTimeout
+from server.generation.engine_client import LocalEngineClient
 from server.generation.generation import Generation
 from server.generation.request import Request
 from server.generation.stream import OpenStreams
@@ -58,16 +59,15 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec(folder)
 
 
-def start(codec: TextCodec, count: int = 1, **fields: Any) -> tuple[Hand, OpenStreams]:
+async def start(codec: TextCodec, count: int = 1, **fields: Any) -> tuple[Hand, OpenStreams]:
     hand = Hand()
-    generation = Generation(hand, inline_texts(codec), Metrics(), ServerSection(max_waiting=0), 64)  # type: ignore[arg-type]
-    return hand, generation.start(
-        [Request([1, 2], protocol.Sampling(), 50, **fields) for _ in range(count)], generation.admission.reserve("tests")
-    )
+    client = LocalEngineClient(hand, Metrics(), ServerSection(max_waiting=0), 64)  # type: ignore[arg-type]
+    requests = [Request([1, 2], protocol.Sampling(), 50, **fields) for _ in range(count)]
+    return hand, await Generation(client, inline_texts(codec), ServerSection()).start(requests, client.reserve("tests"))
 
 
 async def test_what_has_come_is_there_at_once_and_in_order(codec: TextCodec) -> None:
-    hand, streams = start(codec, count=2)
+    hand, streams = await start(codec, count=2)
     assert streams.take() is None
     for index in range(3):
         hand.say(1, index)
@@ -80,7 +80,7 @@ async def test_what_has_come_is_there_at_once_and_in_order(codec: TextCodec) -> 
 
 
 async def test_a_failure_comes_behind_the_tokens_before_it_and_again_whenever_it_is_asked_for(codec: TextCodec) -> None:
-    hand, streams = start(codec, count=2)
+    hand, streams = await start(codec, count=2)
     hand.say(1, 0)
     hand.open[2](protocol.Failed(2, "gone", code="engine_gone"))
     hand.say(1, 1)
@@ -95,19 +95,19 @@ async def test_a_failure_comes_behind_the_tokens_before_it_and_again_whenever_it
 
 
 async def test_tokens_that_have_come_stand_before_the_end_of_the_time(codec: TextCodec) -> None:
-    hand, streams = start(codec, timeout_s=0.01)
-    streams._admission.remove_waiting(1)
+    hand, streams = await start(codec, timeout_s=0.01)
+    streams.choices[0].started = 1.0
     hand.say(1, 0)
     await asyncio.sleep(0.03)
     hand.say(1, 1)
     assert [(piece.token, piece.finish) async for piece in streams] == [(40, None), (41, None), (None, "timeout")]
-    hand, streams = start(codec, timeout_s=0.01)
+    hand, streams = await start(codec, timeout_s=0.01)
     with pytest.raises(QueueTimeout):
         await anext(streams)
 
 
 async def test_a_choice_that_its_reader_ends_gives_nothing_more(codec: TextCodec) -> None:
-    hand, streams = start(codec)
+    hand, streams = await start(codec)
     for index in range(3):
         hand.say(1, index)
     assert (await anext(streams)).token == 40
@@ -120,7 +120,7 @@ async def test_no_request_that_failed_holds_itself(codec: TextCodec) -> None:
     gc.disable()
     try:
         for fail in (True, False):
-            hand, streams = start(codec)
+            hand, streams = await start(codec)
             hand.open[1](protocol.Failed(1, "gone") if fail else protocol.Token(1, 0, 40, -0.5, "length"))
             with pytest.raises(GenerationFailed if fail else StopAsyncIteration):
                 while True:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import protocol
-from server.generation.clients import Terms, Usage
 from server.generation.request import Choice, Request
 from server.generation.stream import ChoiceDetokenizer, Piece
 from server.text.codec import TextCodec
@@ -34,7 +33,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 def pieces(codec: TextCodec, ids: list[int], request: Request) -> list[Piece]:
     """The pieces of an output that ends by its length."""
-    text = ChoiceDetokenizer(codec, Choice(0, request, Usage(Terms()), len(ids)))
+    text = ChoiceDetokenizer(codec, Choice(len(request.prompt), len(ids), index=0, request=request))
     made = []
     for index, id in enumerate(ids):
         made.append(text.piece(protocol.Token(1, index, id, -1.0, "length" if index == len(ids) - 1 else None)))
@@ -97,7 +96,7 @@ def events(response: httpx.Response) -> list[Any]:
 def test_streamed_and_whole_answers_of_both_dialects_agree(codec_folder: Path, prompt: str, stops: list[str]) -> None:
     async def ask() -> None:
         served = serve(codec_folder, FakeEngine())
-        while not served.generation.admission.accepting:
+        while not served.client.admission.accepting:
             await asyncio.sleep(0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
             body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "stop": stops, "return_token_ids": True}

@@ -31,7 +31,7 @@ CANARY = {"inputs": "def f(", "parameters": {"max_new_tokens": 8, "seed": 3, "do
 async def start(tokenizer_folder: Path, engine: FakeEngine | None = None, section: ServerSection | None = None) -> Served:
     """The application over a ready engine."""
     served = serve(tokenizer_folder, engine, section)
-    while not served.generation.admission.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     return served
 
@@ -537,4 +537,4 @@ async def test_the_canary_lives_through_all_of_the_tables(served: Served) -> Non
         assert (await send(served, case.body)).status_code == case.status
     assert served.engine.submits == []
     await assert_canary(served)
-    assert served.generation.admission.accepting and len(served.engine.runs) == 1
+    assert served.client.admission.accepting and len(served.engine.runs) == 1

@@ -67,8 +67,8 @@ async def test_the_access_line_and_the_admission_are_given_the_same_client(
 ) -> None:
     served = await make(tmp_path, trusted_proxies=trusted, api_keys=keys)
     reserved = []
-    reserve = served.generation.admission.reserve
-    monkeypatch.setattr(served.generation.admission, "reserve", lambda *given: reserved.append(given) or reserve(*given))
+    reserve = served.client.admission.reserve
+    monkeypatch.setattr(served.client.admission, "reserve", lambda *given: reserved.append(given) or reserve(*given))
     transport = httpx.ASGITransport(served.app, client=("10.0.0.1", 1))
     headers = {"authorization": "Bearer key", "x-forwarded-for": "2001:db8::7"}
     with caplog.at_level("INFO", logger="onehead.access"):

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def door(folder: Path, section: ServerSection | None = None) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
     """The application over a fake engine that is ready, and a client of it."""
     served = serve(folder, FakeEngine(msgspec.structs.replace(READY, vocab_size=261, max_context=512, capacity=512)), section)
-    while not served.generation.admission.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as http:
         yield served, http
@@ -272,8 +272,8 @@ async def test_every_refusal_is_documented(folder: Path, what: str) -> None:
     headers, body = REFUSED[what]
     async with door(folder, KEYED) as (served, http):
         document = await read_document(http)
-        served.generation.admission.draining = what == "draining"
-        served.generation.admission.num_reserved = 10**6 * (what == "full")
+        served.client.admission.draining = what == "draining"
+        served.client.admission.num_reserved = 10**6 * (what == "full")
         for path, method, operation in operations(document):
             if method == "post":
                 content = json.dumps(first_example(document, path)).encode() if body is None else body

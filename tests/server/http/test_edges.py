@@ -128,7 +128,7 @@ async def ready(folder: Path) -> Any:
     import asyncio
 
     served = serve(folder)
-    while not served.generation.admission.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     return served
 
@@ -161,7 +161,7 @@ async def test_many_numerical_errors_make_it_not_ready(tokenizer_folder: Path) -
     served = await ready(tokenizer_folder)
     for _ in range(MAX_NUMERICAL_ERRORS):
         assert (await Client(served).request("GET", "/ready")).status_code == 200
-        served.generation.admission.record_numerical_error()
+        served.client.admission.record_numerical_error()
     response = await Client(served).request("GET", "/ready")
     assert response.status_code == 503 and response.json()["status"] == "numerical errors"
 
@@ -189,7 +189,7 @@ async def test_not_ready_says_what_the_server_is_doing(tokenizer_folder: Path) -
     assert await status() == "starting"
     served.supervisor._on_message(1, protocol.Loading("loading weights 40 %"))
     assert await status() == "loading weights 40 %"
-    served.generation.admission.draining = True
+    served.client.admission.draining = True
     assert await status() == "draining"
 
 
@@ -201,16 +201,16 @@ async def test_who_waits_longer_than_its_own_time_limit_is_told_so(tokenizer_fol
     path, body = request_of(dialect)
     response = await Client(served).request("POST", path, body | {"stream": stream, "timeout_s": 0.05})
     assert response.status_code == 504 and "time limit" in response.text and response.headers["retry-after"]
-    assert served.supervisor.open == {} and served.generation.admission.waiting_tokens == 0
+    assert served.supervisor.open == {} and served.client.admission.waiting_tokens == 0
 
 
 async def test_a_queue_that_would_take_too_long_takes_nobody(tokenizer_folder: Path) -> None:
     served = await ready(tokenizer_folder)
     generation, client, (path, body) = served.generation, Client(served), request_of("openai")
-    generation.admission.max_running = 2
+    served.client.admission.max_running = 2
     served.engine.defer = lambda call: None
     for _ in range(3):  # Two for whom there are places, and one who waits.
-        for usage in generation.admission.clients.values():
+        for usage in served.client.admission.clients.values():
             usage.run_seconds.append(2 * generation.section.max_queue_wait + 1)
         assert (await client.cut("POST", path, body | {"resumable": True}, 0)).headers["x-stream-id"]
     refused = await client.request("POST", path, body)

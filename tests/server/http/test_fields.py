@@ -251,7 +251,7 @@ async def observe(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, A
     """Status, and everything that a client or the engine can see of a request, without what differs each time."""
     engine = FakeEngine(ready=msgspec.structs.replace(READY, vocab_size=261), end_rate=0.1)
     served: Served = serve(folder, engine)
-    while not served.generation.admission.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
         response = await client.post(path, json=body)

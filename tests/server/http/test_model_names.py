@@ -57,7 +57,7 @@ async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     names = ModelNames.of(("org/name", "alias"), ("org/name",))
     served = serve(tmp_path, names=names)
-    while not served.generation.admission.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     inputs: dict[str, Any]
     inputs, messages = {"inputs": "a", "parameters": {"max_new_tokens": 2}}, [{"role": "user", "content": "a"}]

@@ -43,7 +43,7 @@ async def make(tmp_path: Path, **options: Any) -> Served:
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     ready = msgspec.structs.replace(READY, vocab_size=261)
     served = serve(tmp_path, FakeEngine(ready), ServerSection(**options))
-    while not served.generation.admission.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     return served
 
@@ -67,7 +67,7 @@ async def test_a_route_that_generates_without_being_declared_to_is_an_error(tmp_
 
     def routes(self: TgiRoutes) -> list[Route]:
         async def more(http: Any) -> Response:
-            self.generation.start([Request([1], protocol.Sampling())], exchange_of(http).reserved)
+            await self.generation.start([Request([1], protocol.Sampling())], exchange_of(http).reserved)
             return JSONResponse({})
 
         more.__annotations__ = {"http": HttpRequest, "return": Response}

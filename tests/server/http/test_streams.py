@@ -135,7 +135,7 @@ def test_ended_streams_expire_and_unread_ones_are_stopped() -> None:
 async def served(tokenizer_folder: Path) -> Served:
     digests = ",".join(hashlib.sha256(key.encode()).hexdigest() for key in KEYS)
     served = serve(tokenizer_folder, FakeEngine(), ServerSection.model_validate({"api_keys": digests}))
-    while not served.generation.admission.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     return served
 
@@ -311,7 +311,7 @@ async def test_nobody_elses_and_none_are_the_same(served: Served) -> None:
 async def test_leaving_is_not_cancelling_and_cancelling_is(tokenizer_folder: Path) -> None:
     loop = asyncio.get_running_loop()
     served = serve(tokenizer_folder, FakeEngine(defer=lambda act: loop.call_later(0.005, act)), ServerSection())
-    while not served.generation.admission.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     client = Client(served)
     path, body = with_resumable("openai")
@@ -341,7 +341,7 @@ async def test_a_stream_whose_events_cannot_be_kept_ends_and_frees_what_it_holds
     response = await Client(served).request("POST", *with_resumable("openai"))
     events = events_of(response.text)
     assert events[-1]["data"] == "[DONE]" and "internal error" in events[-2]["data"] and len(events) < 12
-    assert served.supervisor.open == {} and served.generation.admission.num_open == 0
+    assert served.supervisor.open == {} and served.client.admission.num_open == 0
 
 
 async def test_a_stream_that_has_ended_cannot_be_cancelled(served: Served) -> None:

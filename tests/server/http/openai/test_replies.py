@@ -35,7 +35,7 @@ async def ask(folder: Path, path: str, body: dict[str, Any]) -> tuple[Any, list[
     """The answer, or the chunks of its stream, and what the engine was sent."""
     engine = FakeEngine(ready=msgspec.structs.replace(READY, vocab_size=257))
     served = serve(folder, engine)
-    while not served.generation.admission.accepting:
+    while not served.client.admission.accepting:
         await asyncio.sleep(0)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
         response = await client.post(path, json=body)

@@ -1,0 +1,219 @@
+"""EngineClient: what requests and routes need of the engine; LocalEngineClient, over the supervisor of this process.
+
+Invariant: a sequence that was opened is counted in admission and metrics until `end` is called for it, once. Tokens are timed as they
+arrive, not as clients read them. It knows nothing of HTTP and text.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from server import protocol
+from server.config import ServerSection
+from server.errors import ConfigurationError, EngineGaveUp, ResourceError
+from server.generation.admission import Admission, AdmittedRequest
+from server.generation.arrivals import Arrivals
+from server.generation.clients import EVERYBODY, Terms
+from server.generation.request import Choice, Progress
+from server.generation.reservation import Reservation
+from server.metrics import Metrics
+from server.supervision.engine import PlainStream
+from server.supervision.journal import SequenceEvent, Written
+from server.supervision.supervisor import State, Supervisor
+
+FINISHED = frozenset({"length", "eos_token", "stop_sequence"})
+"""Outcomes of sequences that were generated to their end."""
+AnyProgress = TypeVar("AnyProgress", bound=Progress)
+
+
+class EngineClient(Protocol):
+    """The engine as one API process sees it."""
+
+    arrivals: Arrivals
+
+    @property
+    def max_open(self) -> int:
+        """The most sequences that may be open at once."""
+
+    @property
+    def ready(self) -> protocol.Ready | None:
+        """Facts that the engine reported when it had loaded; None before that."""
+
+    @property
+    def status(self) -> str:
+        """The state of the server in words."""
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the server is ready for requests."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is shutting down."""
+
+    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> Reservation:
+        """Admits a request before its body is read. `key`: its Idempotency-Key. Raises Unavailable, Overloaded or Conflict, here or in
+        `Reservation.confirmed`.
+        """
+
+    async def open(
+        self,
+        reservation: Reservation,
+        choices: Sequence[Choice],
+        submits: Sequence[protocol.Submit],
+        prompt_tokens: int,
+        deliver: Callable[[Choice, SequenceEvent], None],
+    ) -> None:
+        """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each event. `prompt_tokens`:
+        of the request, where a prompt of several sequences counts once. Raises InvalidRequest, Overloaded or Unavailable.
+        """
+
+    def write_natively(self, choice: Choice, plain: PlainStream) -> None:
+        """Leaves the next tokens of a sequence to native code where they are plain. They are delivered as Written, later."""
+
+    def collect(self, choice: Choice) -> None:
+        """Delivers what native code has written of a sequence so far."""
+
+    def end(self, choice: Choice, outcome: str) -> None:
+        """Ends a sequence: cancels it if it is still generated, and counts its outcome. Called once for each."""
+
+    def count_refused(self) -> None:
+        """Counts a request that was refused before its sequences were opened."""
+
+    async def exposition(self) -> bytes:
+        """All metrics of the server in the Prometheus text format."""
+
+
+class LocalEngineClient:
+    """The engine of this process's supervisor."""
+
+    def __init__(self, supervisor: Supervisor, metrics: Metrics, section: ServerSection, max_running: int) -> None:
+        self.supervisor = supervisor
+        self.metrics = metrics
+        self.admission = Admission(supervisor, metrics, section, max_running)
+        self.arrivals = Arrivals()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the state of the engine or of the server has changed."""
+        self.on_started: Callable[[Progress], None] = lambda _: None
+        """Called for each sequence that the engine has started."""
+
+    @property
+    def max_open(self) -> int:
+        return self.admission.max_open
+
+    @property
+    def ready(self) -> protocol.Ready | None:
+        return self.supervisor.ready
+
+    @property
+    def status(self) -> str:
+        if self.draining:
+            return "draining"
+        if self.supervisor.state is State.READY:  # Too many requests have failed by non-finite logits if it does not accept requests.
+            return "ready" if self.accepting else "numerical errors"
+        return self.supervisor.status
+
+    @property
+    def accepting(self) -> bool:
+        return self.admission.accepting
+
+    @property
+    def draining(self) -> bool:
+        return self.admission.draining
+
+    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> AdmittedRequest:
+        return self.admission.reserve(caller, client, terms, key)
+
+    async def open(
+        self,
+        reservation: Reservation,
+        choices: Sequence[Choice],
+        submits: Sequence[protocol.Submit],
+        prompt_tokens: int,
+        deliver: Callable[[Choice, SequenceEvent], None],
+    ) -> None:
+        assert isinstance(reservation, AdmittedRequest)
+        self.submit(reservation, choices, submits, prompt_tokens, deliver)
+
+    def submit(
+        self,
+        reservation: AdmittedRequest,
+        sequences: Sequence[AnyProgress],
+        submits: Sequence[protocol.Submit],
+        prompt_tokens: int,
+        deliver: Callable[[AnyProgress, SequenceEvent], None],
+    ) -> None:
+        """As `open`, which does not wait here."""
+        reservation.release()  # From here on the supervisor counts the submitted sequences.
+        self.admission.check(reservation.usage, len(submits), sum(sequence.num_prompt for sequence in sequences))
+        self.metrics.prompt_tokens.inc(prompt_tokens)
+        for sequence, submit in zip(sequences, submits, strict=True):
+            sequence.id = self.supervisor.submit(submit, self._receiver(sequence, deliver))
+            self.admission.add(sequence, reservation.usage)
+
+    def _receiver(self, sequence: AnyProgress, deliver: Callable[[AnyProgress, SequenceEvent], None]) -> Callable[[SequenceEvent], None]:
+        first_token, inter_token = self.metrics.time_to_first_token.observe, self.metrics.inter_token_latency.observe
+
+        def receive(event: SequenceEvent) -> None:
+            now = time.monotonic()
+            if isinstance(event, protocol.Token):
+                if sequence.num_tokens == 0:
+                    sequence.first = now
+                    first_token(now - sequence.arrival)
+                else:
+                    inter_token(now - sequence.last)
+                sequence.last = now
+                sequence.num_tokens += 1
+            elif isinstance(event, Written):
+                sequence.last = event.last
+                sequence.num_tokens += len(event.ids)
+            elif isinstance(event, protocol.Failed) and event.code == "numerical_error":
+                self.admission.record_numerical_error()
+            deliver(sequence, event)
+
+        return receive
+
+    def write_natively(self, choice: Choice, plain: PlainStream) -> None:
+        self.supervisor.write_natively(choice.id, plain)
+
+    def collect(self, choice: Choice) -> None:
+        self.supervisor.collect(choice.id)
+
+    def end(self, choice: Progress, outcome: str) -> None:
+        self.supervisor.cancel(choice.id)
+        usage = self.admission.remove(choice)
+        if outcome in FINISHED:
+            self.metrics.e2e_latency.observe(choice.last - choice.arrival)
+            usage.run_seconds.append(choice.last - (choice.started or choice.arrival))
+        self.metrics.requests.labels(outcome).inc()
+
+    def count_refused(self) -> None:
+        self.metrics.requests.labels("refused").inc()
+
+    async def exposition(self) -> bytes:
+        return self.metrics.exposition()
+
+    def drain(self) -> None:
+        """Refuses requests from now on."""
+        self.admission.draining = True
+        self.on_change()
+
+    def on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
+        """Updates metrics and queue times by an event of the engine."""
+        if isinstance(event, protocol.Tokens):
+            self.metrics.step(event.gauges, len(event.tokens))
+            return
+        now = time.monotonic()
+        for id, num_cached in zip(event.ids, event.cached, strict=True):
+            sequence = self.admission.remove_waiting(id)
+            if sequence is not None:
+                sequence.started, sequence.num_cached = now, num_cached
+                self.metrics.queue_time.observe(now - sequence.arrival)
+                self.on_started(sequence)
+
+    def raise_if_over(self) -> None:
+        """Raises the error for which the engine will not be restarted, if there is one."""
+        if self.supervisor.state is State.REFUSED:
+            raise (ResourceError if self.supervisor.lacks_resource else ConfigurationError)(self.supervisor.reason)
+        if self.supervisor.state is State.GAVE_UP:
+            raise EngineGaveUp(self.supervisor.reason)
