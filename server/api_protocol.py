@@ -222,6 +222,8 @@ class Scrape(Message, frozen=True):
 
 
 class Exposition(Message, frozen=True):
+    """Answers Scrape, in the Prometheus text format."""
+
     request: int
     text: bytes
 

@@ -122,10 +122,6 @@ class Metrics:
             registry=self.registry,
         )
         self.by_client = ClientMetrics(self.registry)
-        self.api_processes = self._gauge(
-            "api_processes", "API processes that are running; 1 where the engine's process serves HTTP itself."
-        )
-        self.api_process_restarts = self._counter("api_process_restarts", "API processes started to replace one that ended.")
         self._declare_others()
         self._reached: dict[Counter, int] = {}
         self._engine_totals = {
@@ -158,6 +154,10 @@ class Metrics:
         self.requests_quarantined = self._counter(
             "requests_quarantined", "Sequences that were quarantined because they crashed the engine repeatedly."
         )
+        self.api_processes = self._gauge(
+            "api_processes", "API processes that are running; 1 where the engine's process serves HTTP itself."
+        )
+        self.api_process_restarts = self._counter("api_process_restarts", "API processes started to replace one that ended.")
         self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
         self.event_loop_lag = self._gauge(
             "event_loop_lag_seconds", "Longest time of the last 10 s for which the event loop, and so every stream, stood still."

@@ -72,10 +72,6 @@ class MovedStreams:
         if status != 204:
             exchange.release()
             return False
-        await reservation.repeated.wait()
-        told = asyncio.get_running_loop().create_future()
-        self._client.arrivals.add(lambda: told.set_result(None))  # Called after those that take the repeated events.
-        await told
         while (writer := self._publisher.writers.get(origin.stream)) is not None and writer.is_behind:
             await asyncio.sleep(0)
         return True

@@ -124,7 +124,7 @@ class ApiProcesses:
         self._settings = settings
         self._listeners = listeners
         self._channels = engine.workers.jobs.fileno(), engine.workers.grammars.fileno()
-        self._silent_seconds = max(MIN_SILENT_SECONDS, section.stall_after)
+        self._silent_seconds, self._start_seconds = max(MIN_SILENT_SECONDS, section.stall_after), section.start_timeout
         self._processes: dict[int, ApiProcess] = {}
         """Those that run, by the index of their listening socket."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -143,8 +143,7 @@ class ApiProcesses:
     def num_running(self) -> int:
         return sum(process.serves.is_set() for process in self._processes.values())
 
-    @property
-    def is_ending(self) -> bool:
+    def _is_ending(self) -> bool:
         """Whether processes are not replaced any more."""
         return self._deadline is not None
 
@@ -158,10 +157,10 @@ class ApiProcesses:
     async def _keep_running(self, index: int) -> None:
         """Runs one process after the other on a listening socket."""
         failed_starts = quick_ends = 0
-        while True:
+        while not self._is_ending():
             began = time.monotonic()
             problem = await self._run(index)
-            if self.is_ending:
+            if self._is_ending():
                 return
             failed_starts = failed_starts + 1 if problem is not None else 0
             quick_ends = quick_ends + 1 if time.monotonic() - began < QUICK_SECONDS else 0
@@ -192,10 +191,10 @@ class ApiProcesses:
         self._ended_stats = ApiStats(
             log_lines_dropped=ended.log_lines_dropped + last.log_lines_dropped, refused=ended.refused + last.refused
         )
-        if self._deadline is None:
+        if not self._is_ending():
             log.error("an API process ended; it is replaced")
-        else:
-            self._is_cut = self._is_cut or process.is_cut is not False
+        elif process.serves.is_set() and process.is_cut is not False:
+            self._is_cut = True
         return None if process.serves.is_set() else process.problem or ENDED_EARLY
 
     def _tell_status(self) -> None:
@@ -214,8 +213,9 @@ class ApiProcesses:
         self._records.sweep(time.monotonic())
         for process in self._processes.values():
             process.silent_seconds += 1
-            if process.serves.is_set() and process.silent_seconds > self._silent_seconds and not self.is_ending:
-                log.error("an API process has said nothing for %g s, and is killed", self._silent_seconds)
+            most = self._silent_seconds if process.serves.is_set() else self._start_seconds
+            if process.silent_seconds > most and not self._is_ending():
+                log.error("an API process has said nothing for %g s, and is killed", most)
                 process.kill()
 
     def stats(self) -> ApiStats:

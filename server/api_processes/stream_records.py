@@ -1,8 +1,8 @@
 """StreamRecords: the resumable streams of all API processes at the front process, by which each can be read in another one.
 
 A live stream is a StreamRecord, from which an API process makes its events again; an ended one is the events that its API process kept.
-Invariant: a live stream without an API process is cancelled after `detach_seconds`, and what was said of an ended one to a client stays
-true. Sans-I/O: time is an argument.
+Invariant: a stream is live, ended or expired, one of the three; a live one without an API process is cancelled after `detach_seconds`.
+Sans-I/O: time is an argument.
 """
 
 import logging

@@ -70,7 +70,7 @@ class Worker:
             self._link.send(api_protocol.CannotServe(str(error), code))
             return
         self._texts, self._web = service, web
-        self._use(begin.status)
+        self._use(self._client.state)
         web.publisher.elsewhere = MovedStreams(self._client, web.publisher, web.door)
         gc.collect()
         gc.freeze()

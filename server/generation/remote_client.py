@@ -105,7 +105,7 @@ class RemoteEngineClient:
         return reservation
 
     def attached(self, live: api_protocol.LiveStream, caller: str) -> RemoteReservation:
-        """A reservation of a live stream that was found: `open` takes its sequences over."""
+        """A reservation of a live stream that was found: `open` takes its sequences over, with every event so far."""
         terms, origin = Terms.of_list(live.terms), live.origin
         reservation = RemoteReservation(self, next(self._numbers), caller, live.client, terms, origin.stream)
         reservation.samplings, reservation.arrival = live.samplings, live.arrival
@@ -133,6 +133,8 @@ class RemoteEngineClient:
             origin = reservation.origin
             self.send(api_protocol.Open(number, prompts, sequences, prompt_tokens, choices[0].arrival, origin))
         await self.answer(number)
+        if reservation.stream:
+            await reservation.repeated.wait()
 
     def write_natively(self, choice: Choice, plain: PlainStream) -> None:
         if choice.id in self._open:
@@ -158,6 +160,7 @@ class RemoteEngineClient:
 
     def forget(self, reservation: RemoteReservation) -> None:
         """Gives the sequences of a request no more events."""
+        self._questions.pop(reservation.number, None)
         self._reservations.pop(reservation.number, None)
         self._attached.pop(reservation.number, None)
         for choice in reservation.opened[0] if reservation.opened else ():

@@ -58,8 +58,8 @@ class StreamWriter:
         self._close, self._error_event, self._last = close, error_event, last
         self.buffer = publisher.store.open(exchange.caller, self._stop, time.monotonic(), exchange.stream_id)
         self.buffer.gap_event = b"event: error\n" + error_event(_GAP)
-        self.is_behind = False
-        """Whether more has come than was written."""
+        self.is_behind = True
+        """Whether more may have come than was written."""
         source.listen(self._push)
         asyncio.get_running_loop().call_soon(self._push)
 

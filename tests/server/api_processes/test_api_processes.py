@@ -301,6 +301,13 @@ def test_a_server_whose_api_processes_cannot_serve_says_why(embedded_folder: Pat
     assert server.process.returncode == 71 and "ulimit -n" in errors
 
 
+def test_api_processes_that_never_serve_end_the_server(embedded_folder: Path) -> None:
+    launcher = ("tests.support.broken_api_processes",)
+    server = ServerProcess(embedded_folder, *TWO, launcher=launcher, wait=False)
+    _, errors = server.process.communicate(timeout=DEADLINE)
+    assert server.process.returncode == 70 and "5 API processes in a row ended" in errors
+
+
 def test_a_stream_that_nobody_else_reads_stays_where_it_is(server: ServerProcess) -> None:
     """A connection that is lost and comes back to the same process reads from its buffer."""
     pid = api_processes(server.process.pid)[0]

@@ -69,6 +69,25 @@ def test_threads_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert processors.engine_threads(None, {"OMP_NUM_THREADS": "2,2"}) == 2
 
 
+@pytest.mark.parametrize(
+    ("configured", "device", "has_gpu", "available", "expected"),
+    [
+        (None, "cpu", True, 64, 1),
+        (None, "auto", False, 64, 1),
+        (None, "auto", True, 64, 4),
+        (None, "cuda", False, 16.5, 2),
+        (None, "cuda", True, 4, 1),
+        (3, "cpu", False, 1, 3),
+    ],
+)
+def test_api_processes_are_many_only_beside_a_gpu(
+    configured: int | None, device: str, has_gpu: bool, available: float, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processors, "available_processors", lambda: available)
+    (tmp_path / "nvidia0").touch() if has_gpu else None
+    assert processors.api_processes(configured, device, tmp_path / "nvidia0") == expected
+
+
 def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise() -> None:
     assert processors.engine_environment({"A": "b"}) == {"A": "b", "GOMP_SPINCOUNT": str(processors.SPIN_ITERATIONS)}
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
