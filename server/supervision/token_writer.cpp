@@ -237,6 +237,7 @@ class TokenWriter {
         taken_.swap(queue_);
         room_.notify_one();
         *data = taken_.data();
+        if (has_ended_ && !taken_.empty()) wake();  // The end is for the next call.
         return taken_.empty() && has_ended_ ? -1 : int64_t(taken_.size());
     }
 

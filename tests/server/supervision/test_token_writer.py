@@ -285,6 +285,14 @@ def test_a_message_that_is_too_long_is_an_empty_one_and_the_last(scene: Scene) -
     assert list(scene.writer.take() or ()) == [b""]
 
 
+def test_the_end_of_the_pipe_is_told_after_what_came_before_it(scene: Scene) -> None:
+    scene.pipe.send_bytes(protocol.encode(protocol.Heartbeat(1)))
+    scene.pipe.close()
+    time.sleep(0.1)
+    assert scene.taken() == [protocol.Heartbeat(1)]
+    assert select.select([scene.writer.event], [], [], 10.0)[0] and scene.writer.take() is None
+
+
 def test_nothing_is_written_after_discard(scene: Scene) -> None:
     scene.add()
     scene.client.release()
