@@ -20,6 +20,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <poll.h>
 #include <string>
 #include <string_view>
 #include <sys/socket.h>
@@ -358,7 +359,11 @@ class TokenWriter {
                 room_.wait(lock, [this] { return queue_.size() < MAX_QUEUED || is_discarding_; });
             }
             const ssize_t count = recv(pipe_, buffer.data(), buffer.size(), 0);
-            if (count < 0 && errno == EINTR) continue;
+            if (count < 0 && (errno == EINTR || errno == EAGAIN)) {
+                pollfd pipe = {pipe_, POLLIN, 0};
+                poll(&pipe, 1, -1);  // Python's end of the same socket may not block.
+                continue;
+            }
             if (count <= 0) break;
             received_.append(buffer.data(), size_t(count));
             handle_messages();
