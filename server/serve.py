@@ -23,7 +23,9 @@ from server.supervision.processors import api_processes
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     """A listening socket, `shared` with others on the same address. Raises ResourceError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol: asyncio sets TCP_NODELAY only on connections of such a socket, and without it a response that is written in two
+    # parts waits 40 ms for an acknowledgement of the first.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shared:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -38,8 +38,6 @@ from server.text.workers import Workers
 
 ENGINE_EXIT_SECONDS = 5.0
 TICK_SECONDS = 0.25
-MAX_PREPARED, PREPARED_AT_ONCE, PREPARE_PAUSE = 2**16, 250, 0.005
-"""Token ids whose texts are prepared for native code; how many without a pause, at 2 or 3 microseconds each; and the seconds between."""
 log = logging.getLogger("onehead")
 
 
@@ -92,15 +90,6 @@ def token_texts(codec: TextCodec) -> TokenTexts | None:
     return texts
 
 
-async def prepare_texts(codec: TextCodec, texts: TokenTexts | None) -> None:
-    """Adds the texts of the tokens with the lowest ids, the most frequent ones; Python writes the others until they are met."""
-    for begin in range(0, 0 if texts is None else min(MAX_PREPARED, codec.largest_id + 1), PREPARED_AT_ONCE):
-        for id in range(begin, begin + PREPARED_AT_ONCE):
-            if texts is not None and (text := codec.read_plain_text(id)):
-                texts.set(id, text)
-        await asyncio.sleep(PREPARE_PAUSE)
-
-
 class SupervisedEngine:
     """Starts, watches, restarts and ends the engine process; `generation` submits requests to it. Raises ConfigurationError,
     CheckpointError, or OSError if a process cannot be started.
@@ -117,7 +106,7 @@ class SupervisedEngine:
         self._num_spawned = 0
         self._crashed_at: float | None = None
         self._tick = min(TICK_SECONDS, section.stall_after / 10)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watch: asyncio.Task[None] | None = None
         self.every_second: list[Callable[[], None]] = [self.workers.keep_running]
         """Called once a second."""
         self.metrics = Metrics(name)
@@ -138,11 +127,7 @@ class SupervisedEngine:
     def start(self) -> None:
         """Watches the engine. Raises OSError."""
         self.supervisor.start()
-        self._tasks = [asyncio.create_task(self._pass_time()), asyncio.create_task(self._prepare_texts())]
-
-    async def _prepare_texts(self) -> None:
-        await self.wait_for(State.READY)
-        await prepare_texts(self.generation.codec, self._token_texts)
+        self._watch = asyncio.create_task(self._pass_time())
 
     def _add_counts(self) -> None:
         """Adds to the metrics what native code has counted."""
@@ -222,8 +207,8 @@ class SupervisedEngine:
         """Stops the engine process, and kills it if it has not ended in time; ends the workers."""
         self.supervisor.stop()
         self.workers.close()
-        for task in self._tasks:
-            task.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         await self._process.ended(ENGINE_EXIT_SECONDS)
 
 

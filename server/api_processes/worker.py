@@ -24,7 +24,7 @@ from server.generation.remote_client import RemoteEngineClient
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.loop_lag import LoopLag
-from server.service import prepare_texts, read_texts, token_texts
+from server.service import read_texts, token_texts
 from server.supervision.token_writer import TokenWriter, library
 from server.text.service import TextService
 from server.text.workers import SharedWorkers
@@ -78,13 +78,11 @@ class Worker:
         web.start()
         await web.started()
         self._link.send(api_protocol.Listening())
-        preparing = asyncio.create_task(prepare_texts(texts.codec, prepared))
         while not self._finish.is_set():
             self._tell_stats(web)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._finish.wait(), 1.0)
             web.sweep()
-        preparing.cancel()
         cut = await web.ended()
         self._tell_stats(web)
         self._link.send(api_protocol.Finished(cut))
