@@ -9,6 +9,7 @@ The exit status is 0 if the quiet speed is at least 0.90 of libgomp's default an
 """
 
 import argparse
+import socket
 import statistics
 import subprocess
 import sys
@@ -16,12 +17,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from server.config import EMBEDDED_MODEL
 from server.supervision.processors import available_processors, engine_threads
 from tests.support.processes import ServerProcess
 from tests.support.report import Check, Found, conclude, progress, show
+from tests.support.wire import http_request
 
 TOKENS = 64
 LIBGOMP_SPINS = "300000"
@@ -44,45 +47,62 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def generate(server: ServerProcess, number: int) -> None:
+def generate(server: ServerProcess, number: int) -> list[float]:
+    """The times of a stream's events. Raises ValueError for a stream that lacks some."""
     body = {"inputs": f"def f{number}(", "parameters": {"max_new_tokens": TOKENS, "ignore_eos": True}}
-    status, answer = server.post("/generate", body, TIMEOUT)
-    if status != 200:
-        raise SystemExit(f"status {status}: {answer}")
+    times = []
+    with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as connection:
+        connection.sendall(http_request("POST", "/generate_stream", body))
+        while data := connection.recv(2**16):
+            times += [time.perf_counter()] * data.count(b"data: {")
+    if len(times) != TOKENS:
+        raise ValueError(f"{len(times)} events came of {TOKENS}")
+    return times
 
 
-def seconds(server: ServerProcess, streams: int) -> float:
-    """Until each of so many requests that begin together has its 64 tokens."""
+def note(found: Found, when: str, server: ServerProcess, streams: int) -> None:
+    """Adds a round: the seconds until each of so many requests that begin together has its 64 tokens, and the inter-token latencies."""
     began = time.perf_counter()
     with ThreadPoolExecutor(streams) as threads:
-        list(threads.map(generate, [server] * streams, range(streams)))
-    return time.perf_counter() - began
+        times = list(threads.map(generate, [server] * streams, range(streams)))
+    found[when].append(max(each[-1] for each in times) - began)
+    found[f"{when} gaps"] += [after - before for each in times for before, after in pairwise(each)]
 
 
 def measure(servers: dict[str, ServerProcess], streams: int, rounds: int, num_busy: int) -> dict[str, Found]:
-    """For each way of spinning: the seconds of every round, quiet and busy."""
-    found: dict[str, Found] = {name: {"quiet": [], "busy": []} for name in servers}
+    """For each way of spinning: the seconds of every round, quiet and busy, and all inter-token latencies."""
+    found: dict[str, Found] = {name: {"quiet": [], "busy": [], "quiet gaps": [], "busy gaps": []} for name in servers}
     for server in servers.values():
-        seconds(server, streams)
+        note({"warm": [], "warm gaps": []}, "warm", server, streams)
     for _ in range(rounds):
         for name, server in servers.items():
-            found[name]["quiet"].append(seconds(server, streams))
+            note(found[name], "quiet", server, streams)
     with busy(num_busy):
         for number in range(rounds):
             for name, server in servers.items():
                 if number == 0 or name != "libgomp":
-                    found[name]["busy"].append(seconds(server, streams))
+                    note(found[name], "busy", server, streams)
     return found
 
 
-def judged(found: dict[str, Found], share: float) -> list[tuple[str, float, float, float, float, float]]:
-    """(name, quiet median, its speed beside the default's, busy median, longest, busy median in fair shares) for each way of spinning."""
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
+def judged(found: dict[str, Found], share: float) -> list[tuple[str, float, float, float, float, float, float, float]]:
+    """(name, quiet median, its speed beside the default's, busy median, longest, busy median in fair shares, quiet p99 of inter-token
+    latency, busy p99 in fair shares) for each way of spinning.
+    """
     quiet = {name: statistics.median(one["quiet"]) for name, one in found.items()}
     default = next(iter(quiet.values()))
     rows = []
     for name, one in found.items():
         median = statistics.median(one["busy"])
-        rows.append((name, quiet[name], default / quiet[name], median, max(one["busy"]), median / (quiet[name] * share)))
+        latency = p99(one["quiet gaps"])
+        late = p99(one["busy gaps"]) / (latency * share)
+        rows.append(
+            (name, quiet[name], default / quiet[name], median, max(one["busy"]), median / (quiet[name] * share), latency * 1e3, late)
+        )
     return rows
 
 
@@ -110,8 +130,8 @@ def main() -> int:
         counts = [int(streams) for streams in options.streams.split(",")]
         for streams in bar.track(counts, description="streams"):
             result[str(streams)] = measure(servers, streams, options.rounds, options.busy)
-            for name, quiet, speed, median, longest, shares in judged(result[str(streams)], share):
-                rows.append((streams, name, quiet, speed, median, longest, shares))
+            for name, quiet, speed, median, longest, shares, *gaps in judged(result[str(streams)], share):
+                rows.append((streams, name, quiet, speed, median, longest, shares, *gaps))
                 if name == "onehead":
                     holds = speed >= LEAST_SPEED and shares <= MOST_SHARES
                     what = f"{streams} streams: quiet speed at least {LEAST_SPEED}, busy at most {MOST_SHARES} fair shares"
@@ -119,7 +139,7 @@ def main() -> int:
     caption = (
         f"{TOKENS} tokens, {threads} threads, {options.busy} busy processes, {processors:g} processors: fair share {share:g} quiet times"
     )
-    show(("streams", "spinning", "quiet s", "speed", "busy s", "longest s", "fair shares"), rows, caption)
+    show(("streams", "spinning", "quiet s", "speed", "busy s", "longest s", "shares", "p99 ms", "busy p99, shares"), rows, caption)
     info = {"model": options.model.name, "quantization": options.quantization, "threads": threads, "processors": processors}
     name = f"busy-host-{options.model.name}-{options.quantization}"
     return conclude(name, options.output, info, {"rounds": options.rounds, "seconds": result}, checks)
