@@ -36,7 +36,7 @@ class Link(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if self._natively:
-            transport.pause_reading()
+            asyncio.get_running_loop().call_soon(transport.pause_reading)  # Some versions begin to read after this call all the same.
 
     def data_received(self, data: bytes) -> None:
         try:

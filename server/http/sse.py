@@ -90,6 +90,8 @@ class EventResponse(StreamingResponse):
         self._send: Send
         self._chunks: Chunks | None = None
         self._client: ClientSocket | None = None
+        self._is_commenting = False
+        """Whether a comment is to be sent, which may wait for the client to read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
@@ -161,7 +163,7 @@ class EventResponse(StreamingResponse):
 
     def _leave_to_native_code(self) -> None:
         """Until `_hold`, if the response's task waits and nothing is to be sent."""
-        if self._client is None or self._chunks is None or self._idle is None or self._idle.done():
+        if self._client is None or self._chunks is None or self._idle is None or self._idle.done() or self._is_commenting:
             return
         if self._chunks.may_write and self._chunks.all_sent:
             self._source.write_natively(self._client)
@@ -176,8 +178,10 @@ class EventResponse(StreamingResponse):
         while True:
             await asyncio.sleep(max(0.0, self._keep_alive - self._silence))
             if self._last_sent is not None and self._silence >= self._keep_alive:
+                self._is_commenting = True
                 self._hold()
                 await self._send_part(self._comment_bytes)
+                self._is_commenting = False
                 self._leave_to_native_code()
 
     @property

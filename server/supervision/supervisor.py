@@ -119,7 +119,7 @@ class Supervisor:
         sequence = self.open.get(id)
         if sequence is not None and sequence.sent and not sequence.stale and self.state is State.READY and self._engine is not None:
             self._collect(sequence)
-            sequence.native = self._engine.write_natively(id, len(sequence.output), plain)
+            sequence.native = self._engine.write_natively(id, len(sequence.output), plain) or sequence.native
 
     def collect(self, id: int) -> None:
         """Delivers the tokens of a sequence that native code has written so far."""

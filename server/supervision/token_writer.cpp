@@ -266,7 +266,7 @@ class TokenWriter {
     void release(int64_t number) {
         std::lock_guard lock(mutex_);
         const auto found = clients_.find(number);
-        if (found == clients_.end()) return;
+        if (found == clients_.end() || !found->second.unsent.empty()) return;  // Python learns of unsent bytes, and sends them first.
         found->second.is_held = false;
         send_events(found->first, found->second);
     }
@@ -393,7 +393,7 @@ class TokenWriter {
         // All events are made before the first is sent: a client that wakes up may take this processor.
         for (size_t i = 0; i < unsent_.size(); ++i) {
             const auto found = clients_.find(unsent_[i]);
-            if (found != clients_.end()) send_events(found->first, found->second);
+            if (found != clients_.end() && !found->second.is_held) send_events(found->first, found->second);
             if (i % 16 == 15) {  // Python may be waiting for the lock.
                 lock.unlock();
                 std::this_thread::yield();
@@ -494,8 +494,9 @@ class TokenWriter {
         memcpy(out.data() + begin, head, length + DONE.size());
         out += DONE;
         const std::string_view chunk = std::string_view(out).substr(begin);
-        ssize_t sent = ::send(client.socket, chunk.data(), chunk.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (sent < 0) sent = errno == EAGAIN || errno == EINTR || errno == ENOBUFS ? 0 : ssize_t(chunk.size());  // Else the connection is lost.
+        // After what its socket did not take before.
+        ssize_t sent = client.unsent.empty() ? ::send(client.socket, chunk.data(), chunk.size(), MSG_DONTWAIT | MSG_NOSIGNAL) : 0;
+        if (sent < 0) sent = 0;  // Python's write of it finds a lost connection, too.
         if (size_t(sent) < chunk.size()) {
             client.is_held = true;
             client.unsent.append(chunk.substr(size_t(sent)));

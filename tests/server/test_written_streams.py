@@ -43,7 +43,8 @@ def requests() -> Iterator[tuple[str, dict[str, Any]]]:
         for more in kinds:
             yield "/v1/completions", {"prompt": prompt, "max_tokens": 24, "stream": True, "temperature": 0} | more
         yield "/infill", {"input_prefix": prompt, "input_suffix": "\n", "n_predict": 16, "stream": True, "temperature": 0, "seed": 1}
-        yield "/infill", {"input_prefix": prompt, "input_suffix": "\n", "n_predict": 16, "stream": True, "n_indent": 2, "seed": 1}
+        for more in ({"n_indent": 2}, {"response_fields": ["content"]}, {"response_fields": ["tokens_predicted", "stop"]}):
+            yield "/infill", {"input_prefix": prompt, "input_suffix": "\n", "n_predict": 16, "stream": True, "seed": 1} | more
 
 
 def events(port: int, path: str, body: dict[str, Any]) -> list[Any]:

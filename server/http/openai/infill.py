@@ -84,7 +84,7 @@ class InfillReply(Reply):
         if self.body.n_indent:
             return None
         counts = self._counts() | {"tokens_predicted": COUNT}
-        return self._selected({"index": 0, "content": TEXT, "tokens": [TOKEN_ID], "stop": False, "id_slot": -1} | counts)
+        return {"index": 0, "content": TEXT, "tokens": [TOKEN_ID], "stop": False, "id_slot": -1} | counts
 
     def add_written(self, choice: int, ids: list[int]) -> None:
         self.text += self.codec.plain_texts(ids)

@@ -213,6 +213,23 @@ def test_what_a_socket_does_not_take_is_left_to_python(scene: Scene) -> None:
     assert b"".join(chunks(received + scene.rest)) == b"".join(event(index + 1, 3) for index in range(len(written)))
 
 
+def test_a_client_is_not_released_while_bytes_of_it_are_unsent(scene: Scene) -> None:
+    scene.server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    scene.add()
+    scene.client.release()
+    for index in range(300):
+        scene.say(token(index, 3))
+    time.sleep(0.1)
+    written = scene.sequence.collect()[0]
+    assert len(written) < 300
+    received = scene.received()  # There is room again, and Python has not taken what was queued.
+    scene.add(next_index=len(written), num_tokens=len(written))
+    scene.client.release()
+    assert scene.received() == b""
+    scene.client.hold()
+    assert b"".join(chunks(received + scene.rest)).startswith(b"".join(event(index + 1, 3) for index in range(len(written))))
+
+
 def test_a_closed_socket_is_written_to_no_more(scene: Scene) -> None:
     scene.add()
     scene.client.release()
@@ -229,9 +246,14 @@ def test_a_client_that_is_gone_ends_nothing(scene: Scene) -> None:
     scene.add()
     scene.client.release()
     scene.reader.close()
-    for index in range(100):
-        scene.say(token(index, 0))
-    assert scene.settle() == [] and len(scene.sequence.collect()[0]) == 100
+    scene.say(token(0, 0))
+    assert scene.settle() == []
+    scene.say(token(1, 0))
+    # What could not be sent is Python's to write, which finds that the connection is lost, and so are the tokens after it.
+    assert chunks(scene.rest) == [event(1, 0)] and [message.tokens for message in scene.settle()] == [[token(1, 0)]]
+    scene.client.release()
+    scene.say(token(2, 0))
+    assert [message.tokens for message in scene.settle()] == [[token(2, 0)]]
     scene.reader = socket.socket()
 
 
