@@ -56,7 +56,7 @@ def resumed(scene: Scene, with_engine: bool) -> None:
 
 
 def stops(scene: Scene) -> None:
-    """It is killed and replaced; whoever waited in its socket is answered."""
+    """It is killed and replaced; connections that waited in its socket are answered."""
     scene.start(*TWO, "--server.stall_after", str(STALL), rules=(PACE,))
     stopped = api_processes(scene.server.process.pid)[0]
     began = scene.strike(stopped, signal.SIGSTOP, "kill API process")
