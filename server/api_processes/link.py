@@ -6,7 +6,7 @@ what the messages mean.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -39,12 +39,7 @@ class Link(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(transport.pause_reading)  # Some versions begin to read after this call all the same.
 
     def data_received(self, data: bytes) -> None:
-        try:
-            for message in self._frames.push(data):
-                self._handle(message)
-        except (msgspec.MsgspecError, ValueError) as error:
-            log.error("an invalid message came over a link: %s", error)
-            self._transport.abort()
+        self._handle_all(self._frames.push(data))
 
     def read_natively(self, writer: TokenWriter) -> None:
         """From now on messages come from a TokenWriter, which reads the socket. The connection has been made."""
@@ -55,14 +50,17 @@ class Link(asyncio.Protocol):
             if messages is None:
                 loop.remove_reader(writer.event)
                 return self._transport.abort()
-            try:
-                for message in map(self._decode, messages):
-                    self._handle(message)
-            except msgspec.MsgspecError as error:
-                log.error("an invalid message came over a link: %s", error)
-                self._transport.abort()
+            self._handle_all(map(self._decode, messages))
 
         loop.add_reader(writer.event, take)
+
+    def _handle_all(self, messages: Iterable[Any]) -> None:
+        try:
+            for message in messages:
+                self._handle(message)
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.error("an invalid message came over a link: %s", error)
+            self._transport.abort()
 
     def _handle(self, message: Any) -> None:
         try:

@@ -189,14 +189,16 @@ def test_a_resumable_stream_goes_on_in_another_process_after_a_kill(server: Serv
     victim, other = api_processes(server.process.pid)
     body = BODY | {"resumable": True, "max_tokens": 300}
     if path == "/generate":
-        body = {"inputs": "def f(", "stream": True, "resumable": True, "parameters": {"max_new_tokens": 300, "do_sample": True}}
+        body = {"inputs": "def f(", "stream": True, "resumable": True, "parameters": {"max_new_tokens": 300, "do_sample": True, "seed": 7}}
     reading = Reading(connection_of(server, victim), body, path)
     reading.reach(20)
     kill(victim)
     reading.join(DEADLINE)
     whole = ask(connection_of(server, other), "GET", f"/v1/streams/{reading.stream_id}").body()
     seen = reading.data[: reading.data.rindex(b"\n\n") + 2]
-    assert whole.startswith(seen) and len(whole) > len(seen) and b"error" not in whole
+    assert whole.startswith(seen) and len(whole) > len(seen)
+    # The model may well write the word: an event of an error has it as a key, where a text's quotes are escaped.
+    assert b'"error":' not in whole
     numbers = [int(number) for number in re.findall(rb"^id: [\w-]+\.(\d+)$", whole, re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1))
     wait_until(lambda: server.metric("onehead_api_processes") == 2, "it is replaced")
