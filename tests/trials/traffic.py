@@ -141,7 +141,7 @@ class Traffic:
                     async with exchange(self.port, request) as reply:
                         if reply.status == 200:
                             stream_id = reply.headers["x-stream-id"]
-                        await _receive_up_to(reply, answer, cut)
+                        await _receive_up_to(reply, answer, cut if stream_id else None)
                     headers = {"last-event-id": answer.event_ids[-1]} if answer.event_ids else None
                     request = http_request("GET", f"/v1/streams/{stream_id}", headers=headers)
         except (OSError, EOFError, ValueError, KeyError) as error:
