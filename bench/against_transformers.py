@@ -27,8 +27,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from commands.bench.bench import Ask, Load, circumstances, figures, run
+from commands.bench.bench import Ask, Load, run
 from commands.bench.client import Endpoint, Outcome, fetch_info
+from commands.bench.figures import circumstances, figures
 from tests.support.paths import MODELS
 from tests.support.processes import ServerProcess
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from commands.bench.bench import circumstances
+from commands.bench.figures import circumstances
 from model.checkpoint.families import read_spec
 from server import protocol
 from tests.support.processes import ServerProcess, children, command_line

@@ -22,8 +22,9 @@ from typing import Any
 
 from bench.against_transformers import SHAPES, make
 from bench.host_costs import PARTS, RUNNING, State, measure
-from commands.bench.bench import figures
-from commands.bench.offline import ClosedLoop, OfflineSettings, info_of, load_engine
+from commands.bench.closed_loop import ClosedLoop
+from commands.bench.figures import figures
+from commands.bench.offline import OfflineSettings, info_of, load_engine
 from server.config import load
 from tests.support.report import Check, conclude, picture, progress, show
 

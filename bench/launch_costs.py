@@ -1,12 +1,13 @@
 """What a launched step costs the host, without a device: scheduler, captured steps' lists, launches, and sending events.
 
 The real engine core, scheduler, runner, lists and worker, over a fake stream, which does work at once and skips captured work, and a
-decoder that computes nothing. torch's operations around a captured step (copies, the draw) run on a few numbers of a CPU, which takes about
+decoder and a draw that compute nothing. torch's operations around a captured step (copies) run on a few numbers of a CPU, which takes about
 as long as launching them does. Needs Triton installed, but compiles nothing. Each step computes one token of each sequence, and is launched
-before the previous one is committed.
+before the previous one is committed. A mixed step computes a prompt besides, of as many tokens as a step may have.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -21,11 +22,13 @@ from torch import Tensor
 from bench.gpu.serve import step, watch
 from cache.layout import CacheLayout
 from cache.pool import KVPool
-from commands.bench.bench import circumstances
+from commands.bench.figures import circumstances
 from model.checkpoint.families import read_spec
-from model.devices import create_backend, find_device
+from model.devices import create_backend
+from model.devices.cpu.device import CpuDevice
 from model.runner.pending_step import PendingStep
 from model.runner.runner import ModelRunner
+from model.sampling import ALL_FINITE
 from model.spec import ModelSpec
 from model.step import Sampling
 from server.config import EMBEDDED_MODEL
@@ -39,8 +42,8 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 64
 STEP_TOKENS = 4096
 VOCAB_SIZE = 16
-PARTS = "plan", "launch", "_read", "commit", "_send_events"
-"""Of a step: Scheduler.plan, ModelRunner.launch, PendingStep._read, Scheduler.commit, Worker._send_events."""
+PARTS = "plan", "launch", "result", "commit", "_send_events"
+"""Of a step: Scheduler.plan, ModelRunner.launch, PendingStep.result, Scheduler.commit, Worker._send_events."""
 
 
 class Nothing:
@@ -56,6 +59,23 @@ class Nothing:
 
     def logits(self, x_TD: Tensor) -> Tensor:
         return torch.zeros(len(x_TD), VOCAB_SIZE)
+
+
+class NoDraws:
+    """The kernels that draw; every row gets token 0."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.results_SR = torch.zeros(num_rows, 5, dtype=torch.int32)
+        self.results_SR[:, 4] = ALL_FINITE
+
+    def draw(self, *_: Any) -> None: ...
+
+
+class NoDevice(CpuDevice):
+    """A device that has kernels for draws, as a GPU has."""
+
+    def row_draws(self, num_rows: int, num_tokens: int) -> Any:
+        return NoDraws(num_rows)
 
 
 class Done:
@@ -89,17 +109,18 @@ def make_worker(num_sequences: int, num_tokens: int) -> Worker:
     num_pages = num_sequences * layout.most_pages(num_tokens, STEP_TOKENS)
     # Nothing is ever written to it, so that it takes no memory.
     pool = KVPool.allocate(layout, num_pages, spec.key_dim, spec.value_dim, torch.float32, CPU, value_in_key=spec.value_in_key)
-    backend = create_backend("triton", pool, spec.attention_scale, spec.num_query_heads)
-    runner = ModelRunner(cast(Any, Nothing(spec)), pool, backend, find_device("cpu"), Done(), num_sequences, STEP_TOKENS)
+    backend = create_backend("triton-fast", pool, spec.attention_scale, spec.num_query_heads)
+    runner = ModelRunner(cast(Any, Nothing(spec)), pool, backend, NoDevice(), Done(), num_sequences, STEP_TOKENS)
     runner.capture(num_tokens)
     scheduler = Scheduler(Limits(num_pages, layout, num_tokens, num_sequences, STEP_TOKENS))
     return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(MaskProcesses, NoMasks()))
 
 
-def measure(num_sequences: int, context: int, steps: int) -> dict[str, Any]:
+def measure(num_sequences: int, context: int, steps: int, mixed: bool = False) -> dict[str, Any]:
     """Medians of so many steps in microseconds: of each part, and of all that the host does between two launches."""
     warm_up = steps // 10 + 2
-    worker = make_worker(num_sequences, context + PAGE_SIZE + 2 * (steps + warm_up))
+    longest = max(context + PAGE_SIZE + 2 * (steps + warm_up), STEP_TOKENS if mixed else 0)
+    worker = make_worker(num_sequences + 2 * mixed, longest)
     core, seconds = worker.core, {part: list[float]() for part in PARTS}
     scheduler, runner = core.scheduler, cast(Any, core.runner)
     for id in range(num_sequences):
@@ -108,6 +129,11 @@ def measure(num_sequences: int, context: int, steps: int) -> dict[str, Any]:
         scheduler.submit(id, prompt, 2 * (steps + warm_up), Sampling(temperature=0.0))
     while any(sequence.num_uncomputed > 1 for sequence in (*scheduler.running.values(), *scheduler.waiting.values())):
         core.step()
+    if mixed:
+        for number in range(warm_up + steps + 2):
+            prompt = [number % VOCAB_SIZE, number // VOCAB_SIZE, *([0] * (STEP_TOKENS - num_sequences - 2))]
+            scheduler.submit(num_sequences + number, prompt, 1, Sampling(temperature=0.0))
+    gc.freeze()  # As the engine does before it serves.
     for owner, part in zip((scheduler, runner, PendingStep, scheduler, worker), PARTS, strict=True):
         watch(owner, part, seconds[part])
     whole = []
@@ -116,10 +142,11 @@ def measure(num_sequences: int, context: int, steps: int) -> dict[str, Any]:
         step(worker)
         if number >= warm_up:
             whole.append(time.perf_counter() - began)
-    if len(scheduler.running) != num_sequences:
-        raise RuntimeError(f"{len(scheduler.running)} sequences run, not {num_sequences}")
+    if not num_sequences <= len(scheduler.running) <= num_sequences + 2 * mixed or mixed != bool(scheduler.waiting):
+        raise RuntimeError(f"{len(scheduler.running)} sequences run and {len(scheduler.waiting)} wait, not {num_sequences}")
     parts = {part.lstrip("_"): statistics.median(seconds[part][warm_up:]) * 1e6 for part in PARTS}
-    return {"sequences": num_sequences, "context": context} | parts | {"step": statistics.median(whole) * 1e6}
+    kind = "mixed" if mixed else "single tokens"
+    return {"sequences": num_sequences, "step of": kind, "context": context} | parts | {"step": statistics.median(whole) * 1e6}
 
 
 def main() -> int:
@@ -130,11 +157,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    read = PendingStep._read
+    read = PendingStep.result
     rows = []
-    for num_sequences in map(int, options.sequences.split(",")):
-        rows.append(measure(num_sequences, options.context, options.steps))
-        PendingStep._read = read  # type: ignore[method-assign]
+    cases = [(number, False) for number in map(int, options.sequences.split(","))]
+    for num_sequences, mixed in [*cases, (cases[-1][0], True)]:
+        rows.append(measure(num_sequences, options.context, options.steps, mixed))
+        PendingStep.result = read  # type: ignore[method-assign]
     show(rows[0], (row.values() for row in rows), "microseconds of a step")
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)

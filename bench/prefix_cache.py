@@ -179,7 +179,8 @@ class Meter:
 def bookkeeping(options: argparse.Namespace) -> Found:
     """The share of all steps that goes into prefixes where no two prompts have one in common."""
     from cache.prefix import PrefixCache
-    from commands.bench.offline import ClosedLoop, OfflineSettings, load_engine
+    from commands.bench.closed_loop import ClosedLoop
+    from commands.bench.offline import OfflineSettings, load_engine
     from server.engine.scheduler import Scheduler
     from server.engine.sequence import Sequence
 

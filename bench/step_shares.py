@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from commands.bench.bench import circumstances
+from commands.bench.figures import circumstances
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
 from model.devices.cpu.huge_pages import HugePages

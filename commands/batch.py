@@ -270,7 +270,7 @@ async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journ
         name = model_id(settings.model)
         routes = OpenAIRoutes(engine.generation, section, ModelNames.of((name,), (settings.given, name)), nowhere)
         # Twice as many as run, so that the next are tokenized when a place is free.
-        places = asyncio.Semaphore(2 * settings.engine.max_running)
+        places = asyncio.Semaphore(2 * engine.client.admission.max_running)
         with Progress(*columns) as progress:
             task = progress.add_task("answering", total=len(lines), completed=len(lines) - len(missing))
 

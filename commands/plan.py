@@ -43,13 +43,15 @@ from server.hub.tokenizer_file import tokenizer_path
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_ITEM_BYTES = ITEM_BYTES | {"fp8": 1}
-ROW_BYTES = {"int8": 8, "fp8": 4}
-"""What a row of a matrix in 8 bits takes on a GPU besides its weights: a scale, and in int8 a sum."""
+FP8_ROW_BYTES = 4
+"""What a row of a matrix in float8 takes besides its weights: a scale."""
 NOT_QUANTIZED = "none", "all"
 """Values of --quantization for which memory is planned with weights in the dtype."""
 MIXED = "mixed"
 """The form of weights that a checkpoint stores in several dtypes."""
 BAR = 32
+EXACT_WIDTH = 100
+"""Columns that the bytes of the largest models need; a narrower terminal wraps their lines instead of cutting figures off."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -125,7 +127,7 @@ def make_plan(options: PlanOptions) -> Plan:
     kinds = compute, "float32" if device == "cpu" else None
     weights = weight_bytes(decoder, *kinds, device)
     weights = {name: count for name, count in weights.items() if name != "float16" or name == form}
-    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, *kinds, device) for name, count in weights.items()} | mixed
+    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, *kinds) for name, count in weights.items()} | mixed
     weights |= mixed
     left, left_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
     kv_bytes = {
@@ -176,15 +178,14 @@ def _multi_head(spec: ModelSpec, heads: int, itemsize: int) -> int:
     return heads * spec.kv_bytes_per_token(itemsize) if heads > 1 else spec.multi_head_bytes_per_token(itemsize)
 
 
-def _bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vectors: str | None, device: str) -> int:
+def _bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vectors: str | None) -> int:
     """Bytes of the rows of K's and V's projections that pooling `heads` heads into one takes away."""
     rows = 2 * spec.num_layers * (heads - 1) * spec.head_dim
     bias = ITEM_BYTES[vectors or (form if form in ITEM_BYTES else dtype)] * spec.qkv_bias
     if form in ITEM_BYTES:
         row = spec.hidden_size * ITEM_BYTES[form]
     else:
-        in_blocks = device == "cpu" and form in FORMATS
-        row = FORMATS[form].row_bytes(spec.hidden_size) if in_blocks else spec.hidden_size + ROW_BYTES[form]
+        row = FORMATS[form].row_bytes(spec.hidden_size) if form in FORMATS else spec.hidden_size + FP8_ROW_BYTES
     return rows * (row + bias)
 
 
@@ -226,7 +227,7 @@ def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None =
     }
     for kind in device_class(device).quantizations:
         quantized = meta_decoder(decoder.spec)
-        products = BlockProducts(kind) if device == "cpu" and kind in FORMATS else Products(kind)
+        products = BlockProducts(kind) if kind in FORMATS else Products(kind)
         products.replace(quantized, torch.float32)
         # The scales stay float32; norms, biases and what is not quantized are in the server's dtype.
         counted[kind] = sum(
@@ -257,7 +258,9 @@ def plan(options: PlanOptions) -> None:
     if options.format == "json":
         print(json.dumps(made.as_json() | ({"perplexity": measured.as_json()} if measured else {}), indent=2))
     else:
-        show(made, Console(soft_wrap=True), measured or reason or "")
+        console = Console(soft_wrap=True)
+        console.width = max(console.width, EXACT_WIDTH)
+        show(made, console, measured or reason or "")
     if options.picture is not None:
         if made.fit is None:
             raise OptionError(f"picture {options.picture}: there is nothing to draw, as the weights alone do not fit")
@@ -360,7 +363,9 @@ def _show_memory(made: Plan, console: Console) -> None:
         bar = f"[dim]{'█' * min(ours, theirs)}[/dim][green]{'█' * max(0, ours - theirs)}[/green]"
         table.add_row(f"{row['context']:,}", f"{row['multi_query']:,}", bar, f"{row['multi_head']:,}")
     console.print(table)
-    console.print("(a server computes engine.max_running of them together, 64 if not told otherwise, and takes no more than those need)")
+    console.print(
+        "(a server computes engine.max_running of them together, by default 64 on a CPU and 256 on a GPU, and takes what those need)"
+    )
 
 
 def draw(made: Plan, path: Path) -> None:

@@ -36,6 +36,8 @@ class MultiQueryAttention(nn.Module):
         self.out = Linear(query_size, spec.hidden_size, bias=spec.out_bias)
         self.query_norm = norm(spec, spec.head_dim) if spec.query_key_norm else None
         self.key_norm = norm(spec, spec.head_dim) if spec.query_key_norm else None
+        self.norm_heads = norm_heads
+        """Replaced by devices with a kernel for it."""
 
     def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
         """x_TD -> y_TD, for tokens of any number of sequences, concatenated."""
@@ -43,10 +45,15 @@ class MultiQueryAttention(nn.Module):
         q_TE, k_Td, v_Td = torch.split_with_sizes(self.qkv(x_TD), (query_size, self.head_dim, self.head_dim), dim=-1)
         q_THd = q_TE.view(*q_TE.shape[:-1], self.num_query_heads, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
-            q_THd, k_Td = self.query_norm(q_THd), self.key_norm(k_Td)
+            q_THd, k_Td = self.norm_heads(q_THd, k_Td, self.query_norm, self.key_norm)
         o_THd = attend(layer, q_THd, k_Td, v_Td, rotation)
         y_TD: Tensor = self.out(o_THd.flatten(-2))
         return y_TD
+
+
+def norm_heads(q_THd: Tensor, k_Td: Tensor, query_norm: nn.Module, key_norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Normalises each query head and the key."""
+    return query_norm(q_THd), key_norm(k_Td)
 
 
 class LatentAttention(nn.Module):

@@ -3,9 +3,12 @@
 Shape letters: T tokens of the step, S draws.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +24,7 @@ Upload = Callable[..., Tensor]
 class Batch:
     """The rows of a step, concatenated."""
 
-    rows: tuple[Row, ...]
+    plan: StepPlan
     layout: CacheLayout
     token_ids_T: Tensor
     position_ids_T: Tensor
@@ -30,22 +33,27 @@ class Batch:
     firsts: tuple[int, ...]
     """Index on T of each row's first token."""
 
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.plan.rows
+
 
 def build_batch(plan: StepPlan, layout: CacheLayout, upload: Upload) -> Batch:
     """The tensors of `plan`, on the device to which `upload` copies."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    sampled: list[int] = []
-    firsts: list[int] = []
-    for row in plan.rows:
-        first, tokens = len(token_ids), row.tokens
-        firsts.append(first)
-        token_ids += tokens
-        if len(tokens) == 1:
-            positions.append(row.start)
-        else:
-            positions.extend(range(row.start, row.start + len(tokens)))
+    ids, positions, sampled, firsts = list[Any](), list[Any](), list[int](), [0]
+    if plan.decode is not None:
+        num_rows = len(plan.decode)
+        ids.append(plan.decode.token_ids_R)
+        positions.append(plan.decode.positions_R)
+        sampled += range(num_rows)
+        firsts += range(1, num_rows + 1)
+    for row in plan.listed:
+        first, count = firsts[-1], len(row.tokens)
+        # Several times as fast as an array made from the list at once.
+        ids.append(np.frombuffer(array("q", row.tokens), np.int64))
+        positions.append(np.arange(row.start, row.start + count))
+        firsts.append(first + count)
         if row.sample is not None:
-            sampled.extend(range(len(token_ids) - 1 - row.drafts, len(token_ids)))
-    ids_T, positions_T, sampled_S = (upload(x, torch.long) for x in (token_ids, positions, sampled))
-    return Batch(plan.rows, layout, ids_T, positions_T, sampled_S, tuple(firsts))
+            sampled += range(first + count - 1 - row.drafts, first + count)
+    ids_T, positions_T = (upload(torch.from_numpy(np.concatenate(x, dtype=np.int64))) for x in (ids, positions))
+    return Batch(plan, layout, ids_T, positions_T, upload(sampled, torch.long), tuple(firsts[:-1]))

@@ -6,16 +6,22 @@ Invariant: a token's output depends on its id, its position and what `attend` le
 Shape letters: T tokens of the step, S rows whose logits are wanted, D hidden size, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from model.attention import Attend, LatentAttention, MultiQueryAttention
-from model.layers import MLP, Embedding, Linear, MixtureOfExperts, RotaryTable, Rotation, norm
+from model.layers import MLP, Embedding, Linear, MixtureOfExperts, RotaryTable, Rotation, add_norm, norm
 from model.spec import ModelSpec
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream, in sequence or in parallel."""
+    """Pre-norm attention and MLP, each added to the residual stream, in sequence or in parallel.
+
+    A sum and the norm that is read next belong together, since kernels compute both at once. So a block is given its first norm's output
+    and ends with the norm after it.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -27,19 +33,19 @@ class Block(nn.Module):
         self.mlp = MLP(spec) if dense or spec.experts is None else MixtureOfExperts(spec, spec.experts)
         self.attention_branch_norm = norm(spec) if spec.branch_norms else None
         self.mlp_branch_norm = norm(spec) if spec.branch_norms else None
+        self.add_norm = add_norm
+        """Replaced by devices with a kernel for it."""
 
-    def forward(self, x_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None = None) -> Tensor:
-        normed_TD = self.attention_norm(x_TD)
-        attended_TD = self.attention(normed_TD, layer, attend, rotation)
-        if self.attention_branch_norm is not None:
-            attended_TD = self.attention_branch_norm(attended_TD)
-        after_TD = torch.add(x_TD, attended_TD, alpha=self.residual_scale)
-        if self.mlp_norm is not None:
-            normed_TD = self.mlp_norm(x_TD if self.parallel else after_TD)
-        fed_TD = self.mlp(normed_TD)
-        if self.mlp_branch_norm is not None:
-            fed_TD = self.mlp_branch_norm(fed_TD)
-        return torch.add(after_TD, fed_TD, alpha=self.residual_scale)
+    def forward(
+        self, x_TD: Tensor, normed_TD: Tensor, layer: int, attend: Attend, rotation: Rotation | None, next_norm: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and its `attention_norm` -> the stream after this block and its `next_norm`."""
+        attended = self.attention(normed_TD, layer, attend, rotation), self.attention_branch_norm
+        if self.parallel or self.mlp_norm is None:
+            fed_TD = self.mlp(normed_TD if self.mlp_norm is None else self.mlp_norm(x_TD))
+            return self.add_norm(x_TD, [attended, (fed_TD, self.mlp_branch_norm)], self.residual_scale, next_norm)
+        x_TD, normed_TD = self.add_norm(x_TD, [attended], self.residual_scale, self.mlp_norm)
+        return self.add_norm(x_TD, [(self.mlp(normed_TD), self.mlp_branch_norm)], self.residual_scale, next_norm)
 
 
 class Decoder(nn.Module):
@@ -64,7 +70,7 @@ class Decoder(nn.Module):
         self.num_parts_run = 0
 
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attend: Attend) -> Tensor:
-        """Ids and positions of T tokens -> their last hidden states x_TD, not yet normalised (see `logits`)."""
+        """Ids and positions of T tokens -> their last hidden states x_TD, normalised."""
         x_TD = self.embed(token_ids_T, position_ids_T)
         return self.run_blocks(x_TD, self.rotations(position_ids_T, x_TD.dtype), attend)
 
@@ -86,16 +92,18 @@ class Decoder(nn.Module):
         return rotation, rotation if self._window_rotary is self._rotary else self._window_rotary(position_ids_T, dtype)
 
     def run_blocks(self, x_TD: Tensor, rotations: tuple[Rotation | None, Rotation | None], attend: Attend) -> Tensor:
-        """All blocks, one after another."""
-        for layer, block in enumerate(self.blocks):
-            x_TD = block(x_TD, layer, attend, rotations[self.spec.window(layer) is not None])
+        """All blocks, one after another. -> the final norm of the residual stream"""
+        blocks: list[Any] = list(self.blocks)
+        next_norms = [*(block.attention_norm for block in blocks[1:]), self.final_norm]
+        normed_TD: Tensor = blocks[0].attention_norm(x_TD)
+        for layer, (block, next_norm) in enumerate(zip(blocks, next_norms, strict=True)):
+            x_TD, normed_TD = block(x_TD, normed_TD, layer, attend, rotations[self.spec.window(layer) is not None], next_norm)
             self.num_parts_run += 1
-        return x_TD
+        return normed_TD
 
     def logits(self, x_SD: Tensor) -> Tensor:
         """Hidden states -> logits_SV. Give it only the rows that need them: the head is a large share of a small step."""
         self.num_parts_run += 1
-        x_SD = self.final_norm(x_SD)
         if self.spec.logit_scale != 1.0:
             x_SD = x_SD * self.spec.logit_scale
         logits_SV: Tensor = self.token_embedding.logits(x_SD) if self.head is None else self.head(x_SD)

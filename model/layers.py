@@ -4,9 +4,10 @@ Shape letters: T tokens of the step, D hidden size, F intermediate size, V vocab
 h heads (1 for the key), d rotated columns, r = d / 2 pairs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -146,6 +147,17 @@ def norm(spec: ModelSpec, size: int | None = None) -> nn.Module:
     if spec.norm == "rms_norm":
         return RMSNorm(size, spec.norm_epsilon, spec.norm_offset)
     return LayerNorm(size, eps=spec.norm_epsilon)
+
+
+Branch = tuple[Tensor, Any]
+"""The output of attention or an MLP, and the norm of it, if there is one."""
+
+
+def add_norm(x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Adds scaled branches to the residual stream, one after another. -> the stream, and its `next_norm`"""
+    for branch_TD, branch_norm in branches:
+        x_TD = torch.add(x_TD, branch_TD if branch_norm is None else branch_norm(branch_TD), alpha=scale)
+    return x_TD, next_norm(x_TD)
 
 
 class Embedding(nn.Embedding):

@@ -2,58 +2,146 @@
 
 There is no generator state: preempting, replaying or batching a sequence differently cannot change what it draws.
 
-Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens named by a request.
+Shape letters: S rows that sample, F rows that need sorting, V vocabulary, N tokens named by a request, or settings of a row, R results of a
+row.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from math import inf, isfinite
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from model.devices.device import Device, Key
+from model.decode import DecodeStep
+from model.devices.device import Device, Key, RowDraws
+from model.draw_words import GREEDY_BELOW, banned, is_adjusted, is_filtered, needs_more, settings_SN
 from model.step import Sample, SampledToken, SampleError
 
 log = logging.getLogger("onehead.engine")
 
 NOT_FINITE = SampleError("the logits of this request are not finite", code="numerical_error")
+NOT_FINITE_STATES = SampleError("a numerical error: the model's states for this request are not finite", code="numerical_error")
 NOT_SAMPLED = SampleError("an internal error in drawing this request's token", code="sampling_error")
+FAILED = "the token of one sequence could not be drawn; only its request fails"
 NOTHING_ALLOWED = SampleError("allowed_token_ids, bad_words, min_tokens or its grammar exclude every token", refused=True)
+ALL_FINITE = 3
+"""A row's last result (RowDraws.results_SR) where everything is finite."""
 LEAST_NOISE = 1e-300
 DRAWN_AT_ONCE = 64
 """Random draws that are computed at a time, where the device has no kernel for them: they take about a dozen 64-bit numbers for each of
 their logits.
 """
-GREEDY_BELOW = 1e-5
-"""Temperatures below this take the likeliest token: dividing by them would overflow."""
 
 
-class Draws:
+class Draws(Protocol):
     """Tokens drawn for some rows, which the device may still be computing."""
-
-    def __init__(self, device: Device, parts: "Sequence[_Part | SampleError]") -> None:
-        self._device, self._parts = device, parts
-
-    def tokens_S(self) -> Tensor:
-        """On the device; 0 where none could be drawn."""
-        zero = torch.zeros(1, dtype=torch.long, device=self._device.torch_device)
-        return torch.cat([part.tokens_S if isinstance(part, _Part) else zero for part in self._parts])
 
     def read(self) -> list[SampledToken | SampleError]:
         """One outcome for each row. The device must have computed them."""
-        return [outcome for part in self._parts for outcome in (part.read() if isinstance(part, _Part) else [part])]
 
 
-def begin_draw(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Draws:
-    """One token for each row. Log-probabilities are the model's own, before penalties, temperature and filters.
+class Captured(NamedTuple):
+    """What a captured step has drawn for all of its rows, by these settings."""
+
+    draws: RowDraws
+    settings_SN: Tensor
+
+
+def begin_draw(
+    device: Device,
+    logits_SV: Tensor,
+    samples: Sequence[Sample],
+    decode: DecodeStep | None = None,
+    drawn_S: Tensor | None = None,
+    captured: Captured | None = None,
+) -> Draws:
+    """One token for each row: those of `decode`, then those of `samples`. `drawn_S` holds them too. Log-probabilities are the model's own,
+    before penalties, temperature and filters.
 
     A row without a finite largest logit (NaN, infinity, every token forbidden) draws nothing: its token would be noise. Nor does a row
     whose sampling raises an unexpected error; the others draw what they would have drawn. Raises MemoryError, and the error of a broken
     device.
     """
-    return Draws(device, _parts(device, logits_SV, samples))
+    if captured is None and (draws := device.row_draws(*logits_SV.shape)) is not None:
+        settings = settings_SN(samples) if decode is None else np.concatenate([decode.settings_RN, settings_SN(samples)])
+        captured = Captured(draws, device.upload(torch.from_numpy(settings)))
+        draws.draw(logits_SV, captured.settings_SN, drawn_S)
+    if captured is not None:
+        num_decoding = 0 if decode is None else len(decode)
+        known = decode.current_samples() if decode is not None and decode.needs_samples else ()
+        listed = enumerate(samples, start=num_decoding)
+        special = {i: sample for i, sample in chain(enumerate(known), listed) if needs_more(sample)}
+        return KernelDrawn(device, logits_SV, special, drawn_S, captured)
+    parts = _parts(device, logits_SV, samples if decode is None else [*decode.current_samples(), *samples])
+    if drawn_S is not None:
+        zero = torch.zeros(1, dtype=torch.long, device=device.torch_device)
+        drawn_S[: len(logits_SV)].copy_(torch.cat([part.tokens_S if isinstance(part, _Part) else zero for part in parts]))
+    return TorchDrawn(parts)
+
+
+class KernelDrawn:
+    """Draws of the device's kernels, which have drawn for every row already; `special` rows, which need more than kernels know, are drawn
+    again, or told what else was likely.
+    """
+
+    def __init__(
+        self, device: Device, logits_SV: Tensor, special: Mapping[int, Sample], drawn_S: Tensor | None, captured: Captured
+    ) -> None:
+        self._device, self._logits_SV, self._special, self._drawn_S, self._captured = device, logits_SV, special, drawn_S, captured
+        self._failed: list[int] = []
+        if again := [i for i, sample in special.items() if is_adjusted(sample) or is_filtered(sample)]:
+            self._redraw(again)
+        results_SR = captured.draws.results_SR[: len(logits_SV)]
+        self._results_SR = device.download(results_SR)
+        self._tops: _Tops | None = None
+        if any(sample.num_top or sample.sampling.logprob_token_ids for sample in special.values()):
+            num_tops, named = [0] * len(logits_SV), list[Sequence[int]]([()]) * len(logits_SV)
+            for i, sample in special.items():
+                num_tops[i], named[i] = sample.num_top, sample.sampling.logprob_token_ids
+            self._tops = _Tops(device, logits_SV, results_SR[:, 2].view(torch.float32), num_tops, named)
+
+    def _redraw(self, rows: list[int]) -> None:
+        samples, (draws, settings) = [self._special[i] for i in rows], self._captured
+        try:
+            draws.redraw(self._logits_SV, settings, self._drawn_S, rows, samples, partial(_restrict, self._device))
+        except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+            raise
+        except Exception:
+            self._device.raise_if_broken()
+            if len(rows) > 1:
+                for row in rows:
+                    self._redraw([row])
+                return
+            log.exception(FAILED)
+            self._failed += rows
+
+    def read(self) -> list[SampledToken | SampleError]:
+        results = self._results_SR.numpy()
+        tokens, logprobs, states = results[:, 0].tolist(), results[:, 1].view(np.float32).tolist(), results[:, 4]
+        tops: Sequence[tuple[tuple[int, float], ...]] = [()] * len(tokens) if self._tops is None else self._tops.read()
+        if not self._special and (states == ALL_FINITE).all():
+            return list(map(SampledToken, tokens, logprobs, tops))
+        outcomes = list(map(_outcome, tokens, logprobs, *results[:, 2:4].view(np.float32).T.tolist(), tops))
+        for row in self._failed:
+            outcomes[row] = NOT_SAMPLED
+        for row in (states & 1 == 0).nonzero()[0].tolist():
+            outcomes[row] = NOT_FINITE_STATES
+        return outcomes
+
+
+class TorchDrawn:
+    """Draws of torch's operations. What failed is an error for one row."""
+
+    def __init__(self, parts: "Sequence[_Part | SampleError]") -> None:
+        self._parts = parts
+
+    def read(self) -> list[SampledToken | SampleError]:
+        return [outcome for part in self._parts for outcome in (part.read() if isinstance(part, _Part) else [part])]
 
 
 def _parts(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> "list[_Part | SampleError]":
@@ -64,7 +152,7 @@ def _parts(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> "lis
     except Exception:
         device.raise_if_broken()
         if len(samples) == 1:
-            log.exception("the token of one sequence could not be drawn; only its request fails")
+            log.exception(FAILED)
             return [NOT_SAMPLED]
         return [part for i, sample in enumerate(samples) for part in _parts(device, logits_SV[i : i + 1], [sample])]
 
@@ -79,13 +167,6 @@ class _Part:
         if adjusted_SV is not logits_SV:
             largest_S, tokens_S = adjusted_SV.max(dim=-1)
         random = [i for i, sample in enumerate(samples) if sample.sampling.temperature >= GREEDY_BELOW]
-        if random and (gumbel_max := device.gumbel_max) is not None:
-            plain = [i for i in random if not samples[i].sampling.filters]
-            if plain:
-                settings = [(samples[i].sampling.temperature, samples[i].sampling.min_p) for i in plain]
-                drawn_S = gumbel_max(adjusted_SV, largest_S, plain, _keys([samples[i] for i in plain]), settings)
-                tokens_S[_rows(device, plain, tokens_S)] = drawn_S
-            random = [i for i in random if samples[i].sampling.filters]
         for begin in range(0, len(random), DRAWN_AT_ONCE):
             drawn = random[begin : begin + DRAWN_AT_ONCE]
             rows = _rows(device, drawn, adjusted_SV)
@@ -148,12 +229,12 @@ class _Tops:
         self._named = named
         if most := max(map(len, named), default=0):
             ids_SN = device.upload([(*ids, *[0] * (most - len(ids))) for ids in named])
-            self._named_SN = device.download(logits_SV.gather(1, ids_SN) - normaliser_S[:, None])
+            self._named_SN = device.download(logits_SV.gather(1, ids_SN).float() - normaliser_S[:, None])
         self._rows = [i for i, count in enumerate(num_tops) if count]
         if self._rows:
             most = min(max(num_tops), logits_SV.shape[-1])
             rows = _rows(device, self._rows, logits_SV)
-            chosen_FV = logits_SV[rows]
+            chosen_FV = logits_SV[rows].float()
             ids_FK = device.largest(chosen_FV, most)
             logprobs_FK = chosen_FV.gather(1, ids_FK) - normaliser_S[rows, None]
             self._ids_FK, self._logprobs_FK = device.download(ids_FK), device.download(logprobs_FK)
@@ -171,7 +252,7 @@ class _Tops:
 
 def _adjust(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Logits after penalties, bias and forbidden tokens. Copies only if some row needs any of them."""
-    rows = [i for i, sample in enumerate(samples) if sample.sampling.adjusts or sample.forbidden or sample.mask is not None]
+    rows = [i for i, sample in enumerate(samples) if is_adjusted(sample)]
     if not rows:
         return logits_SV
     adjusted_SV = logits_SV.clone()
@@ -194,22 +275,12 @@ def _adjust_row(device: Device, logits_V: Tensor, sample: Sample) -> None:
     if s.logit_bias:
         ids = device.upload(list(s.logit_bias))
         logits_V[ids] += device.upload(list(s.logit_bias.values()))
-    banned = [*sample.forbidden, *(word[-1] for word in s.bad_words if _stands_before(sample.output, word))]
-    if banned:
+    if excluded := banned(sample):
         # Instead of assigning by index, which copies the number to a GPU and waits for it.
-        logits_V.index_fill_(0, device.upload(banned), -torch.inf)
+        logits_V.index_fill_(0, device.upload(excluded), -torch.inf)
     for mask in filter(None, (s.allowed_tokens, sample.mask)):
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(logits_V), bitorder="little")
         logits_V.masked_fill_(device.upload(torch.from_numpy(bits)) == 0, -torch.inf)
-
-
-def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
-    """Whether `output` ends with all of `word` but its last token."""
-    length = len(word) - 1
-    if not 0 < length <= len(output):
-        return length == 0
-    # The last token alone decides almost always, without a copy of the output's end.
-    return output[-1] == word[-2] and list(output[-length:]) == list(word[:-1])
 
 
 def _keys(samples: Sequence[Sample]) -> list[Key]:
@@ -222,11 +293,29 @@ def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -
     Logits that differ in their last bits, as between batches or replays, change a draw only if two tokens are almost equal. Drawing from
     the cumulative sum would move every token's boundary a little.
     """
+    probs_SV = _filtered(device, logits_SV, samples)
+    min_p_S = device.upload([s.sampling.min_p for s in samples], torch.float64)
+    probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
+    noise_SV = device.exponential_noise(_keys(samples), probs_SV.shape[-1])
+    # Never 0, where a token of probability 0 would win.
+    return probs_SV.div_(noise_SV.clamp_(min=LEAST_NOISE)).argmax(dim=-1)
+
+
+def _restrict(device: Device, logits_FV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Logits with -inf in place of what top-k, top-p and typical-p exclude."""
+    parts = []
+    for begin in range(0, len(samples), DRAWN_AT_ONCE):
+        part_FV = logits_FV[begin : begin + DRAWN_AT_ONCE]
+        parts.append(part_FV.masked_fill(_filtered(device, part_FV, samples[begin : begin + DRAWN_AT_ONCE]) == 0.0, -torch.inf))
+    return torch.cat(parts)
+
+
+def _filtered(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Each token's share of the likeliest one's probability, 0 outside top-k, top-p and typical-p."""
     temperature_S = device.upload([s.sampling.temperature for s in samples], torch.float64)
     scaled_SV = logits_SV.double() / temperature_S[:, None]
     # Not normalised, as nothing here depends on that: torch's sum of a row may depend on its place.
     probs_SV = (scaled_SV - scaled_SV.amax(dim=-1, keepdim=True)).exp()
-    min_p_S = device.upload([s.sampling.min_p for s in samples], torch.float64)
     sorts = [i for i, s in enumerate(samples) if s.sampling.top_k > 0 or s.sampling.top_p < 1.0]
     if sorts:
         rows = _rows(device, sorts, probs_SV)
@@ -235,10 +324,7 @@ def _draw_random(device: Device, logits_SV: Tensor, samples: Sequence[Sample]) -
     if typical:
         rows = _rows(device, typical, probs_SV)
         probs_SV[rows] = _keep_typical(device, probs_SV[rows], [samples[i] for i in typical])
-    probs_SV = probs_SV.masked_fill(probs_SV < probs_SV.amax(dim=-1, keepdim=True) * min_p_S[:, None], 0.0)
-    noise_SV = device.exponential_noise(_keys(samples), probs_SV.shape[-1])
-    # Never 0, where a token of probability 0 would win.
-    return probs_SV.div_(noise_SV.clamp_(min=LEAST_NOISE)).argmax(dim=-1)
+    return probs_SV
 
 
 def _keep_likeliest(device: Device, probs_FV: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -9,9 +9,13 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
+
+if TYPE_CHECKING:
+    from model.decode import DecodeStep
 
 PENDING = -1
 """Placeholder for the last token of a row: the one that its sequence samples in the previous step, which is still being computed."""
@@ -142,13 +146,24 @@ class Row(Struct, frozen=True, gc=False):
         return accepted, draws[len(accepted)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
-    """All rows of one step. Their order does not affect any row's result."""
+    """All rows of one step. Their order does not affect any row's result. Draws are numbered in their order."""
 
-    rows: tuple[Row, ...]
+    listed: tuple[Row, ...]
     clear: tuple[int, ...] = ()
     """Pages to zero before the step: a failed row may have left NaN in them."""
+    decode: "DecodeStep | None" = None
+    """Rows before the listed ones, in columns."""
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Every row as a Row: those of `decode`, then the listed ones."""
+        return self.listed if self.decode is None else (*self.decode.rows(), *self.listed)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.listed and self.decode is None
 
 
 class SampledToken(Struct, frozen=True, gc=False):

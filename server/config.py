@@ -139,7 +139,11 @@ class ServerSection(Section):
     keep_alive: Seconds = Field(15.0, description="seconds of silence in a stream before a comment is sent")
     stall_after: Seconds = Field(10.0, description="seconds without progress after which an engine is replaced")
     start_timeout: float = Field(600.0, gt=0, le=86400, description="seconds that an engine may take to load")
-    recovery_timeout: Seconds = Field(60.0, description="seconds that open requests wait for a new engine after a crash, before they fail")
+    recovery_timeout: Seconds | None = Field(
+        None,
+        description="seconds that open requests wait for a new engine after a crash, before they fail; default: 60, or twice the "
+        "first engine's time to load if that is more",
+    )
     drain_timeout: float = Field(60.0, ge=0, le=3600, description="seconds that running streams get to finish at shutdown")
     lb_grace: float = Field(5.0, ge=0, le=3600, description="seconds after SIGTERM in which late requests still get a 503")
     resume_retention: float = Field(60.0, ge=0, le=86400, description="seconds that a resumable stream is kept after its end")
@@ -173,8 +177,8 @@ class EngineSection(Section):
     )
     quantization: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
-        description="weights in fewer bits, and but for fp8 activations in 8; int8: on a CPU a scale for each block of 32 inputs, on a GPU "
-        "for each output channel; int4: a scale and a minimum for each block of 32 inputs, on a CPU; fp8: from compute capability 8.9 on",
+        description="weights in fewer bits, and on a CPU activations in 8; int8: a scale for each block of 32 inputs; int4: a scale and a "
+        "minimum for each; fp8: a scale for each output channel, on a GPU from compute capability 8.9 on",
     )
     deterministic: bool = Field(
         False,
@@ -185,8 +189,16 @@ class EngineSection(Section):
         None, ge=1, le=1024, description="CPU threads; default: OMP_NUM_THREADS, else the processors that may be used (affinity, CPU quota)"
     )
     max_context: int | None = Field(None, ge=1, description="most tokens of prompt and output; default: the checkpoint's positions")
-    max_running: int = Field(64, ge=1, le=4096, description="sequences computed together")
-    step_tokens: int = Field(512, ge=1, le=65536, description="most tokens computed in one step; at least max_running")
+    max_running: int | None = Field(
+        None, ge=1, le=4096, description="sequences computed together; default: 64 on a CPU, 256 on a GPU, no more than step_tokens"
+    )
+    step_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="most tokens computed in one step; at least max_running; default: 512 on a CPU, 4096 on a GPU, or max_running if that "
+        "is more",
+    )
     speculation: Literal["none", "ngram"] = Field(
         "none",
         description="ngram: guess tokens from the text so far and check several in one step; no output changes where kernels are "
@@ -196,7 +208,7 @@ class EngineSection(Section):
 
     @model_validator(mode="after")
     def _budget_covers_the_running(self) -> "EngineSection":
-        if self.step_tokens < self.max_running:
+        if self.step_tokens is not None and self.max_running is not None and self.step_tokens < self.max_running:
             raise ValueError(f"step_tokens {self.step_tokens} must be at least max_running {self.max_running}")
         return self
 

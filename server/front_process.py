@@ -22,6 +22,7 @@ from server.drain import SIGNALS, Drain
 from server.http.keys import Keys
 from server.load_log import LoadLog
 from server.loop_lag import LoopLag
+from server.protocol import Ready
 from server.service import SupervisedEngine
 from server.supervision.supervisor import State
 
@@ -145,15 +146,8 @@ class FrontProcess:
         if await self._engine.wait_for(State.READY) is not State.READY:
             return
         await self._servers.started()
-        ready = self._engine.generation.ready
         host, port = self._address
-        weights = ready.dtype if ready.quantization == "none" else ready.quantization
-        log.info(
-            f"{self._shown}: {ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.device}, "
-            f"by {ready.kernels}, {'batch-invariant' if ready.deterministic else 'not batch-invariant'}; "
-            f"cache {ready.kv_bytes_per_token} bytes per token in {ready.kv_dtype}, {ready.num_pages} pages of {ready.page_size}, "
-            f"up to {ready.capacity} tokens a sequence"
-        )
+        log.info("%s: %s", self._shown, in_words(self._engine.generation.ready))
         if self._keys.terms is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             log.warning("every host that reaches this port can use it: no key is needed (server.api_keys, server.api_keys_file)")
         scheme = "https" if self._section.tls_key else "http"
@@ -162,6 +156,19 @@ class FrontProcess:
             line = self._sink.format(log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None))
         # A thread, without buffers that the exit would wait for: standard output may be a pipe that is full, and never read.
         threading.Thread(target=_write_line, args=(line,), daemon=True, name="stdout").start()
+
+
+def in_words(ready: Ready) -> str:
+    """What an engine holds, and on what."""
+    weights = ready.dtype if ready.quantization == "none" else ready.quantization
+    words = (
+        f"{ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.hardware or ready.device}, "
+        f"by {ready.kernels}, {'batch-invariant' if ready.deterministic else 'not batch-invariant'}; "
+        f"cache {ready.kv_bytes_per_token} bytes per token in {ready.kv_dtype}, {ready.num_pages} pages of {ready.page_size}, "
+        f"up to {ready.capacity} tokens a sequence"
+    )
+    free, total = (size / 2**30 for size in ready.device_memory)
+    return f"{words}; {free:.1f} of {total:.1f} GiB of GPU memory are free, {ready.num_graphs} CUDA graphs" if total else words
 
 
 def _write_line(line: str) -> None:

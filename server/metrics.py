@@ -154,6 +154,10 @@ class Metrics:
         self.requests_quarantined = self._counter(
             "requests_quarantined", "Sequences that were quarantined because they crashed the engine repeatedly."
         )
+        self.device_memory_used = self._gauge(
+            "device_memory_used_bytes", "GPU memory that is taken, by all processes together; 0 where the engine is on a CPU."
+        )
+        self.device_memory_total = self._gauge("device_memory_total_bytes", "GPU memory in all; 0 where the engine is on a CPU.")
         self.api_processes = self._gauge(
             "api_processes", "API processes that are running; 1 where the engine's process serves HTTP itself."
         )
@@ -170,6 +174,9 @@ class Metrics:
         self.idle()
         self.num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
+        free, total = ready.device_memory
+        self.device_memory_used.set(total - free)
+        self.device_memory_total.set(total)
         words = {name: str(value) for name, value in asdict(ready).items() if isinstance(value, str | bool)}
         self._model_info.info(self._model | words)
 

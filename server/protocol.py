@@ -10,7 +10,7 @@ from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
 from model.step import bitmap as bitmap
 
-VERSION = 14
+VERSION = 15
 MAX_FRAME_BYTES = 64 * 2**20
 FOLLOW = b"follow"
 """What the engine sends with its request for a process that follows constraints, whose pipe the message's descriptor is."""
@@ -124,6 +124,12 @@ class Ready(Message, frozen=True):
     """(context length, number of sequences of that length that fit the KV cache at once)"""
     digest: str
     """Of the model: what model/checkpoint/identity.py covers."""
+    hardware: str = ""
+    """The device by name, with the versions of its driver and libraries; empty for a CPU."""
+    device_memory: tuple[int, int] = (0, 0)
+    """Bytes of the device's own memory that are free when the engine is loaded, and all there are."""
+    num_graphs: int = 0
+    """CUDA graphs of captured steps."""
 
 
 class Refused(Message, frozen=True):
@@ -142,7 +148,7 @@ class Token(Part, frozen=True):
     logprob: float
     finish: str | None = None
     """Why this is the last token: length or eos_token (also for a stop token id); None if the sequence continues."""
-    top: list[tuple[int, float]] = []
+    top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens and their log-probabilities."""
 
 
@@ -195,9 +201,12 @@ class Started(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Sent at intervals while the engine process runs. `progress` grows with every layer computed."""
+    """Sent at intervals while the engine process runs. `progress` grows with every layer computed; `memory_used`: bytes of the device's own
+    memory that are taken, by all processes.
+    """
 
     progress: int
+    memory_used: int = 0
 
 
 class Failed(Message, frozen=True):

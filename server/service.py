@@ -27,7 +27,7 @@ from server.hub.tokenizer_file import tokenizer_path
 from server.metrics import Metrics
 from server.protocol import EngineOptions
 from server.supervision.crash_policy import Timeouts
-from server.supervision.processors import available_processors, engine_threads
+from server.supervision.processors import available_processors, engine_threads, step_sizes
 from server.supervision.supervisor import State, Supervisor
 from server.supervision.token_writer import TokenTexts, library
 from server.supervision.transport import EngineProcess
@@ -42,10 +42,14 @@ log = logging.getLogger("onehead")
 
 
 def engine_options(settings: EngineSettings) -> EngineOptions:
-    """The options `engine.*` and `cache.*` for an engine process, with threads and context set where they are left to defaults."""
+    """The options `engine.*` and `cache.*` for an engine process, with threads, context and the sizes of steps set where they are left to
+    defaults.
+    """
     engine, cache = settings.engine.model_dump(), settings.cache.model_dump()
+    max_running, step_tokens = step_sizes(settings.engine.max_running, settings.engine.step_tokens, settings.engine.device)
+    sizes = {"max_running": max_running, "step_tokens": step_tokens}
     found = {"threads": engine_threads(settings.engine.threads), "max_context": settings.engine.max_context or 0}
-    return EngineOptions(**engine | cache | found | {"dtype": settings.engine.dtype, "cache_dtype": settings.cache.dtype})
+    return EngineOptions(**engine | cache | found | sizes | {"dtype": settings.engine.dtype, "cache_dtype": settings.cache.dtype})
 
 
 def start_message(settings: EngineSettings, section: ServerSection) -> protocol.Start:
@@ -113,7 +117,7 @@ class SupervisedEngine:
         ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)
-        self.client = LocalEngineClient(self.supervisor, self.metrics, section, settings.engine.max_running)
+        self.client = LocalEngineClient(self.supervisor, self.metrics, section, self._start.options.max_running)
         try:
             texts = read_texts(settings.model, section.open_objects)
             self.workers.start(texts)  # While this process has no threads that could hold a lock.

@@ -18,16 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu.common import CASES, HEADS, Part, captured, median_seconds
+from bench.gpu.common import CASES, HEADS, Part, captured, timed
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
 from model.batch import build_batch
 from model.devices import create_backend, find_device
 from model.step import Row, StepPlan
+from tests.support.checks import Found
 
 PAGE_SIZE = 64
 PEER_CASES = ((1, 1024), (32, 8192), (256, 2048))
 SMALL_HEADS, SMALL_CASES, SMALL_PEER_CASES = ((4, 32), (3, 16)), ((1, 64), (3, 128)), ((3, 128),)
+NEAR = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
+"""Largest distance from the reference, relative to 1 + the value."""
 LEAST_SECONDS = 60.0
 """Of a peer that may have to be compiled: FlashInfer's compiler takes as long for one kernel."""
 COLD_BYTES, MOST_LAYERS = 2 * 10**9, 24
@@ -83,13 +86,21 @@ class Problem:
         return lambda layer: backend.run(plan, layer, q, k, v)
 
     def attending(self) -> Callable[[int], Tensor]:
-        """A layer's call without the writing, of all rows. Raises RuntimeError where a GPU's backend does not offer that."""
+        """A layer's call of all rows, without the writing where the backend offers that: the decode kernel of a GPU does both at once."""
         backend, plan = self._planned(list(range(len(self.rows))))
-        if hasattr(backend, "attend"):
-            return lambda layer: backend.attend(plan, layer, self.q_BHd)
-        if self.q_BHd.is_cuda:
-            raise RuntimeError(f"the backend {backend.name!r} has no attend(plan, layer, q_THd): its attention without its writing")
-        return self.ours()
+        return (lambda layer: backend.attend(plan, layer, self.q_BHd)) if hasattr(backend, "attend") else self.ours()
+
+    def check(self, o_BHd: Tensor, layer: int = 0) -> None:
+        """Raises AssertionError where the output of the first, a middle or the last row is not attention over the keys that the pool holds
+        now, in float64.
+        """
+        o_BHd = o_BHd.view(len(self.rows), self.heads, self.head_dim)
+        for i in {0, len(self.rows) // 2, len(self.rows) - 1}:
+            pages = list(self.rows[i].pages[0])
+            k_Ld, v_Ld = (x[pages].flatten(0, 1)[: self.contexts[i]].double() for x in self.pool.layer(layer))
+            expected_Hd = (self.q_BHd[i].double() @ k_Ld.T * self.scale).softmax(-1) @ v_Ld
+            distance = float(((o_BHd[i].double() - expected_Hd).abs() / (1 + expected_Hd.abs())).max())
+            assert distance <= NEAR[self.q_BHd.dtype], f"sequence {i} of {len(self.rows)} is off by {distance:.2g}"
 
     def _planned(self, chosen: list[int]) -> tuple[Any, Any]:
         """A backend, and its plan of these rows."""
@@ -139,30 +150,33 @@ KERNELS: dict[str, Callable[[Problem], Callable[[int], Tensor]]] = {
 """The slowest to compile at the end: where time is up, that is what is missing."""
 
 
-def seconds_of(part: Part, call: Callable[[int], Tensor], num_layers: int) -> tuple[float, bool]:
-    """Of a call, and whether from a CUDA graph, which it is where the kernel can be captured."""
+def figures(part: Part, call: Callable[[int], Tensor], num_layers: int) -> Found:
+    """Seconds of a call, and whether from a CUDA graph, which it is where the kernel can be captured."""
     graph = False
 
     def layers() -> None:
         for layer in range(num_layers):
             call(layer)
 
-    timed: Callable[[], object] = layers
+    work: Callable[[], object] = layers
     if part.device == "cuda":
         try:
-            timed, graph = captured(layers), True
+            work, graph = captured(layers), True
         except RuntimeError:
             torch.cuda.synchronize()
-    return median_seconds(timed, part.device, 3 if part.small else 30) / num_layers, graph
+    return timed(work, part, layers=num_layers) | {"graph": graph}
 
 
-def time_one(part: Part, kernel: str, problem: Problem) -> dict[str, object]:
-    """The figures of one kernel; of ours with its writing, too, which others do not do."""
-    seconds, graph = seconds_of(part, KERNELS[kernel](problem), problem.layers)
-    found: dict[str, object] = {"seconds": seconds, "bytes": problem.num_bytes, "layers": problem.layers, "graph": graph}
-    if kernel == "onehead":
-        found["seconds_with_write"], _ = seconds_of(part, problem.ours(), problem.layers)
-    return found
+def time_one(part: Part, kernel: str, problem: Problem) -> Found:
+    """The figures of one kernel; of ours with its writing, too, which others do not do. Ours is compared with the reference first."""
+    call = KERNELS[kernel](problem)
+    sizes = {"bytes": problem.num_bytes, "layers": problem.layers}
+    if kernel != "onehead":
+        return figures(part, call, problem.layers) | sizes
+    with_write = problem.ours()
+    for each in (call, with_write):
+        problem.check(each(0))
+    return figures(part, call, problem.layers) | sizes | {"seconds_with_write": figures(part, with_write, problem.layers)["seconds"]}
 
 
 @torch.inference_mode()

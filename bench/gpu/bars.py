@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.gpu.common import CASES, HEADS
 from bench.gpu.floor import Ceilings, Shape, nano_vllm, step_seconds, workload_seconds
-from tests.support.report import Check, Found
+from tests.support.checks import Check, Found
 
 COPY_SHARE, FULL_BYTES = 0.85, 200e6
 LATENCY, LATENCY_CASE = 8e-6, "1x1024"
@@ -18,6 +18,9 @@ HOST_SECONDS, OVERLAPPED_SHARE = 1e-3, 0.95
 EXACT, ROUNDING = 1e-3, 2.0
 """Largest distance of a float32 logit from the reference's; how many times what bfloat16 does to the reference itself."""
 PEERS = {"transformers, static cache": "peers/static", "transformers, continuous batching": "peers/continuous"}
+CEILINGS = "ceilings", "ceilings_after"
+DRIFT = 0.05
+"""Largest distance of a ceiling at the end of a run from its value at the beginning."""
 MISSING = "not measured"
 
 
@@ -29,17 +32,21 @@ def at(found: Found, path: str) -> Any:
     return place
 
 
+def ceiling(found: Found, name: str) -> float | None:
+    """The rate of a "copy", a "read" or a "matmul": the better one of both ends of the run."""
+    rates = [rate for part in CEILINGS if isinstance(rate := at(found, f"{part}/{name}/rate"), float)]
+    return max(rates, default=None)
+
+
 def ceilings(found: Found) -> Ceilings | None:
     """The ceilings for a floor that cannot be beaten: the faster of copying and reading."""
-    copy, read, matmul = (at(found, f"ceilings/{name}") for name in ("copy", "read", "matmul"))
-    if not (isinstance(copy, float) and isinstance(matmul, float)):
-        return None
-    return Ceilings(max(copy, read) if isinstance(read, float) else copy, matmul)
+    copy, read, matmul = (ceiling(found, name) for name in ("copy", "read", "matmul"))
+    return Ceilings(max(copy, read or 0.0), matmul) if copy and matmul else None
 
 
 def attention_rows(found: Found) -> Iterator[Found]:
     """One for each kernel, heads and case: bytes per second, and their shares of the copy's and of the read's."""
-    copy, read = at(found, "ceilings/copy"), at(found, "ceilings/read")
+    copy, read = ceiling(found, "copy"), ceiling(found, "read")
     for kernel, by_heads in at(found, "attention").items() if at(found, "attention") else ():
         for heads, by_case in by_heads.items() if isinstance(by_heads, dict) and kernel != "on" else ():
             for case, figure in by_case.items():
@@ -66,7 +73,7 @@ def rates(found: Found) -> dict[str, float]:
         workload = nano_vllm(*at(found, "checkpoint/workload"))
         lengths = [len(prompt) for prompt in workload.prompts]
         result["floor"] = workload.num_tokens / workload_seconds(Shape(**shape), lengths, workload.outputs, limits)
-    for name, path in {"engine": "serve/engine/1", "http": "serve/http/1", **PEERS}.items():
+    for name, path in {"engine": "serve/engine", "http": "serve/http", **PEERS}.items():
         rate = at(found, f"{path}/output_tokens_per_second")
         if rate is not None:
             result[name] = rate
@@ -152,6 +159,15 @@ def host(found: Found) -> list[Check]:
     return [short, Check(what, overlapped is not None and overlapped >= OVERLAPPED_SHARE, words)]
 
 
+def steady(found: Found) -> list[Check]:
+    """That the device was as fast at the end of the run as at its beginning: shares of it mean little where it was not."""
+    rates = {name: [at(found, f"{part}/{name}/rate") for part in CEILINGS] for name in ("copy", "matmul")}
+    changes = {name: after / before - 1 for name, (before, after) in rates.items() if before and after}
+    words = ", ".join(f"{name} {change:+.1%}" for name, change in changes.items()) or MISSING
+    holds = len(changes) == len(rates) and all(abs(change) <= DRIFT for change in changes.values())
+    return [Check(f"copy and matrix product at the end: within {DRIFT:.0%} of the beginning", holds, words)]
+
+
 def launches(found: Found) -> list[Check]:
     kinds, waiting = at(found, "step/waits/kinds"), at(found, "step/waits/waiting")
     words = "; ".join(f"{kind}: {why}" for kind, why in (waiting or {}).items())
@@ -172,10 +188,10 @@ def numbers(found: Found) -> list[Check]:
     for heads, rows in (at(found, "numerics/kernel") or {"every model": {}}).items():
         words = f"{rows['differ']} of {rows['rows']} rows differ" if "differ" in rows else MISSING
         checks.append(Check(f"kernel of {heads}: the same bits alone and in company", rows.get("differ") == 0, words))
-    if engine.get("deterministic", True):  # Unknown if the part failed, so that the bar counts as missed.
-        words = engine["first_difference"] or f"{engine['requests']} requests" if "differ" in engine else MISSING
-        checks.append(Check("engine.deterministic: the same bits alone and in company", engine.get("differ") == 0, words))
-    return checks
+    if "refused" in engine:
+        return checks
+    words = engine["first_difference"] or f"{engine['requests']} requests" if "differ" in engine else MISSING
+    return [*checks, Check("engine.deterministic: the same bits alone and in company", engine.get("differ") == 0, words)]
 
 
 def greedy(found: Found) -> Check:
@@ -194,7 +210,7 @@ def greedy(found: Found) -> Check:
     return Check("greedy tokens in float32: the CPU's reference's", holds, words)
 
 
-BARS = {"attention": kernel, "step": launches, "serve": service, "numerics": numbers, "peers": ratios}
+BARS = {"ceilings_after": steady, "attention": kernel, "step": launches, "serve": service, "numerics": numbers, "peers": ratios}
 
 
 def judge(judges: Callable[[Found], list[Check]], found: Found) -> list[Check]:

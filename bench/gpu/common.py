@@ -1,27 +1,28 @@
-"""What the parts share: their record on disk, their clock, the checkpoint of random weights, and an engine over it.
+"""What the parts share: their record in the archive, their clock, the checkpoint of random weights, and an engine over it.
 
-Invariant: a part's file holds every figure found so far, and what went wrong; if the process is killed, no more is lost.
-torch is imported where it is needed: the clients of the service's part do without.
+Invariant: the archive holds every figure a part has found so far, and what went wrong; if the process is killed, no more is lost. Kernels,
+steps and engines need torch, Triton, NumPy, msgspec and safetensors; what else a part needs it imports where it needs it. torch is imported
+where it is needed: the clients of the service's part do without.
 """
 
 import json
-import os
 import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.gpu.archive import Archive
 from bench.gpu.floor import Shape, Workload, nano_vllm
-from commands.bench.offline import OfflineSettings, load_engine
 from model.checkpoint.families import read_spec
-from server.config import EMBEDDED_MODEL, load
-from tests.support.paths import MODELS
-from tests.support.report import Found
+from tests.support.checks import Found
+from tests.support.paths import EMBEDDED, MODELS
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +34,15 @@ FLUSH_BYTES = 2**29
 """Read before each timed call. Many times an L2, and long enough for the host to have launched what follows."""
 WARMING_SECONDS = 0.05
 """Of flushes before a timing: a device that was idle raises its clocks only when it works."""
+ROUNDS = 5
+"""Rounds of a timing: their median is the figure, their least and most its spread."""
 SPECS = [read_spec(MODELS / name) for name in ("starcoderbase-1b", "starcoder", "falcon-7b", "gemma-2b")]
 HEADS = tuple((spec.num_query_heads, spec.head_dim) for spec in SPECS)
 """Query heads, and columns of each."""
 CASES = ((1, 1024), (1, 8192), (32, 2048), (32, 8192), (32, 32768), (256, 2048), (256, 8192))
 """Of the decode kernel: sequences, and keys of each."""
-VERSIONS = "torch", "triton", "transformers", "flashinfer-python"
+VERSIONS = "torch", "triton", "numpy", "transformers", "flashinfer-python"
+NVIDIA_SMI = "nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu,memory.total", "--format=csv"
 SIZES: dict[bool, dict[str, Any]] = {
     False: json.loads((MODELS / "starcoderbase-1b" / "config.json").read_text(encoding="utf-8")),
     True: {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128, "vocab_size": 12288, "n_positions": 512},
@@ -52,15 +56,25 @@ WORKLOADS = {False: (256, 100, 1024), True: (6, 8, 40)}
 class Part:
     """What a part is told, and its record."""
 
-    path: Path
+    archive: Path
+    name: str
     device: str
     small: bool
     scratch: Path
-    """A folder of the run's own, with the checkpoint."""
+    """A folder of the run's own, with the checkpoint, and the log of this part."""
     seconds: float
     """After which it is killed."""
     began: float = field(default_factory=time.perf_counter)
     found: Found = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._archive = Archive(self.archive)
+        self._archive.record.setdefault("parts", {})[self.name] = self.found
+
+    @property
+    def log(self) -> Path:
+        """What the part prints."""
+        return self.scratch / f"{self.name}.log"
 
     def note(self, name: str, value: Any) -> None:
         """Keeps a figure; `name` may lead through several levels: "onehead/16x128/1x1024"."""
@@ -69,7 +83,7 @@ class Part:
         for step in outer:
             place = place.setdefault(step, {})
         place[last] = value
-        write_json(self.path, self.found)
+        self._archive.write({self.log.name: self.log.read_bytes()} if self.log.exists() else {})
 
     @contextmanager
     def guarded(self, name: str) -> Iterator[None]:
@@ -102,13 +116,6 @@ class Part:
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
 
-def write_json(path: Path, found: Found) -> None:
-    """Writes the file atomically: a process killed meanwhile leaves the old one."""
-    unfinished = path.with_name(f"{path.name}.new")
-    unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
-
-
 def versions(device: str) -> Found:
     """The device and the libraries."""
     import torch
@@ -122,6 +129,9 @@ def versions(device: str) -> Found:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found |= {"gpu": properties.name, "memory": properties.total_memory, "cuda": torch.version.cuda}
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(NVIDIA_SMI, check=True, capture_output=True, text=True, timeout=20)
+            found["nvidia-smi"] = done.stdout.strip().splitlines()
     return found
 
 
@@ -158,6 +168,12 @@ def warm_up(flush: "torch.Tensor", seconds: float) -> None:
         torch.cuda.synchronize()
 
 
+def timed(call: Callable[[], object], part: Part, warming: float = WARMING_SECONDS, layers: int = 1) -> Found:
+    """Seconds of a call, or of each of its `layers`: the median of ROUNDS rounds, and the spread of these."""
+    rounds = [median_seconds(call, part.device, 1 if part.small else 6, warming) / layers for _ in range(ROUNDS)]
+    return {"seconds": statistics.median(rounds), "spread": [min(rounds), max(rounds)]}
+
+
 def median_seconds(call: Callable[[], object], device: str, repeats: int, warming: float = WARMING_SECONDS) -> float:
     """Of a call after a flush of the L2: on a GPU between two events, else by the clock.
 
@@ -186,25 +202,45 @@ def median_seconds(call: Callable[[], object], device: str, repeats: int, warmin
     return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
 
+LISTED = 24
+"""Kernels of a breakdown."""
+
+
+def by_kernel(call: Callable[[], object], count: int) -> Found:
+    """Of `count` calls under a profiler: the device's seconds of one, and of each kernel and copy, the longest first, with their launches.
+    0 without a GPU. A profiler slows the host down for the rest of the process: what is timed comes before.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as profiler:
+        for _ in range(count):
+            call()
+    events = [event for event in profiler.key_averages() if event.device_type.name == "CUDA"]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    seconds = sum(float(event.self_device_time_total) for event in events) / 1e6 / count
+    kernels: Found = {
+        event.key[:90]: {"seconds": event.self_device_time_total / 1e6 / count, "calls": event.count / count} for event in events[:LISTED]
+    }
+    return {"seconds": seconds, "calls": sum(event.count for event in events) / count, "kernels": kernels}
+
+
 # --- the checkpoint and an engine over it
 
 
 def make_checkpoint(part: Part) -> None:
     """A gpt_bigcode folder of random weights, made on the device: the embedded model's with other sizes. Its shape is noted."""
     import torch
-    from tokenizers import Tokenizer
 
     from model.checkpoint.families import read_spec
     from model.checkpoint.saving import save_decoder
     from model.decoder import meta_decoder
 
-    shutil.copytree(EMBEDDED_MODEL, part.checkpoint, ignore=shutil.ignore_patterns("*.safetensors", "SHA256SUMS"))
+    shutil.copytree(EMBEDDED, part.checkpoint, ignore=shutil.ignore_patterns("*.safetensors", "SHA256SUMS"))
     config = json.loads((part.checkpoint / "config.json").read_text()) | SIZES[part.small]
     (part.checkpoint / "config.json").write_text(json.dumps(config))
     spec = read_spec(part.checkpoint)
-    tokenizer = Tokenizer.from_file(str(part.checkpoint / "tokenizer.json"))
-    tokenizer.add_tokens([f" token{id}" for id in range(tokenizer.get_vocab_size(), spec.vocab_size)])  # What is drawn is to have a text.
-    tokenizer.save(str(part.checkpoint / "tokenizer.json"))
+    add_tokens(part.checkpoint, spec.vocab_size)
     torch.manual_seed(0)
     decoder = meta_decoder(spec).to_empty(device=part.device)
     with torch.no_grad():
@@ -219,11 +255,29 @@ def make_checkpoint(part: Part) -> None:
     part.note("workload", WORKLOADS[part.small])
 
 
-def engine(part: Part, model: Path, *options: str) -> "tuple[EngineCore, protocol.Ready]":
-    """An engine in this process, as `onehead bench --offline` has it."""
-    return load_engine(load(OfflineSettings, [*where(part, model), *options], "bench.gpu"))
+def add_tokens(folder: Path, vocab_size: int) -> None:
+    """Gives every token that may be drawn a text. Only a server needs that: without its packages nothing is done."""
+    if find_spec("tokenizers") is None:
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f" token{id}" for id in range(tokenizer.get_vocab_size(), vocab_size)])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def where(part: Part, model: Path) -> list[str]:
-    """Options of every engine. On a CPU one thread: the small form has nothing to share, and others may be at work."""
-    return ["--model", str(model), "--engine.device", part.device, *(["--engine.threads", "1"] if part.device == "cpu" else [])]
+def engine(part: Part, model: Path, **options: Any) -> "tuple[EngineCore, protocol.Ready]":
+    """An engine in this process, as an engine process loads it. `options`: fields of EngineOptions other than its defaults for this
+    device.
+    """
+    from model.options import EngineOptions
+    from server import protocol
+    from server.engine.worker import load
+
+    # On a CPU one thread: the small form has nothing to share, and others may be at work.
+    on_gpu = part.device == "cuda"
+    sizes = {"max_running": 256, "step_tokens": 4096} if on_gpu else {"max_running": 64, "step_tokens": 512}
+    places = {"device": part.device, "dtype": "auto", "threads": 0 if on_gpu else 1, "page_size": 64, "pages": None, "memory": None}
+    chosen = EngineOptions(**{**places, **sizes, "max_context": 0, **options})
+    start = protocol.Start(protocol.VERSION, str(model), str(model / "tokenizer.json"), chosen, 2.5, "warning", "text")
+    return load(start, lambda *_: None)

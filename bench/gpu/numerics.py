@@ -17,15 +17,17 @@ from bench.gpu.attention import SMALL_HEADS, Problem, backend_name
 from bench.gpu.common import HEADS, Part, engine
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
-from commands.bench.offline import ClosedLoop
+from commands.bench.closed_loop import ClosedLoop
 from model.batch import build_batch
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.devices import create_backend, find_device
+from model.devices.products import Products
+from model.spec import OptionError
 from model.step import Row, StepPlan
-from server.config import EMBEDDED_MODEL, EngineSection
+from tests.support.checks import Found
 from tests.support.conditions import Engine, alone, batches, compare, make_cases
-from tests.support.report import Found
+from tests.support.paths import EMBEDDED
 
 PAGE_SIZE, POSITIONS = 64, 512
 COMPANY = 16
@@ -36,8 +38,11 @@ class Model:
     """The embedded model over one backend."""
 
     def __init__(self, dtype: torch.dtype, device: str, backend: str | None) -> None:
-        spec, self.upload = read_spec(EMBEDDED_MODEL), find_device(device).upload
-        self.decoder, heads = load_decoder(EMBEDDED_MODEL, spec, dtype, torch.device(device)), spec.num_query_heads
+        spec, place = read_spec(EMBEDDED), find_device(device)
+        self.upload, heads = place.upload, spec.num_query_heads
+        # On a GPU with the products and norms that it serves by, but for the reference.
+        products = place.products(place.dtypes("auto"), "none", False) if device == "cuda" and backend != "reference" else Products()
+        self.decoder = load_decoder(EMBEDDED, spec, dtype, torch.device(device), products)
         layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
         self.pool = KVPool.allocate(layout, POSITIONS // PAGE_SIZE, spec.key_dim, spec.value_dim, dtype, torch.device(device))
         self.backend = create_backend(backend or backend_name(self.pool, heads), self.pool, spec.attention_scale, heads)
@@ -54,7 +59,7 @@ class Model:
 
 def prompt(length: int) -> list[int]:
     rng = random.Random(0)
-    return [rng.randrange(read_spec(EMBEDDED_MODEL).vocab_size) for _ in range(length)]
+    return [rng.randrange(read_spec(EMBEDDED).vocab_size) for _ in range(length)]
 
 
 def logits(part: Part, reference: Model) -> None:
@@ -75,7 +80,7 @@ def greedy(part: Part, reference: Model) -> None:
     """The engine's tokens in float32, and where the reference first prefers another, by how much."""
     count = 12 if part.small else 200
     ids = prompt(16)
-    core, _ = engine(part, EMBEDDED_MODEL, "--engine.dtype", "float32", "--cache.pages", "64")
+    core, _ = engine(part, EMBEDDED, dtype="float32", pages=64)
     outcomes, _ = ClosedLoop(core, count, lambda: None).run(1, [ids])
     tokens = outcomes[0].token_ids
     found: Found = {"tokens": len(tokens), "asked": count, "first_difference": None, "gap": None}
@@ -102,14 +107,17 @@ def kernel_alone(part: Part) -> None:
 
 def engine_alone(part: Part) -> None:
     """Requests whose tokens or log-probabilities differ in a bit between alone and in company."""
-    offered = "deterministic" in EngineSection.model_fields
-    options = ["--engine.deterministic", "true"] if offered else []
-    core, ready = engine(part, EMBEDDED_MODEL, "--cache.pages", "512", *options)
+    try:
+        core, ready = engine(part, EMBEDDED, pages=512, deterministic=True)
+    except OptionError as error:
+        if part.device == "cuda":
+            raise
+        return part.note("engine", {"refused": str(error)})  # A tree that is only unpacked has no kernels for a CPU.
     passes = Engine(core.runner, ready.max_context)  # type: ignore[arg-type]
     cases = make_cases(4 if part.small else 32, ready.vocab_size, 100 if part.small else ready.capacity, 0)
     (expected,) = alone(passes, cases, lambda _: None)
     (company,) = batches(passes, cases, lambda _: None, COMPANY)
-    part.note("engine", compare(expected.traces, company, cases) | {"deterministic": offered, "kernels": ready.kernels})
+    part.note("engine", compare(expected.traces, company, cases) | {"kernels": ready.kernels})
 
 
 def measure(part: Part) -> None:

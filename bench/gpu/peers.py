@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteriaList
 
 from bench.gpu.common import Part
-from tests.support.report import Found
+from tests.support.checks import Found
 
 WARMUP_TOKENS = 8
 RESERVE = 0.4

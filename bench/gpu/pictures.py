@@ -1,29 +1,74 @@
-"""The run as tables and one picture. It measures and judges nothing."""
+"""The run as tables of plain text, for hosts without packages that draw any, and as one picture. It measures and judges nothing."""
 
+import tempfile
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.bars import COPY_SHARE, attention_rows, rates, step_rows
-from tests.support.report import Found, picture, show
+from bench.gpu.bars import COPY_SHARE, at, attention_rows, rates, step_rows
+from tests.support.checks import Found
+
+WIDEST = 90
+"""Characters of the last column."""
+HOST_PARTS = "plan", "launch", "wait", "commit", "send"
 
 
-def tables(found: Found) -> None:
-    rows = []
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]], right: bool = True) -> str:
+    """Columns under their headings; `right`: all but the first are set to the right."""
+    cells = [list(headings)]
+    for row in rows:
+        *words, last = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row)
+        first, *more = textwrap.wrap(last, WIDEST) or [""]
+        cells += [[*words, first], *([""] * len(words) + [line] for line in more)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    set_right = [right and number > 0 for number in range(len(widths))]
+    lines = ["  ".join(f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(row, widths, set_right, strict=True)).rstrip() for row in cells]
+    return "\n".join(lines) + "\n\n"
+
+
+def tables(found: Found) -> str:
+    """Every table that there are figures for."""
+    text, rows = "", list[Sequence[object]]()
     for r in attention_rows(found):
         name = f"{r['kernel']} {r['heads']} {r['case']}" + ("" if r["graph"] else ", no graph")
         shares = (f"{r[share]:.1%}" if r[share] else "-" for share in ("share", "read_share"))
         with_write = r["seconds_with_write"] * 1e6 if "seconds_with_write" in r else "-"
         rows.append((name, r["bytes"] / 1e6, r["seconds"] * 1e6, with_write, r["rate"] / 1e12, *shares))
     if rows:
-        show(("attention, heads x columns, sequences x keys", "MB", "us", "writing too", "TB/s", "of the copy", "of the read"), rows)
+        text += table(("attention: heads x columns, sequences x keys", "MB", "us", "writing too", "TB/s", "of a copy", "of a read"), rows)
     steps = [(r["case"], r["seconds"] * 1e3, r["floor"] * 1e3, f"{r['share']:.1%}") for r in step_rows(found)]
     if steps:
-        show(("step: sequences x context", "ms", "floor, ms", "of the floor"), steps)
+        text += table(("step: sequences x context", "ms", "floor, ms", "of the floor"), steps)
+    text += "".join(kernel_tables(found))
+    if host := at(found, "serve/host"):
+        parts = [(name, f"{host['parts'][name] * 1e6:.0f}") for name in HOST_PARTS if name in host.get("parts", {})]
+        text += table((f"the host's step, {host['sequences']} sequences", "us"), [*parts, ("the whole step", f"{host['step'] * 1e6:.0f}")])
     if rates(found):
-        show(("the workload", "output tokens/s"), [(name, f"{rate:,.0f}") for name, rate in rates(found).items()])
+        text += table(("the workload", "output tokens/s"), [(name, f"{rate:,.0f}") for name, rate in rates(found).items()])
+    return text
 
 
-def draw(found: Found, path: Path) -> None:
+def kernel_tables(found: Found) -> list[str]:
+    """The device's time of a step by kernel, for each case of the profile and for the workload's steps."""
+    profiles: Found = {}
+    for case, by_name in (at(found, "profile") or {}).items():
+        if isinstance(by_name, dict):
+            profiles |= {f"{case}, {name}": each for name, each in by_name.items() if isinstance(each, dict)}
+    profiles["the workload's steps, by kernel"] = at(found, "serve/gpu") or {}
+    texts = []
+    for name, profile in profiles.items():
+        if kernels := profile.get("kernels"):
+            rows = [(kernel, each["seconds"] * 1e6, each["calls"]) for kernel, each in kernels.items()]
+            texts.append(table((name, "us a step", "calls"), [*rows, ("in all", profile["seconds"] * 1e6, profile["calls"])]))
+    return texts
+
+
+def draw(found: Found) -> bytes:
+    """The picture, as a PNG file."""
+    from tests.support.report import picture
+
     def panels(figure: Any) -> None:
         (ours, beside), (steps, service) = figure.subplots(2, 2)
         _ours(ours, found)
@@ -31,7 +76,10 @@ def draw(found: Found, path: Path) -> None:
         _steps(steps, found)
         _service(service, found)
 
-    picture(path, (13, 9), panels)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gpu.png"
+        picture(path, (13, 9), panels)
+        return path.read_bytes()
 
 
 def _titled(axes: Any, title: str, anything: bool) -> bool:

@@ -1,9 +1,10 @@
 """The workload of nano-vllm's bench, whole: on an engine in this process, and over HTTP from a real server with real clients.
 
-Each run is done twice and both are reported: the first includes compilation. For steps with all sequences it measures the host's work (all
-but waiting for the device) and whether the device still had work when the next step was launched; and at the very end, because a profiler
-slows down what it measures, the GPU's work. Clients are processes of their own, so that reading events is not measured. torch is imported
-in functions, so that client processes do not load it.
+The first round includes compilation; the figure is the median of those after it, with their spread. For steps with all sequences it
+measures the host's work (all but waiting for the device), its parts, and whether the device still had work when the next step was launched;
+and at the very end, because a profiler slows down what it measures, the GPU's work by kernel. Clients are processes of their own, so that
+reading events is not measured. torch is imported in functions, so that client processes do not load it, and what serves HTTP where it is
+served: an engine needs none of it.
 """
 
 import asyncio
@@ -15,16 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
-from bench.gpu.common import Part, engine, where
+from bench.gpu.common import ROUNDS, Part, by_kernel, engine
 from bench.gpu.floor import Workload
-from commands.bench.bench import Ask, figures
 from commands.bench.client import Endpoint, Outcome, generate
-from commands.bench.offline import ClosedLoop
-from tests.support.report import Found
+from commands.bench.closed_loop import ClosedLoop
+from commands.bench.figures import figures
+from tests.support.checks import Found
 
 if TYPE_CHECKING:
     from model.runner.pending_step import PendingStep
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from server.engine.core import EngineCore
     from server.engine.worker import Worker
 
-ROUNDS = 2
 MOST_CLIENTS = 8
 """Processes."""
 LEAD = 5.0
@@ -40,11 +41,31 @@ LEAD = 5.0
 TIMEOUT = 300.0
 
 
-def options(part: Part) -> list[str]:
-    """Room for all requests at once."""
+def options(part: Part) -> dict[str, int]:
+    """Room for all requests at once, by the names of EngineOptions."""
     if part.small:
-        return ["--cache.pages", "64", "--engine.max_running", "6", "--engine.step_tokens", "64"]
-    return ["--cache.pages", "8448", "--engine.max_running", "256", "--engine.step_tokens", "4096"]
+        return {"pages": 64, "max_running": 6, "step_tokens": 64}
+    return {"pages": 8448, "max_running": 256, "step_tokens": 4096}
+
+
+def flags(part: Part) -> list[str]:
+    """The same for a server, with the model and the device."""
+    found = ["--model", str(part.checkpoint), "--engine.device", part.device]
+    for name, value in (options(part) | ({"threads": 1} if part.device == "cpu" else {})).items():
+        found += [f"--{'cache' if name == 'pages' else 'engine'}.{name}", str(value)]
+    return found
+
+
+def summary(rounds: list[Found]) -> Found:
+    """Every round, and of those after the first the median of tokens per second and its spread."""
+    rates = [each["output_tokens_per_second"] for each in rounds[1:] or rounds]
+    return {"output_tokens_per_second": statistics.median(rates), "spread": [min(rates), max(rates)], "rounds": rounds}
+
+
+def prompts_of(part: Part, round: int) -> list[list[int]]:
+    """Prompts of the workload's lengths that no round before had: nothing is to be found in the cache."""
+    rng = random.Random(round)
+    return [[rng.randint(0, 10_000) for _ in prompt] for prompt in part.workload.prompts]
 
 
 # --- the engine
@@ -71,18 +92,20 @@ def told(outcomes: list[Outcome], workload: Workload) -> Found:
 
 
 def on_engine(part: Part) -> "Worker":
-    """Runs the workload twice, then fills the engine with all sequences. Returns it in a Worker whose output goes to /dev/null."""
+    """Runs the workload, then fills the engine with all sequences. Returns it in a Worker whose output goes to /dev/null."""
     from server.engine.worker import Worker
 
-    core, ready = engine(part, part.checkpoint, *options(part))
+    core, ready = engine(part, part.checkpoint, **options(part))
     gc.freeze()  # As the server's engine does.
     part.note("kernels", ready.kernels)
-    prompts = part.workload.prompts
-    for round, asked in enumerate(([prompt[::-1] for prompt in prompts], prompts)):  # Nothing is to be found in the cache.
+    rounds: list[Found] = []
+    for round in range(1 + ROUNDS):
+        asked = prompts_of(part, round)
         outcomes, steps = Lengths(core, part.workload).run(len(asked), asked)
         if core.scheduler.num_hit_tokens:
             raise RuntimeError(f"{core.scheduler.num_hit_tokens} tokens of prompts were not computed, but found in the cache")
-        part.note(f"engine/{round}", told(outcomes, part.workload) | {"step": steps.figures()})
+        rounds.append(told(outcomes, part.workload) | {"step": steps.figures()})
+        part.note("engine", summary(rounds))
     worker = Worker(Connection(os.open(os.devnull, os.O_WRONLY), readable=False), core, cast(Any, None))
     with part.guarded("host"):
         fill(part, core)
@@ -153,38 +176,34 @@ def overlapping(launch: "Callable[[StepPlan], PendingStep]", pending: list[bool]
 
 
 def steady(part: Part, worker: "Worker") -> Found:
-    """Medians of steps that give every sequence one token: of the host's work and of the whole step. With an asynchronous runner the host's
-    work is the step less the waits for the device; else the sum of the scheduler's plan and commit, the backend's plan, and sending events.
+    """Medians of steps that give every sequence one token: of the host's work, of its parts and of the whole step. The host's work is the
+    step less the waits for the device; where the runner is not asynchronous, less `launch`, which computes the step.
     """
-    core, runner, seconds, pending = worker.core, cast(Any, worker.core.runner), list[float](), list[bool]()
-    launches, host, whole = runner._stream is not None, [], []
-    if launches:
+    core, runner, pending = worker.core, cast(Any, worker.core.runner), list[bool]()
+    is_asynchronous = runner._stream is not None
+    parts: dict[str, list[float]] = {name: [] for name in ("plan", "launch", "commit", "send", "wait")}
+    if is_asynchronous:
         runner.launch = overlapping(runner.launch, pending)
-    else:
-        for owner, name in ((core.scheduler, "plan"), (core.scheduler, "commit"), (runner.backend, "plan"), (worker, "_send_events")):
-            watch(owner, name, seconds)
-    with waiting(seconds):
+    for owner, name, part_name in (
+        (core.scheduler, "plan", "plan"),
+        (runner, "launch", "launch"),
+        (core.scheduler, "commit", "commit"),
+        (worker, "_send_events", "send"),
+    ):
+        watch(owner, name, parts[part_name])
+    host, whole, sums = list[float](), list[float](), {name: list[float]() for name in parts}
+    with waiting(parts["wait"]):
         for _ in range(many_and_few(part)[0]):
-            seconds.clear()
             began = time.perf_counter()
             step(worker)
             whole.append(time.perf_counter() - began)
-            host.append(whole[-1] - sum(seconds) if launches else sum(seconds))
-    found = {"sequences": len(core.scheduler.running), "host": statistics.median(host), "step": statistics.median(whole)}
+            for name, seconds in parts.items():
+                sums[name].append(sum(seconds))
+                seconds.clear()
+            host.append(whole[-1] - sums["wait" if is_asynchronous else "launch"][-1])
+    medians = {name: statistics.median(each) for name, each in sums.items()}
+    found = {"sequences": len(core.scheduler.running), "host": statistics.median(host), "step": statistics.median(whole), "parts": medians}
     return found | ({"overlapped": sum(pending) / len(pending)} if pending else {})
-
-
-def profiled(part: Part, worker: "Worker") -> Found:
-    """Seconds of kernels and copies in a step: 0 without a GPU."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    steps = many_and_few(part)[1]
-    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as profiler:
-        for _ in range(steps):
-            step(worker)
-    events = [event for event in profiler.key_averages() if event.device_type.name == "CUDA"]
-    return {"seconds": sum(float(event.self_device_time_total) for event in events) / 1e6 / steps}
 
 
 # --- over HTTP
@@ -192,6 +211,8 @@ def profiled(part: Part, worker: "Worker") -> Found:
 
 def send(port: int, lengths: list[tuple[int, int]], temperature: float, seed: str, start: float) -> list[Outcome]:
     """A client process: all its requests, by tokens of prompt and output, at the time `start` of the machine's clock."""
+    from commands.bench.bench import Ask
+
     endpoint, rng = Endpoint.parse(f"http://127.0.0.1:{port}"), random.Random(seed)
     asks, outcomes = [Ask(*each, temperature=temperature) for each in lengths], [Outcome(0.0) for _ in lengths]
     requests = [endpoint.request("POST", "/generate", ask.body(rng)) for ask in asks]
@@ -216,10 +237,11 @@ def over_http(part: Part) -> None:
     workload, count = part.workload, len(part.workload.prompts)
     clients = max(1, min(MOST_CLIENTS, (os.cpu_count() or 1) // 2, count))
     at_once = "--server.lb_grace", "0"  # No late requests come.
-    server = asyncio.run(Server.start(part.scratch / "server.log", *where(part, part.checkpoint), *options(part), *at_once))
+    rounds: list[Found] = []
+    server = asyncio.run(Server.start(part.scratch / "server.log", *flags(part), *at_once))
     try:
         with ProcessPoolExecutor(clients, mp_context=get_context("spawn")) as pool:
-            for round in range(ROUNDS):
+            for round in range(1 + ROUNDS):
                 start, sent, outcomes = time.perf_counter() + LEAD, [], [Outcome(0.0)] * count
                 for client in range(clients):
                     share = range(client, count, clients)
@@ -228,7 +250,8 @@ def over_http(part: Part) -> None:
                 for share, future in sent:
                     for number, outcome in zip(share, future.result(), strict=True):
                         outcomes[number] = outcome
-                part.note(f"http/{round}", told(outcomes, workload) | {"client_processes": clients})
+                rounds.append(told(outcomes, workload) | {"client_processes": clients})
+                part.note("http", summary(rounds))
     finally:
         asyncio.run(server.stop())
 
@@ -241,4 +264,4 @@ def measure(part: Part) -> None:
         over_http(part)
     if worker is not None:
         with part.guarded("gpu"):
-            part.note("gpu", profiled(part, worker))
+            part.note("gpu", by_kernel(partial(step, worker), many_and_few(part)[1]))

@@ -8,10 +8,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from bench.gpu.common import Part, engine
+from bench.gpu.common import ROUNDS, Part, engine
 from cache.layout import pages_for
 from model.step import Row, Sample, SampleError, Sampling, StepPlan, bitmap
-from tests.support.report import Found
+from tests.support.checks import Found
 
 CASES = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (256, 8192))
 """Sequences, and tokens of each when the step is over."""
@@ -78,19 +78,26 @@ def waits(part: Part, runner: Any, vocab_size: int) -> Found:
     return {"asked": True, "kinds": list(found), "waiting": {kind: why for kind, why in found.items() if why is not None}}
 
 
+def median_of(runner: Any, plan: StepPlan, count: int) -> float:
+    """Seconds of a step from the call to its result, by the host's clock."""
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        runner.run(plan)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
 def measure(part: Part) -> None:
     cases = SMALL_CASES if part.small else CASES
     pages = max(batch * pages_for(context, PAGE_SIZE) for batch, context in cases)
-    core, ready = engine(part, part.checkpoint, "--cache.pages", str(pages), "--engine.max_running", str(max(cases)[0]))
+    core, ready = engine(part, part.checkpoint, pages=pages, max_running=max(cases)[0])
     part.note("kernels", ready.kernels)
     for batch, context in cases:
         name = f"{batch}x{context}"
         with part.guarded(name):
-            plan, times = plan_of(context, [GREEDY] * batch), []
-            for _ in range(5 if part.small else 25):
-                began = time.perf_counter()
-                core.runner.run(plan)
-                times.append(time.perf_counter() - began)
-            part.note(name, {"seconds": statistics.median(times[len(times) // 5 :]), "first": times[0]})
+            plan = plan_of(context, [GREEDY] * batch)
+            first, *rounds = [median_of(core.runner, plan, 1 if part.small else 5) for _ in range(1 + ROUNDS)]
+            part.note(name, {"seconds": statistics.median(rounds), "spread": [min(rounds), max(rounds)], "first": first})
     with part.guarded("waits"):
         part.note("waits", waits(part, core.runner, ready.vocab_size))

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from bench.gpu.attention import PAGE_SIZE, Problem
-from bench.gpu.common import Part, captured, median_seconds
+from bench.gpu.common import Part, captured, timed
 from model.batch import build_batch
 from model.devices.gpu.attention.configurations import Configuration, choose
 from model.step import Row, StepPlan
-from tests.support.report import Found
+from tests.support.checks import Found
 
 OTHERS: dict[tuple[int, int], tuple[Configuration, ...]] = {
     (16, 128): (
@@ -59,19 +59,20 @@ def backend_of(problem: Problem, configuration: Configuration) -> Any:
 
 
 def decode(part: Part, configuration: Configuration, heads: int, columns: int, case: tuple[int, int]) -> Found:
-    """Seconds of a layer, over keys that no cache holds, and the bytes read in a second."""
+    """Seconds of a layer, over keys that no cache holds, and the bytes read in a second. What is wrong is not timed."""
     batch, context = case
     problem = Problem(heads, columns, [context] * batch, part.dtype, part.device)
     backend = backend_of(problem, configuration)
     plan = backend.plan(build_batch(StepPlan(tuple(problem.rows)), problem.layout, problem.upload))
 
+    problem.check(backend.attend(plan, 0, problem.q_BHd))
+
     def layers() -> None:
         for layer in range(problem.layers):
             backend.attend(plan, layer, problem.q_BHd)
 
-    call = captured(layers) if part.device == "cuda" else layers
-    seconds = median_seconds(call, part.device, 3 if part.small else 30) / problem.layers
-    return {"seconds": seconds, "bytes_per_second": problem.num_bytes / seconds}
+    found = timed(captured(layers) if part.device == "cuda" else layers, part, layers=problem.layers)
+    return found | {"bytes_per_second": problem.num_bytes / found["seconds"]}
 
 
 def prefill(part: Part, configuration: Configuration, heads: int, columns: int) -> Found:
@@ -82,8 +83,8 @@ def prefill(part: Part, configuration: Configuration, heads: int, columns: int) 
     backend = backend_of(problem, configuration)
     plan = backend.plan(build_batch(StepPlan((row,)), problem.layout, problem.upload))
     q = torch.randn(count, heads, columns, dtype=part.dtype, device=part.device)
-    seconds = median_seconds(lambda: backend.attend(plan, 0, q), part.device, 3 if part.small else 10)
-    return {"seconds": seconds, "flops": 4 * heads * columns * count * (start + count / 2) / seconds}
+    found = timed(lambda: backend.attend(plan, 0, q), part)
+    return found | {"flops": 4 * heads * columns * count * (start + count / 2) / found["seconds"]}
 
 
 @torch.inference_mode()

@@ -20,8 +20,9 @@ from bench.real.published import Published
 from bench.real.texts import scored_windows
 from bench.two_trees import Server
 from commands import perplexity
-from commands.bench.bench import Ask, Load, figures, run
+from commands.bench.bench import Ask, Load, run
 from commands.bench.client import Endpoint
+from commands.bench.figures import figures
 from model.checkpoint.families import read_spec
 from server.text.codec import TextCodec
 from tests.support.paths import ROOT

@@ -8,20 +8,14 @@ nothing of how the server works: no tokenizer, no model, no metrics of the serve
 
 import asyncio
 import json
-import os
-import platform
 import random
-import shlex
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from commands.bench.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reason
 from commands.bench.comparison import Earlier
+from commands.bench.figures import Interrupted, circumstances, figures
 from commands.bench.tables import tables
 from server.config import PREFIX
 
@@ -154,14 +149,6 @@ def prompt_text(rng: random.Random, min_tokens: int) -> str:
     return "".join(word + rng.choice("    \n") for word in words).rstrip()
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a run; `outcomes` are those of the requests that had ended."""
-
-    def __init__(self, outcomes: list[Outcome]) -> None:
-        super().__init__()
-        self.outcomes = [outcome for outcome in outcomes if outcome.end]
-
-
 @dataclass(frozen=True, slots=True)
 class Load:
     """How one run sends its requests: from `clients` back to back, or at the times `arrivals`, in seconds after its start."""
@@ -227,74 +214,12 @@ async def _open_loop(one: Callable[[int, float], Awaitable[None]], arrivals: tup
             group.create_task(client(number, due))
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Of sorted values, with straight lines between neighbours."""
-    place = share * (len(values) - 1)
-    below = int(place)
-    above = min(below + 1, len(values) - 1)
-    return values[below] + (values[above] - values[below]) * (place - below)
-
-
-def spread(values: list[float]) -> dict[str, float] | None:
-    """Mean, percentiles and largest of a list of seconds; None if it is empty."""
-    if not values:
-        return None
-    values = sorted(values)
-    points = {f"p{round(share * 100)}": percentile(values, share) for share in (0.5, 0.9, 0.99)}
-    return {"mean": sum(values) / len(values), **points, "max": values[-1]}
-
-
-def figures(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Rates and latencies of a run. Failed requests count as failed and in nothing else but the time they took."""
-    good = [outcome for outcome in outcomes if outcome.failure is None]
-    wall = max(outcome.end for outcome in outcomes)
-    tokens = sum(len(outcome.token_times) for outcome in good)
-    gaps = [later - earlier for o in good for earlier, later in pairwise(o.token_times)]
-    return {
-        "requests": len(outcomes),
-        "failed": len(outcomes) - len(good),
-        "seconds": wall,
-        "output_tokens_per_second": tokens / wall,
-        "requests_per_second": len(good) / wall,
-        "time_to_first_token": spread([o.token_times[0] - o.intended for o in good]),
-        "inter_token_latency": spread(gaps),
-        "e2e_latency": spread([o.end - o.intended for o in good]),
-    }
-
-
 def _raw(outcome: Outcome) -> dict[str, Any]:
     """One request in the result file, its seconds to the microsecond."""
     first = outcome.token_times[0] if outcome.token_times else None
     times = {"intended": outcome.intended, "sent": outcome.sent, "first_token": first, "end": outcome.end}
     rounded = {name: None if value is None else round(value, 6) for name, value in times.items()}
     return rounded | {"tokens": len(outcome.token_times), "failure": outcome.failure}
-
-
-def machine() -> dict[str, Any]:
-    """The machine that this runs on."""
-    cpu = None
-    with suppress(OSError):
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else None
-    return {"platform": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count(), "cpu": cpu}
-
-
-def commit() -> str | None:
-    """The git commit of this source tree, marked where files differ from it; None where it is no checkout."""
-    root = Path(__file__).resolve().parents[2]
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    if not (root / ".git").exists():  # Installed packages may lie inside a checkout of something else.
-        return None
-    with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    return None
-
-
-def circumstances(info: dict[str, Any]) -> dict[str, Any]:
-    """What a result was measured with: enough to measure it again."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return {"command": command, "date": now, "machine": machine(), "commit": commit(), "server": info}
 
 
 def _loads(settings: BenchSettings) -> list[Load]:

@@ -18,6 +18,7 @@ BACKENDS = {
     "torch": "model.devices.cpu.torch_attention",
     "native": "model.devices.cpu.attention",
     "triton": "model.devices.gpu.attention",
+    "triton-fast": "model.devices.gpu.attention.fast",
 }
 """Module of each attention backend."""
 
@@ -34,12 +35,15 @@ def device_class(name: str) -> type[Device]:
 
 
 def find_device(name: str) -> Device:
-    """The device `cpu` or `cuda`; `auto` is cuda where there is one. Raises OptionError for a device that this machine lacks."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise OptionError("engine.device is cuda, but torch finds no GPU it can use")
-    return device_class(name)()
+    """The device `cpu` or `cuda`; `auto` is cuda where there is one. Raises OptionError for a device that this machine lacks, also where
+    CUDA_VISIBLE_DEVICES names one that is not there.
+    """
+    if name != "cpu" and not torch.cuda.is_available():
+        from model.devices.gpu import card
+
+        if name == "cuda" or card.is_missed():
+            raise OptionError(f"engine.device is {name}, and no GPU can be used: {card.absence()}; for the CPU, --engine.device cpu")
+    return device_class("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")()
 
 
 def create_backend(name: str, pool: KVPool, scale: float, num_heads: int) -> Backend:

@@ -3,7 +3,8 @@
 Everything that differs between devices is asked of this one object, which `model.devices.find_device` chooses by name. Invariant: copies
 and steps take effect on a device in the order in which they are issued. It knows nothing of requests and schedules.
 
-Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted, K how many of them.
+Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted, K how many of them, D hidden size,
+N settings of a row, R results of a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from model.batch import Batch, Numbers
 from model.decoder import Decoder
 from model.devices.backend import Backend
 from model.devices.products import Products
-from model.step import StepPlan
+from model.step import Sample, StepPlan
 
 MEMORY_ERRORS = "out of memory", "ALLOC_FAILED", "can't allocate memory"
 
@@ -28,8 +29,8 @@ Key = tuple[int, int, int]
 """Seed, choice and output index: all that the randomness of a draw depends on."""
 Forward = Callable[[Batch, Any], Tensor]
 """(the rows of a step, the backend's plan for it) -> their last hidden states x_TD, valid until the next call"""
-GumbelMax = Callable[[Tensor, Tensor, Sequence[int], Sequence[Key], Sequence[tuple[float, float]]], Tensor]
-"""(logits_SV, largest_S, rows to draw for, their keys, their (temperature, min_p)) -> their tokens"""
+Restrict = Callable[[Tensor, Sequence[Sample]], Tensor]
+"""(logits_FV, their samples) -> the same logits, with -inf where top-k, top-p and typical-p exclude a token"""
 
 
 class Event(Protocol):
@@ -56,6 +57,33 @@ class Stream(Protocol):
         """
 
 
+class RowDraws(Protocol):
+    """Kernels that draw for all rows of a step at once, and their buffers, which the next draw overwrites."""
+
+    results_SR: Tensor
+    """Of each row, 32 bits each: its token; log-probability and normaliser under the model's own distribution, and the largest logit that
+    it draws from, as float32; 1 if its states are finite, plus 2 if normaliser and the model's largest logit are.
+    """
+
+    def draw(self, logits_SV: Tensor, settings_SN: Tensor, drawn_S: Tensor | None, states_SD: Tensor | None = None) -> None:
+        """Draws for all rows, by temperature and min-p (see model.draw_words.settings_SN), into results_SR and drawn_S; can be captured.
+        `states_SD`: hidden states that have to be finite.
+        """
+
+    def redraw(
+        self,
+        logits_SV: Tensor,
+        settings_SN: Tensor,
+        drawn_S: Tensor | None,
+        rows: Sequence[int],
+        samples: Sequence[Sample],
+        restrict: Restrict,
+    ) -> None:
+        """Draws again for these rows, whose samples are given, from what penalties, bias, masks and filters leave of their logits.
+        `restrict` filters rows with typical-p.
+        """
+
+
 class Dtypes(NamedTuple):
     """What a value of engine.dtype stands for on a device."""
 
@@ -78,7 +106,7 @@ class Device:
     """The share of free memory that the KV cache takes by default."""
     overcommits = False
     """Whether an allocation succeeds without the memory being there, because it is taken only when it is first written to."""
-    quantizations: tuple[str, ...] = "int8", "fp8"
+    quantizations: tuple[str, ...] = ()
     """Values of engine.quantization, besides none."""
     warms_up = False
     """Whether kernels are compiled or captured when they first run, which should happen before requests are served."""
@@ -92,8 +120,10 @@ class Device:
         dtype = self.default_dtype if option == "auto" else getattr(torch, option)
         return Dtypes(dtype, dtype, dtype)
 
-    def backend_for(self, pool: KVPool, num_heads: int) -> str:
-        """Name of the fastest attention backend for a pool of this dtype and these sizes. The pool may be on torch's meta device."""
+    def backend_for(self, pool: KVPool, num_heads: int, deterministic: bool = False) -> str:
+        """Name of the fastest attention backend for a pool of this dtype and these sizes, or with `deterministic` of the fastest that is
+        batch-invariant, if there is one. The pool may be on torch's meta device.
+        """
         raise NotImplementedError
 
     def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
@@ -111,6 +141,23 @@ class Device:
     def memory(self) -> tuple[int, int]:
         """Bytes that can be taken now, and all there are."""
         raise NotImplementedError
+
+    def description(self) -> str:
+        """The hardware by name, for people; empty where the device's name says enough."""
+        return ""
+
+    def own_memory(self) -> tuple[int, int]:
+        """Bytes of memory of the device's own that are free now, and all there are; 0 where it computes in the machine's."""
+        return 0, 0
+
+    def memory_in_words(self) -> str:
+        """Who has the device's memory, for a message that some is lacking."""
+        free, total = self.memory()
+        return f"{free} of {total} bytes are free"
+
+    def failure(self, error: Exception) -> str:
+        """What is known of the hardware when a step has ended with this error; empty where it can still compute."""
+        return ""
 
     def use_threads(self, count: int) -> None:
         """Sets the number of threads where torch's own threads compute; 0 leaves it as it is."""
@@ -138,6 +185,10 @@ class Device:
         """A non-blocking copy on the device. The host's values may change as soon as this has returned."""
         return values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
 
+    def for_upload(self, values: Tensor) -> Tensor:
+        """The same values, where a non-blocking copy to the device can read them; they are kept until it has."""
+        return values
+
     def download(self, x: Tensor) -> Tensor:
         """A non-blocking copy on the host. It may be read when an event after it has been reached."""
         return x.clone()
@@ -152,9 +203,8 @@ class Device:
         """`count` exponentially distributed numbers (mean 1) for each key, as float64; a pure function of the key."""
         return self.upload(torch.from_numpy(np.stack([philox_exponentials(*key, count) for key in keys])))
 
-    @property
-    def gumbel_max(self) -> GumbelMax | None:
-        """A single kernel that draws tokens; None where there is none."""
+    def row_draws(self, num_rows: int, num_tokens: int) -> RowDraws | None:
+        """Draws of up to so many rows of logits of so many tokens; None where no kernels draw."""
         return None
 
     def largest(self, logits_FV: Tensor, count: int) -> Tensor:
@@ -173,9 +223,14 @@ def philox_exponentials(seed: int, choice: int, index: int, count: int) -> NDArr
     return np.random.Generator(philox).standard_exponential(count)
 
 
+def is_lack_of_memory(error: Exception) -> bool:
+    """Whether an error says that the device is out of memory."""
+    # torch's allocator has an exception of its own; CUDA graphs, libraries, Triton and the CPU's allocator have texts.
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in MEMORY_ERRORS)
+
+
 def lack_of_memory(error: RuntimeError) -> str:
     """The message of an error that says the device is out of memory. Raises every other error."""
-    # torch's allocator has an exception of its own; CUDA graphs, libraries, Triton and the CPU's allocator have texts.
-    if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in MEMORY_ERRORS):
+    if not is_lack_of_memory(error):
         raise error
     return str(error).splitlines()[0]

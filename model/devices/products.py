@@ -7,23 +7,24 @@ when they are filled. It knows nothing of checkpoints.
 import torch
 
 from model.decoder import Decoder
-from model.devices.quantization import HOST, Arithmetic
+from model.devices.quantization import Float8Product, float8_product
 from model.devices.quantized_modules import quantize_modules
 
 
 class Products:
-    """torch's products, of weights in a decoder's dtype or quantized."""
+    """torch's products, of weights in a decoder's dtype or in float8."""
 
     batch_invariant = False
     """Whether a row of a product depends on that row alone, bit for bit."""
 
-    def __init__(self, quantization: str = "none", name: str = "torch", arithmetic: Arithmetic = HOST) -> None:
-        self.quantization, self.name, self.arithmetic = quantization, name, arithmetic
+    def __init__(self, quantization: str = "none", name: str = "torch", multiply_float8: Float8Product = float8_product) -> None:
+        self.quantization, self.name, self.multiply_float8 = quantization, name, multiply_float8
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
         """Puts modules without values in the place of a decoder's, whose parameters have no values yet either."""
-        if self.quantization != "none":
-            quantize_modules(decoder, self.quantization, dtype, self.arithmetic)
+        assert self.quantization in ("none", "fp8"), self.quantization
+        if self.quantization == "fp8":
+            quantize_modules(decoder, dtype, self.multiply_float8)
 
     def finish(self, decoder: Decoder) -> None:
         """Completes a decoder whose parameters have been read."""

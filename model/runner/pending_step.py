@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from model.devices.device import Event
-from model.sampling import Draws, Scores
+from model.sampling import NOT_FINITE_STATES, Draws, Scores
 from model.step import Row, SampledToken, SampleError, StepResult
-
-NOT_FINITE_STATES = SampleError("a numerical error: the model's states for this request are not finite", code="numerical_error")
 
 
 class PendingStep:
@@ -25,7 +23,8 @@ class PendingStep:
         """A draw for each sample of each row, in their order."""
         self.scores: list[tuple[list[int], Scores]] = []
         """Scores, with the index of the row of each."""
-        self.finite_T: Tensor
+        self.finite_T: Tensor | None = None
+        """Whether the states of each token are finite; None where draws tell it."""
         self.event: Event | None = None
         self._result: StepResult | None = None
 
@@ -48,7 +47,7 @@ class PendingStep:
         for indices, scores in self.scores:
             for index, score in zip(indices, scores.read(), strict=True):
                 scored.setdefault(index, []).append(score)
-        finite_T = self.finite_T.tolist()
+        finite_T = [] if self.finite_T is None else self.finite_T.tolist()
         if not all(finite_T):
             for i, (row, first) in enumerate(zip(self.rows, self.firsts, strict=True)):
                 if not all(finite_T[first : first + len(row.tokens)]):
@@ -69,3 +68,17 @@ class PendingStep:
                 if come_true:
                     accepted[i] = come_true
         return drawn, accepted
+
+
+class CapturedStep(PendingStep):
+    """A step of which each row computes one token and draws the next one."""
+
+    def __init__(self) -> None:
+        super().__init__((), ())
+
+    def _read(self) -> StepResult:
+        assert self.draws is not None
+        drawn = self.draws.read()
+        if self.finite_T is not None and not all(finite_T := self.finite_T.tolist()):
+            drawn = [draw if is_finite else NOT_FINITE_STATES for draw, is_finite in zip(drawn, finite_T, strict=True)]
+        return StepResult(tuple(drawn))

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from cache.layout import CacheLayout, pages_for
 from cache.pool import FLOAT8, KVPool, bytes_per_page
 from model.batch import Batch, build_batch
 from model.checkpoint.weights import Report, load_decoder
+from model.decode import DecodeStep, DecodeTable
 from model.decoder import Decoder
 from model.devices import create_backend, find_device
 from model.devices.backend import Backend
@@ -29,8 +30,8 @@ from model.devices.products import Products
 from model.devices.replacement import RowMatrix
 from model.options import EngineOptions
 from model.runner.cuda_graphs import CudaGraphs, ListedBackend
-from model.runner.pending_step import PendingStep
-from model.sampling import Scores, begin_draw
+from model.runner.pending_step import CapturedStep, PendingStep
+from model.sampling import Captured, Scores, begin_draw
 from model.spec import ModelSpec, OptionError
 from model.step import PENDING, Row, Sample, Sampling, StepPlan, StepResult
 
@@ -62,13 +63,14 @@ class ModelRunner:
         self.backend = backend
         self.device = device
         self.forward = device.forward(decoder, backend)
+        self._most_rows = most_rows
         self._stream = stream
         self._drawn_S = torch.zeros(most_tokens, dtype=torch.long, device=device.torch_device)
-        self._place_of: dict[int, int] = {}
-        """Sequence -> index of its token in drawn_S, once the step launched last is done."""
+        self._drawn_ids: Sequence[int] = ()
+        """The sequences whose tokens drawn_S holds once the step launched last is done."""
         self._graphs: CudaGraphs | None = None
         if stream is not None and isinstance(backend, ListedBackend):
-            self._graphs = CudaGraphs(decoder, backend, device, stream, self._drawn_S, most_rows)
+            self._graphs = CudaGraphs(decoder, backend, pool.layout, device, stream, self._drawn_S, most_rows)
 
     @classmethod
     def load(cls, folder: Path, spec: ModelSpec, options: EngineOptions, report: Report = lambda *_: None) -> "ModelRunner":
@@ -102,23 +104,29 @@ class ModelRunner:
         num_pages = options.pages or _pages_that_fit(layout, page_bytes, options, device, free)
         if layout.most_tokens(num_pages, options.step_tokens, options.max_context) < 1:
             allowed = f"cache.pages is {num_pages}" if options.pages else f"cache.memory allows {num_pages}"
-            needed = layout.pages_per_block
-            raise MemoryError(f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}, {needed * page_bytes} bytes")
+            needed = f"{layout.pages_per_block}, {layout.pages_per_block * page_bytes} bytes; {device.memory_in_words()}"
+            raise MemoryError(f"{allowed} pages; {options.page_size} tokens of one sequence need {needed}")
         wanted = num_pages * page_bytes
         if device.overcommits and wanted > free:
             raise MemoryError(f"a cache of {num_pages} pages takes {wanted} bytes, {free} are free; lower cache.pages or cache.memory")
         try:
             pool = _pool(spec, layout, num_pages, options, device)
-            backend = _backend(spec, pool, device)
+            backend = _backend(spec, pool, device, options)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, RuntimeError):
                 lack_of_memory(error)
             raise MemoryError(
-                f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; lower cache.pages or cache.memory"
+                f"a cache of {num_pages} pages takes {wanted} bytes, which cannot be had; {device.memory_in_words()}; "
+                "lower cache.pages or cache.memory"
             ) from error
         # With experts, which the host chooses, every layer waits for the device: there is nothing to overlap or capture.
         stream = device.stream() if spec.experts is None else None
         return cls(decoder, pool, backend, device, stream, options.max_running, options.step_tokens)
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs of captured steps."""
+        return 0 if self._graphs is None else self._graphs.num_captured
 
     @property
     def weight_bytes(self) -> int:
@@ -154,18 +162,23 @@ class ModelRunner:
             return 0
         # At the end of a context of each length, in page 0, which holds nothing yet.
         draw, layout = Sample(GREEDY, (), ()), self.pool.layout
-        examples = [[Row(0, [0], keys - 1, all_in_page_0(layout, keys), draw)] for keys in self.backend.contexts(longest)]
+        rows = [Row(0, [0], keys - 1, all_in_page_0(layout, keys), draw) for keys in self.backend.contexts(longest)]
+        examples = [DecodeTable.of(layout, [row], [PENDING]).advance() for row in rows]
         with torch.inference_mode():
             self._graphs.capture(examples)
         return self._graphs.num_captured
 
     def warm_up(self, longest: int) -> None:
-        """Computes a step at the end of the longest context for every way of drawing that has kernels of its own, so that kernels are
-        compiled before requests are served.
+        """Computes a step at the end of the longest context for every way of drawing that has kernels of its own, and short and long chunks
+        beside few and many single tokens, so that kernels are compiled before requests are served.
         """
         pages = all_in_page_0(self.pool.layout, longest)
-        for sampling in (GREEDY, Sampling(), SORTING):
+        for sampling in (GREEDY, Sampling(), Sampling(top_p=0.9), Sampling(top_p=0.9, presence_penalty=1.0), SORTING):
             self.run(StepPlan((Row(0, [0], longest - 1, pages, Sample(sampling, (), ())),)))
+        for num_singles, count in product({1, self._most_rows}, {2, len(self._drawn_S) - self._most_rows}):
+            if num_singles and 1 < count <= longest:
+                singles = [Row(1 + i, [0], longest - 1, pages, Sample(GREEDY, (), ())) for i in range(num_singles)]
+                self.run(StepPlan((Row(0, [0] * count, 0, all_in_page_0(self.pool.layout, count), None), *singles)))
         self.pool.clear(self.device.upload([0]))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -180,31 +193,55 @@ class ModelRunner:
             return self._launch(plan)
         except RuntimeError as error:
             reason = lack_of_memory(error)
+        self.device.raise_if_broken()  # A library that cannot allocate on a broken device reports lack of memory.
         # Not within `except`: the error keeps alive what the step had made.
         self.device.release_cached_memory()
         raise MemoryError(reason)
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> PendingStep:
-        rows, stream = plan.rows, self._stream
-        sources = None if stream is None else [self._place_of[row.sequence] if row.tokens[-1] == PENDING else -1 for row in rows]
-        replay = None if self._graphs is None or sources is None else self._graphs.find(rows, sources)
-        if replay is not None:
-            pending = PendingStep(rows, range(len(rows)))
-            work = partial(self._replay, plan, pending, replay)
-        else:
-            batch = build_batch(plan, self.pool.layout, self.device.upload)
-            pending = PendingStep(rows, batch.firsts)
-            work = partial(self._compute, plan, pending, batch, self.backend.plan(batch), self._pending_tokens(batch, sources))
-        if stream is None:
+        captured = self._launch_captured(plan)
+        if captured is not None:
+            return captured
+        rows, sources = plan.rows, self._sources(plan.rows)
+        batch = build_batch(plan, self.pool.layout, self.device.upload)
+        pending = PendingStep(rows, batch.firsts)
+        work = partial(self._compute, plan, pending, batch, self.backend.plan(batch), self._pending_tokens(batch, sources))
+        if self._stream is None:
             work()
             self.device.synchronize()
             return pending
-        stream.enqueue(work)
-        places = accumulate(map(len, pending.samples), initial=0)
-        self._place_of = {row.sequence: place for row, place in zip(rows, places, strict=False) if row.sample is not None}
-        pending.event = stream.mark()
+        self._stream.enqueue(work)
+        self._drawn_ids = [row.sequence for row, places in zip(rows, pending.samples, strict=True) for _ in places]
+        pending.event = self._stream.mark()
         return pending
+
+    def _launch_captured(self, plan: StepPlan) -> PendingStep | None:
+        """Launches a step by a CUDA graph; None where there is none for it."""
+        if self._graphs is None or self._stream is None:
+            return None
+        step = plan.decode
+        if step is None or plan.listed:
+            if any(len(row.tokens) != 1 or row.sample is None or row.scoring is not None for row in plan.rows):
+                return None
+            sources = self._sources(plan.rows)
+            assert sources is not None
+            step = DecodeTable.of(self.pool.layout, plan.rows, sources).advance()
+        replay = self._graphs.find(step)
+        if replay is None:
+            return None
+        pending = CapturedStep()
+        self._stream.enqueue(partial(self._replay, plan, step, pending, replay))
+        self._drawn_ids = step.ids
+        pending.event = self._stream.mark()
+        return pending
+
+    def _sources(self, rows: Sequence[Row]) -> list[int] | None:
+        """For each row whose last token is PENDING its index in drawn_S, else PENDING. None where no token is ever pending."""
+        if self._stream is None:
+            return None
+        places = {id: place for place, id in enumerate(self._drawn_ids)}
+        return [places[row.sequence] if row.tokens[-1] == PENDING else PENDING for row in rows]
 
     def _pending_tokens(self, batch: Batch, sources: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Indices of the pending tokens among the step's tokens, and of their values in drawn_S. None where no token is ever pending."""
@@ -224,26 +261,34 @@ class ModelRunner:
         self._clear(plan)
         x_TD = self.forward(batch, attended)
         if len(batch.sampled_S):
-            self._draw(pending, self.decoder.logits(x_TD[batch.sampled_S]))
+            num_decoding = 0 if plan.decode is None else len(plan.decode)
+            samples = [sample for places in pending.samples[num_decoding:] for sample in places]
+            self._draw(pending, self.decoder.logits(x_TD[batch.sampled_S]), samples, plan.decode)
         self._score(pending, x_TD)
         pending.finite_T = self.device.download(x_TD.isfinite().all(dim=-1))
 
-    def _replay(self, plan: StepPlan, pending: PendingStep, replay: Any) -> None:
+    def _replay(self, plan: StepPlan, step: DecodeStep, pending: PendingStep, replay: Any) -> None:
         """All that the device does for a captured step."""
         self._clear(plan)
-        logits_SV, finite_S = replay()
-        self._draw(pending, logits_SV)
-        pending.finite_T = self.device.download(finite_S)
+        logits_SV, finite_S, captured = replay()
+        self._draw(pending, logits_SV, (), step, captured)
+        if finite_S is not None:
+            pending.finite_T = self.device.download(finite_S)
         self.decoder.num_parts_run += 1
 
     def _clear(self, plan: StepPlan) -> None:
         if plan.clear:
             self.pool.clear(self.device.upload(plan.clear, torch.long))
 
-    def _draw(self, pending: PendingStep, logits_SV: torch.Tensor) -> None:
-        pending.draws = begin_draw(self.device, logits_SV, [sample for places in pending.samples for sample in places])
-        if self._stream is not None:
-            self._drawn_S[: len(logits_SV)].copy_(pending.draws.tokens_S())
+    def _draw(
+        self,
+        pending: PendingStep,
+        logits_SV: torch.Tensor,
+        samples: Sequence[Sample],
+        decode: DecodeStep | None,
+        captured: Captured | None = None,
+    ) -> None:
+        pending.draws = begin_draw(self.device, logits_SV, samples, decode, None if self._stream is None else self._drawn_S, captured)
 
     def _score(self, pending: PendingStep, x_TD: torch.Tensor) -> None:
         """Scores of every row that wants any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts are."""
@@ -267,9 +312,9 @@ def _pool(
     return KVPool.allocate(layout, *sizes, dtypes.compute, place, value_in_key=spec.value_in_key, stored_as=stored_as)
 
 
-def _backend(spec: ModelSpec, pool: KVPool, device: Device) -> Backend:
+def _backend(spec: ModelSpec, pool: KVPool, device: Device, options: EngineOptions) -> Backend:
     heads = spec.num_query_heads
-    return create_backend(device.backend_for(pool, heads), pool, spec.attention_scale, heads)
+    return create_backend(device.backend_for(pool, heads, options.deterministic), pool, spec.attention_scale, heads)
 
 
 def _step_bytes(decoder: Decoder, device: Device, options: EngineOptions, layout: CacheLayout) -> int:
@@ -277,7 +322,7 @@ def _step_bytes(decoder: Decoder, device: Device, options: EngineOptions, layout
 
     def prepare() -> Any:
         pool = _pool(decoder.spec, layout, layout.pages_per_block, options, device)
-        return partial(_try, ModelRunner(decoder, pool, _backend(decoder.spec, pool, device), device))
+        return partial(_try, ModelRunner(decoder, pool, _backend(decoder.spec, pool, device, options), device))
 
     limits = options.max_running, options.max_context
     plans = largest_step(layout, options.step_tokens, *limits), largest_step(layout, options.max_running, *limits, GREEDY)
@@ -322,7 +367,7 @@ def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> N
         return
     layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
     pool = _pool(spec, layout, 1, options, device, META)
-    found = device.backend_for(pool, spec.num_query_heads)
+    found = device.backend_for(pool, spec.num_query_heads, options.deterministic)
     if found != device.invariant_backend:
         raise OptionError(
             f"engine.deterministic is true, but attention by {found!r} on {device.name}, with pages of {options.page_size} and keys of "

@@ -71,8 +71,8 @@ class EngineCore:
         """
         events: list[TokenEvent | PromptScored] = [*self.scheduler.take_masks()]
         plan = self._clearing(self.scheduler.plan())
-        self._found_nothing = not plan.rows and self._in_flight is None
-        return events + (self._compute(plan, before) if plan.rows else self._commit_in_flight(None))
+        self._found_nothing = plan.is_empty and self._in_flight is None
+        return events + (self._commit_in_flight(None) if plan.is_empty else self._compute(plan, before))
 
     def _compute(self, plan: StepPlan, before: Callable[[], object]) -> list[TokenEvent | PromptScored]:
         before()
@@ -130,10 +130,10 @@ class EngineCore:
 
     def _clearing(self, plan: StepPlan) -> StepPlan:
         """The plan, which also clears the pages that a failed one perhaps has not; nothing has been computed since."""
-        if not self._uncleared or not plan.rows:
+        if not self._uncleared or plan.is_empty:
             return plan
         clear, self._uncleared = self._uncleared, ()
-        return StepPlan(plan.rows, clear + plan.clear)
+        return StepPlan(plan.listed, clear + plan.clear, plan.decode)
 
     def _run_parts(self, first: Row, second: Row, clear: tuple[int, ...]) -> StepResult:
         """Computes the two halves of one row in two steps."""

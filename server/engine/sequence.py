@@ -97,6 +97,10 @@ class Sequence:
     """Whether its constraint is computing what may be sampled next."""
     drafter: Drafter | None = None
     """Drafts its next tokens; None without speculative decoding."""
+    line: int = -1
+    """Its line among the sequences that decode (server.engine.decoding); -1 while it is not one of them."""
+    draw: int = -1
+    """Index of its last draw among the draws of the step that it was planned in as a Row."""
     chain: Chain = field(init=False)
     num_scored: int = field(init=False)
     """Prompt tokens that are scored or need no score; the first never needs one."""
@@ -142,6 +146,23 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens that are not computed yet: 1 during generation, more when the sequence is new or was preempted."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether its next row computes one token and draws the next one by the model and its settings alone, as do all rows after it."""
+        return (
+            self.num_tokens - self.num_computed == 1
+            and len(self.prompt) + self.min_new_tokens <= self.num_tokens < self.most_tokens
+            and self.num_scored == len(self.prompt)
+            and not self.forced
+            and self.drafter is None
+            and not self._is_guided
+        )
+
+    @property
+    def last_token(self) -> int:
+        """Its last token, where that is known and no forced one."""
+        return self.output[-1] if self.output else self.prompt[-1]
 
     @property
     def num_plannable(self) -> int:

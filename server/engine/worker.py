@@ -5,7 +5,6 @@ Invariant: it runs until Shutdown or until the other end of the pipe is closed. 
 supervisor replays its sequences; an exception in a submission fails that sequence alone. A thread sends heartbeats.
 """
 
-import contextlib
 import dataclasses
 import gc
 import logging
@@ -17,7 +16,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from model.checkpoint.conversion import only_pooled
 from model.checkpoint.families import read_spec
@@ -34,6 +33,7 @@ from server.errors import one_line
 
 if TYPE_CHECKING:
     from model.checkpoint.weights import Report
+    from model.devices.device import Device
     from model.runner.runner import ModelRunner
 
 log = logging.getLogger("onehead")
@@ -78,6 +78,9 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         multi_head_bytes_per_token=spec.multi_head_bytes_per_token(kv_dtype.itemsize),
         sequences=_sequences(limits, spec.contexts()),
         digest=_same_model(start, files.digest(spec)),
+        hardware=runner.device.description(),
+        device_memory=runner.device.own_memory(),
+        num_graphs=runner.num_graphs,
     )
     drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.options.speculation == "ngram" else None
     return EngineCore(Scheduler(limits, drafter_for), runner), ready
@@ -89,7 +92,7 @@ def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_conte
 
     options = dataclasses.replace(start.options, max_context=max_context)
     runner = ModelRunner.load(folder, spec, options, report)
-    _warn_of_float8(start, runner.device.name)
+    _say_what_is_slow(start, runner.device.name)
     return runner
 
 
@@ -99,10 +102,19 @@ def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
     return [(context, limits.layout.sequences(limits.num_pages, context, limits.step_tokens)) for context in lengths]
 
 
-def _warn_of_float8(start: protocol.Start, device: str) -> None:
-    """Warns of FP8 on a CPU, which is supported only to show the answers that a GPU would give."""
+def _say_what_is_slow(start: protocol.Start, device: str) -> None:
+    """Warns of FP8 on a CPU, which is supported only to show the answers that a GPU would give; says which steps int8 and int4 make no
+    faster on a GPU.
+    """
     if device == "cpu" and "fp8" in (start.options.quantization, start.options.cache_dtype):
         log.warning("fp8 on a CPU is slow, as torch converts it for every product; it shows the answers of a GPU. For speed use int8")
+    if device == "cuda" and start.options.quantization in ("int8", "int4"):
+        log.warning(
+            "%s on a GPU is dequantized as it is read: steps of more than 64 tokens, prompts among them, are expected to be no faster than "
+            "without quantization%s (an estimate, not measured)",
+            start.options.quantization,
+            ", and with engine.deterministic slower" if start.options.deterministic else "",
+        )
 
 
 def _check_conversion(start: protocol.Start, folder: Path) -> None:
@@ -156,8 +168,9 @@ def load_report(pipe: Connection, sink: logs.Sink) -> "Report":
 class Worker:
     """The message loop around one EngineCore."""
 
-    def __init__(self, pipe: Connection, core: EngineCore, masks: MaskProcesses) -> None:
+    def __init__(self, pipe: Connection, core: EngineCore, masks: MaskProcesses, device: "Device | None" = None) -> None:
         self.pipe = pipe
+        self.device = device
         self.core = core
         self.masks = masks
         self._sending = threading.Lock()
@@ -168,10 +181,15 @@ class Worker:
         """Starts a thread that sends a Heartbeat every `seconds` while the pipe is open."""
 
         def beat() -> None:
-            with contextlib.suppress(OSError):  # The pipe is closed; the message loop ends too.
+            try:
                 while True:
-                    self.send(protocol.Heartbeat(self.progress()))
+                    free, total = (0, 0) if self.device is None else self.device.own_memory()
+                    self.send(protocol.Heartbeat(self.progress(), total - free))
                     time.sleep(seconds)
+            except OSError:
+                return  # The pipe is closed; the message loop ends too.
+            except RuntimeError as error:
+                _end(error, self.device)  # The device is broken, while nothing may be running on it.
 
         threading.Thread(target=beat, daemon=True, name="heartbeat").start()
 
@@ -222,11 +240,12 @@ class Worker:
             if isinstance(event, PromptScored):
                 scores = [protocol.PromptScore(s.token, s.logprob, s.rank, list(s.top)) for s in event.scores]
                 self.send(protocol.PromptScores(event.id, event.first, scores))
-            elif isinstance(event.drawn, SampledToken):
-                drawn = event.drawn
-                tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, list(drawn.top)))
+                continue
+            drawn = event.drawn
+            if isinstance(drawn, SampledToken):
+                tokens.append(protocol.Token(event.id, event.index, drawn.token, drawn.logprob, event.finish, drawn.top))
             else:
-                failures.append(protocol.Failed(event.id, event.drawn.reason, event.drawn.refused, event.drawn.code))
+                failures.append(protocol.Failed(event.id, drawn.reason, drawn.refused, drawn.code))
         self._report(tokens, step_seconds)
         for failed in failures:
             self.send(failed)
@@ -293,6 +312,15 @@ def _refusal(error: Exception, start: protocol.Start) -> protocol.Refused:
     return protocol.Refused(f"the model could not be loaded: {reason or 'memory is exhausted'}", resource)
 
 
+def _end(error: Exception, device: "Device | None") -> NoReturn:
+    """Ends the process for an error that no single request has caused, with what is known of the hardware in the log."""
+    log.error("the engine has failed", exc_info=error)
+    if device is not None and (words := device.failure(error)):
+        log.error("%s", words)
+    logging.shutdown()
+    os._exit(1)  # Skips the orderly release of a broken device, which can hang and would delay the restart.
+
+
 def main() -> None:
     """Entry point: receives Start, answers Ready or Refused, then serves."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -307,7 +335,8 @@ def main() -> None:
         sink = logs.configure(start.log_level, start.log_format)
         try:
             core, ready = load(start, report := load_report(pipe, sink))
-            worker = Worker(pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))))
+            device = cast("ModelRunner", core.runner).device
+            worker = Worker(pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))), device)
             worker.start_heartbeat(start.heartbeat_seconds)  # Before Ready: an engine that cannot start a thread is refused.
             report("starting to serve", 0, 0)
         except Exception as error:
@@ -322,10 +351,8 @@ def main() -> None:
             worker.serve()
         except (EOFError, ConnectionError):
             raise
-        except Exception:
-            log.exception("the engine has failed")
-            logging.shutdown()
-            os._exit(1)  # Skips the orderly release of a broken device, which can hang and would delay the restart.
+        except Exception as error:
+            _end(error, device)
     except (EOFError, ConnectionError):
         return  # The API process has ended.
 

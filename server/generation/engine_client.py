@@ -17,7 +17,7 @@ from server.generation.clients import EVERYBODY, Terms
 from server.generation.request import Choice, Progress
 from server.generation.reservation import Reservation
 from server.metrics import Metrics
-from server.supervision.engine import PlainStream
+from server.supervision.engine import EngineEvent, PlainStream
 from server.supervision.journal import SequenceEvent, Written
 from server.supervision.supervisor import State, Supervisor
 
@@ -198,8 +198,11 @@ class LocalEngineClient:
         self.admission.draining = True
         self.on_change()
 
-    def on_engine_event(self, event: protocol.Tokens | protocol.Started) -> None:
+    def on_engine_event(self, event: EngineEvent) -> None:
         """Updates metrics and queue times by an event of the engine."""
+        if isinstance(event, protocol.Heartbeat):
+            self.metrics.device_memory_used.set(event.memory_used)
+            return
         if isinstance(event, protocol.Tokens):
             self.metrics.step(event.gauges, len(event.tokens))
             return

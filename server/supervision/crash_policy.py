@@ -30,6 +30,8 @@ BACKOFF_SECONDS = 0.5
 further failed load in a row. Other restarts are immediate.
 """
 MAX_BACKOFF_SECONDS = 8.0
+MIN_RECOVERY, LOADS = 60.0, 2.0
+"""Seconds for which open sequences wait for an engine at least, and loads: a later one reads files that are cached, but may fail once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,14 @@ class Timeouts:
     """An engine that makes no progress for this long is killed."""
     start: float
     """An engine that is not loaded after this long is killed."""
-    recovery: float
-    """Open sequences fail once no engine has been ready for this long."""
+    recovery: float | None
+    """Open sequences fail once no engine has been ready for this long; None for MIN_RECOVERY, or LOADS times the first load if that is
+    longer.
+    """
+
+    def recovery_after(self, first_load: float) -> float:
+        """The time that open sequences wait for an engine where the first one took `first_load` seconds to load."""
+        return max(MIN_RECOVERY, LOADS * first_load) if self.recovery is None else self.recovery
 
 
 class CrashPolicy:

@@ -14,7 +14,9 @@ docs/decisions/0033-short-spins.md."""
 WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-NVIDIA_DEVICE = Path("/dev/nvidia0")
+DEVICES = Path("/dev")
+STEP_SIZES = {False: (64, 512), True: (256, 4096)}
+"""Sequences and tokens of a step by default, on a CPU and on a GPU."""
 
 
 def available_processors(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> float:
@@ -33,12 +35,25 @@ def engine_threads(configured: int | None, environment: Mapping[str, str] = os.e
     return max(1, int(available_processors()))
 
 
-def api_processes(configured: int | None, device: str, gpu: Path = NVIDIA_DEVICE) -> int:
+def on_gpu(device: str, devices: Path = DEVICES, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether an engine with this engine.device will be on a GPU, as far as that can be told without torch."""
+    hidden = environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return device == "cuda" or (device == "auto" and not hidden and any(devices.glob("nvidia[0-9]*")))
+
+
+def step_sizes(max_running: int | None, step_tokens: int | None, device: str, devices: Path = DEVICES) -> tuple[int, int]:
+    """engine.max_running and engine.step_tokens: as configured, else by the device, and so that a step has a token for each sequence."""
+    most_running, most_tokens = STEP_SIZES[on_gpu(device, devices)]
+    if max_running is None:
+        max_running = most_running if step_tokens is None else min(most_running, step_tokens)
+    return max_running, step_tokens or max(most_tokens, max_running)
+
+
+def api_processes(configured: int | None, device: str, devices: Path = DEVICES) -> int:
     """The number of API processes: as configured, else 1 for an engine on a CPU, which needs the processors more."""
     if configured is not None:
         return configured
-    on_gpu = device == "cuda" or (device == "auto" and gpu.exists())
-    return min(4, max(1, int(available_processors()) // 8)) if on_gpu else 1
+    return min(4, max(1, int(available_processors()) // 8)) if on_gpu(device, devices) else 1
 
 
 def engine_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -47,7 +47,7 @@ class Supervisor:
         self._is_loaded = self._is_refused = False  # Of the current engine.
         self._silent_seconds = 0.0
         self._ready_seconds = 0.0
-        self._loading_seconds = 0.0
+        self._loading_seconds = self._first_load = 0.0
         self._down_seconds = 0.0
         """Seconds since an engine was last ready."""
         self._backoff = 0.0
@@ -75,7 +75,7 @@ class Supervisor:
     @property
     def recovery_overdue(self) -> bool:
         """Whether there has been no ready engine for longer than a request should wait for one."""
-        return self.ready is not None and self._down_seconds >= self._timeouts.recovery
+        return self.ready is not None and self._down_seconds >= self._timeouts.recovery_after(self._first_load)
 
     @property
     def absence(self) -> str:
@@ -208,6 +208,8 @@ class Supervisor:
             self._kill(f"could not be loaded: {refused.reason}")
 
     def _on_ready(self, ready: protocol.Ready) -> None:
+        if self.ready is None:
+            self._first_load = self._loading_seconds
         self.ready = ready
         self._is_loaded, self.crash_policy.failed_loads = True, 0
         self._one_at_a_time, self._last_open_id = self.crash_policy.one_at_a_time, self._next_id
@@ -236,6 +238,7 @@ class Supervisor:
         if beat.progress != self._progress or not any(sequence.sent for sequence in self.open.values()):
             self._silent_seconds = 0.0
         self._progress = beat.progress
+        self._on_event(beat)
 
     def _on_token(self, token: protocol.Token) -> None:
         """Journals and delivers a token if it is the next one of an open sequence; kills an engine that skipped some."""

@@ -1,8 +1,8 @@
-"""A visit to a GPU host, where there is none: its script, the parts that only a visit runs, and the training of the embedded model."""
+"""A visit to a GPU host, where there is none: its archive, the parts that only a visit runs, and the training of the embedded model."""
 
 import json
 import subprocess
-import tarfile
+import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu import check, embedded_model, profile, sweep
+from bench.gpu import attention, check, embedded_model, profile, sweep
+from bench.gpu.archive import read
+from bench.gpu.attention import Problem
 from bench.gpu.common import Part, make_checkpoint
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
@@ -23,38 +25,46 @@ from tests.support.attention_cases import Case
 from tests.support.paths import ROOT
 
 
-def visit(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([ROOT / "scripts" / "gpu_visit", *arguments], capture_output=True, text=True, check=False, timeout=150)
-
-
 def test_a_visit_leaves_one_archive_of_everything(tmp_path: Path) -> None:
-    done = visit("fast", "--small", "--only", "ceilings,attention", "--output", str(tmp_path / "out"))
+    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--small", "--only", "ceilings,attention", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    with tarfile.open(tmp_path / "out" / "visit.tgz") as archive:
-        names = {Path(name).name for name in archive.getnames()}
-    assert names >= {"imports.txt", "bench.txt", "gpu.json", "gpu.png", "ceilings.json", "ceilings.log", "attention.json"}
-    found = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    assert found["machine"] and all(check["holds"] for check in found["checks"])
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.zip"]
+    members = read(tmp_path / "gpu.zip")
+    logs = {f"{name}.log" for name in ("imports", "ceilings", "attention", "ceilings_after")}
+    assert set(members) == {"gpu.json", "report.txt", "gpu.png"} | logs
+    found = json.loads(members["gpu.json"])
+    assert found["server"]["device"] == "cpu" and all(check["holds"] for check in found["checks"])
     cases = {
         kernel: {heads: set(by_case) for heads, by_case in found["parts"]["attention"][kernel].items()}
         for kernel in ("onehead", "sdpa", "flex")
     }
     assert cases["onehead"] == {"4x32": {"1x64", "3x128"}, "3x16": {"1x64", "3x128"}}
     assert cases["sdpa"] == cases["flex"] == {"4x32": {"3x128"}, "3x16": {"3x128"}}
-    assert (tmp_path / "out" / "gpu.png").stat().st_size > 10_000
-    assert "onehead 4x32 3x128, no graph" in done.stdout
-    assert found["parts"]["attention"]["onehead"]["4x32"]["3x128"]["seconds_with_write"] > 0
+    assert len(members["gpu.png"]) > 10_000
+    assert "onehead 4x32 3x128, no graph" in done.stdout and members["report.txt"].decode() in done.stdout
+    figure = found["parts"]["attention"]["onehead"]["4x32"]["3x128"]
+    assert figure["seconds_with_write"] > 0 and figure["spread"][0] <= figure["seconds"] <= figure["spread"][1]
+    assert found["parts"]["ceilings_after"]["copy"]["rate"] > 0
 
 
-def test_a_visit_names_its_arguments(tmp_path: Path) -> None:
-    for arguments in ((), ("quickly",), ("right", "--fast")):
-        done = visit(*arguments)
-        assert done.returncode == 2 and "scripts/gpu_visit right|fast" in done.stderr
+def test_attention_that_is_wrong_is_not_timed(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.gpu.attention.backend_name", lambda *_: "reference")
+    monkeypatch.setattr("bench.gpu.attention.PEER_CASES", ())
+    run: Any = Problem.ours
+
+    def off(problem: Problem, chosen: list[int] | None = None) -> Any:
+        call = run(problem, chosen)
+        return lambda layer: call(layer) + 1e-2
+
+    monkeypatch.setattr(Problem, "ours", off)
+    attention.measure(part)
+    assert "is off by 0.0" in part.found["onehead"]["4x32"]["3x128"]["failed"]
 
 
 @pytest.fixture
 def part(tmp_path: Path) -> Part:
-    return Part(tmp_path / "part.json", "cpu", True, tmp_path, 100.0)
+    return Part(tmp_path / "gpu.zip", "part", "cpu", True, tmp_path, 100.0)
 
 
 @pytest.fixture
@@ -93,18 +103,16 @@ def test_a_check_finds_what_is_wrong(part: Part, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(check, "ModelRunner", Stale)
     with pytest.raises(AssertionError):
-        check.replays(part, ())
+        check.replays(part, {})
 
 
 def test_the_profile_of_a_step(part: Part) -> None:
     make_checkpoint(part)
     profile.measure(part)
     for case in ("1x64", "3x128"):
-        assert part.found[case]["temperature 0.6"]["step"] > 0 and part.found[case]["by kernel"] == {
-            "kernels": {},
-            "seconds": 0,
-            "calls": 0,
-        }
+        least, most = part.found[case]["temperature 0.6"]["step"]["spread"]
+        assert 0 < least <= part.found[case]["temperature 0.6"]["step"]["seconds"] <= most
+        assert part.found[case]["temperature 0.6, by kernel"] == {"kernels": {}, "seconds": 0, "calls": 0}
 
 
 @pytest.mark.skipif(find_spec("triton") is not None, reason="Triton is installed, and its interpreter is chosen when a process starts")

@@ -23,7 +23,8 @@ from commands.plan import draw, make_plan
 from commands.reference.twin import MultiHeadDecoder
 from model.checkpoint.families import read_spec
 from model.decoder import Decoder, meta_decoder
-from model.devices.quantized_modules import quantize_modules
+from model.devices.cpu.torch_blocks import BlockProducts
+from model.devices.products import Products
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.spec import CheckpointError
@@ -64,7 +65,7 @@ def test_published_dimensions(name: str, caplog: pytest.LogCaptureFixture) -> No
     assert plan.kv_bytes_per_token["bfloat16"] == {"multi_query": multi_query, "multi_head": multi_head}
     assert plan.kv_bytes_per_token["float32"] == {"multi_query": 2 * multi_query, "multi_head": 2 * multi_head}
     assert plan.weight_bytes["bfloat16"] == 2 * plan.parameters and plan.weight_bytes["float32"] == 4 * plan.parameters
-    assert plan.weight_bytes["int8"] < 1.03 * plan.parameters
+    assert plan.weight_bytes["int8"] < 1.09 * plan.parameters and plan.weight_bytes["int4"] < 0.66 * plan.parameters
     assert plan.fit is not None and all(row["multi_query"] > row["multi_head"] for row in plan.fit)
 
 
@@ -196,11 +197,11 @@ def test_as_it_is_in_8_bits_to_the_byte(tmp_path: Path) -> None:
 def weight_bytes_of(decoder: Decoder) -> dict[str, int]:
     """Counted on the decoder itself, with what stays in bfloat16."""
     found = {"float32": 4 * decoder.num_parameters, "bfloat16": 2 * decoder.num_parameters}
-    for kind in ("int8", "fp8"):
+    for products in (BlockProducts("int8"), BlockProducts("int4"), Products("fp8")):
         quantized = copy.deepcopy(decoder)
-        quantize_modules(quantized, kind, torch.float32)
+        products.replace(quantized, torch.float32)
         kept = [(p, p.dtype is not torch.float32 or name.endswith(".scale")) for name, p in quantized.named_parameters()]
-        found[kind] = sum(p.nbytes if is_8_bits else 2 * p.numel() for p, is_8_bits in kept)
+        found[products.quantization] = sum(p.nbytes if is_8_bits else 2 * p.numel() for p, is_8_bits in kept)
     return found
 
 

@@ -24,7 +24,7 @@ def test_all_of_them_are_listed() -> None:
 def test_a_preset_loads(path: Path) -> None:
     settings = load(ServeSettings, ["--config", str(path)], "onehead serve")
     values = tomllib.loads(path.read_text(encoding="utf-8"))
-    assert settings.engine.max_running == values.get("engine", {}).get("max_running", 64)
+    assert settings.engine.max_running == values.get("engine", {}).get("max_running")
     assert settings.host == values.get("host", "127.0.0.1")
 
 

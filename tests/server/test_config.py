@@ -113,7 +113,7 @@ def test_help_is_answered_in_any_environment(monkeypatch: pytest.MonkeyPatch, ca
     ("argv", "message"),
     [
         (("--engine.max_running", "0"), r"engine\.max_running"),
-        (("--engine.max_running", "600"), r"step_tokens 512 must be at least max_running 600"),
+        (("--engine.max_running", "600", "--engine.step_tokens", "512"), r"step_tokens 512 must be at least max_running 600"),
         (("--engine.dtype", "int3"), r"engine\.dtype"),
         (("--cache.memory", "lots"), r"cache\.memory: must be a share up to 1\.0, or bytes"),
         (("--cache.memory", "-1"), r"cache\.memory"),

@@ -2,14 +2,19 @@
 
 import random
 from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any, cast
 
 import prometheus_client
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.config import ServerSection
+from server.generation.engine_client import LocalEngineClient
 from server.metrics import LATENCY_BOUNDS, Histogram, Metrics
-from server.protocol import Gauges
+from server.protocol import Gauges, Heartbeat
 from tests.support.fake_engine import READY
 
 
@@ -61,6 +66,23 @@ def test_the_model_and_the_version_are_labels_of_info_metrics() -> None:
         "float32",
         "False",
     )
+
+
+def test_the_memory_of_a_gpu_is_that_of_the_last_heartbeat() -> None:
+    supervisor, metrics = SimpleNamespace(), Metrics()
+    client = LocalEngineClient(cast(Any, supervisor), metrics, ServerSection(), 1)
+
+    def memory() -> list[float]:
+        found = samples(metrics.exposition().decode())
+        return [found[f"onehead_device_memory_{kind}_bytes"] for kind in ("used", "total")]
+
+    metrics.loaded(READY)
+    client.on_engine_event(Heartbeat(3))
+    assert memory() == [0, 0]
+    metrics.loaded(replace(READY, hardware="NVIDIA H100", device_memory=(60, 80)))
+    assert memory() == [20, 80]
+    client.on_engine_event(Heartbeat(4, 25))
+    assert memory() == [25, 80] and 'hardware="NVIDIA H100"' in metrics.exposition().decode()
 
 
 def test_the_process_itself_is_measured() -> None:

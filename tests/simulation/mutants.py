@@ -25,6 +25,7 @@ from cache.table import PageTable
 from model.step import Row
 from server.engine import core, fair_shares
 from server.engine.core import EngineCore
+from server.engine.decoding import Decoding
 from server.engine.fair_shares import FairShares
 from server.engine.prefix_reuse import PrefixReuse
 from server.engine.scheduler import Scheduler
@@ -112,18 +113,21 @@ MUTANTS = (
         "end // self._page_size",
         "-(-end // self._page_size)",
     ),
-    Mutant("a block is claimed by one who left", Scheduler, "_preempt", "self._prefix_reuse.release_claims(sequence)", "pass"),
+    Mutant("a block is claimed by one who left", Scheduler, "_stop_running", "self._prefix_reuse.release_claims(sequence)", "pass"),
     Mutant("pages of a row in flight are given away", Scheduler, "cancel", "if sequence.num_in_flight", "if False"),
-    Mutant("a row in flight is taken for another's", Scheduler, "commit", "self.running.get(row.sequence) is not sequence", "False"),
-    Mutant("planned after a token that it must know", Scheduler, "plan", "if not sequence.needs_pending_token", "if True"),
+    Mutant("a row in flight is taken for another's", Scheduler, "_commit_decode", "self.running.get(sequence.id) is not sequence", "False"),
+    Mutant("a Row in flight is taken for another's", Scheduler, "_commit_row", "self.running.get(row.sequence) is not sequence", "False"),
+    Mutant("planned after a token that it must know", Scheduler, "_ready", "elif not sequence.needs_pending_token", "else"),
     Mutant("NaN left by a row in flight", Scheduler, "_discard", "if _is_corrupt(drawn)", "if False"),
     Mutant("a block without a page is still listed", PrefixCache, "_evicted", "self.retract(block)", "pass"),
     Mutant("the last token is not computed", PrefixReuse, "find", "sequence.num_skippable", "sequence.num_tokens"),
+    Mutant("a line keeps the number of the one that left", Decoding, "leave", "self.sequences[line].line = line", "pass"),
+    Mutant("a known token is taken for one in flight", Scheduler, "_ready", "self._decoding.know_tokens()", "pass"),
     # --- masks
     Mutant("a mask is taken before it is there", Scheduler, "take_masks", "not s.constraint.is_pending", "True"),
     Mutant("a row is planned without its mask", Sequence, "append", "self.awaits_mask = True", "pass"),
     Mutant("waiting for a mask is a stall", Worker, "progress", "self._num_idle_beats += self._waits_for_masks", "pass"),
-    Mutant("a constraint is followed although its sequence waits", Scheduler, "_preempt", "sequence.end_constraint()", "pass"),
+    Mutant("a constraint is followed although its sequence waits", Scheduler, "_stop_running", "sequence.end_constraint()", "pass"),
     # --- guesses
     Mutant("a wrong guess is taken for computed", Sequence, "on_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
     Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != draft", "False"),
@@ -134,7 +138,7 @@ MUTANTS = (
         "self._pages_to_clear.extend(sequence.table.release())",
         "sequence.table.release()",
     ),
-    Mutant("a guess fails its sequence", Scheduler, "commit", "if row.drafts and _is_corrupt", "if False and _is_corrupt"),
+    Mutant("a guess fails its sequence", Scheduler, "_commit_row", "if row.drafts and _is_corrupt", "if False and _is_corrupt"),
     Mutant("a failure goes before its tokens", Worker, "_send_events", "failures.append(", "self.send("),
     Mutant("guesses are lost with memory", core, "_without_drafts", "drafts=0", "drafts=row.drafts"),
     # --- clients

@@ -13,6 +13,7 @@ from typing import Any
 from server import protocol
 from server.http.stream_buffer import StreamStore
 from server.supervision.crash_policy import MAX_BACKOFF_SECONDS, MAX_QUARANTINES, MAX_UNATTRIBUTED_CRASHES, MIN_LOADS
+from server.supervision.engine import EngineEvent
 from server.supervision.supervisor import LIVE, State, Supervisor
 from tests.simulation import model as simulation_model
 from tests.simulation.checks import check_ends, check_idle, check_outcome
@@ -253,7 +254,7 @@ class World:
         self.seen["path: given up"] += 1
         self.seen["path: given up as it cannot be loaded"] += loads and not never_ready
 
-    def _on_news(self, news: protocol.Tokens | protocol.Started) -> None:
+    def _on_news(self, news: EngineEvent) -> None:
         if type(news) is protocol.Tokens and news.gauges.pages_used > self.scenario.pages:
             raise Violation(f"{news.gauges.pages_used} pages are used, of {self.scenario.pages}")
 

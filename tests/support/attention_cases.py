@@ -94,9 +94,11 @@ class Case:
         if name == "reference" or self.configuration is None:
             return create_backend(name, pool, scale, self.num_heads)
         from model.devices.gpu.attention.backend import TritonBackend
+        from model.devices.gpu.attention.fast import FastBackend
 
-        backend = TritonBackend(pool, scale, self.num_heads, self.configuration)
-        backend.capacity = self.capacity or backend.capacity
+        backend = (FastBackend if name == "triton-fast" else TritonBackend)(pool, scale, self.num_heads, self.configuration)
+        tiles = backend.tiles if name == "triton-fast" else backend
+        tiles.capacity = self.capacity or tiles.capacity
         return backend
 
     def run(self, chosen: list[int], layer: int = 0, name: str | None = None, pool: KVPool | None = None) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from server.http.stream_buffer import Retention, StreamStore
 from server.http.streams import StreamPublisher
 from server.metrics import Metrics
 from server.supervision.crash_policy import Timeouts
-from server.supervision.engine import PlainStream
+from server.supervision.engine import EngineEvent, PlainStream
 from server.supervision.supervisor import State, Supervisor
 from server.text.codec import TextCodec
 from tests.support.hash_model import next_token, oracle
@@ -191,7 +191,7 @@ class EngineRun:
         finish = "eos_token" if token in submit.stop_token_ids else "length" if index + 1 == submit.max_new_tokens else None
         if finish is not None:
             del self.open[id]
-        return protocol.Token(id, index, token, -1.0, finish, [(token, -1.0)] * submit.num_top)
+        return protocol.Token(id, index, token, -1.0, finish, ((token, -1.0),) * submit.num_top)
 
 
 def _seed(submit: protocol.Submit) -> int:
@@ -227,7 +227,7 @@ def serve(
         if state is State.STARTING:
             metrics.engine_restarts.inc()
 
-    def on_event(event: protocol.Tokens | protocol.Started) -> None:
+    def on_event(event: EngineEvent) -> None:
         client.on_engine_event(event)
 
     supervisor = Supervisor(engine.spawn, on_state, on_event, Timeouts(10.0, 600.0, 60.0))

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from cache.table import DROPPED
+from model.decode import NO_LINE
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 
@@ -24,6 +26,30 @@ def integrity(scheduler: Scheduler) -> list[str]:
         problems.append("a waiting sequence holds pages or has a row in flight")
     if not all(sequence.num_in_flight for sequence in scheduler._ended_in_flight):
         problems.append("a sequence that has ended holds pages without a step in flight")
+    return problems + _decoding(scheduler)
+
+
+def _decoding(scheduler: Scheduler) -> list[str]:
+    """What is wrong with the lines of the sequences that decode."""
+    decoding = scheduler._decoding
+    table, problems = decoding._table, []
+    if sorted(s.id for s in decoding.sequences) != sorted(s.id for s in scheduler.running.values() if s.line >= 0):
+        problems.append("the sequences that decode are not those that have a line")
+    if not (table.positions_R[len(decoding) :] == NO_LINE).all():
+        problems.append("a line of no sequence has a position")
+    for line, sequence in enumerate(decoding.sequences):
+        limit = min(sequence.table.room, sequence.most_tokens - 1)
+        found = sequence.line, table.ids[line], int(table.positions_R[line]), int(decoding._limits_R[line]), table.pages[line]
+        if found != (line, sequence.id, sequence.num_tokens - 1, limit, sequence.table.pages):
+            problems.append(f"line {line} of sequence {sequence.id} is {found}")
+        if not sequence.can_decode and sequence.num_tokens < sequence.most_tokens:
+            problems.append(f"sequence {sequence.id} decodes and cannot")
+        if any(
+            DROPPED != page != int(listed[line, place])
+            for listed, pages in zip(table.tables, sequence.table.pages, strict=True)
+            for place, page in enumerate(pages)
+        ):
+            problems.append(f"line {line} has other pages than its sequence {sequence.id}")
     return problems
 
 

@@ -1,37 +1,57 @@
-"""A simulated device stream: operations are executed late, and a captured CUDA graph is a recording of torch operations.
+"""A simulated device stream: operations are executed late, and a captured CUDA graph is a recording of torch operations
+and of Triton kernels under the interpreter.
 
 A replay executes the recorded operations again on the recorded tensors, as a CUDA graph does. Python code that ran during the capture does
 not run again, so values that a step took from the host then are still used.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.kernel_launches import watched
+
 
 class Recording(TorchDispatchMode):
-    """Records the torch operations executed while it is active."""
+    """Records the torch operations executed while it is active, and the Triton kernels that the interpreter runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.operations: list[Callable[[], None]] = []
+        self.kernels: AbstractContextManager[None] = nullcontext()
+        if "triton.runtime.interpreter" in sys.modules:
+            self.kernels = watched(lambda _, repeat: self.operations.append(repeat))
+
+    def __enter__(self) -> Self:
+        self.kernels.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.kernels.__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         found = function(*args, **(kwargs or {}))
-        self.operations.append((function, args, kwargs or {}, found))
+        self.operations.append(partial(self._repeat, function, args, kwargs or {}, found))
         return found
+
+    def _repeat(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Any) -> None:
+        found = function(*args, **kwargs)
+        for old, new in zip(tree_leaves(recorded), tree_leaves(found), strict=True):
+            if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
 
     def replay(self) -> None:
         with torch.inference_mode():
-            for function, args, kwargs, recorded in self.operations:
-                found = function(*args, **kwargs)
-                for old, new in zip(tree_leaves(recorded), tree_leaves(found), strict=True):
-                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
+            for operation in self.operations:
+                operation()
 
 
 class RecordedEvent:

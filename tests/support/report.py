@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from commands.bench.bench import PLAIN_WIDTH, circumstances
-
-Found = dict[str, Any]
+from commands.bench.bench import PLAIN_WIDTH
+from commands.bench.figures import circumstances
+from tests.support.checks import Check as Check
+from tests.support.checks import Found as Found
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +79,6 @@ def raise_file_limit() -> int:
 def progress() -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A requirement: whether it holds, and what was found."""
-
-    what: str
-    holds: bool
-    found: str
 
 
 def show(headings: Iterable[str], rows: Iterable[Iterable[object]], caption: str | None = None) -> None:

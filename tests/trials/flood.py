@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commands.bench.bench import spread
+from commands.bench.figures import spread
 from tests.support.live import Answer, Ask, Reply, Server, ask, asks, receive
 from tests.support.report import Check, Found, Memory, conclude, raise_file_limit, show, usage
 from tests.support.wire import http_request

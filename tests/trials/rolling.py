@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from commands.bench.bench import spread
+from commands.bench.figures import spread
 from tests.support.live import Answer, Ask, Server, ask, asks
 from tests.support.report import Check, Found, conclude, progress, show
 

@@ -10,7 +10,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from commands.bench.bench import percentile
+from commands.bench.figures import percentile
 from tests.support.report import picture, show
 from tests.trials.slopes import SMALL, Slope, medians, slope
 

@@ -1,9 +1,13 @@
-"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]... ARCHITECTURE:productLINE[:fp8]...`: compiles the kernels as
-these lines of attention's table, or of the products', ship them, for GPUs that need not be there; with `fp8` over keys, values and weights
-in float8. Prints a line of JSON for each: shared memory in bytes, and how often each instruction stands in the code.
+"""`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]... ARCHITECTURE:fastSHAPExBYTES:WINDOW[:fp8]...
+ARCHITECTURE:productLINE[:fp8]... ARCHITECTURE:FORM...`: compiles kernels for GPUs that need not be there.
+
+As lines of attention's table, or of the products', ship them; as single tokens and chunks of a model of this shape of heads take them;
+with `fp8` over keys, values and weights in float8; with `int8` or `int4` the products of blocks. Prints a line of JSON for each: shared
+memory in bytes, how often each instruction stands in the code, and in each loop that multiplies matrices.
 """
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -11,31 +15,41 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.devices.gpu import EXACT, products, rows, tiles
-from model.devices.gpu import draw as noise
+from model.devices.blocks import BLOCK, FORMATS
+from model.devices.gpu import EXACT, block_products, products, rows, tiles
+from model.devices.gpu import draw as draws
 from model.devices.gpu.attention import kernels, write
 from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
-from model.devices.gpu.attention.configurations import TABLE
+from model.devices.gpu.attention.configurations import FEW_ROWS, MANY_ROWS, TABLE, choose, choose_chunks, choose_decode
+from model.devices.gpu.attention.decode import decode
+from model.devices.gpu.attention.fast import decode_sizes_of
+from model.devices.gpu.drawing import DRAW_WARPS, FILTER_WARPS
 
 INSTRUCTIONS: tuple[str, ...] = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
+INSTRUCTIONS += ("ld.global.v4.b32", "ld.global.b16", "ld.global.b32")
+INSTRUCTIONS += ("cvt.rn.f32.u", "cvt.rn.f32.s")
 INSTRUCTIONS += ("cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16")
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
-POINTERS = {"spans_ptr": "*i32", "tiles_ptr": "*i32", "tables_ptr": "*i32", "slots_ptr": "*i32"}
+SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 576)
+"""Query heads and columns of a key."""
+POINTERS = {f"{name}_ptr": "*i32" for name in ("spans", "tiles", "tables", "slots", "positions", "counters")}
+LISTED, UNLISTED = {"positions_ptr": None}, {"spans_ptr": None, "tiles_ptr": None, "slots_ptr": None}
+"""Which pointers are absent where tiles are listed, and where they follow from positions."""
+MULTIPLICATION = re.compile(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|fma\.rn\.f32")
+NUMBERS = {2: "bf16", 4: "fp32"}
 FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
 POINTERS |= {"scale_ptr": "*fp32", "partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
-POINTERS |= {"logits_ptr": "*fp32", "normalisers_ptr": "*fp32", "largest_ptr": "*fp32", "tokens_ptr": "*i64"}
-POINTERS |= {
-    "rows_ptr": "*i64",
-    "draws_ptr": "*i64",
-    "settings_ptr": "*fp64",
-    "noise_ptr": "*fp64",
-    "scores_ptr": "*fp64",
-    "winners_ptr": "*i64",
-}
-FLOATS = "factor", "epsilon", "offset"
+POINTERS |= {"normalisers_ptr": "*fp32", "largest_ptr": "*fp32", "tokens_ptr": "*i64", "numbers_ptr": "*fp32", "adjusted_ptr": "*fp32"}
+POINTERS |= {f"{name}_ptr": "*i32" for name in ("words", "settings", "parts", "counters", "results", "counts", "limits")}
+POINTERS |= {"drawn_ptr": "*i64", "shares_ptr": "*fp64"}
+BLOCKS = POINTERS | {"numbers_ptr": "*u8", "scales_ptr": "*fp16", "minima_ptr": "*fp16", "ids_ptr": "*i64"}
+FLOATS = "factor", "epsilon", "offset", "scale"
 WIDTHS = 2048, 2304
 """Inputs and outputs of the products: StarCoderBase-1B's."""
+BLOCK_WIDTHS = 6144, 6400
+"""Those of the products of blocks: granite-20b-code's."""
+VOCABULARY = 50257
 
 
 def compiled(
@@ -49,12 +63,32 @@ def compiled(
             signature[name], attributes[(place,)] = pointers.get(name, "*" + number), [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
+            attributes |= {(place,): [["tt.divisibility", 16]]} if name == "stride" else {}
     source = ASTSource(
         kernel, signature, constexprs={name: constants[name] for name in kernel.arg_names if name in constants}, attrs=attributes
     )
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options | EXACT)
     counts = {instruction: made.asm["ptx"].count(instruction) for instruction in INSTRUCTIONS}
-    return {"kernel": kernel.__name__, "shared": made.metadata.shared, "counts": counts, "cubin": len(made.asm["cubin"])}
+    measures = {"counts": counts, "loops": loops(made.asm["ptx"]), "cubin": len(made.asm["cubin"])}
+    return {"kernel": kernel.__name__, "shared": made.metadata.shared} | measures
+
+
+def loops(ptx: str) -> list[dict[str, int]]:
+    """Of each innermost loop that multiplies: the barriers in it, and the copies to shared memory that it does not wait for."""
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0].strip(): number for number, line in enumerate(lines) if line.startswith("$L")}
+    spans = []
+    for number, line in enumerate(lines):
+        found = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
+        if found and labels[found[1]] < number:
+            spans.append((labels[found[1]], number))
+    inner = [(a, b) for a, b in spans if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)]
+    bodies = ["\n".join(lines[a:b]) for a, b in inner]
+    return [
+        {"barriers": body.count("bar.sync"), "copies": len(re.findall(r"cp\.async\.c[ag]", body))}
+        for body in bodies
+        if len(MULTIPLICATION.findall(body)) > 1
+    ]
 
 
 def tell(found: dict[str, Any]) -> None:
@@ -64,7 +98,7 @@ def tell(found: dict[str, Any]) -> None:
 def compile_products(architecture: int, line: int, stored: bool) -> None:
     """Plain, gated, and with weights that lie the other way round; and the kernels for rows and draws. Weights in float8 have scales."""
     _, size, tile = tiles.TABLE[line]
-    number, (inputs, outputs) = {2: "bf16", 4: "fp32"}[size], WIDTHS
+    number, (inputs, outputs) = NUMBERS[size], WIDTHS
     sizes: dict[str, Any] = {"GROUPS": 1, "INPUTS": inputs, "OUTPUTS": outputs, "STEP_G": 2 * inputs * outputs, "UPCAST": False}
     sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth} | ({} if stored else {"scale_ptr": None})
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -73,37 +107,121 @@ def compile_products(architecture: int, line: int, stored: bool) -> None:
     for gated, steps in ((False, (inputs, 1)), (True, (inputs, 1)), (False, (1, outputs))):
         constants = sizes | {"ACTIVATION": "gelu", "GATED": gated, "STEP_O": steps[0], "STEP_I": steps[1]}
         tell({"line": line, "architecture": architecture} | compiled(products.product, number, architecture, constants, options, pointers))
-    constants = {"COLUMNS": inputs, "BLOCK": inputs, "CENTRED": True}
-    tell({"architecture": architecture} | compiled(rows.normalise, number, architecture, constants, {}))
-    constants = {"COLUMNS": 50257, "BLOCK": 4096}
-    tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}))
-    for kernel in (noise.exponential_noise, noise.gumbel_max):
-        tell({"architecture": architecture} | compiled(kernel, number, architecture, {"BLOCK_B": noise.BLOCK}, {}))
+    compile_norms(architecture, number, inputs)
+    constants = {"COLUMNS": VOCABULARY, "BLOCK": 4096}
+    tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}, POINTERS | {"logits_ptr": "*fp32"}))
+    compile_draws(architecture, number)
+
+
+def compile_draws(architecture: int, number: str) -> None:
+    """The draw of all rows, the one of adjusted rows, and what comes before and after that."""
+    columns: dict[str, Any] = {"COLUMNS": VOCABULARY, "BLOCK_B": draws.BLOCK}
+    num_parts = triton.next_power_of_2(triton.cdiv(VOCABULARY, draws.BLOCK))
+    parts = {"DEPTH": WIDTHS[0], "PIECE": triton.next_power_of_2(triton.cdiv(WIDTHS[0], num_parts)), "NUM_PARTS": num_parts}
+    adjusted = POINTERS | {"logits_ptr": "*fp32"}
+    filters = columns | {"UNIT": 2.0 ** (62 - VOCABULARY.bit_length())}
+    for kernel, constants, pointers, warps in (
+        (draws.draw, columns | parts | {"words_ptr": None}, POINTERS, DRAW_WARPS),
+        (draws.draw, columns | parts | {"states_ptr": None}, adjusted, DRAW_WARPS),
+        (draws.adjust, columns, POINTERS, DRAW_WARPS),
+        (draws.confine, filters, adjusted, FILTER_WARPS),
+        (draws.confine, filters, POINTERS, FILTER_WARPS),
+    ):
+        tell({"architecture": architecture} | compiled(kernel, number, architecture, constants, {"num_warps": warps}, pointers))
+
+
+def compile_norms(architecture: int, number: str, columns: int) -> None:
+    """A branch that has a norm, as gemma3's; two branches and biases, as falcon's; a norm alone; of heads; a gate."""
+    pointers = "branch_ptr", "branch_weight_ptr", "branch_bias_ptr", "other_ptr", "bias_ptr"
+    sizes = {"COLUMNS": columns, "BLOCK": columns}
+    for centred, present in ((False, ("branch_ptr", "branch_weight_ptr")), (True, ("branch_ptr", "other_ptr", "bias_ptr")), (False, ())):
+        constants = sizes | {"CENTRED": centred} | {name: None for name in pointers if name not in present}
+        tell({"architecture": architecture} | compiled(rows.add_norm, number, architecture, constants, {}))
+    constants = {"COLUMNS": 256, "BLOCK": 256, "CENTRED": False, "query_bias_ptr": None, "key_bias_ptr": None}
+    tell({"architecture": architecture} | compiled(rows.norm_heads, number, architecture, constants, {"num_warps": 1}))
+    gated = {"COLUMNS": columns, "BLOCK": 1024, "ACTIVATION": "gelu_tanh"}
+    tell({"architecture": architecture} | compiled(rows.gate, number, architecture, gated, {}))
+
+
+def compile_blocks(architecture: int, form: str) -> None:
+    """Every tile, with and without parts; in float32; the joining of parts; the rows of a table and of a matrix."""
+    inputs, outputs = BLOCK_WIDTHS
+    absent = {} if form == "int4" else {"minima_ptr": None}
+    stored = {"INPUTS": inputs, "OUTPUTS": outputs, "ROWS": outputs, "BLOCKS": inputs // BLOCK, "UPCAST": False} | absent
+    tiles_of = {"bf16": block_products.TILES, "fp32": (block_products.FLOAT32_TILE,)}
+    for number, tile, parts in ((number, tile, parts) for number, of_it in tiles_of.items() for tile in of_it for parts in (1, 4)):
+        constants = stored | {
+            "PART": inputs // parts,
+            "PARTS": parts,
+            "BLOCK_T": tile.rows,
+            "BLOCK_O": tile.outputs,
+            "BLOCK_I": tile.inputs,
+        }
+        pointers = BLOCKS | ({"y_ptr": "*fp32"} if parts > 1 else {})
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        made = compiled(block_products.block_product, number, architecture, constants, options, pointers)
+        tell({"rows": tile.rows, "number": number, "architecture": architecture} | made)
+    constants = {"OUTPUTS": outputs, "PARTS": 4, "BLOCK_Y": block_products.JOINED_AT_ONCE}
+    joined = compiled(block_products.join, "bf16", architecture, constants, {}, BLOCKS | {"sums_ptr": "*fp32"})
+    tell({"architecture": architecture} | joined)
+    for without_ids in ({}, {"ids_ptr": None}):
+        constants = stored | without_ids | {"BLOCK_N": block_products.OUTPUTS, "BLOCK_I": block_products.INPUTS}
+        tell({"architecture": architecture} | compiled(block_products.dequantize, "bf16", architecture, constants, {}, BLOCKS))
 
 
 def compile_attention(architecture: int, line: int, window: int, stored: bool) -> None:
     """With a window only what differs."""
     most_heads, columns, size, configuration = TABLE[line]
     num_d, num_r = LATENT.get(columns, (columns, 0))
-    constants = sizes_of(min(most_heads, 128), num_d, num_r, num_d, configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
+    constants = sizes_of(min(most_heads, 128), (num_d, num_r, num_d), configuration) | {"BLOCK_C": JOINED_AT_ONCE, "WINDOW": window}
     constants |= {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False}
     constants |= write_sizes_of(min(most_heads, 128), columns, num_d) | {"INTERLEAVED": False}
     pointers = POINTERS | (FLOAT8 if stored else {})
-    made: list[tuple[Any, dict[str, Any]]] = [(kernels.attend, {}), (write.scatter, {"cosine_ptr": None, "sine_ptr": None})]
+    # Listed with a window, else by positions.
+    absent: dict[str, Any] = LISTED if window else UNLISTED
+    unturned = {"cosine_ptr": None, "sine_ptr": None}
+    made: list[tuple[Any, dict[str, Any]]] = [(kernels.attend, {}), (write.scatter, unturned)]
     made += [] if num_r else [(write.scatter, {})]  # Latents come turned.
     made += [] if window else [(kernels.join, {})]
-    for kernel, absent in made:
+    for kernel, others in made:
         options = configuration.options if kernel is kernels.attend else {}
-        found = compiled(kernel, {2: "bf16", 4: "fp32"}[size], architecture, constants | absent, options, pointers)
-        tell({"line": line, "turns": not absent, "window": window, "architecture": architecture} | found)
+        found = compiled(kernel, NUMBERS[size], architecture, constants | absent | others, options, pointers)
+        tell({"line": line, "turns": not others, "window": window, "architecture": architecture} | found)
+
+
+def compile_fast(architecture: int, shape: int, window: int, stored: bool, size: int) -> None:
+    """The decode kernel for every class of rows, and the kernel for many tiles."""
+    heads, columns = SHAPES[shape]
+    num_d, num_r = LATENT.get(columns, (columns, 0))
+    shared = choose(heads, columns, size, 64)
+    assert shared is not None
+    constants: dict[str, Any] = {"PAGE": 64, "VALUE_IN_KEY": num_r > 0, "UPCAST": False, "INTERLEAVED": False, "WINDOW": window}
+    constants |= {"cosine_ptr": None, "sine_ptr": None} if num_r else {}
+    pointers, told = POINTERS | (FLOAT8 if stored else {}), {"shape": f"{heads}x{columns}", "window": window, "architecture": architecture}
+    classes = [choose_decode(shared, heads, columns, size, 64, num_rows) for num_rows in (1, FEW_ROWS, MANY_ROWS)]
+    # Classes that differ in their splits alone have the same code.
+    for decoding in {(each.groups, each.keys): each for each in classes}.values():
+        # In a captured step without a window, else beside chunks.
+        sizes = decode_sizes_of(heads, (num_d, num_r, num_d), decoding) | constants | ({} if window else {"tokens_ptr": None})
+        found = compiled(decode, NUMBERS[size], architecture, sizes, decoding.options, pointers)
+        tell(told | {"rows": decoding.rows, "groups": decoding.groups, "size": size} | found)
+    chunks = choose_chunks(columns, size, 64)
+    sizes = sizes_of(heads, (num_d, num_r, num_d), chunks) | constants | LISTED
+    found = compiled(kernels.attend, NUMBERS[size], architecture, sizes, chunks.options, pointers)
+    tell(told | {"rows": chunks.rows, "groups": 1, "size": size} | found)
 
 
 def main() -> None:
     for wanted in sys.argv[1:]:
         plain = wanted.removesuffix(":fp8")
         architecture, line, *window = plain.split(":")
-        if line.startswith("product"):
+        if line in FORMATS:
+            compile_blocks(int(architecture), line)
+        elif line.startswith("product"):
             compile_products(int(architecture), int(line.removeprefix("product")), plain != wanted)
+        elif line.startswith("fast"):
+            shape, size = line.removeprefix("fast").split("x")
+            compile_fast(int(architecture), int(shape), int(window[0]), plain != wanted, int(size))
         else:
             compile_attention(int(architecture), int(line), int(window[0]), plain != wanted)
 

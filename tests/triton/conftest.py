@@ -5,7 +5,8 @@ file is read before any test runs: torch and transformers import it on their way
 
 Its conversions of float8 are wrong: a mantissa that is rounded up to the next power of two comes out as half of it, what is below
 2**-6 is cut off instead of rounded, and NaN is a number. They are replaced by torch's, which are what the instructions of a GPU do
-(`cvt.rn.satfinite.e4m3x2.f32`, `cvt.rn.f16x2.e4m3x2`; test_compile.py finds these in the code).
+(`cvt.rn.satfinite.e4m3x2.f32`, `cvt.rn.f16x2.e4m3x2`; test_compile.py finds these in the code). Its conversion of float32 to bfloat16,
+which cuts off instead of rounding, is replaced too.
 
 Its matrix products are numpy's, which give a row other bits at other places of the matrix on some processors, where a GPU's instructions
 do not. Each row is therefore multiplied on its own.
@@ -45,7 +46,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = interpreter._convert_float
 
     def convert(x: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if "fp8e4nv" not in (str(source), str(target)):
+        if "fp8e4nv" not in (str(source), str(target)) and (str(source), str(target)) != ("fp32", "bf16"):
             return theirs(x, source, target, rounding)
         numbers = torch.from_numpy(np.ascontiguousarray(x)).view(TORCH_TYPES[str(source)]).to(TORCH_TYPES[str(target)])
         return numbers.view(BITS[numbers.itemsize]).numpy()
@@ -55,7 +56,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def multiply_rows(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         handle = interpreter.TensorHandle
-        rows = handle(a.data[:, None], a.dtype), b, handle(d.data[:, None], d.dtype)
-        return handle(multiply(builder, *rows, *options).data[:, 0], d.dtype.scalar)
+        rows = handle(a.data[..., None, :], a.dtype), handle(b.data[..., None, :, :], b.dtype), handle(d.data[..., None, :], d.dtype)
+        return handle(multiply(builder, *rows, *options).data[..., 0, :], d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiply_rows)

@@ -14,9 +14,13 @@ from model.devices.gpu import tiles
 from model.devices.gpu.attention.configurations import TABLE
 from tests.support.paths import ROOT
 
+SHAPES = range(7)
+"""Those of compile_kernels.py, which imports Triton."""
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
 KERNELS = {"attend", "join", "scatter"}
-BY_ROWS = "normalise", "summarise", "exponential_noise", "gumbel_max"
+VECTORISED = "add_norm", "norm_heads", "gate"
+"""Their threads read 16 bytes at once."""
+BY_ROWS = *VECTORISED, "summarise", "draw", "adjust", "confine"
 FLOAT8_ARCHITECTURES = 90, 100
 SAMPLE = [(80, 0, 0), (90, 5, 0), (100, 5, 512)]
 FLOAT8_SAMPLE = [(90, 0, 0), (100, 0, 0)]
@@ -49,8 +53,11 @@ def compiled(wanted: list[str], cache: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     stored = wanted[0].endswith(":fp8")
     for made in found:
+        what = " ".join(f"{name} {made[name]}" for name in ("line", "shape", "rows", "groups", "window") if name in made)
+        print(f"sm_{made['architecture']} {made['kernel']:9} {what:45} {made['shared'] / 1024:5.0f} KiB shared, loops {made['loops']}")
+    for made in found:
         assert made["shared"] <= SHARED_KIB[made["architecture"]] * 1024 and made["cubin"] > 0, made
-        reads, writes = made["kernel"] in ("attend", "product"), made["kernel"] == "scatter"
+        reads, writes = made["kernel"] in ("attend", "decode", "product"), made["kernel"] in ("scatter", "decode")
         # Triton 3.9 converts to bfloat16 at once where there is an instruction for that.
         converted = made["counts"]["cvt.rn.f16x2.e4m3x2"] + made["counts"]["cvt.rn.bf16x2.e4m3x2"]
         assert (converted > 0) == (stored and reads), made
@@ -78,18 +85,75 @@ def check(wanted: list[tuple[int, int, int]], cache: Path, stored: str = "") -> 
         check_instruction(made, configuration.rows, size)
 
 
+def check_fast(wanted: list[tuple[int, int, int]], cache: Path, stored: str = "", size: int = 2) -> None:
+    """Compiles (architecture, shape, window): the loads of every loop are copies on their way, and warps with keys of their own meet at
+    most twice in it.
+    """
+    found = compiled([f"{architecture}:fast{shape}x{size}:{window}{stored}" for architecture, shape, window in wanted], cache)
+    assert [made["kernel"] for made in found].count("attend") == len(wanted) and {made["kernel"] for made in found} == {"attend", "decode"}
+    for made in found:
+        check_instruction(made, made["rows"], size)
+        for loop in made["loops"] if size == 2 else ():
+            assert loop["copies"] > 0, made
+            assert made["groups"] == 1 or loop["barriers"] <= 2, made
+        assert len(made["loops"]) >= 1, made
+
+
 def check_products(wanted: list[tuple[int, int]], cache: Path, stored: str = "") -> None:
     """Compiles (architecture, line of the products' table)."""
     found = compiled([f"{architecture}:product{line}{stored}" for architecture, line in wanted], cache)
     products = [made for made in found if made["kernel"] == "product"]
     assert len(products) == 3 * len(wanted) and {made["kernel"] for made in found} == {"product", *BY_ROWS}
+    for made in found:
+        if made["kernel"] in VECTORISED:
+            assert made["counts"]["ld.global.v4.b32"] > 0 and not made["counts"]["ld.global.b16"] + made["counts"]["ld.global.b32"], made
     for made in products:
         _, size, tile = tiles.TABLE[made["line"]]
         check_instruction(made, tile.rows, size)
 
 
+BLOCK_SHARED_KIB = SHARED_KIB | {86: 99, 89: 99}
+"""Cards of 24 GB, for which 4 bits are, have less."""
+BLOCK_INSTRUCTIONS = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+def check_blocks(architecture: int, form: str, cache: Path) -> None:
+    """Every tile fits, by tensor cores, fed by asynchronous copies; integers become floats without the slow conversion."""
+    done = compile_kernels([f"{architecture}:{form}"], cache)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [made["kernel"] for made in found] == ["block_product"] * 8 + ["join"] + ["dequantize"] * 2
+    for made in found:
+        counts = made["counts"]
+        assert made["shared"] <= BLOCK_SHARED_KIB[architecture] * 1024 and made["cubin"] > 0, made
+        assert counts["cvt.rn.f32.u"] == counts["cvt.rn.f32.s"] == 0, made
+        if made["kernel"] == "block_product":
+            instruction = BLOCK_INSTRUCTIONS[architecture] if made["number"] == "bf16" else "fma.rn.f32"
+            others = {*BLOCK_INSTRUCTIONS.values()} - {instruction}
+            assert counts[instruction] > 0 and not any(counts[other] for other in others), made
+            # Of numbers, scales, minima and rows of x, in the loop and before it.
+            assert counts["cp.async.c"] >= 8, made
+
+
+def test_products_of_blocks_compile_with_the_expected_instructions(tmp_path: Path) -> None:
+    check_blocks(89, "int4", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("architecture", BLOCK_INSTRUCTIONS)
+def test_all_products_of_blocks_compile_with_the_expected_instructions(architecture: int, form: str, tmp_path: Path) -> None:
+    check_blocks(architecture, form, tmp_path)
+
+
 def test_a_sample_compiles_with_the_expected_instructions(tmp_path: Path) -> None:
     check(SAMPLE, tmp_path)
+
+
+def test_a_sample_of_single_tokens_and_chunks_compiles(tmp_path: Path) -> None:
+    check_fast([(90, 0, 0), (100, 2, 0)], tmp_path)
+    check_fast([(80, 3, 512)], tmp_path, size=4)
 
 
 def test_a_sample_of_the_products_compiles_with_the_expected_instructions(tmp_path: Path) -> None:
@@ -98,6 +162,7 @@ def test_a_sample_of_the_products_compiles_with_the_expected_instructions(tmp_pa
 
 def test_a_sample_over_float8_compiles_with_instructions_that_convert_it(tmp_path: Path) -> None:
     check(FLOAT8_SAMPLE, tmp_path, ":fp8")
+    check_fast([(90, 0, 0)], tmp_path, ":fp8")
     check_products([(90, 0), (100, 3)], tmp_path, ":fp8")
 
 
@@ -113,6 +178,7 @@ def test_there_is_no_float8_before_its_instructions(wanted: str, tmp_path: Path)
 @pytest.mark.parametrize("architecture", FLOAT8_ARCHITECTURES)
 def test_every_configuration_over_float8_compiles(architecture: int, tmp_path: Path) -> None:
     check([(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)], tmp_path, ":fp8")
+    check_fast([(architecture, shape, window) for shape in SHAPES for window in (0, 512)], tmp_path, ":fp8")
     check_products([(architecture, line) for line in range(len(tiles.TABLE))], tmp_path, ":fp8")
 
 
@@ -121,4 +187,6 @@ def test_every_configuration_over_float8_compiles(architecture: int, tmp_path: P
 @pytest.mark.parametrize("architecture", SHARED_KIB)
 def test_every_configuration_compiles_with_the_expected_instructions(architecture: int, tmp_path: Path) -> None:
     check([(architecture, line, window) for line in range(len(TABLE)) for window in (0, 512)], tmp_path)
+    check_fast([(architecture, shape, window) for shape in SHAPES for window in (0, 512)], tmp_path)
+    check_fast([(architecture, shape, 0) for shape in SHAPES], tmp_path, size=4)
     check_products([(architecture, line) for line in range(len(tiles.TABLE))], tmp_path)

@@ -1,6 +1,7 @@
 """The real decoder and runner over the GPU's kernels, interpreted: every family's logits and tokens are those over the reference."""
 
 from array import array
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,8 +17,6 @@ from model.devices.cpu import native
 from model.devices.cpu.device import CpuDevice
 from model.devices.gpu.device import GpuDevice
 from model.devices.gpu.tiles import Tile
-from model.devices.products import Products
-from model.devices.quantization import HOST
 from model.layers import RMSNorm
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
@@ -44,15 +43,20 @@ def check(family: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatc
     ids = torch.randint(3, decoder.spec.vocab_size, (70,), generator=generator).tolist()
     with torch.inference_mode():
         expected = logits_by_chunks(decoder, "reference", ids, [70], 16)
-        assert (logits_by_chunks(decoder, "triton", ids, [40, 1, 1, 5, 23], 16) - expected).abs().max() < TOLERANCE
+        for name in ("triton", "triton-fast"):
+            assert (logits_by_chunks(decoder, name, ids, [40, 1, 1, 5, 23], 16) - expected).abs().max() < TOLERANCE
+        gpu = GpuDevice("cpu")
+        fused = load_decoder(checkpoint.folder, decoder.spec, torch.float32, CPU, gpu.products(gpu.dtypes("auto"), "none", False))
+        assert fused.products == "cublas" and type(fused.final_norm) is not type(decoder.final_norm)
+        assert (logits_by_chunks(fused, "reference", ids, [40, 1, 29], 16) - expected).abs().max() < TOLERANCE
     outputs = []
-    for name in ("reference", "triton"):
+    for name in ("reference", "triton", "triton-fast"):
         monkeypatch.setattr(CpuDevice, "backend_for", lambda *_, name=name: name)
         core = make_core(checkpoint, num_pages=40, page_size=32)  # type: ignore[arg-type]
         core.scheduler.submit(0, ids[:21], 21, GREEDY)
         core.scheduler.submit(1, ids[30:33], 5, GREEDY)
         outputs.append(finish(core))
-    assert outputs[0] == outputs[1] and [len(outputs[0][i]) for i in (0, 1)] == [21, 5]
+    assert outputs[0] == outputs[1] == outputs[2] and [len(outputs[0][i]) for i in (0, 1)] == [21, 5]
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -113,7 +117,7 @@ DETERMINISTIC = [
     ("gpt_bigcode", 3, "none", torch.float32),
     ("gemma3_text", 1, "none", torch.bfloat16),
     ("llama", 1, "none", torch.float16),
-    ("llama", 3, "int8", torch.float32),
+    ("llama", 3, "int4", torch.float32),
     ("deepseek_v3", 2, "int8", torch.float32),
     ("deepseek_v3", 2, "fp8", torch.float32),
     ("gemma3_text", 1, "fp8", torch.float32),
@@ -130,21 +134,20 @@ def check_deterministic(
 
     checkpoint = make(family, number, folder)
     spec = read_spec(checkpoint.folder)
-    monkeypatch.setattr("model.devices.gpu.device.integer_product", HOST.integer_product)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
     device = GpuDevice("cpu")
-    products = device.products(device.dtypes("auto"), quantization, True), Products(quantization)
+    products = (device.products(device.dtypes("auto"), quantization, deterministic) for deterministic in (True, False))
     decoder, usual = (load_decoder(checkpoint.folder, spec, dtype, CPU, each) for each in products)
     assert sum(p.nbytes for p in decoder.parameters()) == sum(p.nbytes for p in usual.parameters())
     left = [name for name, module in decoder.named_modules() if isinstance(module, nn.Linear | nn.LayerNorm | RMSNorm)]
     assert left == []
     # The interpreter's time is in the number of blocks.
     monkeypatch.setattr(launches, "choose", lambda columns, itemsize: Tile(32, 128, 128, 4, 1))
-    options = EngineOptions("cpu", str(dtype).removeprefix("torch."), 1, 32, 60, None, 512, 8, 64, quantization)
+    options = EngineOptions("cpu", str(dtype).removeprefix("torch."), 1, 32, 60, None, 512, 8, 64, quantization, deterministic=True)
     runner = ModelRunner.over(decoder, device, options)
     assert runner.kernels == "triton" and runner.deterministic
-    unlike = ModelRunner.over(usual, device, options)
-    assert unlike.kernels == "triton+torch" and not unlike.deterministic
+    unlike = ModelRunner.over(usual, device, replace(options, deterministic=False))
+    assert unlike.kernels == "triton-fast+cublas" and not unlike.deterministic
     scored = [score_prompt(each) for each in (runner, unlike)]
     assert max(abs(a - b) for a, b in zip(*scored, strict=True)) < (1e-4 if dtype is torch.float32 and quantization == "none" else 0.3)
     check_bits(runner)
@@ -182,6 +185,8 @@ def test_a_gpu_gets_these_kernels_where_they_fit() -> None:
         return KVPool.allocate(CacheLayout.of(2, (), page_size), 4, 128, 128, dtype, torch.device("meta"))
 
     backend_for = GpuDevice().backend_for
-    expected = "reference" if find_spec("triton") is None else "triton"
-    assert backend_for(pool(64), 16) == backend_for(pool(256), 71) == backend_for(pool(16, torch.float32), 16) == expected
-    assert backend_for(pool(1), 16) == backend_for(pool(48), 16) == "reference"
+    for deterministic, expected in ((False, "triton-fast"), (True, "triton")):
+        expected = "reference" if find_spec("triton") is None else expected
+        found = {backend_for(*sizes, deterministic) for sizes in ((pool(64), 16), (pool(256), 71), (pool(16, torch.float32), 16))}
+        assert found == {expected}
+        assert backend_for(pool(1), 16, deterministic) == backend_for(pool(48), 16, deterministic) == "reference"

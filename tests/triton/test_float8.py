@@ -6,7 +6,7 @@ import torch
 from cache.pool import in_float8
 from model.devices.gpu.attention.configurations import Configuration
 from model.devices.gpu.device import GpuDevice
-from model.devices.quantization import HOST
+from model.devices.quantization import float8_product
 from model.devices.quantized_modules import QuantizedLinear
 from model.layers import Linear
 from tests.support.attention_cases import Case
@@ -93,7 +93,7 @@ def made_linear(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) ->
     """Rows, and a layer of float8 weights with a bias. Its scales differ by a factor of 1000."""
     generator = torch.Generator().manual_seed(num_rows)
     linear = Linear(inputs, outputs, dtype=dtype)
-    made = QuantizedLinear(linear, "fp8", dtype)
+    made = QuantizedLinear(linear, dtype, float8_product)
     made.allocate(torch.device("cpu"))
     sizes = torch.logspace(-3, 0, outputs)[:, None]
     made.set_rows(0, torch.randn(outputs, inputs, generator=generator) * inputs**-0.5 * sizes)
@@ -109,9 +109,9 @@ def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtyp
     bias_O = linear.bias
     for given in (bias_O, None):
         linear.bias = given  # type: ignore[assignment]
-        linear.arithmetic = HOST
+        linear.multiply = float8_product
         expected_TO = linear(x_TI)
-        linear.arithmetic = GPU.products(GPU.dtypes("auto"), "fp8", False).arithmetic
+        linear.multiply = GPU.products(GPU.dtypes("auto"), "fp8", False).multiply_float8
         y_TO = linear(x_TI)
         assert y_TO.dtype is dtype and y_TO.shape == (num_rows, outputs)
         assert ((y_TO.float() - expected_TO.float()).abs() <= NEAR[dtype] * (expected_TO.float().abs() + 0.1)).all()
@@ -120,7 +120,7 @@ def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtyp
 @torch.inference_mode()
 def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company() -> None:
     x_TI, linear = made_linear(90, 200, 40, torch.float32)
-    linear.arithmetic = GPU.products(GPU.dtypes("auto"), "fp8", False).arithmetic
+    linear.multiply = GPU.products(GPU.dtypes("auto"), "fp8", False).multiply_float8
     together = linear(x_TI)
     for rows in (slice(0, 1), slice(63, 65), slice(70, 90), slice(89, 90)):
         assert torch.equal(linear(x_TI[rows]), together[rows])
@@ -140,7 +140,7 @@ def test_a_conversion_is_torchs_number_by_number() -> None:
     x_Td = torch.randn(4, 1024, generator=generator) * sizes
     keys, slots = torch.zeros(1, 4, 1024, dtype=torch.float8_e4m3fn), torch.arange(4, dtype=torch.int32)
     scatter[(4, 1)](
-        x_Td, x_Td, x_Td, None, None, x_Td, keys, keys, slots, 1024, 1024, 1024,
+        x_Td, x_Td, x_Td, None, None, x_Td, keys, keys, slots, None, slots, 1024, 1024, 1024, 0, 0, 1, 16,
         HEADS=1, BLOCK_HEADS=1, KEY_DIM=1024, VALUE_DIM=1024, BLOCK_KEY=1024, BLOCK_VALUE=1024, VALUE_IN_KEY=True, INTERLEAVED=False,
     )  # fmt: skip
     assert torch.equal(keys[0].view(torch.uint8), in_float8(x_Td).view(torch.uint8))

@@ -4,14 +4,18 @@ import random
 from array import array
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cache.layout import CacheLayout, pages_for
 from cache.table import DROPPED
+from model.decode import DecodeTable
 from model.devices.gpu.attention.configurations import Configuration
 from model.devices.gpu.attention.plan import ALIGNMENT, TILE_BUCKET, GroupLists, most_splits, plan_groups
-from model.step import Row
+from model.devices.gpu.attention.singles import Shape, packed, shape_of, unpacked
+from model.step import PENDING, Row
 
 ROWS = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40) | st.just(1)), min_size=1, max_size=12)
 
@@ -37,7 +41,7 @@ class Step:
         self.num_tokens = first
 
     def lists(self, number: int) -> GroupLists:
-        return plan_groups(self.rows, self.firsts, self.layout, self.num_heads, self.configuration, self.capacity)[number]
+        return plan_groups(self.rows, self.firsts, self.num_tokens, self.layout, self.num_heads, self.configuration, self.capacity)[number]
 
 
 STEPS = st.builds(
@@ -57,9 +61,11 @@ def test_every_row_is_in_one_tile_with_the_splits_it_sees(step: Step) -> None:
         assert len(lists.tiles) % TILE_BUCKET == 0
         tiles = [tile for tile in lists.tiles.tolist() if tile[0] >= 0]
         assert all(tile == [-1, 0, 0, 0, tile[4], 0, 0] for tile in lists.tiles.tolist()[len(tiles) :])
-        # Each once, in their order.
+        # Each once, and tiles with the most keys first.
         there = [(i, j) for i, row in enumerate(step.rows) for j in range(len(row.tokens) * step.num_heads)]
-        assert [(i, j) for i, begin, _, _, _, last, _ in tiles for j in range(begin, last + 1)] == there
+        assert sorted((i, j) for i, begin, _, _, _, last, _ in tiles for j in range(begin, last + 1)) == there
+        ends = [step.rows[i].start + last // step.num_heads for i, _, _, _, _, last, _ in tiles]
+        assert ends == sorted(ends, reverse=True)
         for i, begin, first_split, num_splits, _, last, split in tiles:
             assert begin <= last < begin + rows
             first, end = (step.rows[i].start + j // step.num_heads for j in (begin, last))
@@ -98,6 +104,47 @@ def test_no_two_parts_of_a_wave_share_a_place(step: Step) -> None:
             places = [place for _, _, _, num_splits, first, *_ in parts for place in range(first, first + num_splits)]
             assert len(places) == len(set(places)) and all(0 <= place < step.capacity for place in places)
         assert end == len(lists.tiles)
+
+
+@given(STEPS, st.integers(0, 3))
+def test_some_rows_of_a_step_leave_the_other_tokens_alone(step: Step, place: int) -> None:
+    chosen = list(range(place % len(step.rows), len(step.rows), 2))
+    rows, firsts = [step.rows[i] for i in chosen], [step.firsts[i] for i in chosen]
+    lists = plan_groups(rows, firsts, step.num_tokens, step.layout, step.num_heads, step.configuration, step.capacity)
+    for number, of_group in enumerate(lists):
+        theirs = np.zeros(step.num_tokens, bool)
+        for row, first in zip(rows, firsts, strict=True):
+            theirs[first : first + len(row.tokens)] = True
+        whole = step.lists(number).slots[:, : step.num_tokens]
+        assert (of_group.slots[:, : step.num_tokens] == np.where(theirs, whole, -1)).all()
+        assert of_group.spans[:, 0].tolist() == firsts
+
+
+@given(STEPS, st.integers(0, 5), st.booleans())
+def test_single_tokens_are_positions_and_whole_tables(step: Step, padding: int, indexed: bool) -> None:
+    rows = [structs.replace(row, tokens=[0]) for row in step.rows]
+    tokens = [7 * i for i in range(len(rows))]
+    decode = DecodeTable.of(step.layout, rows, [PENDING] * len(rows)).advance()
+    shape = shape_of(decode.num_keys, len(rows) + padding, step.layout.page_size)
+    assert shape is not None and shape.num_rows == len(rows) + padding
+    words = packed(decode, shape, step.layout, tokens if indexed else None)
+    assert words.dtype == np.int32
+    singles = unpacked(torch.from_numpy(words), shape, step.layout, indexed)
+    assert singles.positions_B.tolist() == [row.start for row in rows] + [-1] * padding
+    assert (None if singles.tokens_B is None else singles.tokens_B[: len(rows)].tolist()) == (tokens if indexed else None)
+    assert singles.num_keys > max(row.start for row in rows)
+    for number, (group, table_BW) in enumerate(zip(step.layout.groups, singles.tables_BW, strict=True)):
+        assert (
+            len(table_BW) == shape.num_rows and table_BW.stride(0) % ALIGNMENT == 0 and table_BW.data_ptr() % 16 == words.ctypes.data % 16
+        )
+        assert table_BW.shape[1] >= pages_for(shape.num_keys, step.layout.page_size) * group.num_stacks
+        for row, line in zip(rows, table_BW.tolist(), strict=False):
+            end = (row.start // step.layout.page_size + 1) * group.num_stacks
+            assert line[:end] == row.pages[number][:end].tolist()
+
+
+def test_one_long_row_beside_many_is_not_packed() -> None:
+    assert shape_of(2**24 + 1, 2, 64) is None and shape_of(1, 2, 64) == Shape(2, 64)
 
 
 def test_lists_are_of_32_bits_and_padded_to_whole_words() -> None:

@@ -1,4 +1,4 @@
-"""The GPU's products, norms and summaries under Triton's interpreter: torch's numbers, and a row's own bits wherever it lies."""
+"""The GPU's products and summaries under Triton's interpreter: torch's numbers, and a row's own bits wherever it lies."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +18,7 @@ from model.runner.runner import ModelRunner
 # An exponential that is too large, and NaN's arithmetic: numpy warns of what a GPU does in silence.
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-# The interpreter cuts bfloat16 off instead of rounding it: two units of the last place.
-NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2.0**-6}
+NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}
 DTYPES = pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
 SIZES = [(1, 16, 16), (70, 96, 40), (5, 33, 301), (129, 130, 64)]
 """(rows, inputs, outputs): whole tiles and parts of some."""
@@ -138,19 +137,6 @@ def test_the_number_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     assert all(torch.equal(y, found[0]) for y in found)
 
 
-@DTYPES
-@pytest.mark.parametrize("columns", [1, 6, 64, 100])
-def test_norms_are_torchs_and_a_row_has_its_own_bits(columns: int, dtype: torch.dtype) -> None:
-    from model.devices.gpu.launches import norm
-
-    torch.manual_seed(columns)
-    x, weight, bias = torch.randn(7, 3, columns).to(dtype) * 3 + 1, torch.randn(columns).to(dtype), torch.randn(columns).to(dtype)
-    shape, wide = (columns,), [a.float() for a in (x, weight, bias)]
-    assert near(norm(x, weight, bias, 1e-5, 0.0, centred=True), F.layer_norm(wide[0], shape, wide[1], wide[2], 1e-5), NEAR[dtype])
-    assert near(norm(x, weight, None, 1e-6, 1.0, centred=False), F.rms_norm(wide[0], shape, wide[1] + 1, 1e-6), NEAR[dtype])
-    check_invariance(lambda x: norm(x, weight, bias, 1e-5, 0.0, centred=True), x[0, 0], 20)
-
-
 @pytest.mark.parametrize("vocab_size", [7, 301, 4096, 9001])
 def test_a_summary_is_torchs(vocab_size: int) -> None:
     from model.devices.gpu.launches import softmax, summary
@@ -192,12 +178,13 @@ def test_every_line_of_the_table_is_reached() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_gpu_gets_them_when_it_is_asked_to(deterministic: bool, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's device over the CPU."""
-    from model.devices.gpu.modules import GpuNorm
+    from model.devices.gpu.modules import GpuLinear, GpuNorm
 
     monkeypatch.setattr("model.runner.runner.find_device", lambda *_: GpuDevice("cpu"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
     monkeypatch.setattr(ModelRunner, "warm_up", lambda *_: None)
     options = EngineOptions("cuda", "auto", 1, 64, 20, None, 256, 4, 64, "none", deterministic)
     runner = ModelRunner.load(tiny_folder, read_spec(tiny_folder), options)
-    assert isinstance(runner.decoder.final_norm, GpuNorm) is deterministic is runner.deterministic
+    assert isinstance(runner.decoder.final_norm, GpuNorm)
+    assert isinstance(runner.decoder.get_submodule("blocks.0.mlp.down"), GpuLinear) is deterministic is runner.deterministic
     assert runner.kernels == ("triton" if deterministic else "triton+cublas") and runner.pool.compute_dtype is torch.bfloat16

@@ -41,7 +41,7 @@ class CpuDevice(Device):
         if count:
             torch.set_num_threads(count)
 
-    def backend_for(self, pool: KVPool, num_heads: int) -> str:
+    def backend_for(self, pool: KVPool, num_heads: int, deterministic: bool = False) -> str:
         return "native" if supports(pool) else "torch"
 
     def dtypes(self, option: str) -> Dtypes:

@@ -1,5 +1,5 @@
-"""The GPU: our Triton kernels, each batch-invariant, for attention, draws and products of fp8 weights, and with engine.deterministic for
-all products and norms, which are else cuBLAS's and torch's; streams, graphs and memory.
+"""The GPU: our Triton kernels for attention, norms, gates, draws and products of quantized weights; with engine.deterministic
+batch-invariant ones for attention and for all products, which are else cuBLAS's; streams, graphs and memory.
 
 Triton is imported by the modules that launch kernels, never from here.
 """

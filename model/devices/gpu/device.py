@@ -1,29 +1,26 @@
 """The GPU as a Device: CUDA's streams, events, graphs and memory, and our Triton kernels where Triton is installed.
 
-Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted, K how many of them, T tokens, I input and O output
-columns.
+Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are wanted, K how many of them.
 """
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cache.pool import KVPool
 from model.batch import Numbers
-from model.devices.device import Device, Dtypes, Event, GumbelMax, Key, Stream
-from model.devices.gpu import attention, upload
+from model.devices.blocks import FORMATS
+from model.devices.device import Device, Dtypes, Event, RowDraws, Stream
+from model.devices.gpu import attention, card, upload
 from model.devices.products import Products
-from model.devices.quantization import Arithmetic, column_product, float8_product
+from model.devices.quantization import float8_product
 from model.spec import OptionError
 from model.step import StepPlan
 
 FLOAT8_CAPABILITY = 8, 9
 """Compute capability of the first GPUs that convert float8."""
-INT8_MIN_ROWS, INT8_MULTIPLE = 17, 8
-"""torch's integer product on a GPU needs at least so many rows, and sizes that are multiples of 8."""
 
 
 class CudaEvent:
@@ -73,6 +70,7 @@ class GpuDevice(Device):
     name = "cuda"
     default_dtype = torch.bfloat16
     default_cache_share = 0.9
+    quantizations = *FORMATS, "fp8"
     warms_up = True
     invariant_backend = "triton"
     invariant_backend_needs = (
@@ -86,20 +84,29 @@ class GpuDevice(Device):
         # torch for CUDA brings Triton along on Linux; elsewhere it is missing.
         self._has_kernels = find_spec("triton") is not None
 
-    def backend_for(self, pool: KVPool, num_heads: int) -> str:
-        return "triton" if self._has_kernels and attention.supports(pool, num_heads) else "reference"
+    def backend_for(self, pool: KVPool, num_heads: int, deterministic: bool = False) -> str:
+        if not self._has_kernels or not attention.supports(pool, num_heads):
+            return "reference"
+        return self.invariant_backend if deterministic else "triton-fast"
 
     def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
-        arithmetic = Arithmetic(integer_product, float8_product)
-        if self._has_kernels:
-            from model.devices.gpu.launches import multiply_float8
+        if quantization in FORMATS:
+            return self._block_products(quantization, deterministic)
+        if not self._has_kernels:
+            return Products(quantization, "cublas", float8_product)
+        from model.devices.gpu.launches import multiply_float8
+        from model.devices.gpu.modules import CublasProducts, TritonProducts
 
-            arithmetic = Arithmetic(integer_product, multiply_float8)
-        if not deterministic:
-            return Products(quantization, "cublas", arithmetic)
-        from model.devices.gpu.modules import TritonProducts
+        if deterministic:
+            return TritonProducts(quantization, "triton", multiply_float8)
+        return CublasProducts(quantization, "cublas", multiply_float8)
 
-        return TritonProducts(quantization, "triton", arithmetic)
+    def _block_products(self, quantization: str, deterministic: bool) -> Products:
+        if not self._has_kernels:
+            raise OptionError(f"engine.quantization {quantization} on {self.name} needs triton; expected none or fp8 without it")
+        from model.devices.gpu.block_modules import BlockProducts, InvariantBlockProducts
+
+        return InvariantBlockProducts(quantization, "triton") if deterministic else BlockProducts(quantization, "cublas")
 
     def check_float8(self, options: str) -> None:
         found = torch.cuda.get_device_capability(self.torch_device)
@@ -111,6 +118,22 @@ class GpuDevice(Device):
 
     def memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.torch_device)
+
+    def own_memory(self) -> tuple[int, int]:
+        return self.memory()
+
+    def memory_in_words(self) -> str:
+        return card.memory_in_words(self.torch_device)
+
+    def description(self) -> str:
+        return card.description(self.torch_device)
+
+    def failure(self, error: Exception) -> str:
+        try:
+            self.raise_if_broken()  # Libraries report a broken device by errors of their own.
+        except torch.AcceleratorError as own:
+            error = own
+        return card.failure(error) if isinstance(error, torch.AcceleratorError) else ""
 
     def step_bytes(self, prepare: Callable[[], Callable[[StepPlan], object]], plans: Sequence[StepPlan]) -> int:
         """The sum of what the plans take at their peaks: captured steps have memory of their own."""
@@ -139,6 +162,9 @@ class GpuDevice(Device):
     def upload(self, values: Numbers, dtype: torch.dtype | None = None) -> Tensor:
         return upload(values, self.torch_device, dtype)
 
+    def for_upload(self, values: Tensor) -> Tensor:
+        return values.pin_memory() if self._is_real else values
+
     def download(self, x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=self._is_real).copy_(x, non_blocking=True)
 
@@ -149,21 +175,13 @@ class GpuDevice(Device):
 
         return summary(logits_SV)
 
-    def exponential_noise(self, keys: Sequence[Key], count: int) -> Tensor:
-        """Other numbers than on a CPU: to generate the CPU's on the host would take longer than a step of the GPU."""
-        if not self._has_kernels:
-            return super().exponential_noise(keys, count)
-        from model.devices.gpu.draw import exponential_noise_SV
-
-        return exponential_noise_SV(keys, count, self.torch_device)
-
-    @property
-    def gumbel_max(self) -> GumbelMax | None:
+    def row_draws(self, num_rows: int, num_tokens: int) -> RowDraws | None:
+        """Seeds draw other tokens than on a CPU: to generate the CPU's noise on the host would take longer than a step of the GPU."""
         if not self._has_kernels:
             return None
-        from model.devices.gpu.draw import gumbel_max_S
+        from model.devices.gpu.drawing import KernelDraws
 
-        return gumbel_max_S
+        return KernelDraws(num_rows, num_tokens, self.torch_device)
 
     def largest(self, logits_FV: Tensor, count: int) -> Tensor:
         """torch's topk chooses among equal logits differently for large batches, so `order` makes them unequal first."""
@@ -180,19 +198,3 @@ def order(logits_FV: Tensor) -> Tensor:
     # A float's bits increase with it from 0 on, and decrease below.
     ordered_FV = torch.where(bits_FV < 0, bits_FV ^ 0x7FFFFFFF, bits_FV).long()
     return (ordered_FV << 32) - torch.arange(logits_FV.shape[-1], device=logits_FV.device)
-
-
-def integer_product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T of int8 matrices, exactly, as int32."""
-    num_rows, num_columns = x_TI.shape
-    if num_columns == 1:
-        return column_product(x_TI, weight_OI)
-    padded_TI = _padded(x_TI, max(INT8_MIN_ROWS, num_rows), -(-num_columns // INT8_MULTIPLE) * INT8_MULTIPLE)
-    padded_OI = _padded(weight_OI, -(-len(weight_OI) // INT8_MULTIPLE) * INT8_MULTIPLE, padded_TI.shape[1])
-    return torch._int_mm(padded_TI, padded_OI.T)[:num_rows, : len(weight_OI)]
-
-
-def _padded(x: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """x with zeros up to that size; x itself where it has it."""
-    missing = num_columns - x.shape[1], num_rows - x.shape[0]
-    return F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x

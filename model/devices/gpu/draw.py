@@ -1,90 +1,331 @@
-"""Random draws on the device: noise that is a pure function of (seed, choice, index, token), and the Gumbel-max draw.
+"""Kernels that draw tokens: the race of a row's tokens, its logits' adjustment, and the filters top-k and top-p.
 
-Philox (Salmon et al. 2011) with the seed as its key; the counter holds token, index and choice. A draw reads a row's logits once, where
-torch's operations read and write them a dozen times as float64. It knows nothing of top-k and other filters, which need probabilities.
+A draw is an exponential race (decision 16): token v finishes at t_v / p_v, the first one is drawn. t_v comes from Philox (Salmon et al.
+2011) with the seed as its key and a counter of block, output index and choice; each of a call's four words belongs to one token, so that
+the block size is part of the definition. model/draw_words.py says what settings, changes and limits are. Invariant: a row's results are a
+pure function of its own logits and settings, bit for bit: its parts are joined in their order, by whichever program finishes last. It knows
+nothing of requests; gpu/drawing.py launches these kernels.
 
-Shape letters: S rows that draw, V vocabulary, B tokens of a program, C programs of a row.
+Shape letters: B tokens of a block, Q a quarter of these, P parts of a row, E entries of a list, D hidden size, K keys of 8 bits.
 """
 
-import math
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from model.devices.gpu import upload
+from model.draw_words import NUM_CHANGES, NUM_LIMITS, NUM_SETTINGS
 
-BLOCK = 1024
-LEAST_NOISE = tl.constexpr(1e-300)
-"""The least noise, as in model/sampling.py."""
-
-Key = tuple[int, int, int]
-"""Seed, choice and output index."""
-
-
-@triton.jit
-def _noise(draw_ptr, token_B):
-    """Exponentially distributed numbers, mean 1."""
-    seed, choice, index = tl.load(draw_ptr), tl.load(draw_ptr + 1), tl.load(draw_ptr + 2)
-    zero_B = token_B * 0
-    a_B, b_B, _, _ = tl.philox(seed, token_B, zero_B + index.to(tl.int32), zero_B + choice.to(tl.int32), zero_B)
-    # 53 bits; 1 is possible and 0 is not, so that no number is infinite.
-    bits_B = (a_B.to(tl.uint64) << 21) ^ (b_B.to(tl.uint64) >> 11)
-    return -tl.log((bits_B + 1).to(tl.float64) * (1.0 / 9007199254740992.0))
+BLOCK = 2048
+SETTINGS, CHANGES, LIMITS = tl.constexpr(NUM_SETTINGS), tl.constexpr(NUM_CHANGES), tl.constexpr(NUM_LIMITS)
+RESULTS = tl.constexpr(5)
+"""Of a row, 32 bits each: token; log-probability, normaliser and largest logit as float32; 1 if its states are finite, plus 2 if these
+numbers are."""
+PART_FIELDS = tl.constexpr(6)
+"""Of a part of a row, 32 bits each: largest logit, sum of exponentials, place of the largest, whether states are finite; where the row is
+drawn at random the best speed and its place.
+"""
+SMALLEST_STEP = tl.constexpr(5.9604645e-08)
+FIRST_PENALTY = tl.constexpr(8)
+IN_PROMPT = tl.constexpr(1 << 30)
+ENTRIES = tl.constexpr(128)
+SIGN = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
-def exponential_noise(draws_ptr, noise_ptr, num_tokens, BLOCK_B: tl.constexpr):
-    """Program (s, i): the noise of BLOCK_B tokens of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    token_B = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
-    tl.store(noise_ptr + row * num_tokens + token_B, _noise(draws_ptr + row * 3, token_B), mask=token_B < num_tokens)
+def _block(start_ptr, token_B, COLUMNS: tl.constexpr):
+    return tl.load(start_ptr + token_B, mask=token_B < COLUMNS, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def gumbel_max(logits_ptr, largest_ptr, rows_ptr, draws_ptr, settings_ptr, scores_ptr, winners_ptr, num_tokens, BLOCK_B: tl.constexpr):
-    """Program (s, i): the winning token among BLOCK_B tokens of a row, and its score."""
-    draw, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    row, inverse, least = tl.load(rows_ptr + draw), tl.load(settings_ptr + draw * 2), tl.load(settings_ptr + draw * 2 + 1)
-    token_B = block * BLOCK_B + tl.arange(0, BLOCK_B)
-    x_B = tl.load(logits_ptr + row * num_tokens + token_B, mask=token_B < num_tokens, other=float("-inf"))
-    share_B = (x_B.to(tl.float64) - tl.load(largest_ptr + row).to(tl.float64)) * inverse
-    # The logarithm of p / noise takes no division and no exponential.
-    score_B = tl.where(share_B < least, float("-inf"), share_B) - tl.log(tl.maximum(_noise(draws_ptr + draw * 3, token_B), LEAST_NOISE))
-    largest = tl.max(score_B, 0)
-    # With NaN there is no largest score; the row fails, but its token must still be a valid id.
-    winner = tl.min(tl.where(score_B == largest, token_B, num_tokens - 1), 0)
-    tl.store(scores_ptr + draw * num_blocks + block, largest)
-    tl.store(winners_ptr + draw * num_blocks + block, tl.minimum(winner, num_tokens - 1).to(tl.int64))
+def _float(ptr):
+    return tl.load(ptr).to(tl.float32, bitcast=True)
 
 
-def _wrapped(keys: Sequence[Key], device: torch.device) -> Tensor:
-    seeds = ((seed & (2**64 - 1), choice, index) for seed, choice, index in keys)
-    return upload([(seed - 2**64 if seed >= 2**63 else seed, choice, index) for seed, choice, index in seeds], device, torch.long)
+@triton.jit
+def _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER: tl.constexpr):
+    """The largest number of a block in four quarters, and its first place; the block's size where there is none, as with NaN."""
+    largest = tl.max(tl.maximum(tl.maximum(a_Q, b_Q), tl.maximum(c_Q, d_Q)), 0)
+    place_Q = tl.where(c_Q == largest, index_Q + 2 * QUARTER, tl.where(d_Q == largest, index_Q + 3 * QUARTER, 4 * QUARTER))
+    place_Q = tl.where(a_Q == largest, index_Q, tl.where(b_Q == largest, index_Q + QUARTER, place_Q))
+    return largest, tl.min(place_Q, 0)
 
 
-def exponential_noise_SV(keys: Sequence[Key], num_tokens: int, device: torch.device) -> Tensor:
-    """Exponentially distributed numbers (mean 1) for each key, as float64."""
-    noise_SV = torch.empty(len(keys), num_tokens, dtype=torch.float64, device=device)
-    exponential_noise[(len(keys), triton.cdiv(num_tokens, BLOCK))](_wrapped(keys, device), noise_SV, num_tokens, BLOCK)
-    return noise_SV
+@triton.jit
+def _words(settings_ptr, block, index_Q, QUARTER: tl.constexpr):
+    """Four random words for each index: of the tokens of the block's four quarters."""
+    low, high = tl.load(settings_ptr + 2).to(tl.uint32, bitcast=True), tl.load(settings_ptr + 3).to(tl.uint32, bitcast=True)
+    seed = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    zero_Q = index_Q * 0
+    return tl.philox(seed, block * QUARTER + index_Q, zero_Q + tl.load(settings_ptr + 5), zero_Q + tl.load(settings_ptr + 4), zero_Q)
 
 
-def gumbel_max_S(
-    logits: Tensor, largest: Tensor, rows: Sequence[int], keys: Sequence[Key], settings: Sequence[tuple[float, float]]
-) -> Tensor:
-    """Draws a token for each of these rows of float32 logits, whose largest logits are given: the largest p_v / noise_v. `settings`:
-    temperature and min_p of each row.
+@triton.jit
+def _speed(share_B, word_B):
+    """The logarithm of p / t up to a constant: share - log(-log(1 - u)) with u = (word + 1/2) / 2^32. Tokens that win have a small u, where
+    1 - u would lose its digits: there the logarithm is a series.
     """
-    device, num_tokens = logits.device, logits.shape[-1]
-    num_blocks = triton.cdiv(num_tokens, BLOCK)
-    shares = [(1.0 / temperature, math.log(min_p) if min_p > 0.0 else -math.inf) for temperature, min_p in settings]
-    scores_SC = torch.empty(len(rows), num_blocks, dtype=torch.float64, device=device)
-    winners_SC = torch.empty(len(rows), num_blocks, dtype=torch.long, device=device)
-    gumbel_max[(len(rows), num_blocks)](
-        logits.contiguous(), largest, upload(rows, device, torch.long), _wrapped(keys, device), upload(shares, device, torch.float64),
-        scores_SC, winners_SC, num_tokens, BLOCK,
-    )  # fmt: skip
-    return winners_SC.gather(1, scores_SC.argmax(dim=-1, keepdim=True))[:, 0]
+    u_B = (word_B.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series_B = u_B * (1.0 + u_B * (0.5 + u_B * (0.33333334 + u_B * 0.25)))
+    return share_B - tl.log(tl.where(u_B < 0.01, series_B, -tl.log(tl.maximum(1.0 - u_B, SMALLEST_STEP))))
+
+
+@triton.jit
+def _fastest(a_Q, b_Q, c_Q, d_Q, settings_ptr, block, index_Q, QUARTER: tl.constexpr):
+    """The best speed in a block, given the shares of its four quarters, and its first place."""
+    word_a, word_b, word_c, word_d = _words(settings_ptr, block, index_Q, QUARTER)
+    a_Q, b_Q, c_Q, d_Q = _speed(a_Q, word_a), _speed(b_Q, word_b), _speed(c_Q, word_c), _speed(d_Q, word_d)
+    return _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER)
+
+
+@triton.jit
+def _order(x_B):
+    """Unsigned integers that are ordered as the numbers are; 0 and -0 are equal."""
+    bits_B = tl.where(x_B == 0.0, 0.0, x_B).to(tl.int32, bitcast=True)
+    return tl.where(bits_B < 0, ~bits_B, bits_B ^ SIGN).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _share_among(start_ptr, token_B, settings_ptr, largest, lowest, bound, end, COLUMNS: tl.constexpr):
+    """Shares of the tokens that take part (within min-p, of order `lowest` at least, and before token `end`, whose order is `bound`); -inf
+    of the others.
+    """
+    x_B = _block(start_ptr, token_B, COLUMNS)
+    share_B, order_B = (x_B - largest) * _float(settings_ptr), _order(x_B)
+    before_B = (order_B > bound) | ((order_B == bound) & (token_B < end))
+    return tl.where((share_B >= _float(settings_ptr + 1)) & (order_B >= lowest) & before_B, share_B, float("-inf"))
+
+
+@triton.jit
+def _race(start_ptr, settings_ptr, largest, lowest, bound, end, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """The winner among those tokens of a row that take part, see `_share_among`, computed by one program."""
+    QUARTER: tl.constexpr = BLOCK_B // 4
+    index_Q = tl.arange(0, QUARTER)
+    best, winner = tl.full([], float("-inf"), tl.float32), tl.full([], COLUMNS - 1, tl.int32)
+    for first in range(0, COLUMNS, BLOCK_B):
+        at_Q = first + index_Q
+        a_Q = _share_among(start_ptr, at_Q, settings_ptr, largest, lowest, bound, end, COLUMNS)
+        b_Q = _share_among(start_ptr, at_Q + QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS)
+        c_Q = _share_among(start_ptr, at_Q + 2 * QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS)
+        d_Q = _share_among(start_ptr, at_Q + 3 * QUARTER, settings_ptr, largest, lowest, bound, end, COLUMNS)
+        fastest, place = _fastest(a_Q, b_Q, c_Q, d_Q, settings_ptr, first // BLOCK_B, index_Q, QUARTER)
+        winner = tl.where(fastest > best, first + place, winner)
+        best = tl.maximum(fastest, best)
+    return tl.minimum(winner, COLUMNS - 1)
+
+
+@triton.jit
+def _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, model_stride):
+    """A row's token, also for the next step, and its log-probability under the model's own distribution."""
+    if drawn_ptr is not None:
+        tl.store(drawn_ptr + row, token.to(tl.int64))
+    logit = tl.load(model_ptr + row.to(tl.int64) * model_stride + token).to(tl.float32)
+    tl.store(results_ptr, token)
+    tl.store(results_ptr + 1, (logit - normaliser).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _join(start_ptr, settings_ptr, part_ptr, num_blocks, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr, NUM_PARTS: tl.constexpr):
+    """Of a row, by its parts: the token, the logarithm of the sum of exponentials, the largest logit, whether states are finite."""
+    part_P = tl.arange(0, NUM_PARTS)
+    there_P, inverse = part_P < num_blocks, _float(settings_ptr)
+    # Volatile: not from a cache that other programs' stores do not reach.
+    peak_P = tl.load(part_ptr + part_P, mask=there_P, other=0, volatile=True).to(tl.float32, bitcast=True)
+    peak_P = tl.where(there_P, peak_P, float("-inf"))
+    total_P = tl.load(part_ptr + NUM_PARTS + part_P, mask=there_P, other=0, volatile=True).to(tl.float32, bitcast=True)
+    place_P = tl.load(part_ptr + 2 * NUM_PARTS + part_P, mask=there_P, other=COLUMNS - 1, volatile=True)
+    finite_P = tl.load(part_ptr + 3 * NUM_PARTS + part_P, mask=there_P, other=1, volatile=True)
+    largest = tl.max(peak_P, 0)
+    # Of NaN there is no largest: the row fails, but its token must be a valid id.
+    token = tl.min(tl.where(peak_P == largest, place_P, COLUMNS - 1), 0)
+    if inverse > 0.0:
+        speed_P = tl.load(part_ptr + 4 * NUM_PARTS + part_P, mask=there_P, other=0, volatile=True).to(tl.float32, bitcast=True)
+        speed_P = tl.where(there_P, speed_P + (peak_P - largest) * inverse, float("-inf"))
+        place_P = tl.load(part_ptr + 5 * NUM_PARTS + part_P, mask=there_P, other=COLUMNS - 1, volatile=True)
+        token = tl.minimum(tl.min(tl.where(speed_P == tl.max(speed_P, 0), place_P, COLUMNS - 1), 0), COLUMNS - 1)
+        # What wins among all and is within min-p wins among those within min-p.
+        if (tl.load(start_ptr + token).to(tl.float32) - largest) * inverse < _float(settings_ptr + 1):
+            anywhere = tl.zeros([], tl.uint32)
+            token = _race(start_ptr, settings_ptr, largest, anywhere, anywhere, COLUMNS, COLUMNS, BLOCK_B)
+    normaliser = tl.log(tl.sum(tl.exp(peak_P - largest) * total_P, 0)) + largest
+    return tl.minimum(token, COLUMNS - 1), normaliser, largest, tl.min(finite_P, 0)
+
+
+@triton.jit
+def _are_finite(state_ptr, column_D, DEPTH: tl.constexpr):
+    """1 if these columns of a row's states are finite, else 0."""
+    x_D = tl.load(state_ptr + column_D, mask=column_D < DEPTH, other=0.0).to(tl.float32)
+    return tl.min((tl.abs(x_D) < float("inf")).to(tl.int32), 0)
+
+
+@triton.jit
+def draw(
+    logits_ptr, model_ptr, words_ptr, settings_ptr, states_ptr, parts_ptr, counters_ptr, drawn_ptr, results_ptr,
+    logits_stride, model_stride, states_stride, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PIECE: tl.constexpr, BLOCK_B: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, s): block i of row s of the logits; the last one of a row joins its parts, and sets the row's counter back to 0.
+
+    With `words_ptr` the logits are adjusted ones: row s is the row of the model's and of the results, partly known, that the changes name.
+    """
+    QUARTER: tl.constexpr = BLOCK_B // 4
+    block, place = tl.program_id(0), tl.program_id(1)
+    row, index_Q, first = place, tl.arange(0, QUARTER), block * BLOCK_B
+    if words_ptr is not None:
+        row = tl.load(words_ptr + place * CHANGES)
+    start_ptr = logits_ptr + place.to(tl.int64) * logits_stride
+    settings_ptr += row * SETTINGS
+    at_Q, inverse = first + index_Q, _float(settings_ptr)
+    a_Q, b_Q = _block(start_ptr, at_Q, COLUMNS), _block(start_ptr, at_Q + QUARTER, COLUMNS)
+    c_Q, d_Q = _block(start_ptr, at_Q + 2 * QUARTER, COLUMNS), _block(start_ptr, at_Q + 3 * QUARTER, COLUMNS)
+    peak, likeliest = _first_largest(a_Q, b_Q, c_Q, d_Q, index_Q, QUARTER)
+    # Differences from the block's largest are exact where they matter; the join adds what that lacks from the row's.
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    a_Q, b_Q, c_Q, d_Q = a_Q - base, b_Q - base, c_Q - base, d_Q - base
+    part_ptr = parts_ptr + place * PART_FIELDS * NUM_PARTS
+    tl.store(part_ptr + block, peak.to(tl.int32, bitcast=True))
+    total = tl.sum(tl.exp(a_Q) + tl.exp(b_Q) + tl.exp(c_Q) + tl.exp(d_Q), 0)
+    tl.store(part_ptr + NUM_PARTS + block, total.to(tl.int32, bitcast=True))
+    tl.store(part_ptr + 2 * NUM_PARTS + block, first + likeliest)
+    finite = tl.full([], 1, tl.int32)
+    if states_ptr is not None:
+        finite = _are_finite(states_ptr + row.to(tl.int64) * states_stride, block * PIECE + tl.arange(0, PIECE), DEPTH)
+    tl.store(part_ptr + 3 * NUM_PARTS + block, finite)
+    if inverse > 0.0:
+        fastest, winner = _fastest(a_Q * inverse, b_Q * inverse, c_Q * inverse, d_Q * inverse, settings_ptr, block, index_Q, QUARTER)
+        tl.store(part_ptr + 4 * NUM_PARTS + block, fastest.to(tl.int32, bitcast=True))
+        tl.store(part_ptr + 5 * NUM_PARTS + block, first + winner)
+    # All threads' stores come before the counting, which one thread does.
+    tl.debug_barrier()
+    if tl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(counters_ptr + place, 0)
+        token, normaliser, largest, finite = _join(start_ptr, settings_ptr, part_ptr, tl.num_programs(0), COLUMNS, BLOCK_B, NUM_PARTS)
+        results_ptr += row * RESULTS
+        if words_ptr is not None:
+            normaliser = _float(results_ptr + 2)
+        else:
+            tl.store(results_ptr + 2, normaliser.to(tl.int32, bitcast=True))
+            is_finite = (tl.abs(normaliser) < float("inf")) & (tl.abs(largest) < float("inf"))
+            tl.store(results_ptr + 4, finite + 2 * is_finite.to(tl.int32))
+        tl.store(results_ptr + 3, largest.to(tl.int32, bitcast=True))
+        _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, model_stride)
+
+
+@triton.jit
+def adjust(logits_ptr, words_ptr, numbers_ptr, adjusted_ptr, counts_ptr, logits_stride, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Program (i, f): block i of adjusted row f: penalties, then bias and forbidden tokens, then the mask. `numbers_ptr` are the words as
+    float32, `counts_ptr` the adjusted logits as integers: before a row's logits they hold how often its tokens occurred.
+    """
+    place, token_B = tl.program_id(1), tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    first, there_B, entry_E = tl.program_id(0) * BLOCK_B, token_B < COLUMNS, tl.arange(0, ENTRIES)
+    change_ptr, penalty_ptr = words_ptr + place * CHANGES, numbers_ptr + place * CHANGES + FIRST_PENALTY
+    start, row = place.to(tl.int64) * COLUMNS, tl.load(change_ptr).to(tl.int64)
+    x_B = _block(logits_ptr + row * logits_stride, token_B, COLUMNS)
+
+    history, output, end = tl.load(change_ptr + 1), tl.load(change_ptr + 2), tl.load(change_ptr + 3)
+    if end > history:
+        tl.store(counts_ptr + start + token_B, token_B * 0, mask=there_B)
+        tl.debug_barrier()
+        for begin in range(history, end, ENTRIES):
+            place_E = begin + entry_E
+            id_E = tl.load(words_ptr + place_E, mask=place_E < end, other=-1)
+            here_E = (id_E >= first) & (id_E < first + BLOCK_B) & (id_E < COLUMNS)
+            tl.atomic_or(counts_ptr + start + id_E, IN_PROMPT, mask=here_E & (place_E < output))
+            tl.atomic_add(counts_ptr + start + id_E, 1, mask=here_E & (place_E >= output))
+        tl.debug_barrier()
+        count_B = tl.load(counts_ptr + start + token_B, mask=there_B, other=0, volatile=True)
+        repetition, frequency, presence = tl.load(penalty_ptr), tl.load(penalty_ptr + 1), tl.load(penalty_ptr + 2)
+        penalised_B = tl.where(x_B > 0.0, tl.div_rn(x_B, repetition + tl.zeros_like(x_B)), x_B * repetition)
+        x_B = tl.where(count_B > 0, penalised_B, x_B)
+        count_B = count_B & (IN_PROMPT - 1)
+        x_B -= frequency * count_B.to(tl.float32) + presence * (count_B > 0).to(tl.float32)
+
+    mask = tl.load(change_ptr + 6)
+    if mask >= 0:
+        word_B = tl.load(words_ptr + mask + token_B // 32, mask=there_B, other=0)
+        x_B = tl.where((word_B >> (token_B % 32)) & 1 != 0, x_B, float("-inf"))
+    tl.debug_barrier()
+    tl.store(adjusted_ptr + start + token_B, x_B, mask=there_B)
+
+    entries, num_entries = tl.load(change_ptr + 4), tl.load(change_ptr + 5)
+    if num_entries > 0:
+        tl.debug_barrier()
+        for begin in range(0, num_entries, ENTRIES):
+            place_E = begin + entry_E
+            id_E = tl.load(words_ptr + entries + 2 * place_E, mask=place_E < num_entries, other=-1)
+            value_E = tl.load(numbers_ptr + entries + 2 * place_E + 1, mask=place_E < num_entries, other=0.0)
+            here_E = (id_E >= first) & (id_E < first + BLOCK_B) & (id_E < COLUMNS)
+            x_E = tl.load(adjusted_ptr + start + id_E, mask=here_E, other=0.0, volatile=True)
+            tl.store(adjusted_ptr + start + id_E, x_E + value_E, mask=here_E)
+
+
+@triton.jit
+def _kth(start_ptr, count, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """The order of a row's `count`-th largest number, and how many of the `count` largest have it: 8 bits of the order at a time."""
+    index_B, index_K = tl.arange(0, BLOCK_B), tl.arange(0, 256)
+    prefix, left = tl.zeros([], tl.uint32), count
+    for level in range(4):
+        shift = 24 - 8 * level
+        counts_K = tl.zeros([256], tl.int32)
+        for first in range(0, COLUMNS, BLOCK_B):
+            order_B = _order(_block(start_ptr, first + index_B, COLUMNS)) >> shift
+            like_B = (first + index_B < COLUMNS) & ((order_B >> 8) == prefix)
+            counts_K += tl.histogram((order_B & 255).to(tl.int32), 256, mask=like_B)
+        down_K = tl.cumsum(counts_K, 0, reverse=True)
+        above_K = down_K - counts_K
+        found_K = (above_K < left) & (down_K >= left)
+        prefix = (prefix << 8) | tl.sum(tl.where(found_K, index_K, 0), 0).to(tl.uint32)
+        left -= tl.sum(tl.where(found_K, above_K, 0), 0)
+    return prefix, left
+
+
+@triton.jit
+def _mass(x, largest, inverse, UNIT: tl.constexpr):
+    """exp((x - largest) / temperature) in whole units: sums are the same in every order."""
+    return tl.floor(tl.exp((x.to(tl.float64) - largest.to(tl.float64)) * inverse) * UNIT + 0.5).to(tl.int64)
+
+
+@triton.jit
+def confine(
+    logits_ptr, model_ptr, limits_ptr, shares_ptr, settings_ptr, drawn_ptr, results_ptr, logits_stride, model_stride,
+    UNIT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Program f: the token that filtered row f draws within top-k and top-p, given the one that it draws among all tokens.
+
+    A token is within if fewer than k are likelier and these hold less than top-p of what top-k keeps; of equals, lower ids are likelier.
+    The winner among all wins among those within if it is one of them. If it is not, neither are those after it, and those before it race
+    again: nothing is sorted. `shares_ptr`: 1 / temperature and top-p as float64.
+    """
+    filtered, index_B = tl.program_id(0), tl.arange(0, BLOCK_B)
+    row, place = tl.load(limits_ptr + filtered * LIMITS), tl.load(limits_ptr + filtered * LIMITS + 1)
+    top_k = tl.load(limits_ptr + filtered * LIMITS + 2)
+    inverse, top_p = tl.load(shares_ptr + filtered * 2), tl.load(shares_ptr + filtered * 2 + 1)
+    start_ptr = logits_ptr + place.to(tl.int64) * logits_stride
+    settings_ptr += row * SETTINGS
+    results_ptr += row * RESULTS
+    first_token = tl.load(results_ptr)
+    token = first_token
+    normaliser, largest = _float(results_ptr + 2), _float(results_ptr + 3)
+    searching = (tl.abs(normaliser) < float("inf")) & (tl.abs(largest) < float("inf"))
+    lowest, ties = tl.zeros([], tl.uint32), tl.zeros([], tl.int32)
+    if searching & (top_k > 0) & (top_k < COLUMNS):
+        lowest, ties = _kth(start_ptr, top_k, COLUMNS, BLOCK_B)
+    while searching:
+        bound = _order(tl.load(start_ptr + token).to(tl.float32))
+        rank_B, before_B, total_B = tl.zeros([BLOCK_B], tl.int32), tl.zeros([BLOCK_B], tl.int64), tl.zeros([BLOCK_B], tl.int64)
+        tie_B = tl.zeros([BLOCK_B], tl.int64)
+        for first in range(0, COLUMNS, BLOCK_B):
+            x_B = _block(start_ptr, first + index_B, COLUMNS)
+            order_B, mass_B = _order(x_B), _mass(x_B, largest, inverse, UNIT)
+            ahead_B = (order_B > bound) | ((order_B == bound) & (first + index_B < token))
+            rank_B += ahead_B.to(tl.int32)
+            before_B += tl.where(ahead_B, mass_B, 0)
+            total_B += tl.where(order_B > lowest, mass_B, 0)
+            tie_B = tl.maximum(tie_B, tl.where(order_B == lowest, mass_B, 0))
+        rank, before = tl.sum(rank_B, 0), tl.sum(before_B, 0).to(tl.float64)
+        # All equal to the k-th have its mass; top-k keeps so many of them.
+        total = (tl.sum(total_B, 0) + ties * tl.max(tie_B, 0)).to(tl.float64)
+        within = ((top_k <= 0) | (rank < top_k)) & ((top_p >= 1.0) | (before < top_p * total))
+        searching = (rank > 0) & (within == 0)
+        if searching:
+            token = _race(start_ptr, settings_ptr, largest, lowest, bound, token, COLUMNS, BLOCK_B)
+    if token != first_token:
+        _store_token(drawn_ptr, results_ptr, model_ptr, row, token, normaliser, model_stride)

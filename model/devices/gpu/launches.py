@@ -3,23 +3,28 @@
 Invariant: weights of one shape use one compiled kernel for any rows. Triton compiles another kernel, which may sum in another order, for
 an address that is no multiple of 16; rows at such an address are copied first.
 
-Shape letters: T rows, G groups, I input and O output columns, S rows of logits, V vocabulary.
+Shape letters: T tokens or rows, G groups, I input and O output columns, D columns of a norm, H query heads, d columns of a head, F
+intermediate size, E twice that, S rows of logits, V vocabulary.
 """
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from model.devices.gpu import EXACT
+from model.devices.gpu import rows as kernels
 from model.devices.gpu.products import product
-from model.devices.gpu.rows import normalise, summarise
 from model.devices.gpu.tiles import choose
+from model.layers import Branch
 
 ADDRESS_MULTIPLE = 16
 PROGRAMS_PER_PROCESSOR = 2
 """One computes while the other loads its next tile."""
 INTERPRETED_PROGRAMS = 3
+GATE_BLOCK = 1024
 SUMMARY_BLOCK = 4096
 
 
@@ -61,10 +66,47 @@ def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, off
     x = _in_place(x)
     y, columns = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     if x.numel():
-        block = 1 << (columns - 1).bit_length()
-        rows = x.numel() // columns
-        normalise[(rows,)](x, weight_D, bias_D, y, epsilon, offset, columns, block, centred, num_warps=_warps(block), **EXACT)
+        kernels.add_norm[(x.numel() // columns,)](
+            x, None, None, None, None, None, y, weight_D, bias_D, 1.0, epsilon, offset, columns, CENTRED=centred, **_block(columns)
+        )
     return y
+
+
+def add_norm(x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: Any) -> tuple[Tensor, Tensor]:
+    """model.layers.add_norm in one launch, for GpuNorms of one kind; a second branch is normalised in a launch of its own."""
+    (branch_TD, branch_norm), *others = branches
+    weight_D, bias_D = (None, None) if branch_norm is None else (branch_norm.weight, branch_norm.bias)
+    x_TD, branch_TD = _in_place(x_TD), _in_place(branch_TD)
+    others_TD: list[Tensor | None] = [_in_place(y_TD if norm is None else norm(y_TD)) for y_TD, norm in others] or [None]
+    sum_TD, y_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    if x_TD.numel():
+        kernels.add_norm[(len(x_TD),)](
+            x_TD, branch_TD, weight_D, bias_D, *others_TD, sum_TD, y_TD, next_norm.weight, next_norm.bias, scale,
+            next_norm.epsilon, next_norm.offset, x_TD.shape[1], CENTRED=next_norm.centred, **_block(x_TD.shape[1]),
+        )  # fmt: skip
+    return sum_TD, y_TD
+
+
+def norm_heads(q_THd: Tensor, k_Td: Tensor, query_norm: Any, key_norm: Any) -> tuple[Tensor, Tensor]:
+    """model.attention.norm_heads in one launch, for columns of one matrix and GpuNorms of one kind."""
+    num_tokens, num_heads, columns = q_THd.shape
+    y_THd = q_THd.new_empty(num_tokens, num_heads + 1, columns)
+    if num_tokens:
+        # The stride of a single query may be another number.
+        kernels.norm_heads[(num_tokens, num_heads + 1)](
+            q_THd, k_Td, query_norm.weight, query_norm.bias, key_norm.weight, key_norm.bias, y_THd, k_Td.stride(0), query_norm.epsilon,
+            query_norm.offset, columns, CENTRED=query_norm.centred, **_block(columns) | {"num_warps": 1},
+        )  # fmt: skip
+    return y_THd[:, :num_heads], y_THd[:, num_heads]
+
+
+def gate(x_TE: Tensor, activation: str) -> Tensor:
+    """activation(first half of the columns) * second half, rounded once. -> y_TF"""
+    x_TE, columns = _in_place(x_TE), x_TE.shape[1] // 2
+    y_TF = x_TE.new_empty(len(x_TE), columns)
+    if y_TF.numel():
+        kernels.gate[(len(x_TE), -(-columns // GATE_BLOCK))](x_TE, y_TF, columns, GATE_BLOCK, activation, **EXACT)
+    return y_TF
 
 
 def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,13 +119,20 @@ def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     columns = logits_SV.shape[1]
     if len(logits_SV):
         block = min(SUMMARY_BLOCK, 1 << (columns - 1).bit_length())
-        summarise[(len(logits_SV),)](logits_SV, normaliser_S, largest_S, tokens_S, columns, block, num_warps=_warps(block), **EXACT)
+        options = {"num_warps": _warps(block), **EXACT}
+        kernels.summarise[(len(logits_SV),)](logits_SV, normaliser_S, largest_S, tokens_S, columns, block, **options)
     return normaliser_S, largest_S, tokens_S
 
 
 def softmax(x_TE: Tensor) -> Tensor:
     """The softmax of each row."""
     return (x_TE - summary(x_TE)[0][:, None]).exp()
+
+
+def _block(columns: int) -> dict[str, Any]:
+    """Options of a kernel with one program for each row of so many columns."""
+    block = 1 << (columns - 1).bit_length()
+    return {"BLOCK": block, "num_warps": _warps(block), **EXACT}
 
 
 def _warps(block: int) -> int:

@@ -1,22 +1,27 @@
-"""Products and norms by the Triton kernels of this folder: modules that replace a decoder's linear layers, norms, heads and tied head.
+"""What a GPU computes otherwise than the decoder's modules say: modules and functions that replace a decoder's.
 
-They hold the same parameters as what they replace. Invariant (batch-invariant): a row of a result depends on that row of x alone, bit for
-bit. Quantized products are not replaced: int8's sums are of integers, which no order changes, and fp8's are by our kernel in any case.
+By default norms, with the sums before them, and gates are our Triton kernels, and products cuBLAS's; TritonProducts replaces linear layers,
+heads and the tied head too. Replacements hold the same parameters as what they replace. Invariant of everything but cuBLAS's products
+(batch-invariant): a row of a result depends on that row of x alone, bit for bit. Products of float8 are not replaced: they are by
+our kernel in any case; those of int8 and int4 are block_modules.py's.
 
 Shape letters: T tokens, S rows whose logits are wanted, H query heads, D hidden size, V vocabulary, c columns of the latent, p of a
 head without position, v of a head's value.
 """
 
+from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import HeadProjections
-from model.decoder import Decoder
-from model.devices.gpu.launches import multiply, norm, softmax
+from model.attention import HeadProjections, MultiQueryAttention
+from model.decoder import Block, Decoder
+from model.devices.gpu.launches import add_norm, gate, multiply, norm, norm_heads, softmax
 from model.devices.products import Products
 from model.devices.replacement import FusedLinear, NormReplacement, replace_modules
-from model.layers import Embedding, LayerNorm, Linear, MixtureOfExperts, RMSNorm, Router
+from model.layers import MLP, Embedding, LayerNorm, Linear, MixtureOfExperts, RMSNorm, Router
 
 
 class GpuLinear(FusedLinear):
@@ -48,6 +53,19 @@ class GpuEmbedding(Embedding):
         return multiply(x_SD[:, None], self.weight[None])[:, 0]
 
 
+class GeluLinear(FusedLinear):
+    """Replaces a Linear and the tanh form of GELU after it: cuBLAS applies that in the product, which takes no longer for it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if x_TD.device.type == "cpu":  # Where torch's epilogue is another form of GELU.
+            return F.gelu(F.linear(x_TD, self.weight, self.bias), approximate="tanh")
+        return torch._addmm_activation(self.bias, x_TD, self.weight.t(), use_gelu=True)
+
+
 class GpuNorm(NormReplacement):
     """Replaces a LayerNorm or an RMSNorm."""
 
@@ -69,24 +87,44 @@ class GpuHeads(HeadProjections):
         return multiply(o_THc, self.parts()[1])
 
 
-REPLACEMENTS: dict[type[nn.Module], Any] = {
-    Linear: GpuLinear,
-    Router: GpuRouter,
-    Embedding: GpuEmbedding,
-    LayerNorm: GpuNorm,
-    RMSNorm: GpuNorm,
-    HeadProjections: GpuHeads,
-}
+NORMS: dict[type[nn.Module], Any] = {LayerNorm: GpuNorm, RMSNorm: GpuNorm}
+REPLACEMENTS = NORMS | {Linear: GpuLinear, Router: GpuRouter, Embedding: GpuEmbedding, HeadProjections: GpuHeads}
 
 
-class TritonProducts(Products):
-    """All products and norms by our kernels."""
+class CublasProducts(Products):
+    """cuBLAS's products, or quantized ones. Sums and the norms after them, norms of heads, and gates are one launch each."""
 
-    batch_invariant = True
+    replacements = NORMS
 
     def finish(self, decoder: Decoder) -> None:
         super().finish(decoder)
-        replace_modules(decoder, lambda module: found(module) if (found := REPLACEMENTS.get(type(module))) else None)
+        replace_modules(decoder, lambda module: found(module) if (found := self.replacements.get(type(module))) else None)
+        for module in decoder.modules():
+            if isinstance(module, Block):
+                module.add_norm = add_norm
+            elif isinstance(module, MultiQueryAttention):
+                module.norm_heads = norm_heads
+            elif isinstance(module, MLP) and module.between is not None:
+                _fuse_activation(module)
+
+
+class TritonProducts(CublasProducts):
+    """All products too by our kernels."""
+
+    batch_invariant = True
+    replacements = REPLACEMENTS
+
+    def finish(self, decoder: Decoder) -> None:
+        super().finish(decoder)
         for module in decoder.modules():
             if isinstance(module, MixtureOfExperts):
                 module.softmax = softmax
+
+
+def _fuse_activation(mlp: MLP) -> None:
+    """Into one launch with the gate's product, or with the matrix product where cuBLAS has that."""
+    if mlp.gated:
+        mlp.between = partial(gate, activation=mlp.activation)
+    elif type(mlp.up) is Linear and mlp.up.bias is not None and mlp.activation == "gelu_tanh":
+        mlp.set_submodule("up", GeluLinear(mlp.up))
+        mlp.between = None

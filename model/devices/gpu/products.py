@@ -15,7 +15,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
     """The activation. GELU's tanh form x / 2 * (1 + tanh(u)) is computed as x * sigmoid(2 u): Triton's interpreter has no tanh."""
     if ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -80,7 +80,7 @@ def product(
                 block_ptr += OUTPUTS * STEP_O
                 w_IO = _weights(block_ptr, column_O, index_I, INPUTS - first, OUTPUTS, STEP_O, STEP_I, x_TI)
                 opened_TO = tl.dot(x_TI, w_IO, opened_TO, input_precision="ieee")
-        sum_TO = _activated(_scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS), ACTIVATION)
+        sum_TO = activated(_scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS), ACTIVATION)
         if GATED:
             sum_TO *= _scaled(opened_TO, scale_ptr, bias_ptr, column_O + OUTPUTS, 2 * OUTPUTS)
         y_ptrs = y_ptr + (rows_T * GROUPS + group)[:, None] * OUTPUTS + column_O[None, :]

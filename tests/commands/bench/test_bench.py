@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from commands.bench.bench import Ask, BenchSettings, Load, bench, figures, prompt_text, run
+from commands.bench.bench import Ask, BenchSettings, Load, bench, prompt_text, run
 from commands.bench.client import Endpoint, Outcome
+from commands.bench.figures import figures
 from commands.bench.tables import tables
 from server.config import load
 from server.errors import ConfigurationError, UsageError

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from cache.layout import CacheLayout
-from commands.bench.bench import figures
-from commands.bench.offline import ClosedLoop, OfflineSettings, bench, load_engine
+from commands.bench.closed_loop import ClosedLoop
+from commands.bench.figures import figures
+from commands.bench.offline import OfflineSettings, bench, load_engine
 from commands.cli import main
 from model.step import SampledToken, SampleError, StepPlan, StepResult
 from server.config import load
@@ -119,7 +120,9 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err.startswith("onehead bench: ")
 
 
-@pytest.mark.parametrize(("argv", "named"), [(["--concurrency", ""], "concurrency"), (["--engine.step_tokens", "2"], "step_tokens")])
+@pytest.mark.parametrize(
+    ("argv", "named"), [(["--concurrency", ""], "concurrency"), (["--engine.step_tokens", "2", "--engine.max_running", "3"], "step_tokens")]
+)
 def test_options_that_cannot_be_are_named(argv: list[str], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         load(OfflineSettings, argv, "onehead bench --offline")

@@ -13,6 +13,7 @@ import torch
 from commands.held_out import decoder_logits
 from model.checkpoint.families import read_spec, spec_of
 from model.checkpoint.weights import load_decoder
+from model.devices.cpu.torch_blocks import BlockProducts
 from model.devices.products import Products
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
@@ -128,7 +129,8 @@ def test_tokenizers_give_text_back(family: str, family_checkpoint: Family) -> No
 def test_rounded_weights_say_much_the_same(family: str, dtype: torch.dtype, quantization: str, family_checkpoint: Family) -> None:
     checkpoint = family_checkpoint(family, 1)
     exact = load(checkpoint.folder)
-    rounded = load_decoder(checkpoint.folder, exact.spec, dtype, CPU, Products(quantization))
+    products = Products() if quantization == "none" else BlockProducts(quantization)
+    rounded = load_decoder(checkpoint.folder, exact.spec, dtype, CPU, products)
     ids = torch.tensor(random_ids(checkpoint, 60))
     logits = [decoder_logits(decoder)(ids).float() for decoder in (exact, rounded)]
     assert (logits[0] - logits[1]).norm() < 0.15 * logits[0].norm()

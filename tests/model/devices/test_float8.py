@@ -26,7 +26,7 @@ from model.checkpoint.weights import load_decoder
 from model.devices import create_backend, find_device
 from model.devices.cpu.device import CpuDevice
 from model.devices.gpu.device import GpuDevice
-from model.devices.quantization import quantize_weights
+from model.devices.quantization import float8_product, quantize_weights
 from model.devices.quantized_modules import QuantizedEmbedding, QuantizedLinear
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner, _check_options
@@ -51,7 +51,7 @@ def test_what_float8_holds() -> None:
 def test_weights_are_within_half_a_step(seed: int, size: float) -> None:
     """Three bits after the leading one; below 2**-6 of a scale steps of 2**-9."""
     weight_OI = torch.randn(5, 33, generator=torch.Generator().manual_seed(seed)) * size
-    quantized_OI, scale_O = quantize_weights(weight_OI, FLOAT8)
+    quantized_OI, scale_O = quantize_weights(weight_OI)
     assert quantized_OI.dtype is FLOAT8 and (quantized_OI.float().abs().amax(dim=1) == 448).all()
     difference_OI = (quantized_OI.float() * scale_O[:, None] - weight_OI).abs()
     assert (difference_OI <= 1.01 * torch.maximum(weight_OI.abs() / 16, scale_O[:, None] * 2.0**-10)).all()
@@ -59,9 +59,8 @@ def test_weights_are_within_half_a_step(seed: int, size: float) -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38])
 def test_rows_of_the_smallest_and_largest_numbers(value: float) -> None:
-    for dtype in (FLOAT8, torch.int8):
-        quantized_OI, scale_O = quantize_weights(torch.full((1, 4), value), dtype)
-        assert ((quantized_OI.float() * scale_O - value).abs() <= 0.03 * value + 1e-40).all()
+    quantized_OI, scale_O = quantize_weights(torch.full((1, 4), value))
+    assert ((quantized_OI.float() * scale_O - value).abs() <= 0.03 * value + 1e-40).all()
 
 
 @torch.inference_mode()
@@ -69,7 +68,7 @@ def test_replacements_compute_what_their_weights_say(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("model.devices.quantization.CONVERTED_AT_ONCE", 3000)
     for dtype in (torch.float32, torch.bfloat16):
         linear, table = nn.Linear(130, 65, dtype=dtype), nn.Embedding(65, 130, dtype=dtype)
-        replacement, rows = QuantizedLinear(linear, "fp8", dtype), QuantizedEmbedding(table, "fp8", dtype)
+        replacement, rows = QuantizedLinear(linear, dtype, float8_product), QuantizedEmbedding(table, dtype, float8_product)
         for module, weight in ((replacement, linear.weight), (rows, table.weight)):
             module.allocate(CPU)
             module.set_rows(0, weight[:30])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
@@ -32,7 +33,9 @@ class Launched(ModelRunner):
     """What a plan refers to is read when it is launched: on a device the work is told by then, here it is done later."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        return super().launch(StepPlan(tuple(map(_copy, plan.rows)), plan.clear))
+        if plan.decode is not None:
+            plan.decode.samples[:] = [replace(sample, output=list(sample.output)) for sample in plan.decode.samples]
+        return super().launch(StepPlan(tuple(map(_copy, plan.listed)), plan.clear, plan.decode))
 
 
 def overlapped(folder: Path, stream: RecordingStream, *, captured: bool, num_pages: int = 60, max_running: int = 8) -> EngineCore:
@@ -178,10 +181,10 @@ def test_the_largest_step_has_every_token_and_every_draw_there_can_be(tmp_path: 
         assert sum(isinstance(one, SampledToken) for one in drawn) == max_running
 
 
-def test_a_captured_step_of_int8_weights(tmp_path: Path) -> None:
+def test_a_captured_step_of_fp8_weights(tmp_path: Path) -> None:
     """Whose table's dtype says nothing of the logits'."""
     make_checkpoint(SHAPES[1], tmp_path)
-    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU, Products("int8"))
+    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU, Products("fp8"))
     outputs = []
     for captured in (False, True):
         pool = make_pool(decoder, 10, PAGE)

@@ -227,7 +227,7 @@ def test_wrong_guesses_preempt_nobody(pages: int) -> None:
         core = EngineCore(scheduler, HashModel(layout))
         for id in range(6):
             scheduler.submit(id, [id + 1] * (1 + id), 8, Sampling(seed=id))
-        news.append(list(finish(core)))
+        news.append([sorted(events, key=lambda event: event.id) for events in finish(core)])
         preemptions.append(scheduler.num_preemptions)
         assert scheduler.num_accepted_tokens == 0 and (scheduler.num_drafted_tokens > 20) == (drafter_for is not None)
     assert news[0] == news[1] and preemptions[0] == preemptions[1]

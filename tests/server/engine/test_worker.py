@@ -1,6 +1,7 @@
 """The engine's message loop, in a thread, over a real pipe, with the hash model."""
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from typing import Any, cast
 
 import pytest
 
+from model.devices.device import Device
+from model.options import EngineOptions
 from model.step import StepPlan, StepResult
 from server import logs, protocol
 from server.engine.core import EngineCore
 from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, Scheduler
-from server.engine.worker import Worker, load_report
+from server.engine.worker import Worker, _say_what_is_slow, load_report
 from tests.server.test_logs import Terminal
 from tests.support.guesser import Guesser
 from tests.support.hash_model import HashModel, next_token, one_group, oracle
@@ -147,6 +150,41 @@ def test_it_beats_whatever_it_does() -> None:
     ours.close()
 
 
+class Gone(Device):
+    """A device that breaks once its memory has been asked for."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def own_memory(self) -> tuple[int, int]:
+        self.num_asked += 1
+        if self.num_asked > 1:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+        return 60, 80
+
+    def failure(self, error: Exception) -> str:
+        return f"the GPU can compute no more ({error})"
+
+
+def test_an_idle_engine_whose_device_breaks_ends_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = Pipe()
+    ended: list[int] = []
+    over = threading.Event()
+
+    def end(status: int) -> None:
+        ended.append(status)
+        over.set()
+
+    monkeypatch.setattr("server.engine.worker.os._exit", end)
+    core = EngineCore(Scheduler(Limits(20, one_group(4), 80, 4, 16)), HashModel(one_group(4)))
+    Worker(theirs, core, NoMasks(), Gone()).start_heartbeat(0.001)
+    assert protocol.decode_from_engine(ours.recv_bytes()) == protocol.Heartbeat(0, 20)
+    assert over.wait(10) and ended == [1]
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["the engine has failed", "the GPU can compute no more (CUDA error: uncorrectable ECC error encountered)"]
+    ours.close()
+
+
 def test_what_never_fits_fails_alone(engine: Engine) -> None:
     engine.send(submit(1, [3], 3))
     engine.send(submit(2, [3], 1000))
@@ -173,3 +211,29 @@ def test_loading_is_told_to_the_api_process_and_in_bytes_to_a_terminal(caplog: p
         "loading weights, 15000000 bytes",
         "loading weights",
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "quantization", "deterministic", "said"),
+    [
+        (
+            "cuda",
+            "int4",
+            False,
+            "int4 on a GPU is dequantized as it is read: steps of more than 64 tokens.*without quantization \\(an estimate",
+        ),
+        ("cuda", "int8", True, "without quantization, and with engine.deterministic slower"),
+        ("cpu", "fp8", False, "fp8 on a CPU is slow"),
+        ("cuda", "fp8", False, None),
+        ("cpu", "int4", False, None),
+        ("cuda", "none", False, None),
+    ],
+)
+def test_what_is_slow_is_said(
+    device: str, quantization: str, deterministic: bool, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = EngineOptions(device, "auto", 1, 16, 20, None, 320, 4, 64, quantization, deterministic)
+    with caplog.at_level(logging.WARNING):
+        _say_what_is_slow(protocol.Start(0, "", "", options, 1.0, "info", "text"), device)
+    assert len(caplog.records) == (said is not None)
+    assert said is None or re.search(said, caplog.text)

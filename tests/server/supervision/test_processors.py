@@ -84,8 +84,36 @@ def test_api_processes_are_many_only_beside_a_gpu(
     configured: int | None, device: str, has_gpu: bool, available: float, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processors, "available_processors", lambda: available)
+    (tmp_path / "nvidia3").touch() if has_gpu else None
+    (tmp_path / "nvidiactl").touch()
+    assert processors.api_processes(configured, device, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_running", "step_tokens", "has_gpu", "expected"),
+    [
+        (None, None, False, (64, 512)),
+        (None, None, True, (256, 4096)),
+        (600, None, False, (600, 600)),
+        (600, None, True, (600, 4096)),
+        (None, 48, False, (48, 48)),
+        (None, 1024, True, (256, 1024)),
+        (2, 101, True, (2, 101)),
+    ],
+)
+def test_steps_are_larger_on_a_gpu(
+    max_running: int | None, step_tokens: int | None, has_gpu: bool, expected: tuple[int, int], tmp_path: Path
+) -> None:
     (tmp_path / "nvidia0").touch() if has_gpu else None
-    assert processors.api_processes(configured, device, tmp_path / "nvidia0") == expected
+    assert processors.step_sizes(max_running, step_tokens, "auto", tmp_path) == expected
+    assert processors.step_sizes(None, None, "cpu", tmp_path) == (64, 512) and processors.step_sizes(None, None, "cuda") == (256, 4096)
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, True), ("1", True), ("MIG-abc", True), ("", False), ("-1", False)])
+def test_a_hidden_gpu_is_not_used(visible: str | None, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert processors.on_gpu("auto", tmp_path, environment) is expected and processors.on_gpu("cuda", tmp_path, environment)
 
 
 def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise() -> None:

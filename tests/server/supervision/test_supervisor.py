@@ -14,17 +14,19 @@ from server.supervision.crash_policy import (
     MAX_QUARANTINES,
     MAX_UNATTRIBUTED_CRASHES,
     MIN_LOADS,
+    MIN_RECOVERY,
     ONE_AT_A_TIME_CRASHES,
     SUSPECT_CRASHES,
     Timeouts,
 )
-from server.supervision.engine import PlainStream
+from server.supervision.engine import EngineEvent, PlainStream
 from server.supervision.journal import SequenceEvent, Written
 from server.supervision.supervisor import STABLE_SECONDS, State, Supervisor
 from tests.support.fake_engine import READY
 from tests.support.hash_model import next_token, oracle
 
-PATIENCE = Timeouts(stall=10.0, start=600.0, recovery=60.0)
+RECOVERY = 60.0
+PATIENCE = Timeouts(stall=10.0, start=600.0, recovery=RECOVERY)
 
 
 PLAIN = PlainStream(SimpleNamespace(number_at=lambda writer: 1), 0, 0.0, b"", b"")
@@ -104,12 +106,13 @@ def started(ids: list[int]) -> protocol.Started:
 class Bench:
     """A supervisor, its engines so far, and every event it delivered."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeouts: Timeouts = PATIENCE) -> None:
         self.engines: list[ScriptedEngine] = []
         self.states: list[State] = []
+        self.events: list[EngineEvent] = []
         self.delivered: dict[int, list[SequenceEvent]] = {}
         self.fail_spawns = 0
-        self.supervisor = Supervisor(self._spawn, self.states.append, lambda step: None, PATIENCE)
+        self.supervisor = Supervisor(self._spawn, self.states.append, self.events.append, timeouts)
         self.supervisor.start()
 
     def _spawn(self, *callbacks: Callable[..., None]) -> ScriptedEngine:
@@ -266,9 +269,9 @@ def test_a_reload_that_fails_is_tried_until_requests_wait_no_more_and_says_its_r
             pause += BACKOFF_SECONDS
         pauses.append(pause)
         waited += pause
-        assert waited < PATIENCE.recovery + 2 * MAX_BACKOFF_SECONDS
+        assert waited < RECOVERY + 2 * MAX_BACKOFF_SECONDS
     assert supervisor.state is state and supervisor.reason.endswith(f"the last one {reason}")
-    assert waited >= PATIENCE.recovery and pauses[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0], "with pauses that grow"
+    assert waited >= RECOVERY and pauses[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0], "with pauses that grow"
     *_, failed = bench.delivered[id]
     assert isinstance(failed, protocol.Failed) and failed.code == "engine_unavailable" and reason in failed.reason
     (late,) = bench.delivered[bench.submit()]
@@ -298,7 +301,7 @@ def test_a_slow_load_is_tried_more_than_once_although_requests_wait_no_more() ->
     bench.engine.kill()
     for number in range(2, 2 + MIN_LOADS):
         assert bench.supervisor.state is State.STARTING and len(bench.engines) == number
-        bench.supervisor.tick(2 * PATIENCE.recovery)
+        bench.supervisor.tick(2 * RECOVERY)
         refuse(bench)
         bench.supervisor.tick(MAX_BACKOFF_SECONDS)
     assert bench.supervisor.state is State.REFUSED
@@ -437,6 +440,13 @@ def test_an_engine_that_lived_long_owes_nothing_to_those_before_it() -> None:
     assert bench.supervisor.state is State.STARTING and len(bench.engines) == 1 + 3 * MAX_UNATTRIBUTED_CRASHES
 
 
+def test_an_idle_engine_tells_of_its_device() -> None:
+    bench = Bench()
+    bench.engine.on_message(READY)
+    bench.engine.on_message(protocol.Heartbeat(0, 5 * 2**30))
+    assert bench.events == [protocol.Heartbeat(0, 5 * 2**30)]
+
+
 def test_silence_is_death_and_so_is_work_without_progress() -> None:
     bench = Bench()
     bench.engine.on_message(READY)
@@ -463,7 +473,7 @@ def test_an_engine_that_never_loads_is_replaced_and_the_waiting_are_told_in_time
     bench.engine.on_message(READY)
     id = bench.submit()
     bench.engine.kill()
-    bench.supervisor.tick(PATIENCE.recovery - 1)
+    bench.supervisor.tick(RECOVERY - 1)
     assert bench.delivered[id] == [] and not bench.supervisor.recovery_overdue
     bench.supervisor.tick(1)
     (failed,) = bench.delivered[id]
@@ -474,6 +484,24 @@ def test_an_engine_that_never_loads_is_replaced_and_the_waiting_are_told_in_time
     assert len(bench.engines) == 3
     bench.engine.on_message(READY)
     assert not bench.supervisor.recovery_overdue and bench.supervisor.state is State.READY
+
+
+def test_requests_wait_for_an_engine_as_long_as_two_loads_take() -> None:
+    """Of the first engine; a later one that takes longer does not change it."""
+    timeouts = Timeouts(stall=10.0, start=600.0, recovery=None)
+    assert timeouts.recovery_after(4.0) == MIN_RECOVERY == RECOVERY and timeouts.recovery_after(50.0) == 100.0
+    bench = Bench(timeouts)
+    bench.supervisor.tick(50.0)
+    bench.engine.on_message(READY)
+    for seconds in (20.0, 1.0, 20.0):
+        bench.submit()
+        bench.engine.step()
+        bench.engine.kill()
+        bench.supervisor.tick(90.0)
+        assert not bench.supervisor.recovery_overdue
+        bench.supervisor.tick(seconds)
+        assert bench.supervisor.recovery_overdue is (seconds > 10.0)
+        bench.engine.on_message(READY)
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])

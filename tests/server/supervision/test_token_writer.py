@@ -148,7 +148,7 @@ def test_numbers_are_written_as_msgspec_writes_them(scene: Scene) -> None:
 
 
 def test_python_gets_what_is_not_plain_and_all_that_follows_it(scene: Scene) -> None:
-    last, top = token(9, 0, finish="length"), token(9, 0, top=[(1, -1.0)])
+    last, top = token(9, 0, finish="length"), token(9, 0, top=((1, -1.0),))
     for special in (token(9, 99), token(9, 6), last, top, token(8, 0), token(10, 0)):
         scene.add(next_index=9, stop_bytes=b"!", num_tokens=9)
         scene.client.release()
@@ -280,7 +280,7 @@ def test_messages_that_no_engine_sends_reach_python_as_they_came(scene: Scene, p
     scene.add()
     scene.client.release()
     rng = random.Random(part)
-    whole = protocol.encode(protocol.Tokens([token(0, 0), token(0, 1, sequence=2, top=[(1, -1.0)])], GAUGES))
+    whole = protocol.encode(protocol.Tokens([token(0, 0), token(0, 1, sequence=2, top=((1, -1.0),))], GAUGES))
     sent = []
     for _ in range(500):
         broken = bytearray(whole)

@@ -5,32 +5,21 @@ Shape letters: T tokens of the step, H query heads, d columns of a key, v of a v
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from cache.layout import pages_for
 from cache.pool import KVPool
 from model.batch import Batch
 from model.devices.gpu import EXACT, upload
 from model.devices.gpu.attention.configurations import Configuration
 from model.devices.gpu.attention.kernels import attend, join
-from model.devices.gpu.attention.plan import (
-    SPAN_FIELDS,
-    TILE_FIELDS,
-    GroupLists,
-    Numbers,
-    Shape,
-    classes,
-    filled_up,
-    joined,
-    most_splits,
-    padding_of,
-    plan_groups,
-    shape_of,
-)
+from model.devices.gpu.attention.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Numbers, Wave, joined, most_splits, plan_groups
+from model.devices.gpu.attention.singles import Shape, Singles, classes, shape_of
 from model.devices.gpu.attention.write import scatter
 from model.layers import Rotation
 from model.step import Row
@@ -46,8 +35,12 @@ LEAST_BLOCK = 16
 JOIN_SIZES = ("HEADS", "NUM_V", "BLOCK_V", "BLOCK_M", "SPANS", "TILES")
 
 
+Columns = tuple[int, int, int]
+"""First columns of a key, its tail's, of a value."""
 GroupPlan = GroupLists[Tensor]
 """What the layers of one group share, on the device."""
+Plan = tuple[GroupPlan, ...] | Singles
+"""Lists for any rows, or the positions and tables of single tokens."""
 
 
 class TritonBackend:
@@ -58,133 +51,146 @@ class TritonBackend:
 
     def __init__(self, pool: KVPool, scale: float, num_heads: int, configuration: Configuration) -> None:
         self.pool, self.num_heads, self.configuration = pool, num_heads, configuration
-        self._factor = scale / math.log(2)
+        self.factor = scale / math.log(2)
         key_dim, value_dim = pool.keys_LPSd.shape[-1], pool.values_LPSv.shape[-1]
-        self._value_dim = value_dim
         first_columns = value_dim if pool.value_in_key else key_dim
         device = pool.keys_LPSd.device
-        self._sizes = sizes_of(num_heads, first_columns, key_dim - first_columns, value_dim, configuration)
-        self._join_sizes = {name: self._sizes[name] for name in JOIN_SIZES} | EXACT
-        self._sizes |= {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key}
+        self.columns = first_columns, key_dim - first_columns, value_dim
         # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
-        self._sizes["UPCAST"] = device.type == "cpu" and pool.compute_dtype == torch.bfloat16
-        self._sizes |= configuration.options | EXACT
+        self.sizes = {"PAGE": pool.page_size, "VALUE_IN_KEY": pool.value_in_key} | EXACT
+        self.sizes["UPCAST"] = device.type == "cpu" and pool.compute_dtype == torch.bfloat16
         self._write_sizes = write_sizes_of(num_heads, key_dim, value_dim) | {"VALUE_IN_KEY": pool.value_in_key} | EXACT
         part_bytes = configuration.rows * value_dim * 4
         longest = most_splits(pool.num_pages * pool.page_size, None, configuration)
         self.capacity = max(SCRATCH_BYTES // part_bytes, longest + 1)
-        self._partial = torch.empty(self.capacity * configuration.rows * value_dim, dtype=torch.float32, device=device)
-        self._peaks, self._sums = torch.empty(2, self.capacity * configuration.rows, dtype=torch.float32, device=device)
+        """Partial outputs that the scratch memory holds."""
+        self.partial = torch.empty(self.capacity * configuration.rows * value_dim, dtype=torch.float32, device=device)
+        self.peaks, self.sums = torch.empty(2, self.capacity * configuration.rows, dtype=torch.float32, device=device)
 
     def plan(self, batch: Batch) -> tuple[GroupPlan, ...]:
         """Uploads all lists of the step in one copy."""
-        lists = self._lists(batch.rows, batch.firsts)
-        return _laid_out(lists, upload(torch.from_numpy(joined(lists)), self.pool.keys_LPSd.device))
+        lists = self.lists(batch.rows, batch.firsts, len(batch.token_ids_T), self.configuration)
+        return laid_out(lists, upload(torch.from_numpy(joined(lists)), self.pool.keys_LPSd.device))
 
-    def _lists(self, rows: Sequence[Row], firsts: ArrayLike) -> list[GroupLists[Numbers]]:
-        return plan_groups(rows, firsts, self.pool.layout, self.num_heads, self.configuration, self.capacity)
+    def lists(self, rows: Sequence[Row], firsts: ArrayLike, num_tokens: int, configuration: Configuration) -> list[GroupLists[Numbers]]:
+        """The lists of some rows of a step of so many tokens."""
+        return plan_groups(rows, firsts, num_tokens, self.pool.layout, self.num_heads, configuration, self.capacity)
 
     def contexts(self, longest: int) -> list[int]:
         """The longest context of each class."""
         return [min(num_keys, longest) for num_keys in classes(self.pool.page_size, longest)]
 
-    def pack(self, rows: Sequence[Row], num_rows: int) -> tuple[Numbers, Shape] | None:
-        """The lists of a step of single tokens, padded to `num_rows` rows and to its class of contexts, in one array. None if they take
-        several waves, or would be mostly padding.
-        """
-        shape = shape_of(rows, num_rows, self.pool.page_size)
-        if shape is None:
+    def shape(self, num_keys: int, num_rows: int) -> Shape | None:
+        """See ListedBackend. Also None if the scratch memory is too small for one wave."""
+        shape = shape_of(num_keys, num_rows, self.pool.page_size)
+        if shape is None or any(self._num_tiles(num_rows) * splits > self.capacity for splits in self._splits(shape.num_keys)):
             return None
-        lists = self._lists(rows, np.arange(len(rows)))
-        return None if any(len(group.waves) > 1 for group in lists) else (filled_up(lists, self._padding(shape)), shape)
+        return shape
 
-    def unpack(self, words: Tensor, shape: Shape) -> tuple[GroupPlan, ...]:
-        """The plan for packed lists that are on the device."""
-        return _laid_out(self._padding(shape), words)
+    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], num_keys: int) -> Singles:
+        """The plan of a step of single tokens whose numbers are on the device."""
+        return Singles(positions_B, tuple(tables_BW), num_keys)
 
-    def _padding(self, shape: Shape) -> list[GroupLists[Numbers]]:
-        layout = self.pool.layout
-        return [padding_of(shape, group, layout.page_size, self.num_heads, self.configuration) for group in layout.groups]
+    def _num_tiles(self, num_rows: int) -> int:
+        return num_rows * pages_for(self.num_heads, self.configuration.rows)
 
-    def run(
-        self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None
-    ) -> Tensor:
+    def _splits(self, num_keys: int) -> list[int]:
+        """The most splits of a token with so many keys, in each group of layers."""
+        return [most_splits(num_keys, group.window, self.configuration) for group in self.pool.layout.groups]
+
+    def run(self, plan: Plan, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None) -> Tensor:
+        return self.attend(plan, layer, self._store(plan, layer, *in_rows(q_THd, k_Td, v_Tv), rotation))
+
+    def attend(self, plan: Plan, layer: int, q_THd: Tensor) -> Tensor:
+        """The second part of `run`: attention of rotated queries, contiguous in each token, over stored keys and values. The outputs of
+        tokens that belong to no row of the plan are undefined.
+        """
         place = self.pool.layout.places[layer]
-        keys, values = self.pool.layer(layer)
-        q_THd = self._store(keys, values, plan[place.group].slots[place.stack], q_THd, k_Td, v_Tv, rotation)
-        return self.attend(plan, layer, q_THd)
-
-    def attend(self, plan: tuple[GroupPlan, ...], layer: int, q_THd: Tensor) -> Tensor:
-        """The second part of `run`: attention of rotated queries, contiguous in each token, over stored keys and values."""
-        place = self.pool.layout.places[layer]
-        group, layer_group = plan[place.group], self.pool.layout.groups[place.group]
-        keys, values = self.pool.layer(layer)
-        o_THv = q_THd.new_empty(len(q_THd), self.num_heads, self._value_dim)
-        for wave in group.waves:
+        group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)
+        o_THv = q_THd.new_empty(len(q_THd), self.num_heads, self.columns[2])
+        if isinstance(plan, Singles):
+            configuration, spans, tiles, positions, tables = self.configuration, None, None, plan.positions_B, plan.tables_BW[place.group]
+            waves: tuple[Wave, ...] = (Wave(0, self._num_tiles(len(positions)), self._splits(plan.num_keys)[place.group]),)
+        else:
+            lists = plan[place.group]
+            configuration, spans, tiles, positions, tables = lists.configuration, lists.spans, lists.tiles, None, lists.tables
+            waves = lists.waves
+        sizes = sizes_of(self.num_heads, self.columns, configuration)
+        join_sizes = {name: sizes[name] for name in JOIN_SIZES} | {"BLOCK_C": JOINED_AT_ONCE, "num_warps": 1} | EXACT
+        for wave in waves:
+            splits = configuration.split, configuration.short_split, configuration.num_short, wave.most_splits
             attend[(wave.num_tiles, wave.most_splits)](
-                q_THd, keys, values, o_THv, group.spans, group.tiles, group.tables, self._partial, self._peaks, self._sums,
-                wave.first_tile, q_THd.stride(0), group.tables.shape[1], place.stack, layer_group.num_stacks, self._factor,
-                WINDOW=layer_group.window or 0, **self._sizes,
+                q_THd, keys, values, o_THv, spans, tiles, positions, tables, self.partial, self.peaks, self.sums,
+                wave.first_tile, q_THd.stride(0), tables.stride(0), place.stack, group.num_stacks, *splits, self.factor,
+                WINDOW=group.window or 0, **sizes, **self.sizes, **configuration.options,
             )  # fmt: skip
             if wave.most_splits > 1:
-                join[(wave.num_tiles, self.configuration.rows)](
-                    o_THv, group.spans, group.tiles, self._partial, self._peaks, self._sums, wave.first_tile,
-                    BLOCK_C=JOINED_AT_ONCE, num_warps=1, **self._join_sizes,
+                join[(wave.num_tiles, configuration.rows)](
+                    o_THv, spans, tiles, positions, self.partial, self.peaks, self.sums, wave.first_tile, *splits,
+                    WINDOW=group.window or 0, **join_sizes,
                 )  # fmt: skip
         return o_THv
 
-    def _store(
-        self, keys: Tensor, values: Tensor, slots: Tensor, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None
-    ) -> Tensor:
+    def _store(self, plan: Plan, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None) -> Tensor:
         """Stores keys and values. -> q_THd, rotated; rows of padding are undefined."""
-        key_dim = q_THd.shape[-1]
-        if q_THd.stride()[1:] != (key_dim, 1):
-            q_THd = q_THd.contiguous()
-        if k_Td.stride(1) != 1 or v_Tv.stride(1) != 1:
-            k_Td, v_Tv = k_Td.contiguous(), v_Tv.contiguous()
+        place = self.pool.layout.places[layer]
+        group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)
+        if isinstance(plan, Singles):
+            slots, positions, tables, num_tokens = None, plan.positions_B, plan.tables_BW[place.group], len(plan.positions_B)
+        else:
+            slots, positions, tables = plan[place.group].slots[place.stack], None, plan[place.group].tables
+            num_tokens = len(slots)
         turned_THd, cosine_Tr, sine_Tr, programs, warps = q_THd, None, None, 1, 1
         if rotation is not None:
-            assert 2 * rotation.cosine_Tr.shape[1] == key_dim
+            assert 2 * rotation.cosine_Tr.shape[1] == q_THd.shape[-1]
             turned_THd, cosine_Tr, sine_Tr = q_THd.new_empty(q_THd.shape), rotation.cosine_Tr, rotation.sine_Tr
             programs, warps = 1 + -(-self.num_heads // self._write_sizes["BLOCK_HEADS"]), 4
-        scatter[(len(slots), programs)](
-            q_THd, k_Td, v_Tv, cosine_Tr, sine_Tr, turned_THd, keys, values, slots, q_THd.stride(0), k_Td.stride(0), v_Tv.stride(0),
+        scatter[(num_tokens, programs)](
+            q_THd, k_Td, v_Tv, cosine_Tr, sine_Tr, turned_THd, keys, values, slots, positions, tables,
+            q_THd.stride(0), k_Td.stride(0), v_Tv.stride(0), tables.stride(0), place.stack, group.num_stacks, self.pool.page_size,
             INTERLEAVED=rotation is not None and rotation.interleaved, num_warps=warps, **self._write_sizes,
         )  # fmt: skip
         return turned_THd
 
 
-def sizes_of(num_heads: int, first_columns: int, tail_columns: int, value_dim: int, configuration: Configuration) -> dict[str, Any]:
+def in_rows(q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each contiguous in a token, as kernels read them."""
+    q_THd = q_THd if q_THd.stride()[1:] == (q_THd.shape[-1], 1) else q_THd.contiguous()
+    k_Td, v_Tv = (x if x.stride(1) == 1 else x.contiguous() for x in (k_Td, v_Tv))
+    return q_THd, k_Td, v_Tv
+
+
+@cache
+def sizes_of(num_heads: int, columns: Columns, configuration: Configuration) -> dict[str, Any]:
     """Compile-time constants of the attention kernels."""
-    return {
-        "HEADS": num_heads,
-        "NUM_D": first_columns,
-        "NUM_R": tail_columns,
-        "NUM_V": value_dim,
-        "BLOCK_D": _block(first_columns),
-        "BLOCK_R": _block(tail_columns),
-        "BLOCK_V": _block(value_dim),
-        "BLOCK_M": configuration.rows,
-        "BLOCK_N": configuration.keys,
-        "SPANS": SPAN_FIELDS,
-        "TILES": TILE_FIELDS,
-    }
+    blocks = {"BLOCK_M": configuration.rows, "BLOCK_N": configuration.keys, "AHEAD": configuration.ahead}
+    return column_sizes(num_heads, columns) | blocks | {"SPANS": SPAN_FIELDS, "TILES": TILE_FIELDS}
+
+
+def column_sizes(num_heads: int, columns: Columns) -> dict[str, Any]:
+    """Heads and columns, and the blocks that hold these."""
+    sizes = {"HEADS": num_heads}
+    for letter, num in zip("DRV", columns, strict=True):
+        sizes |= {f"NUM_{letter}": num, f"BLOCK_{letter}": block_of(num)}
+    return sizes
 
 
 def write_sizes_of(num_heads: int, key_dim: int, value_dim: int) -> dict[str, Any]:
     """Compile-time constants of the kernel that stores keys and values."""
-    block_key = _block(key_dim)
-    sizes = {"HEADS": num_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "BLOCK_KEY": block_key, "BLOCK_VALUE": _block(value_dim)}
-    return sizes | {"BLOCK_HEADS": min(_block(num_heads), max(1, ROTATED_AT_ONCE // block_key))}
+    block_key = block_of(key_dim)
+    sizes = {"HEADS": num_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "BLOCK_KEY": block_key, "BLOCK_VALUE": block_of(value_dim)}
+    return sizes | {"BLOCK_HEADS": min(block_of(num_heads), max(1, ROTATED_AT_ONCE // block_key))}
 
 
-def _block(num: int) -> int:
+def block_of(num: int) -> int:
     """Columns of the block for `num` columns: a power of two."""
     return max(LEAST_BLOCK, 1 << (num - 1).bit_length()) if num else 0
 
 
-def _laid_out(lists: list[GroupLists[Numbers]], words: Tensor) -> tuple[GroupPlan, ...]:
+def laid_out(lists: list[GroupLists[Numbers]], words: Tensor) -> tuple[GroupPlan, ...]:
     """Plans of lists of these sizes, from their concatenated numbers on the device."""
     parts = [part for group in lists for part in group.parts]
     tensors = (x.view(part.shape) for x, part in zip(words.split([part.size for part in parts]), parts, strict=True))
-    return tuple(GroupPlan(next(tensors), next(tensors), next(tensors), next(tensors), group.waves) for group in lists)
+    return tuple(
+        GroupLists(next(tensors), next(tensors), next(tensors), next(tensors), group.waves, group.configuration) for group in lists
+    )

@@ -1,7 +1,8 @@
-"""Tile sizes of the attention kernel for a model: a table, as a server cannot autotune while it serves. No torch, no Triton.
+"""Tile sizes of the attention kernels for a model: tables, as a server cannot autotune while it serves. No torch, no Triton.
 
-Invariant: one model has one configuration for all steps. The rows of a tile determine the tensor core instruction, and another instruction
-may round differently: a token's output would depend on whether it is computed alone or in a chunk.
+With engine.deterministic one model has one configuration for all steps, a line of TABLE: the rows of a tile determine the tensor core
+instruction, and another instruction may round differently, so that a token's output would depend on whether it is computed alone or in a
+chunk. Otherwise single tokens and chunks have each their own.
 
 Shared memory holds a tile's queries and some blocks of keys with their values: within 163 KiB on sm_80, 227 on sm_90 and sm_100
 (checked in tests/triton/test_compile.py). The load of a block depends on the load of its page number, and Triton's pipeline puts half of
@@ -29,6 +30,8 @@ class Configuration:
     """The number of first positions. The split depends on a token's own position only, so that the order of its sums does too."""
     most_registers: int | None = None
     """Limit for a thread, if the compiler would use so many that a multiprocessor holds one tile instead of two."""
+    ahead: bool = False
+    """Whether the number of a block's page is loaded while the block before is computed: three stages are then two blocks on their way."""
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -66,3 +69,58 @@ def choose(num_heads: int, key_dim: int, itemsize: int, page_size: int) -> Confi
             keys = min(found.keys, page_size)
             return replace(found, keys=keys, split=max(found.split, keys), short_split=max(found.short_split, keys))
     return None
+
+
+WHOLE = 2**30
+"""Keys of a split where nothing is split."""
+CHUNKS = (
+    (64, 2, Configuration(128, 64, WHOLE, 8, 3, WHOLE, 0, 128, ahead=True)),
+    (128, 2, Configuration(64, 64, WHOLE, 4, 3, WHOLE, 0, ahead=True)),
+    (256, 2, Configuration(64, 32, WHOLE, 8, 3, WHOLE, 0, ahead=True)),
+    (576, 2, Configuration(64, 32, WHOLE, 8, 2, WHOLE, 0, ahead=True)),
+    (128, 4, Configuration(32, 32, WHOLE, 8, 1, WHOLE, 0, ahead=True)),
+    (576, 4, Configuration(16, 16, WHOLE, 4, 1, WHOLE, 0, ahead=True)),
+)
+"""(most key columns, bytes of the query dtype, configuration) of steps with many tiles."""
+LEAST_TILES = 64
+"""Tiles of CHUNKS in a step from which on these are faster than the split ones of TABLE, which a few tokens need to occupy a GPU."""
+FEW_ROWS, MANY_ROWS = 48, 192
+"""Single tokens of a step below which it has few rows, and from which on it has many: classes with different configurations."""
+
+
+def choose_chunks(key_dim: int, itemsize: int, page_size: int) -> Configuration:
+    """The configuration for many tiles of a model for which `choose` finds one."""
+    found = next(found for most_columns, size, found in CHUNKS if key_dim <= most_columns and itemsize == size)
+    return replace(found, keys=min(found.keys, page_size))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfiguration:
+    """Sizes and compiler options of the decode kernel."""
+
+    rows: int
+    """Heads of a tile."""
+    groups: int
+    """Warps that have keys of their own, `keys` of each block; 1: all warps share the keys."""
+    keys: int
+    split: int
+    """The fewest keys of a split: short where few rows have to occupy a GPU, else long, as a program's beginning and end take time too."""
+    warps: int
+    stages: int
+    most_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """Options for the compiler."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.most_registers}
+
+
+def choose_decode(shared: Configuration, num_heads: int, key_dim: int, itemsize: int, page_size: int, num_rows: int) -> DecodeConfiguration:
+    """The configuration for single tokens of a step of so many rows, of a model that `choose` gives `shared`."""
+    split = 256 if num_rows < FEW_ROWS else 1024
+    if num_heads <= 16 and key_dim <= 128 and itemsize == 2 and page_size >= 64:
+        # Measured for 16 heads of 128 columns on an H100.
+        return DecodeConfiguration(16, 4, 16, split, 4, 3) if num_rows < MANY_ROWS else DecodeConfiguration(16, 1, 32, split, 1, 4)
+    # More heads or columns leave a warp no registers for keys of its own.
+    split = max(split, shared.keys)
+    return DecodeConfiguration(shared.rows, 1, shared.keys, split, shared.warps, min(shared.stages, 3), shared.most_registers)

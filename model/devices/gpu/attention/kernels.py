@@ -6,7 +6,8 @@ which is a fixed number of keys. Decode, draft verification, chunked prefill and
 
 Invariant (batch-invariant): a row's output depends on its own sequence alone. Blocks, splits and the groups of splits that are summed at
 once lie at fixed positions of the sequence, not of the tile; masked keys leave a row's sums unchanged, bit for bit. The kernels know
-nothing of layers, steps and requests: plan.py makes their lists.
+nothing of layers, steps and requests: plan.py makes their lists. Where all rows of a step are single tokens, their positions and whole page
+tables can take the place of lists; a row at a position below 0 is padding.
 
 A block of keys is a page, or a part of a large page: BLOCK_N divides PAGE. Widths that are no powers of two are padded by
 masks. A key may have a tail after its first columns, with a separate dot product; if VALUE_IN_KEY the first columns are also the value,
@@ -49,16 +50,24 @@ def _queries(q_ptr, stride, token_M, head_M, WIDTH: tl.constexpr, NUM: tl.conste
 def _through(
     low, high, q_MD, q_MR, peak_M, sum_M, o_MV, position_M, num_keys, table_ptr, num_stacks, keys_ptr, values_ptr, factor,
     NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over blocks low .. high - 1: largest logit, sum of weights and weighted values (Milakov, Gimelshein 2018)."""
     index_N, cols_D, cols_V = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    next_page = tl.full([], 0, tl.int32)
+    if AHEAD:
+        # Where there are no blocks: the page of any key.
+        next_page = tl.load(table_ptr + tl.minimum(low, (num_keys - 1) // BLOCK_N) // (PAGE // BLOCK_N) * num_stacks)
     for block in range(low, high):
         position_N = block * BLOCK_N + index_N
         written_N = position_N < num_keys
+        page = next_page
+        if AHEAD:
+            next_page = tl.load(table_ptr + tl.minimum(block + 1, high - 1) // (PAGE // BLOCK_N) * num_stacks)
+        else:
+            page = tl.load(table_ptr + block // (PAGE // BLOCK_N) * num_stacks)
         # 64-bit offsets: a large pool has more than 2**31 elements.
-        page = tl.load(table_ptr + block // (PAGE // BLOCK_N) * num_stacks).to(tl.int64)
-        slot = page * PAGE + block % (PAGE // BLOCK_N) * BLOCK_N
+        slot = page.to(tl.int64) * PAGE + block % (PAGE // BLOCK_N) * BLOCK_N
         key_ptr = keys_ptr + slot * (NUM_D + NUM_R)
         k_ND = _columns(key_ptr, index_N, written_N, cols_D, NUM_D, BLOCK_D, NUM_D + NUM_R, q_MD.dtype, MASKED)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
@@ -98,22 +107,55 @@ def _bounds(number, split, first_position, last_position, BLOCK_N: tl.constexpr,
     return low, inner, outer, high
 
 
-@triton.jit(do_not_specialize=["first_tile", "table_stride", "stack", "num_stacks"])
+@triton.jit
+def _tile(
+    tile, tiles_ptr, positions_ptr, split, short_split, num_short, most_splits,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """-> Row of the step, the tile's first and last row in that row's matrix, its first split, number of splits (0: padding), keys of a
+    split, first place in the scratch memory.
+    """
+    if positions_ptr is None:
+        tile_ptr = tiles_ptr + tile * TILES
+        row, begin, first_split, num_splits = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
+        place, last_row, split = tl.load(tile_ptr + 4), tl.load(tile_ptr + 5), tl.load(tile_ptr + 6)
+    else:
+        tiles_of_row: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
+        row, begin, place = tile // tiles_of_row, tile % tiles_of_row * BLOCK_M, tile * most_splits
+        position, last_row = tl.load(positions_ptr + row), tl.minimum(begin + BLOCK_M, HEADS) - 1
+        split = tl.where(position < num_short, short_split, split)
+        first_split = tl.maximum(position - WINDOW + 1, 0) // split if WINDOW > 0 else 0
+        num_splits = tl.where(position < 0, 0, position // split - first_split + 1)
+    return row, begin, last_row, first_split, num_splits, split, place.to(tl.int64)
+
+
+@triton.jit
+def _span(row, spans_ptr, positions_ptr, SPANS: tl.constexpr):
+    """-> A row's first token in the step, number of tokens, position of the first, and the page with which its table begins."""
+    if positions_ptr is None:
+        span_ptr = spans_ptr + row * SPANS
+        first, num_tokens, start, first_page = tl.load(span_ptr), tl.load(span_ptr + 1), tl.load(span_ptr + 2), tl.load(span_ptr + 3)
+    else:
+        first, num_tokens, start, first_page = row, 1, tl.load(positions_ptr + row), 0
+    return first, num_tokens, start, first_page
+
+
+@triton.jit(do_not_specialize=["first_tile", "table_stride", "stack", "num_stacks", "split", "short_split", "num_short", "most_splits"])
 def attend(
-    q_ptr, keys_ptr, values_ptr, output_ptr, spans_ptr, tiles_ptr, tables_ptr, partial_ptr, peaks_ptr, sums_ptr,
-    first_tile, q_stride, table_stride, stack, num_stacks, factor,
+    q_ptr, keys_ptr, values_ptr, output_ptr, spans_ptr, tiles_ptr, positions_ptr, tables_ptr, partial_ptr, peaks_ptr, sums_ptr,
+    first_tile, q_stride, table_stride, stack, num_stacks, split, short_split, num_short, most_splits, factor,
     HEADS: tl.constexpr, NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    VALUE_IN_KEY: tl.constexpr, UPCAST: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr,
+    VALUE_IN_KEY: tl.constexpr, UPCAST: tl.constexpr, AHEAD: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, i): the tile's rows over split i of their splits. Stores the output if that is the only split, else a partial one."""
-    tile_ptr = tiles_ptr + (first_tile + tl.program_id(0)) * TILES
-    number, num_splits = tl.program_id(1), tl.load(tile_ptr + 3)
+    row, begin, last_row, first_split, num_splits, split, place = _tile(
+        first_tile + tl.program_id(0), tiles_ptr, positions_ptr, split, short_split, num_short, most_splits, HEADS, BLOCK_M, WINDOW, TILES
+    )
+    number = tl.program_id(1)
     if number >= num_splits:
         return
-    row, begin, last_row, split = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 5), tl.load(tile_ptr + 6)
-    span_ptr = spans_ptr + row * SPANS
-    first, num_tokens, start, first_page = tl.load(span_ptr), tl.load(span_ptr + 1), tl.load(span_ptr + 2), tl.load(span_ptr + 3)
+    first, num_tokens, start, first_page = _span(row, spans_ptr, positions_ptr, SPANS)
     # Rows after the tile's last repeat that one and are not stored.
     index_M, row_M = tl.arange(0, BLOCK_M), tl.minimum(begin + tl.arange(0, BLOCK_M), last_row)
     token_M, head_M = row_M // HEADS, row_M % HEADS
@@ -122,7 +164,7 @@ def attend(
     if NUM_R > 0:
         q_MR = _queries(q_ptr + NUM_D, q_stride, first + token_M, head_M, NUM_D + NUM_R, NUM_R, BLOCK_R, UPCAST)
     first_position, last_position = start + begin // HEADS, start + last_row // HEADS
-    low, inner, outer, high = _bounds(tl.load(tile_ptr + 2) + number, split, first_position, last_position, BLOCK_N, WINDOW)
+    low, inner, outer, high = _bounds(first_split + number, split, first_position, last_position, BLOCK_N, WINDOW)
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride + stack - first_page * num_stacks
     peak_M, sum_M = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     o_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -130,7 +172,7 @@ def attend(
         part_low, part_high = (low, inner) if part == 0 else ((inner, outer) if part == 1 else (outer, high))
         peak_M, sum_M, o_MV = _through(
             part_low, part_high, q_MD, q_MR, peak_M, sum_M, o_MV, start + token_M, start + num_tokens, table_ptr, num_stacks, keys_ptr,
-            values_ptr, factor, NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_N, PAGE, WINDOW, VALUE_IN_KEY, part != 1,
+            values_ptr, factor, NUM_D, NUM_R, NUM_V, BLOCK_D, BLOCK_R, BLOCK_V, BLOCK_N, PAGE, WINDOW, VALUE_IN_KEY, AHEAD, part != 1,
         )  # fmt: skip
     cols_V = tl.arange(0, BLOCK_V)
     stored_MV = (begin + index_M <= last_row)[:, None] & (cols_V[None, :] < NUM_V)
@@ -138,28 +180,29 @@ def attend(
         output_ptrs = output_ptr + (((first + token_M).to(tl.int64) * HEADS + head_M) * NUM_V)[:, None] + cols_V[None, :]
         tl.store(output_ptrs, (o_MV * (1.0 / sum_M)[:, None]).to(output_ptr.dtype.element_ty), mask=stored_MV)
     else:
-        place_M = (tl.load(tile_ptr + 4) + number).to(tl.int64) * BLOCK_M + index_M
+        place_M = (place + number) * BLOCK_M + index_M
         tl.store(peaks_ptr + place_M, peak_M)
         tl.store(sums_ptr + place_M, sum_M)
         tl.store(partial_ptr + place_M[:, None] * NUM_V + cols_V[None, :], o_MV, mask=stored_MV)
 
 
-@triton.jit(do_not_specialize=["first_tile"])
+@triton.jit(do_not_specialize=["first_tile", "split", "short_split", "num_short", "most_splits"])
 def join(
-    output_ptr, spans_ptr, tiles_ptr, partial_ptr, peaks_ptr, sums_ptr, first_tile,
+    output_ptr, spans_ptr, tiles_ptr, positions_ptr, partial_ptr, peaks_ptr, sums_ptr,
+    first_tile, split, short_split, num_short, most_splits,
     HEADS: tl.constexpr, NUM_V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    SPANS: tl.constexpr, TILES: tl.constexpr,
+    WINDOW: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, m): row m of the tile from its partial outputs. Does nothing for a tile with one split, which is stored already."""
-    tile_ptr = tiles_ptr + (first_tile + tl.program_id(0)) * TILES
-    row, begin, first_split, num_splits = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
+    row, begin, last_row, first_split, num_splits, _, scratch = _tile(
+        first_tile + tl.program_id(0), tiles_ptr, positions_ptr, split, short_split, num_short, most_splits, HEADS, BLOCK_M, WINDOW, TILES
+    )
     if num_splits <= 1:
         return
-    first, last_row = tl.load(spans_ptr + row * SPANS), tl.load(tile_ptr + 5)
+    first, _, _, _ = _span(row, spans_ptr, positions_ptr, SPANS)
     sequence_row = begin + tl.program_id(1)
     if sequence_row > last_row:
         return
-    scratch = tl.load(tile_ptr + 4).to(tl.int64)
     end_split = first_split + num_splits
     index_C, cols_V = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_V)
     peak = float("-inf")

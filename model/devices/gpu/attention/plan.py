@@ -3,19 +3,20 @@
 Invariant: every row of every sequence's query matrix is in exactly one tile, and every tile in exactly one wave; no two splits of a wave's
 tiles share a place in the scratch memory. It knows nothing of devices and slot contents.
 
+A step of single tokens needs no such lists where it is captured (singles.py).
+
 The work in Python grows with the rows of the step, not with the lengths of their sequences. Lengths of lists are rounded up with padding
 that the kernels skip, so that steps of similar size have lists of the same size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cache.layout import CacheLayout, LayerGroup, pages_for
+from cache.layout import CacheLayout, pages_for
 from model.devices.gpu.attention.configurations import Configuration
 from model.step import Row
 
@@ -26,10 +27,6 @@ SPAN_FIELDS = 4
 TILE_FIELDS = 7
 """Fields of a tile: row of the step, first row of the query matrix, first split, number of splits (0: padding), first place in the scratch
 memory, last row, keys of a split."""
-MOST_PAGES = 2**18
-"""Limit of all rows' tables together, 1 MiB: making and copying more takes longer than launching kernel by kernel."""
-CLASS_STEP = 2
-"""The factor between the longest contexts of two classes."""
 TILE_BUCKET = 4
 """The number of tiles is a multiple of it."""
 ALIGNMENT = 4
@@ -56,6 +53,8 @@ class GroupLists(Generic[Lists]):
     slots: Lists
     """Slots by stack and token; -1 is padding."""
     waves: tuple[Wave, ...]
+    configuration: Configuration
+    """What the tiles are made for."""
 
     @property
     def parts(self) -> tuple[Lists, ...]:
@@ -64,9 +63,17 @@ class GroupLists(Generic[Lists]):
 
 
 def plan_groups(
-    rows: Sequence[Row], firsts: ArrayLike, layout: CacheLayout, num_heads: int, configuration: Configuration, capacity: int
+    rows: Sequence[Row],
+    firsts: ArrayLike,
+    num_tokens: int,
+    layout: CacheLayout,
+    num_heads: int,
+    configuration: Configuration,
+    capacity: int,
 ) -> list[GroupLists[Numbers]]:
-    """The lists of every group; `capacity`: the splits of a tile that the scratch memory holds."""
+    """The lists of every group, for rows whose first tokens are at `firsts` of a step's tokens; `capacity`: the splits of a tile that the
+    scratch memory holds.
+    """
     first_r = np.asarray(firsts, np.int64)
     start_r = np.asarray([row.start for row in rows], np.int64)
     count_r = np.asarray([len(row.tokens) for row in rows], np.int64)
@@ -77,8 +84,9 @@ def plan_groups(
         tables = _tables(rows, number, unseen_r * stacks, -(-(start_r + count_r) // layout.page_size) * stacks)
         tiles = _tiles(start_r, count_r, group.window, num_heads, configuration)
         waves = _waves(tiles, capacity)
-        slots = _slots(tables, start_r, count_r, unseen_r, stacks, layout.page_size)
-        found.append(GroupLists(_columns(len(rows), (first_r, count_r, start_r, unseen_r)), tiles, tables, slots, waves))
+        slots = _slots(tables, num_tokens, first_r, start_r, count_r, unseen_r, stacks, layout.page_size)
+        spans = _columns(len(rows), (first_r, count_r, start_r, unseen_r))
+        found.append(GroupLists(spans, tiles, tables, slots, waves, configuration))
     return found
 
 
@@ -96,13 +104,21 @@ def _first_seen(position: NDArray[np.int64], window: int | None) -> NDArray[np.i
 
 def _tables(rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r: NDArray[np.int64]) -> Numbers:
     """The pages of each row that its tokens read or write, from the row's page table."""
-    length_r1 = (end_r - begin_r)[:, None]
-    width = -(-int(length_r1.max()) // ALIGNMENT) * ALIGNMENT
-    tables = np.zeros((len(rows), width), np.int32)
+    tables = np.zeros((len(rows), aligned(int((end_r - begin_r).max()))), np.int32)
+    fill(tables, rows, number, begin_r, end_r)
+    return tables
+
+
+def fill(tables: Numbers, rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r: NDArray[np.int64]) -> None:
+    """Writes a part of each row's page table to the beginning of its line."""
     # Copying each row's pages to its line in Python would take most of the time for the lists.
     pages = b"".join([row.pages[number][begin:end] for row, begin, end in zip(rows, begin_r.tolist(), end_r.tolist(), strict=True)])
-    tables[np.arange(width) < length_r1] = np.frombuffer(pages, np.int64)
-    return tables
+    tables[: len(rows)][np.arange(tables.shape[1]) < (end_r - begin_r)[:, None]] = np.frombuffer(pages, np.int64)
+
+
+def aligned(length: int) -> int:
+    """The length of a list whose next one begins at a multiple of ALIGNMENT."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 def _tiles(
@@ -128,6 +144,8 @@ def _tiles(
     columns = row_t, begin_t, first_split_t, num_splits_t, np.zeros(0, np.int64), last_t, split_t
     tiles = _columns(-(-len(row_t) // TILE_BUCKET) * TILE_BUCKET, columns)
     tiles[len(row_t) :, 0] = -1
+    # Those with the most keys first: a processor that began one of them last would finish long after the others.
+    tiles[: len(row_t)] = tiles[np.argsort(-(start_r[row_t] + last_t // num_heads), kind="stable")]
     return tiles
 
 
@@ -157,73 +175,26 @@ def _waves(tiles: Numbers, capacity: int) -> tuple[Wave, ...]:
 
 
 def _slots(
-    tables: Numbers, start_r: NDArray[np.int64], count_r: NDArray[np.int64], unseen_r: NDArray[np.int64], stacks: int, page_size: int
+    tables: Numbers,
+    num_tokens: int,
+    first_r: NDArray[np.int64],
+    start_r: NDArray[np.int64],
+    count_r: NDArray[np.int64],
+    unseen_r: NDArray[np.int64],
+    stacks: int,
+    page_size: int,
 ) -> Numbers:
-    """The slot of every token in every stack."""
-    num_tokens = int(count_r.sum())
+    """The slot of every token in every stack; of the step's tokens those of no row are padding."""
     row_T = np.repeat(np.arange(len(count_r)), count_r)
-    position_T = np.arange(num_tokens) - np.repeat(np.cumsum(count_r) - count_r - start_r, count_r)
+    index_T = np.arange(len(row_T)) - np.repeat(np.cumsum(count_r) - count_r, count_r)
+    token_T, position_T = first_r[row_T] + index_T, start_r[row_T] + index_T
     column_T = (position_T // page_size - unseen_r[row_T]) * stacks
-    slots = np.full((stacks, -(-num_tokens // ALIGNMENT) * ALIGNMENT), -1, np.int32)
+    slots = np.full((stacks, aligned(num_tokens)), -1, np.int32)
     for stack in range(stacks):
-        slots[stack, :num_tokens] = tables[row_T, column_T + stack] * page_size + position_T % page_size
+        slots[stack, token_T] = tables[row_T, column_T + stack] * page_size + position_T % page_size
     return slots
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of the lists of a step of single tokens: the same for all steps of `num_rows` rows with contexts of one class."""
-
-    num_rows: int
-    num_keys: int
-    """The longest context of the class."""
-
-
-@cache
-def padding_of(shape: Shape, group: LayerGroup, page_size: int, num_heads: int, configuration: Configuration) -> GroupLists[Numbers]:
-    """Lists of padding and their wave. They are cached and must not be written to."""
-    pages, splits = pages_for(shape.num_keys, page_size), most_splits(shape.num_keys, group.window, configuration)
-    if group.window is not None:
-        # The most pages that a window overlaps.
-        pages = min(pages, pages_for(group.window, page_size) + 1)
-    num_tiles = pages_for(shape.num_rows * pages_for(num_heads, configuration.rows), TILE_BUCKET) * TILE_BUCKET
-    tiles = np.zeros((num_tiles, TILE_FIELDS), np.int32)
-    tiles[:, 0] = -1
-    return GroupLists(
-        np.zeros((shape.num_rows, SPAN_FIELDS), np.int32),
-        tiles,
-        np.zeros((shape.num_rows, pages_for(pages * group.num_stacks, ALIGNMENT) * ALIGNMENT), np.int32),
-        np.full((group.num_stacks, pages_for(shape.num_rows, ALIGNMENT) * ALIGNMENT), -1, np.int32),
-        (Wave(0, num_tiles, splits),),
-    )
-
-
-def classes(page_size: int, longest: int) -> Iterator[int]:
-    """The longest contexts of the classes, up to the class of `longest`."""
-    num_keys = page_size
-    while num_keys < longest:
-        yield num_keys
-        num_keys *= CLASS_STEP
-    yield num_keys
-
-
-def shape_of(rows: Sequence[Row], num_rows: int, page_size: int) -> Shape | None:
-    """The smallest class of these rows of one token; None if one long row would make all tables too long."""
-    *_, num_keys = classes(page_size, max([row.start for row in rows]) + 1)
-    return Shape(num_rows, num_keys) if num_rows * num_keys // page_size <= MOST_PAGES else None
 
 
 def joined(lists: Sequence[GroupLists[Numbers]]) -> Numbers:
     """The numbers of all lists, concatenated."""
     return np.concatenate([part.ravel() for group in lists for part in group.parts])
-
-
-def filled_up(lists: Sequence[GroupLists[Numbers]], padding: Sequence[GroupLists[Numbers]]) -> Numbers:
-    """The numbers of all lists, written into lists of padding. What does not fit there is padding itself."""
-    numbers, begin = joined(padding), 0
-    for group, larger_group in zip(lists, padding, strict=True):
-        for part, larger in zip(group.parts, larger_group.parts, strict=True):
-            lines, columns = min(len(part), len(larger)), min(part.shape[1], larger.shape[1])
-            numbers[begin : begin + larger.size].reshape(larger.shape)[:lines, :columns] = part[:lines, :columns]
-            begin += larger.size
-    return numbers

@@ -2,7 +2,7 @@
 
 Rotated queries go to a new matrix. The rotation is computed in float32 as by model.layers.Rotation, and rounded once. Float8 slots
 saturate, and infinities become NaN (cache/pool.py). Invariant: it writes to the given slots and nowhere else in the pool; tokens with
-slot -1 are padding and are skipped. It knows nothing of sequences.
+a slot or position below 0 are padding and are skipped. It knows nothing of sequences.
 
 Shape letters: H heads of a program, P pairs of a head's columns.
 """
@@ -27,13 +27,13 @@ def _put(pointers, x, there):
 
 
 @triton.jit
-def _copy(x_ptr, y_ptr, NUM: tl.constexpr, BLOCK: tl.constexpr):
+def copy(x_ptr, y_ptr, NUM: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     _put(y_ptr + cols, tl.load(x_ptr + cols, mask=cols < NUM), cols < NUM)
 
 
 @triton.jit
-def _rotate(
+def rotate(
     x_ptr, y_ptr, cosine_ptr, sine_ptr, head_H,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -52,31 +52,44 @@ def _rotate(
 
 
 @triton.jit
+def slot_of(position, table_ptr, num_stacks, PAGE: tl.constexpr):
+    """The slot of a position, from its sequence's page table."""
+    return tl.load(table_ptr + position // PAGE * num_stacks).to(tl.int64) * PAGE + position % PAGE
+
+
+@triton.jit(do_not_specialize=["table_stride", "stack", "num_stacks"])
 def scatter(
-    q_ptr, k_ptr, v_ptr, cosine_ptr, sine_ptr, turned_ptr, keys_ptr, values_ptr, slots_ptr, q_stride, k_stride, v_stride,
+    q_ptr, k_ptr, v_ptr, cosine_ptr, sine_ptr, turned_ptr, keys_ptr, values_ptr, slots_ptr, positions_ptr, tables_ptr,
+    q_stride, k_stride, v_stride, table_stride, stack, num_stacks, PAGE: tl.constexpr,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Program (t, 0): token t's key, and its value unless that is part of the key. With a rotation, program (t, 1 + i): block i of its
-    query heads.
+    query heads. Slots are listed, or follow from the positions of single tokens.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    if slot < 0:
-        return
+    if positions_ptr is None:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        if slot < 0:
+            return
+    else:
+        position = tl.load(positions_ptr + token)
+        if position < 0:
+            return
+        slot = slot_of(position, tables_ptr + token * table_stride + stack, num_stacks, PAGE)
     if cosine_ptr is not None:
         cosine_ptr += token * (KEY_DIM // 2)
         sine_ptr += token * (KEY_DIM // 2)
     if part == 0:
         key_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + slot * KEY_DIM
         if cosine_ptr is None:
-            _copy(key_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
+            copy(key_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
         else:
-            _rotate(key_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+            rotate(key_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY, INTERLEAVED)
         if not VALUE_IN_KEY:
-            _copy(v_ptr + token * v_stride, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
+            copy(v_ptr + token * v_stride, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
     elif cosine_ptr is not None:
         # Not the names of the other branch: Triton 3.6 requires one type for a name that both branches set.
         query_ptr, query_to_ptr = q_ptr + token * q_stride, turned_ptr + token * (HEADS * KEY_DIM)
         head_H = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        _rotate(query_ptr, query_to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+        rotate(query_ptr, query_to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)

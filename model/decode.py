@@ -1,0 +1,161 @@
+"""Decode rows: the rows of a step that compute one token of a sequence and draw the next one, in arrays that stay from step to step.
+
+Most rows of a server are such rows, and from one step to the next only their positions change: a DecodeTable has a line for each, which is
+written when a sequence joins it or gets a page. A step's lists for the kernels are copies of its columns. Plain numbers, no torch. Lines
+are without gaps: where a sequence leaves, the last line takes its place. It knows nothing of prompts, limits and requests.
+
+Shape letters: R lines of the table, F fields of a line, N settings of a draw, W pages of a line.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from cache.layout import CacheLayout, pages_for
+from model.draw_words import NUM_SETTINGS, needs_more, settings_SN
+from model.step import PENDING, Row, Sample, Sampling
+
+Numbers = NDArray[np.int32]
+Pages = Sequence["array[int]"]
+"""The pages of a sequence for each group of layers, as in Row.pages."""
+NUM_FIELDS = 3
+NO_SAMPLE = Sample(Sampling(), (), ())
+"""Of a row that draws nothing."""
+NO_LINE = -1
+"""In place of a position: the line is of no sequence."""
+
+
+class DecodeTable:
+    """The lines of at most `most_rows` sequences of at most `most_tokens` tokens. Columns have values for the next step."""
+
+    def __init__(self, layout: CacheLayout, most_rows: int, most_tokens: int) -> None:
+        self.ids: list[int] = []
+        self.pages: list[Pages] = []
+        self.samples: list[Sample] = []
+        self.fields_FR = np.zeros((NUM_FIELDS, most_rows), np.int32)
+        self.positions_R, self.tokens_R, self.sources_R = self.fields_FR
+        """Position of the token that the next step computes, NO_LINE from the last line on; that token, where it is known; where the
+        previous step draws it: the index of the draw among all of that step, and PENDING where it is known.
+        """
+        self.positions_R[:], self.sources_R[:] = NO_LINE, PENDING
+        self.settings_RN = np.zeros((most_rows, NUM_SETTINGS), np.int32)
+        """Of the draw after that token (model.draw_words)."""
+        self._num_needing = 0
+        """Of lines whose draw needs more than these."""
+        self.tables = [
+            np.zeros((most_rows, pages_for(most_tokens, layout.page_size) * group.num_stacks), np.int32) for group in layout.groups
+        ]
+        """For each group of layers the pages of each line, as in Row.pages. What follows a line's last page is undefined, and so are pages
+        that have slid out of a window.
+        """
+        self._counting_R = np.arange(most_rows, dtype=np.int32)
+
+    @classmethod
+    def of(cls, layout: CacheLayout, rows: Sequence[Row], sources: Sequence[int]) -> "DecodeTable":
+        """A table of the rows of one step, each of which computes one token. `sources`: see `sources_R`."""
+        table = cls(layout, len(rows), max(row.start for row in rows) + 1)
+        for row, source in zip(rows, sources, strict=True):
+            assert len(row.tokens) == 1
+            table.append(row.sequence, row.pages, row.sample or NO_SAMPLE, row.start, row.tokens[0], source)
+        return table
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def append(self, id: int, pages: Pages, sample: Sample, position: int, token: int, source: int) -> int:
+        """Adds a line and returns its number."""
+        line = len(self.ids)
+        self.ids.append(id)
+        self.pages.append(pages)
+        self.samples.append(sample)
+        self.positions_R[line], self.tokens_R[line], self.sources_R[line] = position, token, source
+        self.settings_RN[line] = settings_SN([sample])[0]
+        self._num_needing += needs_more(sample)
+        for table, listed in zip(self.tables, pages, strict=True):
+            known = listed[: table.shape[1]]
+            table[line, : len(known)] = known
+        return line
+
+    def on_pages(self, line: int, num_known: Sequence[int]) -> None:
+        """Takes over the pages that a line's sequence has got after the first `num_known` of each group."""
+        for table, listed, known in zip(self.tables, self.pages[line], num_known, strict=True):
+            table[line, known : len(listed)] = listed[known:]
+
+    def remove(self, line: int) -> None:
+        """Removes a line. The last one gets its number."""
+        last = len(self.ids) - 1
+        self._num_needing -= needs_more(self.samples[line])
+        if line != last:
+            self.ids[line], self.pages[line], self.samples[line] = self.ids[last], self.pages[last], self.samples[last]
+            self.fields_FR[:, line] = self.fields_FR[:, last]
+            for column_R in (self.settings_RN, *self.tables):
+                column_R[line] = column_R[last]
+        del self.ids[last], self.pages[last], self.samples[last]
+        self.positions_R[last] = NO_LINE
+
+    def know(self, tokens: Sequence[int]) -> None:
+        """The tokens of all lines are these, as no step is in flight."""
+        self.tokens_R[: len(tokens)] = tokens
+        self.sources_R[: len(tokens)] = PENDING
+
+    def advance(self) -> "DecodeStep":
+        """The step that computes one token of each line. The table's columns are those for the step after it from now on, whose tokens it
+        draws, as the first ones that it draws.
+        """
+        num_rows = len(self.ids)
+        step = DecodeStep(self, self._num_needing > 0)
+        self.positions_R[:num_rows] += 1
+        self.settings_RN[:num_rows, -1] += 1
+        self.sources_R[:num_rows] = self._counting_R[:num_rows]
+        return step
+
+
+class DecodeStep:
+    """One step's decode rows. Its numbers are copies; `table` has the pages as they are until the next step is planned."""
+
+    __slots__ = "fields_FR", "ids", "needs_samples", "pages", "positions_R", "samples", "settings_RN", "sources_R", "table", "tokens_R"
+
+    def __init__(self, table: DecodeTable, needs_samples: bool) -> None:
+        num_rows = len(table)
+        self.table = table
+        self.needs_samples = needs_samples
+        """Whether some draw needs more than `settings_RN`."""
+        self.ids, self.pages, self.samples = table.ids[:], table.pages[:], table.samples[:]
+        self.fields_FR, self.settings_RN = table.fields_FR[:, :num_rows].copy(), table.settings_RN[:num_rows].copy()
+        self.positions_R, self.tokens_R, self.sources_R = self.fields_FR
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_keys(self) -> int:
+        """The longest context."""
+        return int(self.positions_R.max()) + 1
+
+    def copy_tables(self, tables_RW: Sequence[Numbers]) -> None:
+        """Copies each group's page table, as far as it goes."""
+        num_rows = len(self)
+        for mine_RW, all_RW in zip(tables_RW, self.table.tables, strict=True):
+            width = min(mine_RW.shape[1], all_RW.shape[1])
+            mine_RW[:num_rows, :width] = all_RW[:num_rows, :width]
+
+    def rows(self) -> list[Row]:
+        """The same as Rows, for what computes one row like the other."""
+        columns = self.ids, self.token_ids_R.tolist(), self.positions_R.tolist(), self.pages, self.current_samples()
+        return [Row(id, [token], position, pages, sample) for id, token, position, pages, sample in zip(*columns, strict=True)]
+
+    @property
+    def token_ids_R(self) -> Numbers:
+        """The tokens to compute; PENDING where the previous step draws one."""
+        return np.where(self.sources_R >= 0, PENDING, self.tokens_R)
+
+    def current_samples(self) -> list[Sample]:
+        """The samples, which know whether the last token of each sequence is not in its output yet."""
+        unseen = (self.sources_R >= 0).tolist()
+        return [
+            sample if sample.num_unseen == is_unseen else replace(sample, num_unseen=int(is_unseen))
+            for sample, is_unseen in zip(self.samples, unseen, strict=True)
+        ]

@@ -1,0 +1,143 @@
+"""Modules with weights in the block formats of devices/blocks.py, which replace a decoder's linear layers and tables on a GPU.
+
+Blocks of a checkpoint are taken as they are; floats are quantized on the GPU. Routers and the matrices of HeadProjections stay as they are,
+as on a CPU. Invariant: a matrix keeps no float copy of itself.
+
+Shape letters: T tokens, S rows whose logits are wanted, N rows of a matrix, B blocks of a row, b bytes of a block, j those of its numbers.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from model.decoder import Decoder
+from model.devices.blocks import BLOCK, FORMATS, BlockFormat
+from model.devices.gpu.block_products import INPUTS, OUTPUTS, BlockWeights, dequantized, multiply_blocks
+from model.devices.gpu.modules import CublasProducts, TritonProducts
+from model.devices.replacement import RowMatrix, replace_modules
+from model.layers import Embedding, Linear
+
+QUANTIZED_AT_ONCE = 2**22
+"""Weights. Of a few rows at a time the launches would take minutes for a large model."""
+HEADS = {"int8": 1, "int4": 2}
+"""How many numbers in float16 precede those of a block: a scale, and in int4 a minimum."""
+HEAD_BYTES = 2
+
+
+class GpuBlockMatrix(RowMatrix):
+    """A matrix as the kernels of block_products.py read it: numbers, scales and minima in one allocation, which must not move."""
+
+    quantized = True
+    form: BlockFormat
+    stored: BlockWeights
+    """Views of the weight."""
+
+    def __init__(self, num_rows: int, num_columns: int, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool) -> None:
+        heads = HEADS[form.name]
+        stored_rows, num_blocks = -(-num_rows // OUTPUTS) * OUTPUTS, -(-num_columns // INPUTS) * INPUTS // BLOCK
+        super().__init__(torch.empty(stored_rows * num_blocks * form.block_bytes, dtype=torch.uint8, device="meta"))
+        self.form, self.shape, self.dtype, self.fixed_tile = form, (num_rows, num_columns), dtype, fixed_tile
+        self.num_filling = self.weight.numel() - num_rows * form.row_bytes(num_columns)
+        self._shapes = (stored_rows, num_blocks * (form.block_bytes - heads * HEAD_BYTES)), *[(num_blocks, stored_rows)] * heads
+        self._waiting: list[Tensor] = []
+        self._first_waiting = 0
+
+    def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
+        return torch.zeros_like(parameter, device=device)
+
+    def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
+        super().allocate(device, stored)
+        numbers_shape, *head_shapes = self._shapes
+        numbers, *heads = self.weight.split([prod(numbers_shape), *(HEAD_BYTES * prod(shape) for shape in head_shapes)])
+        scales_BN, *minima = (head.view(torch.float16).view(shape) for head, shape in zip(heads, head_shapes, strict=True))
+        self.stored = BlockWeights(numbers.view(numbers_shape), scales_BN, minima[0] if minima else None, *self.shape)
+
+    def set_rows(self, first: int, rows: Tensor) -> None:
+        """Quantizes the rows when there are enough of them, or when they are the last."""
+        if not self._waiting:
+            self._first_waiting = first
+        self._waiting.append(rows.to(self.weight.device, copy=True))
+        count = sum(map(len, self._waiting))
+        if count * self.shape[1] >= QUANTIZED_AT_ONCE or first + len(rows) == self.shape[0]:
+            self._quantize()
+
+    def _quantize(self) -> None:
+        if self._waiting:
+            rows, self._waiting = torch.cat(self._waiting), []
+            first = self._first_waiting
+            for some in rows.split(max(1, QUANTIZED_AT_ONCE // self.shape[1])):
+                self._put(first, self.form.quantize(some))
+                first += len(some)
+
+    def set_blocks(self, first: int, rows: Tensor) -> None:
+        self._quantize()
+        self._put(first, rows.to(self.weight.device))
+
+    def _put(self, first: int, rows: Tensor) -> None:
+        blocks_NBb = rows.unflatten(1, (-1, self.form.block_bytes))
+        (count, num_blocks, _), weights = blocks_NBb.shape, self.stored
+        heads_BN = [weights.scales_BN, *([] if weights.minima_BN is None else [weights.minima_BN])]
+        for number, head_BN in enumerate(heads_BN):
+            pair_NB2 = blocks_NBb[..., HEAD_BYTES * number : HEAD_BYTES * (number + 1)].contiguous()
+            head_BN[:num_blocks, first : first + count] = pair_NB2.view(torch.float16)[..., 0].T
+        numbers_NBj = blocks_NBb[..., HEAD_BYTES * len(heads_BN) :]
+        numbers_NBj = numbers_NBj ^ 128 if weights.minima_BN is None else numbers_NBj
+        weights.numbers_Nj[first : first + count, : numbers_NBj[0].numel()] = numbers_NBj.flatten(1)
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Rows of the matrix by number."""
+        return dequantized(self.stored, 0, len(ids_T), self.dtype, ids_T)
+
+    def product(self, x: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x W^T + b in x's dtype."""
+        y_TO = multiply_blocks(x.reshape(-1, x.shape[-1]), self.stored, bias_O, fixed_tile=self.fixed_tile)
+        return y_TO.view(*x.shape[:-1], self.shape[0])
+
+
+class GpuBlockLinear(GpuBlockMatrix):
+    """Replaces a Linear."""
+
+    def __init__(self, linear: nn.Linear, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool) -> None:
+        super().__init__(linear.out_features, linear.in_features, form, dtype, fixed_tile=fixed_tile)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)
+
+
+class GpuBlockEmbedding(GpuBlockMatrix):
+    """Replaces an Embedding, as a table and, if it is the token embedding of a tied model, as the head."""
+
+    def __init__(self, embedding: nn.Embedding, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool) -> None:
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, form, dtype, fixed_tile=fixed_tile)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return self.rows(ids_T)
+
+    def logits(self, x_SD: Tensor) -> Tensor:
+        """x_SD -> logits_SV"""
+        return self.product(x_SD)
+
+
+def _replace(decoder: Decoder, form: BlockFormat, dtype: torch.dtype, *, fixed_tile: bool) -> None:
+    def replacement(module: nn.Module) -> nn.Module | None:
+        if type(module) is Linear:
+            return GpuBlockLinear(module, form, dtype, fixed_tile=fixed_tile)
+        return GpuBlockEmbedding(module, form, dtype, fixed_tile=fixed_tile) if type(module) is Embedding else None
+
+    replace_modules(decoder, replacement)
+
+
+class BlockProducts(CublasProducts):
+    """Products of matrices in blocks: by our kernel of a tile that suits the number of rows, of many rows by torch."""
+
+    def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
+        _replace(decoder, FORMATS[self.quantization], dtype, fixed_tile=False)
+
+
+class InvariantBlockProducts(TritonProducts):
+    """All products by our kernels, with tiles that do not depend on the number of rows."""
+
+    def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
+        _replace(decoder, FORMATS[self.quantization], dtype, fixed_tile=True)

@@ -1,0 +1,168 @@
+"""What draws on a device read of samples, packed into 32-bit words on the host: settings of every row, and the adjustments and filters of
+some rows. It knows no device; model/devices/gpu/draw.py has the kernels that read these words.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import inf, log
+from struct import pack
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.step import Sample, Sampling
+
+Words = NDArray[np.int32]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this take the likeliest token: dividing by them would overflow."""
+LARGEST_TEMPERATURE = 1e37
+"""Its inverse is the smallest that float32 has all digits of; 0 means greedy."""
+NUM_SETTINGS = 6
+"""Of a row: 1 / temperature (0: greedy) and log(min_p) as float32, both halves of the seed, choice, output index."""
+NUM_CHANGES = 12
+"""Of an adjusted row: its index in the logits; where its prompt, output and their end lie among the words; where its entries (pairs of id
+and number) begin, how many there are; where its mask lies (-1: none), nothing; repetition, frequency, presence penalty as float32, nothing.
+"""
+NUM_LIMITS = 4
+"""Of a filtered row: its index in the results, its index in the logits that are filtered, top-k (0: none), nothing."""
+ALIGNMENT = 4
+"""Sections begin at multiples of 16 bytes: for other addresses Triton compiles another kernel."""
+NO_MASK = -1
+
+
+def settings_of(sampling: Sampling) -> bytes:
+    """A row's settings without the output index, which alone changes from step to step."""
+    return _settings(sampling.temperature, sampling.min_p, sampling.seed, sampling.choice)
+
+
+@lru_cache(maxsize=8192)
+def _settings(temperature: float, min_p: float, seed: int, choice: int) -> bytes:
+    inverse = 1.0 / min(temperature, LARGEST_TEMPERATURE) if temperature >= GREEDY_BELOW else 0.0
+    return pack("=ffQI", inverse, log(min_p) if min_p > 0.0 else -inf, seed & (2**64 - 1), choice)
+
+
+def settings_SN(samples: Sequence[Sample]) -> Words:
+    """The settings of every row."""
+    words_SN = np.empty((len(samples), NUM_SETTINGS), np.int32)
+    unchanging = np.frombuffer(b"".join([settings_of(sample.sampling) for sample in samples]), np.int32)
+    words_SN[:, :-1] = unchanging.reshape(-1, NUM_SETTINGS - 1)
+    words_SN[:, -1] = [sample.index for sample in samples]
+    return words_SN
+
+
+def is_adjusted(sample: Sample) -> bool:
+    """Whether it draws from other logits than the model's."""
+    return sample.sampling.adjusts or bool(sample.forbidden) or sample.mask is not None
+
+
+def is_filtered(sample: Sample) -> bool:
+    """Whether top-k, top-p or typical-p exclude tokens."""
+    return sample.sampling.filters and sample.sampling.temperature >= GREEDY_BELOW
+
+
+def is_typical(sample: Sample) -> bool:
+    """Whether typical-p does, which has no kernel."""
+    return sample.sampling.typical_p < 1.0 and is_filtered(sample)
+
+
+def needs_more(sample: Sample) -> bool:
+    """Whether a draw needs more than a row's settings: other logits, or what else was likely."""
+    return is_adjusted(sample) or is_filtered(sample) or bool(sample.num_top or sample.sampling.logprob_token_ids)
+
+
+def banned(sample: Sample) -> list[int]:
+    """Forbidden tokens, and the last ones of bad words whose others stand at the end of the output."""
+    return [*sample.forbidden, *(word[-1] for word in sample.sampling.bad_words if _stands_before(sample.output, word))]
+
+
+def _stands_before(output: Sequence[int], word: Sequence[int]) -> bool:
+    """Whether `output` ends with all of `word` but its last token."""
+    length = len(word) - 1
+    if not 0 < length <= len(output):
+        return length == 0
+    # The last token alone decides almost always, without a copy of the output's end.
+    return output[-1] == word[-2] and list(output[-length:]) == list(word[:-1])
+
+
+class Redraw(NamedTuple):
+    """Rows that are drawn again."""
+
+    words: Words
+    """The changes of each row, and all that changes, limits and shares name."""
+    limits: slice
+    """Where in it the limits of the filtered rows lie."""
+    shares: slice
+    """Where their 1 / temperature and top-p lie, as float64."""
+    is_copied: bool
+    """Whether the rows draw from a copy of their logits, which is adjusted."""
+    typical: Sequence[int]
+    """Indices of the rows that typical-p filters, and top-k and top-p before it."""
+
+
+def pack_redraw(rows: Sequence[int], samples: Sequence[Sample], num_tokens: int) -> Redraw:
+    """Packs these rows of a step, whose samples are given. `num_tokens`: of the vocabulary."""
+    words = _Sections(NUM_CHANGES * len(rows))
+    changes = words.first.reshape(len(rows), NUM_CHANGES)
+    changes[:, 0], changes[:, 6] = rows, NO_MASK
+    masks: dict[tuple[int, int], int] = {}
+    for change, sample in zip(changes, samples, strict=True):
+        if is_adjusted(sample):
+            _pack_adjustments(words, change, sample)
+            found = [mask for mask in (sample.sampling.allowed_tokens, sample.mask) if mask]
+            if found:
+                key = id(sample.sampling.allowed_tokens), id(sample.mask)
+                masks[key] = masks.get(key) or words.add(_mask_words(found, num_tokens))
+                change[6] = masks[key]
+    typical = [i for i, sample in enumerate(samples) if is_typical(sample)]
+    is_copied = bool(typical) or any(map(is_adjusted, samples))
+    filtered = [i for i, sample in enumerate(samples) if is_filtered(sample) and not is_typical(sample)]
+    limits, settings = np.zeros((len(filtered), NUM_LIMITS), np.int32), [samples[i].sampling for i in filtered]
+    limits[:, 0] = changes[filtered, 0]
+    limits[:, 1] = filtered if is_copied else limits[:, 0]
+    limits[:, 2] = [min(s.top_k, num_tokens) for s in settings]
+    shares = np.array([(1.0 / s.temperature, s.top_p) for s in settings], np.float64).view(np.int32)
+    limits_at, shares_at = (slice(words.add(section.ravel()), words.size) for section in (limits, shares))
+    return Redraw(np.concatenate(words.sections), limits_at, shares_at, is_copied, typical)
+
+
+class _Sections:
+    """Arrays of words that are put one behind the other."""
+
+    def __init__(self, first: int) -> None:
+        self.first = np.zeros(first, np.int32)
+        self.sections, self.size = [self.first], first
+
+    def add(self, words: Words) -> int:
+        """Where the section begins."""
+        begin, padding = self.size, -len(words) % ALIGNMENT
+        self.sections += [words, np.zeros(padding, np.int32)]
+        self.size += len(words) + padding
+        return begin
+
+
+def _pack_adjustments(words: _Sections, change: Words, sample: Sample) -> None:
+    """All but the mask."""
+    s = sample.sampling
+    change[8:11].view(np.float32)[:] = s.repetition_penalty, s.frequency_penalty, s.presence_penalty
+    if s.repetition_penalty != 1.0 or s.frequency_penalty or s.presence_penalty:
+        prompt, output = (np.asarray(ids, np.int32) for ids in (sample.prompt if s.repetition_penalty != 1.0 else (), sample.output))
+        change[1] = words.add(np.concatenate([prompt, output]))
+        change[2] = change[1] + len(prompt)
+        change[3] = change[2] + len(output)
+    entries = {**s.logit_bias, **dict.fromkeys(banned(sample), -inf)}
+    if entries:
+        pairs = np.empty((len(entries), 2), np.int32)
+        pairs[:, 0] = list(entries)
+        pairs[:, 1] = np.array(list(entries.values()), np.float32).view(np.int32)
+        change[4], change[5] = words.add(pairs.ravel()), len(entries)
+
+
+def _mask_words(masks: Sequence[bytes], num_tokens: int) -> Words:
+    """The tokens that all masks allow. A mask ends with its largest id."""
+    bits = np.full(-(-num_tokens // 32) * 4, 0xFF, np.uint8)
+    for mask in masks:
+        bits[: len(mask)] &= np.frombuffer(mask, np.uint8)[: len(bits)]
+        bits[len(mask) :] = 0
+    return bits.view(np.int32)

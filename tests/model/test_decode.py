@@ -1,0 +1,102 @@
+"""DecodeTable against a plain list of rows: what joins, leaves, gets pages and advances is what the columns and the Rows say."""
+
+import random
+from array import array
+from dataclasses import dataclass
+
+import pytest
+
+from cache.layout import CacheLayout
+from model.decode import NO_LINE, DecodeTable
+from model.step import PENDING, Sample, Sampling
+
+LAYOUT = CacheLayout.of(3, [None, 4, 4], 2)
+MOST_ROWS, MOST_TOKENS = 5, 20
+
+
+@dataclass
+class Plain:
+    """What a line stands for."""
+
+    id: int
+    pages: "list[array[int]]"
+    sample: Sample
+    position: int
+    token: int
+    source: int
+
+
+def told(table: DecodeTable) -> list[tuple[object, ...]]:
+    return [(row.sequence, list(row.tokens), row.start, row.pages, row.sample and row.sample.num_unseen) for row in table.advance().rows()]
+
+
+class Both:
+    """A table, the lines that it should have, and what happens to both."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.table, self.lines, self.number = rng, DecodeTable(LAYOUT, MOST_ROWS, MOST_TOKENS), list[Plain](), 0
+
+    def join(self) -> None:
+        if len(self.lines) == MOST_ROWS:
+            return
+        self.number += 1
+        position = self.rng.randrange(5)
+        pages = [array("q", self.rng.sample(range(90), (position // 2 + 1) * group.num_stacks)) for group in LAYOUT.groups]
+        source = self.rng.choice((PENDING, self.rng.randrange(9)))
+        line = Plain(self.number, pages, Sample(Sampling(seed=self.number), [1], []), position, self.rng.randrange(50), source)
+        assert self.table.append(line.id, pages, line.sample, position, line.token, source) == len(self.lines)
+        self.lines.append(line)
+
+    def leave(self) -> None:
+        place = self.rng.randrange(len(self.lines))
+        self.table.remove(place)
+        self.lines[place] = self.lines[-1]
+        del self.lines[-1]
+
+    def pages(self) -> None:
+        place = self.rng.randrange(len(self.lines))
+        known = [len(pages) for pages in self.lines[place].pages]
+        if max(known) < MOST_TOKENS // 2:
+            for group, pages in zip(LAYOUT.groups, self.lines[place].pages, strict=True):
+                pages.extend(self.rng.sample(range(90), group.num_stacks))
+            self.table.on_pages(place, known)
+
+    def know(self) -> None:
+        for line in self.lines:
+            line.token, line.source = self.rng.randrange(50), PENDING
+        self.table.know([line.token for line in self.lines])
+
+    def step(self) -> None:
+        expected = [
+            (line.id, [line.token if line.source < 0 else PENDING], line.position, line.pages, int(line.source >= 0)) for line in self.lines
+        ]
+        assert told(self.table) == expected
+        for place, line in enumerate(self.lines):
+            line.position, line.source = line.position + 1, place
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_it_is_a_list_of_rows(seed: int) -> None:
+    rng = random.Random(seed)
+    both = Both(rng)
+    for _ in range(60):
+        what = rng.choice((both.leave, both.pages, both.know, both.step, both.step)) if both.lines and rng.random() < 0.7 else both.join
+        what()
+        table, lines = both.table, both.lines
+        assert table.ids == [line.id for line in lines]
+        assert table.positions_R.tolist() == [line.position for line in lines] + [NO_LINE] * (MOST_ROWS - len(lines))
+        for group, listed in enumerate(table.tables):
+            for place, line in enumerate(lines):
+                assert listed[place, : len(line.pages[group])].tolist() == list(line.pages[group])
+
+
+def test_of_rows_is_those_rows() -> None:
+    table = DecodeTable(LAYOUT, MOST_ROWS, MOST_TOKENS)
+    for id, position in enumerate((0, 7, 19)):
+        pages = [array("q", range(position // 2 * group.num_stacks + group.num_stacks)) for group in LAYOUT.groups]
+        table.append(id, pages, Sample(Sampling(), [1], [], num_unseen=id % 2), position, 5 + id, PENDING if id % 2 == 0 else id)
+    step = table.advance()
+    again = DecodeTable.of(LAYOUT, step.rows(), step.sources_R.tolist()).advance()
+    assert again.rows() == step.rows() and again.positions_R.tolist() == [0, 7, 19]
+    for whole, part in zip(table.tables, again.table.tables, strict=True):
+        assert (whole[:1, : part.shape[1] // 10] == part[:1, : part.shape[1] // 10]).all() and part[2].any()

@@ -1,0 +1,21 @@
+"""The line that a server logs when it is ready."""
+
+from msgspec.structs import replace
+
+from server.front_process import in_words
+from tests.support.fake_engine import READY
+
+GIB = 2**30
+
+
+def test_the_start_up_line_names_what_computes() -> None:
+    line = in_words(READY)
+    assert line.startswith("hash, 0.0M parameters in float32 on cpu, by torch, not batch-invariant;")
+    assert line.endswith("32 pages of 8, up to 64 tokens a sequence")
+
+
+def test_of_a_gpu_it_names_the_card_its_free_memory_and_the_graphs() -> None:
+    hardware = "NVIDIA H100 80GB HBM3 (compute capability 9.0, driver 580.95.05, CUDA 13.0)"
+    line = in_words(replace(READY, device="cuda", hardware=hardware, device_memory=(7 * GIB, 79 * GIB), num_graphs=104))
+    assert f" in float32 on {hardware}, by torch" in line
+    assert line.endswith("up to 64 tokens a sequence; 7.0 of 79.0 GiB of GPU memory are free, 104 CUDA graphs")

@@ -1,0 +1,166 @@
+"""The draw at the end of captured steps, by the GPU's kernels under Triton's interpreter: the tokens of steps that are waited for, and how
+many launches stand behind the graph.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.devices.gpu import upload
+from model.devices.gpu.device import GpuDevice
+from model.runner.runner import ModelRunner, all_in_page_0
+from model.step import Row, Sample, SampledToken, Sampling, StepPlan, bitmap
+from server.engine.core import EngineCore
+from server.engine.scheduler import Limits, Scheduler, TokenEvent
+from tests.model.runner.test_overlapped import MAX_CONTEXT, PAGE, Launched
+from tests.model.test_decoder import finish, load, make_pool
+from tests.support.checkpoints import SHAPES, make_checkpoint
+from tests.support.kernel_launches import watched
+from tests.support.listed_backend import ListedReference
+from tests.support.recording_stream import RecordingStream
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+NUM_PAGES = 60
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(seed=1),
+    Sampling(temperature=0.7, top_p=0.9, seed=2),
+    Sampling(temperature=0.8, repetition_penalty=1.3, top_k=5, seed=3),
+    Sampling(temperature=2.0, min_p=0.2, seed=4),
+    Sampling(temperature=0.9, typical_p=0.8, logit_bias={5: 2.0}, seed=5),
+]
+
+
+def make_runner(folder: Path, stream: RecordingStream | None, most_rows: int = 4) -> ModelRunner:
+    """A GPU's device over the CPU."""
+    decoder = load(folder)
+    pool = make_pool(decoder, NUM_PAGES + 1, PAGE)
+    backend = ListedReference(pool, decoder.spec.attention_scale, decoder.spec.num_query_heads)
+    if stream is None:
+        return ModelRunner(decoder, pool, backend, GpuDevice("cpu"))
+    return Launched(decoder, pool, backend, GpuDevice("cpu"), stream, most_rows, 512)
+
+
+def make_core(runner: ModelRunner) -> EngineCore:
+    return EngineCore(Scheduler(Limits(NUM_PAGES, runner.pool.layout, MAX_CONTEXT, 4, 64)), runner)
+
+
+def test_tokens_are_those_of_steps_that_are_waited_for(tmp_path: Path) -> None:
+    make_checkpoint(SHAPES[1], tmp_path)
+    rng = random.Random(7)
+    stream = RecordingStream(rng.random)
+    runner = make_runner(tmp_path, stream)
+    assert runner.capture(PAGE) == 3  # 1, 2 and 4 rows.
+    core, at_once = make_core(runner), make_core(make_runner(tmp_path, None))
+    for id, sampling in enumerate(SAMPLINGS):
+        prompt = [rng.randrange(3, 257) for _ in range(rng.choice([1, 3, 6]))]
+        for one in (core, at_once):
+            one.scheduler.submit(id, prompt, 5, sampling)
+    assert finish(core) == finish(at_once)
+    assert stream.num_replays > 3 and stream.most_queued == 2
+
+
+def spoil(x: torch.Tensor) -> None:
+    x.fill_(torch.nan)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")
+def test_states_that_are_not_finite_fail_their_own_row(tmp_path: Path) -> None:
+    make_checkpoint(SHAPES[1], tmp_path)
+    stream = RecordingStream()
+    runner = make_runner(tmp_path, stream)
+    assert runner.capture(PAGE) > 0
+    core = make_core(runner)
+    core.scheduler.submit(0, [5, 6, 7], 6, Sampling(temperature=0.0))
+    core.scheduler.submit(1, [5, 6, 8], 6, Sampling(seed=1))
+    for _ in range(3):
+        core.step()
+    page = core.scheduler.running[0].table.owned[0]
+    keys_LSd = runner.pool.keys_LPSd[:, page]
+    stream.enqueue(lambda: spoil(keys_LSd))
+    failed, finished = [], []
+    while core.scheduler.has_work:
+        for event in core.step():
+            assert isinstance(event, TokenEvent)
+            if not isinstance(event.drawn, SampledToken):
+                assert event.drawn.code == "numerical_error" and "states" in event.drawn.reason
+                failed.append(event.id)
+            elif event.finish:
+                finished.append(event.id)
+    assert (failed, finished) == ([0], [1]) and stream.num_replays > 2
+
+
+NO_LAUNCH = {"empty", "view", "slice", "select", "alias", "detach", "as_strided", "unsqueeze", "expand", "lift_fresh"}
+
+
+class Counting(TorchDispatchMode):
+    """Counts torch's operations that a GPU would run as kernels or copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = function.overloadpacket.__name__
+        self.counts[name] += name not in NO_LAUNCH
+        return function(*args, **(kwargs or {}))
+
+
+class OutsideGraphs(RecordingStream):
+    """Does work at once, and forgets what was counted until a graph was replayed; replays do nothing."""
+
+    def __init__(self, counting: Counting) -> None:
+        super().__init__()
+        self.counting = counting
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        super().enqueue(work)
+        with self.counting:
+            self.do_one()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+
+        def replay() -> None:
+            self.num_replays += 1
+            self.counting.counts.clear()
+
+        return replay
+
+
+def samples(kind: str) -> list[Sample]:
+    """Of 256 rows."""
+    rng = random.Random(1)
+    every = Sampling(0.8, 40, 0.9, 0.05, 1.0, 1.1, 0.2, 0.1, {3: 2.0}, bitmap(range(200)), [[4]])
+    sampling = {
+        "greedy": Sampling(temperature=0.0),
+        "plain": Sampling(temperature=0.8, min_p=0.1),
+        "top-p": Sampling(top_p=0.9),
+        "penalties": Sampling(temperature=0.0, repetition_penalty=1.1),
+        "all": every,
+    }[kind]
+    history = [rng.randrange(256) for _ in range(100)]
+    masks = [bitmap(rng.sample(range(256), 100)) if kind == "all" else None for _ in range(256)]
+    return [Sample(replace(sampling, seed=i), history, history, mask=mask) for i, mask in enumerate(masks)]
+
+
+@pytest.mark.parametrize(("kind", "most"), [("greedy", 1), ("plain", 1), ("top-p", 2), ("penalties", 3), ("all", 4)])
+def test_few_launches_stand_behind_the_graph(kind: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(SHAPES[1], tmp_path)
+    counting, uploads = Counting(), Counter[str]()
+    stream = OutsideGraphs(counting)
+    monkeypatch.setattr("model.devices.gpu.drawing.upload", lambda *args: uploads.update(["upload"]) or upload(*args))
+    with watched(lambda name, _: counting.counts.update([name]), computes=False):
+        runner = make_runner(tmp_path, stream, 256)
+        assert runner.capture(PAGE) == 12
+        rows = [Row(i, [0], 3, all_in_page_0(runner.pool.layout, 4), sample) for i, sample in enumerate(samples(kind))]
+        runner.launch(StepPlan(tuple(rows)))
+    assert stream.num_replays == 1 and counting.counts.total() == most, counting.counts
+    assert counting.counts["copy_"] == 1 and uploads.total() == (most > 1)
