@@ -72,10 +72,11 @@ def begin_draw(
         captured = Captured(draws, device.upload(torch.from_numpy(settings)))
         draws.draw(logits_SV, captured.settings_SN, drawn_S)
     if captured is not None:
-        num_decoding = 0 if decode is None else len(decode)
         known = decode.current_samples() if decode is not None and decode.needs_samples else ()
-        listed = enumerate(samples, start=num_decoding)
-        special = {i: sample for i, sample in chain(enumerate(known), listed) if needs_more(sample)}
+        special = {}
+        if known or samples:
+            listed = enumerate(samples, start=0 if decode is None else len(decode))
+            special = {i: sample for i, sample in chain(enumerate(known), listed) if needs_more(sample)}
         return KernelDrawn(device, logits_SV, special, drawn_S, captured)
     parts = _parts(device, logits_SV, samples if decode is None else [*decode.current_samples(), *samples])
     if drawn_S is not None:
@@ -94,12 +95,12 @@ class KernelDrawn:
     ) -> None:
         self._device, self._logits_SV, self._special, self._drawn_S, self._captured = device, logits_SV, special, drawn_S, captured
         self._failed: list[int] = []
-        if again := [i for i, sample in special.items() if is_adjusted(sample) or is_filtered(sample)]:
+        if special and (again := [i for i, sample in special.items() if is_adjusted(sample) or is_filtered(sample)]):
             self._redraw(again)
         results_SR = captured.draws.results_SR[: len(logits_SV)]
         self._results_SR = device.download(results_SR)
         self._tops: _Tops | None = None
-        if any(sample.num_top or sample.sampling.logprob_token_ids for sample in special.values()):
+        if special and any(sample.num_top or sample.sampling.logprob_token_ids for sample in special.values()):
             num_tops, named = [0] * len(logits_SV), list[Sequence[int]]([()]) * len(logits_SV)
             for i, sample in special.items():
                 num_tops[i], named[i] = sample.num_top, sample.sampling.logprob_token_ids
@@ -124,7 +125,7 @@ class KernelDrawn:
         results = self._results_SR.numpy()
         tokens, logprobs, states = results[:, 0].tolist(), results[:, 1].view(np.float32).tolist(), results[:, 4]
         tops: Sequence[tuple[tuple[int, float], ...]] = [()] * len(tokens) if self._tops is None else self._tops.read()
-        if not self._special and (states == ALL_FINITE).all():
+        if not self._special and states.tolist().count(ALL_FINITE) == len(states):
             return list(map(SampledToken, tokens, logprobs, tops))
         outcomes = list(map(_outcome, tokens, logprobs, *results[:, 2:4].view(np.float32).T.tolist(), tops))
         for row in self._failed:

@@ -15,8 +15,9 @@ from model.step import Row, SampledToken, SampleError, StepResult
 class PendingStep:
     """One step. The runner that launches it sets `draws`, `scores` and `finite_T`, and `event` where the device may still be computing."""
 
-    def __init__(self, rows: Sequence[Row], firsts: Sequence[int]) -> None:
-        self.rows, self.firsts = rows, firsts
+    def __init__(self, rows: Sequence[Row], firsts: Sequence[int], num_decoding: int = 0) -> None:
+        self.rows, self.firsts, self.num_decoding = rows, firsts, num_decoding
+        """Rows with the index of the first token of each; before them so many rows of one token that draw once."""
         # Nearly all rows draw once; calling `samples` for each would take as long as launching them all.
         self.samples = [row.samples if row.drafts or row.sample is None else [row.sample] for row in rows]
         self.draws: Draws | None = None
@@ -49,8 +50,10 @@ class PendingStep:
                 scored.setdefault(index, []).append(score)
         finite_T = [] if self.finite_T is None else self.finite_T.tolist()
         if not all(finite_T):
-            for i, (row, first) in enumerate(zip(self.rows, self.firsts, strict=True)):
-                if not all(finite_T[first : first + len(row.tokens)]):
+            spans = [(i, 1) for i in range(self.num_decoding)]
+            spans += [(first, len(row.tokens)) for row, first in zip(self.rows, self.firsts, strict=True)]
+            for i, (first, count) in enumerate(spans):
+                if not all(finite_T[first : first + count]):
                     drawn[i] = NOT_FINITE_STATES
                     accepted.pop(i, None)
         return StepResult(tuple(drawn), scored, accepted)
@@ -58,15 +61,16 @@ class PendingStep:
     def _drawn(self) -> tuple[list[SampledToken | SampleError | None], dict[int, list[SampledToken]]]:
         """What every row draws, and its accepted drafts."""
         draws = iter(() if self.draws is None else self.draws.read())
-        drawn: list[SampledToken | SampleError | None] = [None] * len(self.rows)
+        drawn: list[SampledToken | SampleError | None] = [next(draws) for _ in range(self.num_decoding)]
         accepted: dict[int, list[SampledToken]] = {}
-        for i, (row, places) in enumerate(zip(self.rows, self.samples, strict=True)):
-            if len(places) == 1:
-                drawn[i] = next(draws)
-            elif places:
-                come_true, drawn[i] = row.settle([next(draws) for _ in places])
-                if come_true:
-                    accepted[i] = come_true
+        for row, places in zip(self.rows, self.samples, strict=True):
+            if len(places) <= 1:
+                drawn.append(next(draws) if places else None)
+                continue
+            come_true, last = row.settle([next(draws) for _ in places])
+            if come_true:
+                accepted[len(drawn)] = come_true
+            drawn.append(last)
         return drawn, accepted
 
 

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -203,16 +203,17 @@ class ModelRunner:
         captured = self._launch_captured(plan)
         if captured is not None:
             return captured
-        rows, sources = plan.rows, self._sources(plan.rows)
         batch = build_batch(plan, self.pool.layout, self.device.upload)
-        pending = PendingStep(rows, batch.firsts)
-        work = partial(self._compute, plan, pending, batch, self.backend.plan(batch), self._pending_tokens(batch, sources))
+        num_decoding = len(batch.firsts) - len(plan.listed)
+        pending = PendingStep(plan.listed, batch.firsts[num_decoding:], num_decoding)
+        work = partial(self._compute, plan, pending, batch, self.backend.plan(batch), self._pending_tokens(plan, pending))
         if self._stream is None:
             work()
             self.device.synchronize()
             return pending
         self._stream.enqueue(work)
-        self._drawn_ids = [row.sequence for row, places in zip(rows, pending.samples, strict=True) for _ in places]
+        drawn = (row.sequence for row, places in zip(plan.listed, pending.samples, strict=True) for _ in places)
+        self._drawn_ids = [*(() if plan.decode is None else plan.decode.ids), *drawn]
         pending.event = self._stream.mark()
         return pending
 
@@ -222,11 +223,9 @@ class ModelRunner:
             return None
         step = plan.decode
         if step is None or plan.listed:
-            if any(len(row.tokens) != 1 or row.sample is None or row.scoring is not None for row in plan.rows):
+            if any(len(row.tokens) != 1 or row.sample is None or row.scoring is not None for row in plan.listed):
                 return None
-            sources = self._sources(plan.rows)
-            assert sources is not None
-            step = DecodeTable.of(self.pool.layout, plan.rows, sources).advance()
+            step = DecodeTable.of(self.pool.layout, plan.rows, self._sources(plan.rows)).advance()
         replay = self._graphs.find(step)
         if replay is None:
             return None
@@ -236,20 +235,22 @@ class ModelRunner:
         pending.event = self._stream.mark()
         return pending
 
-    def _sources(self, rows: Sequence[Row]) -> list[int] | None:
-        """For each row whose last token is PENDING its index in drawn_S, else PENDING. None where no token is ever pending."""
-        if self._stream is None:
-            return None
+    def _sources(self, rows: Sequence[Row]) -> list[int]:
+        """For each row whose last token is PENDING its index in drawn_S, else PENDING."""
         places = {id: place for place, id in enumerate(self._drawn_ids)}
         return [places[row.sequence] if row.tokens[-1] == PENDING else PENDING for row in rows]
 
-    def _pending_tokens(self, batch: Batch, sources: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _pending_tokens(self, plan: StepPlan, pending: PendingStep) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Indices of the pending tokens among the step's tokens, and of their values in drawn_S. None where no token is ever pending."""
-        if sources is None:
+        if self._stream is None:
             return None
-        rows = [i for i, source in enumerate(sources) if source >= 0]
-        places = [batch.firsts[i] + len(batch.rows[i].tokens) - 1 for i in rows]
-        return self.device.upload(places, torch.long), self.device.upload([sources[i] for i in rows], torch.long)
+        known = () if plan.decode is None else plan.decode.sources_R.tolist()
+        lasts = [first + len(row.tokens) - 1 for row, first in zip(plan.listed, pending.firsts, strict=True)]
+        found = [
+            (place, source) for place, source in chain(enumerate(known), zip(lasts, self._sources(plan.listed), strict=True)) if source >= 0
+        ]
+        places, sources = zip(*found, strict=True) if found else ((), ())
+        return self.device.upload(places, torch.long), self.device.upload(sources, torch.long)
 
     def _compute(
         self, plan: StepPlan, pending: PendingStep, batch: Batch, attended: Any, taken: tuple[torch.Tensor, torch.Tensor] | None
@@ -261,8 +262,7 @@ class ModelRunner:
         self._clear(plan)
         x_TD = self.forward(batch, attended)
         if len(batch.sampled_S):
-            num_decoding = 0 if plan.decode is None else len(plan.decode)
-            samples = [sample for places in pending.samples[num_decoding:] for sample in places]
+            samples = [sample for places in pending.samples for sample in places]
             self._draw(pending, self.decoder.logits(x_TD[batch.sampled_S]), samples, plan.decode)
         self._score(pending, x_TD)
         pending.finite_T = self.device.download(x_TD.isfinite().all(dim=-1))
@@ -293,7 +293,7 @@ class ModelRunner:
     def _score(self, pending: PendingStep, x_TD: torch.Tensor) -> None:
         """Scores of every row that wants any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts are."""
         wanted = [
-            (index, pending.firsts[index] + row.scoring.first + offset, target, row.scoring.num_top)
+            (pending.num_decoding + index, pending.firsts[index] + row.scoring.first + offset, target, row.scoring.num_top)
             for index, row in enumerate(pending.rows)
             if row.scoring is not None
             for offset, target in enumerate(row.scoring.targets)
