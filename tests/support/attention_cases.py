@@ -4,6 +4,7 @@ Invariant: a case's numbers depend on its arguments other than the device and th
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from cache.pages import PageAllocator
 from cache.pool import KVPool, in_float8
 from cache.table import PageTable
 from model.batch import build_batch
+from model.decode import DecodeTable
 from model.devices import create_backend
 from model.devices.gpu.attention.configurations import Configuration
+from model.devices.gpu.attention.singles import packed, unpacked
 from model.devices.gpu.device import GpuDevice
 from model.layers import RotaryTable, Rotation
 from model.spec import Rotary
-from model.step import Row, StepPlan
+from model.step import PENDING, Row, StepPlan
 
 SMALL = Configuration(16, 16, 32, 4, 1, short_split=16, num_short=50)
 """Short splits, so that short sequences have several, and a border in the middle of a page and of most chunks."""
@@ -143,3 +146,14 @@ class Case:
         assert torch.equal(keys.isnan(), their_keys.isnan())
         assert torch.equal(keys.nan_to_num(), their_keys.nan_to_num())
         assert torch.equal(values.nan_to_num(), their_values.nan_to_num())
+
+
+def captured_plan(backend: Any, rows: Sequence[Row], num_rows: int) -> Any:
+    """A captured step's plan of these rows of one token, padded to `num_rows`; None where it is not captured."""
+    layout = backend.pool.layout
+    step = DecodeTable.of(layout, rows, [PENDING] * len(rows)).advance()
+    shape = backend.shape(step.num_keys, num_rows)
+    if shape is None:
+        return None
+    singles = unpacked(torch.from_numpy(packed(step, shape, layout)), shape, layout)
+    return backend.listed(singles.positions_B, singles.tables_BW, shape.num_keys)

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from model.devices.gpu.attention import configurations
 from model.layers import Rotation
-from tests.support.attention_cases import Case
+from tests.support.attention_cases import Case, captured_plan
 from tests.triton.test_kernels import NEAR
 
 pytestmark = pytest.mark.usefixtures("interpreter", "poison")
@@ -49,25 +49,25 @@ def made(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype
 def launch(case: Case, chosen: list[int], num_rows: int, layer: int = 0, backend: Any = None, pool: Any = None) -> torch.Tensor:
     """The outputs of these rows as a captured step computes them, padded to `num_rows` rows whose inputs are NaN."""
     backend = backend or case.backend("triton-fast", pool or case.pool())
-    words, shape = backend.pack([case.rows[i] for i in chosen], num_rows)
+    plan = captured_plan(backend, [case.rows[i] for i in chosen], num_rows)
     padding = num_rows - len(chosen)
     parts = ([case.inputs[i][part] for i in chosen] for part in range(3))
     q_THd, k_Td, v_Tv = (torch.cat([*part, torch.full_like(part[0], torch.nan).repeat_interleave(padding, 0)]) for part in parts)
     position_T = torch.tensor([case.rows[i].start for i in chosen] + [0] * padding)
     for scratch in (backend.tiles.partial, backend.tiles.peaks, backend.tiles.sums):
         scratch.fill_(torch.nan)
-    o_THv = backend.run(backend.unpack(torch.from_numpy(words), shape), layer, q_THd, k_Td, v_Tv, case.rotation(position_T))
+    o_THv = backend.run(plan, layer, q_THd, k_Td, v_Tv, case.rotation(position_T))
     assert not backend.counters.any()
     assert o_THv[len(chosen) :].isnan().all()
     return o_THv[: len(chosen)]
 
 
 def turned(rotation: Rotation | None, x_nhd: torch.Tensor) -> torch.Tensor:
-    """x, rotated in float32 and rounded once; bfloat16 is cut off, as the interpreter does."""
+    """x, rotated in float32 and rounded once."""
     if rotation is None:
         return x_nhd
     exact_nhd = Rotation(rotation.cosine_Tr.float(), rotation.sine_Tr.float(), rotation.interleaved)(x_nhd.float())
-    return exact_nhd if x_nhd.dtype is torch.float32 else (exact_nhd.view(torch.int32) & -(2**16)).view(torch.float32).to(x_nhd.dtype)
+    return exact_nhd.to(x_nhd.dtype)
 
 
 def expected(case: Case, pool: Any, layer: int = 0) -> Iterator[torch.Tensor]:
@@ -166,8 +166,7 @@ def test_a_step_of_padding_touches_nothing() -> None:
     case = made(16, 128, None, torch.bfloat16, most=100)
     pool = case.pool()
     backend = case.backend("triton-fast", pool)
-    words, shape = backend.pack(case.rows, 4)
-    plan = backend.unpack(torch.from_numpy(words), shape)
+    plan = captured_plan(backend, case.rows, 4)
     plan.singles.positions_B[:] = -1
     plan.singles.tables_BW[0][:] = 10**6
     before = pool.keys_LPSd.clone(), pool.values_LPSv.clone()
