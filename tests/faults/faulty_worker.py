@@ -4,7 +4,6 @@ Nothing of the production engine is replaced, only wrapped: load, the runner's s
 """
 
 import ctypes
-import dataclasses
 import os
 import signal
 import struct
@@ -18,6 +17,7 @@ from typing import Any
 
 from msgspec import structs
 
+from model.step import StepPlan
 from server import protocol
 from server.engine import masks, worker
 from server.errors import ConstraintFailed
@@ -136,12 +136,13 @@ class FaultyRunner:
 
     def _break_sampling(self, plan: Any) -> Any:
         """A row whose draw raises: what forbids its tokens cannot be read."""
-        rows = list(plan.rows)
+        rows, is_broken = list(plan.rows), False
         for rule in self.faults.rules.named("sampling_fails"):
             for index in self.rows(rule, plan):
                 if rows[index].sample is not None and self.faults.rules.strike(rule):
                     rows[index] = structs.replace(rows[index], sample=structs.replace(rows[index].sample, forbidden=Unreadable()))
-        return dataclasses.replace(plan, rows=tuple(rows))
+                    is_broken = True
+        return StepPlan(tuple(rows), plan.clear) if is_broken else plan
 
 
 class Unreadable(Sequence[int]):
