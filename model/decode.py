@@ -54,9 +54,17 @@ class DecodeTable:
         self._counting_R = np.arange(most_rows, dtype=np.int32)
 
     @classmethod
-    def of(cls, layout: CacheLayout, rows: Sequence[Row], sources: Sequence[int]) -> "DecodeTable":
-        """A table of the rows of one step, each of which computes one token. `sources`: see `sources_R`."""
-        table = cls(layout, len(rows), max(row.start for row in rows) + 1)
+    def of(cls, layout: CacheLayout, rows: Sequence[Row], sources: Sequence[int], decode: "DecodeStep | None" = None) -> "DecodeTable":
+        """A table of the lines of `decode`, then of these rows of the same step, each of which computes one token. `sources`: see
+        `sources_R`. A row that draws nothing has settings of some draw.
+        """
+        num_decoding, longest = (0, 0) if decode is None else (len(decode), decode.num_keys)
+        table = cls(layout, num_decoding + len(rows), max([longest, *(row.start + 1 for row in rows)]))
+        if decode is not None:
+            table.ids, table.pages, table.samples = decode.ids[:], decode.pages[:], decode.samples[:]
+            table.fields_FR[:, :num_decoding], table.settings_RN[:num_decoding] = decode.fields_FR, decode.settings_RN
+            table._num_needing = sum(map(needs_more, decode.samples)) if decode.needs_samples else 0
+            decode.copy_tables(table.tables)
         for row, source in zip(rows, sources, strict=True):
             assert len(row.tokens) == 1
             table.append(row.sequence, row.pages, row.sample or NO_SAMPLE, row.start, row.tokens[0], source)

@@ -46,7 +46,7 @@ class Draws(Protocol):
 
 
 class Captured(NamedTuple):
-    """What a captured step has drawn for all of its rows, by these settings."""
+    """What kernels have drawn for all rows of a step already, by these settings."""
 
     draws: RowDraws
     settings_SN: Tensor

@@ -175,10 +175,10 @@ class ModelRunner:
         pages = all_in_page_0(self.pool.layout, longest)
         for sampling in (GREEDY, Sampling(), Sampling(top_p=0.9), Sampling(top_p=0.9, presence_penalty=1.0), SORTING):
             self.run(StepPlan((Row(0, [0], longest - 1, pages, Sample(sampling, (), ())),)))
-        for num_singles, count in product({1, self._most_rows}, {2, len(self._drawn_S) - self._most_rows}):
-            if num_singles and 1 < count <= longest:
+        for num_singles, chunk in product({1, self._most_rows}, {2, len(self._drawn_S) - self._most_rows}):
+            if num_singles and (count := min(chunk, longest)) > 1:
                 singles = [Row(1 + i, [0], longest - 1, pages, Sample(GREEDY, (), ())) for i in range(num_singles)]
-                self.run(StepPlan((Row(0, [0] * count, 0, all_in_page_0(self.pool.layout, count), None), *singles)))
+                _try(self, StepPlan((Row(0, [0] * count, 0, all_in_page_0(self.pool.layout, count), None), *singles)))
         self.pool.clear(self.device.upload([0]))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -225,7 +225,7 @@ class ModelRunner:
         if step is None or plan.listed:
             if any(len(row.tokens) != 1 or row.sample is None or row.scoring is not None for row in plan.listed):
                 return None
-            step = DecodeTable.of(self.pool.layout, plan.rows, self._sources(plan.rows)).advance()
+            step = DecodeTable.of(self.pool.layout, plan.listed, self._sources(plan.listed), step).advance()
         replay = self._graphs.find(step)
         if replay is None:
             return None

@@ -1,9 +1,9 @@
 """Decoding: the running sequences that compute one token a step, which are planned and accounted for together.
 
 A sequence joins when its next row computes a single token and nothing but the model decides how the next one is drawn (see
-Sequence.can_decode); it leaves when it ends, is preempted, or its last token has been planned. Invariant: line i of the table is that of
-`sequences[i]`, and each of them has one uncomputed token, known or drawn by the step planned last. It decides nothing: the scheduler says
-who joins, and gives pages.
+Sequence.can_decode); it leaves when it ends, is preempted, its last token has been planned, or pages are short. Invariant: line i of the
+table is that of `sequences[i]`, and each of them has one uncomputed token, known or drawn by the step planned last. It decides nothing:
+which sequences join, and what pages they get, is the scheduler's.
 
 Shape letters: R lines of the table.
 """
@@ -25,7 +25,7 @@ class Decoding:
         self.sequences: list[Sequence] = []
         self._table = DecodeTable(layout, most_rows, most_tokens)
         self._limits_R = np.zeros(most_rows, np.int32)
-        """The first position for which the table has no slot, or which is not computed because the token at it ends the sequence."""
+        """The first position for which its page table has no slot, or which is not computed because the token at it ends the sequence."""
 
     def __len__(self) -> int:
         return len(self.sequences)

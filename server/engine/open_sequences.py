@@ -162,6 +162,7 @@ class OpenSequences:
         """
         events: list[TokenEvent | PromptScored] = []
         sequences, num_decoding = self._in_flight.popleft(), 0
+        assert len(result.drawn) == len(sequences), "one outcome for each row"
         if plan.decode is not None:
             num_decoding = len(plan.decode)
             self._commit_decode(plan, sequences[:num_decoding], result, events)

@@ -24,6 +24,8 @@ class Plain:
     position: int
     token: int
     source: int
+    index: int = 0
+    """Of its next draw."""
 
 
 def told(table: DecodeTable) -> list[tuple[object, ...]]:
@@ -70,9 +72,11 @@ class Both:
         expected = [
             (line.id, [line.token if line.source < 0 else PENDING], line.position, line.pages, int(line.source >= 0)) for line in self.lines
         ]
+        indices = [line.index for line in self.lines]
+        assert self.table.settings_RN[: len(indices), -1].tolist() == indices
         assert told(self.table) == expected
         for place, line in enumerate(self.lines):
-            line.position, line.source = line.position + 1, place
+            line.position, line.source, line.index = line.position + 1, place, line.index + 1
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -100,3 +104,22 @@ def test_of_rows_is_those_rows() -> None:
     assert again.rows() == step.rows() and again.positions_R.tolist() == [0, 7, 19]
     for whole, part in zip(table.tables, again.table.tables, strict=True):
         assert (whole[:1, : part.shape[1] // 10] == part[:1, : part.shape[1] // 10]).all() and part[2].any()
+
+
+def test_rows_follow_the_lines_of_a_step() -> None:
+    table, rows = DecodeTable(LAYOUT, MOST_ROWS, MOST_TOKENS), []
+    for id, position in enumerate((3, 9, 5, 18)):
+        pages = [array("q", range(id, id + (position // 2 + 1) * group.num_stacks)) for group in LAYOUT.groups]
+        sample = Sample(Sampling(seed=id, top_p=0.5 if id == 1 else 1.0), [1], [], num_unseen=id % 2)
+        table.append(id, pages, sample, position, 5 + id, PENDING if id % 2 == 0 else id)
+        rows.append(table.advance().rows()[-1] if id > 1 else None)
+        if id == 1:
+            step = table.advance()
+    listed = [row for row in rows if row is not None]
+    both = DecodeTable.of(LAYOUT, listed, [PENDING, 7], step).advance()
+    assert [row.sequence for row in both.rows()] == [0, 1, 2, 3] and both.sources_R.tolist() == [*step.sources_R.tolist(), PENDING, 7]
+    assert both.rows()[:2] == step.rows() and both.settings_RN[:2].tolist() == step.settings_RN.tolist() and both.needs_samples
+    for line, row in enumerate(both.rows()):
+        for group, listed_RW in enumerate(both.table.tables):
+            end = (row.start // 2 + 1) * LAYOUT.groups[group].num_stacks
+            assert listed_RW[line, :end].tolist() == list(row.pages[group][:end])

@@ -42,6 +42,8 @@ def _decoding(scheduler: Scheduler) -> list[str]:
         found = sequence.line, table.ids[line], int(table.positions_R[line]), int(decoding._limits_R[line]), table.pages[line]
         if found != (line, sequence.id, sequence.num_tokens - 1, limit, sequence.table.pages):
             problems.append(f"line {line} of sequence {sequence.id} is {found}")
+        if table.settings_RN[line, -1] != len(sequence.output) + sequence.num_unseen or table.samples[line].output is not sequence.output:
+            problems.append(f"line {line} of sequence {sequence.id} draws output {table.settings_RN[line, -1]}")
         if not sequence.can_decode and sequence.num_tokens < sequence.most_tokens:
             problems.append(f"sequence {sequence.id} decodes and cannot")
         if any(

@@ -76,8 +76,7 @@ class FastBackend:
             words.append(joined(lists))
         step, num_decoding = batch.plan.decode, len(batch.firsts) - len(listed)
         if singles:
-            rows = [*(() if step is None else step.rows()), *(row for row, _ in singles)]
-            step = DecodeTable.of(layout, rows, [PENDING] * len(rows)).advance()
+            step = DecodeTable.of(layout, [row for row, _ in singles], [PENDING] * len(singles), step).advance()
         if step is not None:
             shape = Shape(len(step), step.num_keys)
             words.append(packed(step, shape, layout, [*range(num_decoding), *(first for _, first in singles)] if chunks else None))

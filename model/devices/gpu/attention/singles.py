@@ -18,7 +18,7 @@ from model.decode import DecodeStep
 from model.devices.gpu.attention.plan import Numbers, aligned
 
 MOST_PAGES = 2**18
-"""Limit of all rows' tables together, 1 MiB: making and copying more takes longer than launching kernel by kernel."""
+"""Limit of all rows' tables together, 1 MiB, up to which steps are captured."""
 
 
 @dataclass(frozen=True, slots=True)
