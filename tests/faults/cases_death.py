@@ -178,7 +178,8 @@ def poison(scene: Scene, count: int, after: int) -> None:
         for exchange in poisoned:
             assert exchange.code == "request_quarantined" and len(exchange.ids) == (after if exchange.ask.stream else 0)
         scene.canary()
-    assert scene.server.restarts <= 2 + 2 * count and scene.server.metric("onehead_requests_quarantined_total") == count
+    # Each is in two crashes before it is suspected, and in two alone; the first two are the same crashes where they arrive together.
+    assert scene.server.restarts <= 4 * count and scene.server.metric("onehead_requests_quarantined_total") == count
 
 
 def broken_device(scene: Scene) -> None:
