@@ -18,7 +18,7 @@ loop begin with G only where there are several groups.
 import triton
 import triton.language as tl
 
-from model.devices.gpu.attention.write import copy, rotate, slot_of
+from model.devices.gpu.attention.write import slot_of, store
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _queries(
     q_ptr, cosine_ptr, sine_ptr, head_H,
     COLUMNS: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, UPCAST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads' queries, rotated and rounded as `rotate` does, once for each group."""
+    """Some heads' queries, rotated and rounded as keys are (write.py), once for each group."""
     cols = tl.arange(0, BLOCK)
     there_1D = (cols < NUM)[None, :]
     head_ptrs = q_ptr + head_H[:, None] * COLUMNS
@@ -182,21 +182,6 @@ def _joined(
     return sum_H, o_HV
 
 
-@triton.jit
-def _store_new(
-    token, slot, k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr, k_stride, v_stride,
-    KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, NUM_V: tl.constexpr, BLOCK_V: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    key_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + slot * KEY_DIM
-    if cosine_ptr is None:
-        copy(key_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
-    else:
-        rotate(key_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY, INTERLEAVED)
-    if not VALUE_IN_KEY:
-        copy(v_ptr + token * v_stride, values_ptr + slot * NUM_V, NUM_V, BLOCK_V)
-
-
 @triton.jit(do_not_specialize=["table_stride", "stack", "num_stacks", "split", "most_splits"])
 def decode(
     q_ptr, k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr, output_ptr, tokens_ptr, positions_ptr, tables_ptr,
@@ -220,7 +205,7 @@ def decode(
         sine_ptr += token * ((NUM_D + NUM_R) // 2)
     table_ptr = tables_ptr + row * table_stride + stack
     if number == num_splits - 1:
-        _store_new(
+        store(
             token, slot_of(position, table_ptr, num_stacks, PAGE), k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr,
             k_stride, v_stride, NUM_D + NUM_R, BLOCK_KEY, NUM_V, BLOCK_V, VALUE_IN_KEY, INTERLEAVED,
         )  # fmt: skip

@@ -27,13 +27,13 @@ def _put(pointers, x, there):
 
 
 @triton.jit
-def copy(x_ptr, y_ptr, NUM: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(x_ptr, y_ptr, NUM: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     _put(y_ptr + cols, tl.load(x_ptr + cols, mask=cols < NUM), cols < NUM)
 
 
 @triton.jit
-def rotate(
+def _rotate(
     x_ptr, y_ptr, cosine_ptr, sine_ptr, head_H,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +55,22 @@ def rotate(
 def slot_of(position, table_ptr, num_stacks, PAGE: tl.constexpr):
     """The slot of a position, from its sequence's page table."""
     return tl.load(table_ptr + position // PAGE * num_stacks).to(tl.int64) * PAGE + position % PAGE
+
+
+@triton.jit
+def store(
+    token, slot, k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr, k_stride, v_stride,
+    KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, VALUE_IN_KEY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """A token's key, rotated where there is a rotation, and its value unless that is part of the key."""
+    key_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + slot * KEY_DIM
+    if cosine_ptr is None:
+        _copy(key_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
+    else:
+        _rotate(key_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+    if not VALUE_IN_KEY:
+        _copy(v_ptr + token * v_stride, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
 
 
 @triton.jit(do_not_specialize=["table_stride", "stack", "num_stacks"])
@@ -81,15 +97,11 @@ def scatter(
         cosine_ptr += token * (KEY_DIM // 2)
         sine_ptr += token * (KEY_DIM // 2)
     if part == 0:
-        key_ptr, to_ptr = k_ptr + token * k_stride, keys_ptr + slot * KEY_DIM
-        if cosine_ptr is None:
-            copy(key_ptr, to_ptr, KEY_DIM, BLOCK_KEY)
-        else:
-            rotate(key_ptr, to_ptr, cosine_ptr, sine_ptr, tl.arange(0, 1), 1, KEY_DIM, BLOCK_KEY, INTERLEAVED)
-        if not VALUE_IN_KEY:
-            copy(v_ptr + token * v_stride, values_ptr + slot * VALUE_DIM, VALUE_DIM, BLOCK_VALUE)
+        store(
+            token, slot, k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr, k_stride, v_stride,
+            KEY_DIM, BLOCK_KEY, VALUE_DIM, BLOCK_VALUE, VALUE_IN_KEY, INTERLEAVED,
+        )  # fmt: skip
     elif cosine_ptr is not None:
-        # Not the names of the other branch: Triton 3.6 requires one type for a name that both branches set.
         query_ptr, query_to_ptr = q_ptr + token * q_stride, turned_ptr + token * (HEADS * KEY_DIM)
         head_H = (part - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        rotate(query_ptr, query_to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)
+        _rotate(query_ptr, query_to_ptr, cosine_ptr, sine_ptr, head_H, HEADS, KEY_DIM, BLOCK_KEY, INTERLEAVED)
