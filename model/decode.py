@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from cache.layout import CacheLayout, pages_for
-from model.draw_words import NUM_SETTINGS, needs_more, settings_SN
+from model.draw_words import ALIGNMENT, NUM_SETTINGS, needs_more, settings_SN
 from model.step import PENDING, Row, Sample, Sampling
 
 Numbers = NDArray[np.int32]
@@ -26,6 +26,16 @@ NO_SAMPLE = Sample(Sampling(), (), ())
 """Of a row that draws nothing."""
 NO_LINE = -1
 """In place of a position: the line is of no sequence."""
+
+
+def aligned(count: int) -> int:
+    """The length of a list of numbers whose next one begins at a multiple of ALIGNMENT."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def table_widths(layout: CacheLayout, num_keys: int) -> list[int]:
+    """For each group of layers the length of a line of a page table for `num_keys` tokens on a device."""
+    return [aligned(pages_for(num_keys, layout.page_size) * group.num_stacks) for group in layout.groups]
 
 
 class DecodeTable:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.step import Sample, Sampling
+from model.step import Sample
 
 Words = NDArray[np.int32]
 
@@ -28,17 +28,13 @@ and number) begin, how many there are; where its mask lies (-1: none), nothing; 
 NUM_LIMITS = 4
 """Of a filtered row: its index in the results, its index in the logits that are filtered, top-k (0: none), nothing."""
 ALIGNMENT = 4
-"""Sections begin at multiples of 16 bytes: for other addresses Triton compiles another kernel."""
+"""Lists of numbers on a device begin at multiples of it, 16 bytes: for other addresses Triton compiles another kernel."""
 NO_MASK = -1
-
-
-def settings_of(sampling: Sampling) -> bytes:
-    """A row's settings without the output index, which alone changes from step to step."""
-    return _settings(sampling.temperature, sampling.min_p, sampling.seed, sampling.choice)
 
 
 @lru_cache(maxsize=8192)
 def _settings(temperature: float, min_p: float, seed: int, choice: int) -> bytes:
+    """A row's settings without the output index, which alone changes from step to step."""
     inverse = 1.0 / min(temperature, LARGEST_TEMPERATURE) if temperature >= GREEDY_BELOW else 0.0
     return pack("=ffQI", inverse, log(min_p) if min_p > 0.0 else -inf, seed & (2**64 - 1), choice)
 
@@ -46,7 +42,8 @@ def _settings(temperature: float, min_p: float, seed: int, choice: int) -> bytes
 def settings_SN(samples: Sequence[Sample]) -> Words:
     """The settings of every row."""
     words_SN = np.empty((len(samples), NUM_SETTINGS), np.int32)
-    unchanging = np.frombuffer(b"".join([settings_of(sample.sampling) for sample in samples]), np.int32)
+    samplings = [sample.sampling for sample in samples]
+    unchanging = np.frombuffer(b"".join([_settings(s.temperature, s.min_p, s.seed, s.choice) for s in samplings]), np.int32)
     words_SN[:, :-1] = unchanging.reshape(-1, NUM_SETTINGS - 1)
     words_SN[:, -1] = [sample.index for sample in samples]
     return words_SN

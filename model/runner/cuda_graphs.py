@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.layout import CacheLayout, pages_for
-from model.decode import NO_LINE, NUM_FIELDS, DecodeStep
+from model.decode import NO_LINE, NUM_FIELDS, DecodeStep, Numbers, aligned, table_widths
 from model.decoder import Decoder
 from model.devices.backend import Backend
 from model.devices.device import Device, RowDraws, Stream, is_lack_of_memory
@@ -35,10 +34,6 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512, 768, 1024)
 """Not 192: cuBLAS takes longer for 192 rows than for 256 (measured on an H100)."""
 FOUND = 4096
 """Pairs of a size and a number of pages for which the graph is remembered."""
-ALIGNMENT = 4
-"""Lists begin at multiples of it, 16 bytes: kernels are compiled for aligned addresses."""
-
-Numbers = NDArray[np.int32]
 
 
 class Shape(Protocol, Hashable):
@@ -79,10 +74,10 @@ class Lists(NamedTuple):
     @classmethod
     def of(cls, numbers: Any, num_rows: int, widths: Sequence[int]) -> "Lists":
         """The parts of an array or a tensor; a table has lines of `widths` pages."""
-        begin = NUM_FIELDS * _aligned(num_rows)
+        begin = NUM_FIELDS * aligned(num_rows)
         fields = numbers[:begin].reshape(NUM_FIELDS, -1)[:, :num_rows]
         settings = numbers[begin : begin + num_rows * NUM_SETTINGS].reshape(num_rows, NUM_SETTINGS)
-        begin += _aligned(num_rows * NUM_SETTINGS)
+        begin += aligned(num_rows * NUM_SETTINGS)
         tables = []
         for width in widths:
             tables.append(numbers[begin : begin + num_rows * width].reshape(num_rows, width))
@@ -178,8 +173,8 @@ class CudaGraphs:
         shape = self._backend.shape(num_keys, size)
         if shape is None:
             return None
-        widths = [_aligned(pages_for(shape.num_keys, self._layout.page_size) * group.num_stacks) for group in self._layout.groups]
-        return Bucket(shape, widths, NUM_FIELDS * _aligned(size) + _aligned(size * NUM_SETTINGS) + size * sum(widths))
+        widths = table_widths(self._layout, shape.num_keys)
+        return Bucket(shape, widths, NUM_FIELDS * aligned(size) + aligned(size * NUM_SETTINGS) + size * sum(widths))
 
     def _pack(self, step: DecodeStep, bucket: Bucket) -> Numbers:
         num_rows, size = len(step), bucket.shape.num_rows
@@ -226,7 +221,3 @@ class CudaGraphs:
         if self._draws is None:
             return Replayed(logits_SV, self._finite_B[:num_rows], None)
         return Replayed(logits_SV, None, Captured(self._draws, lists.settings_BN))
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT

@@ -13,8 +13,9 @@ from cache.layout import CacheLayout, pages_for
 from cache.table import DROPPED
 from model.decode import DecodeTable
 from model.devices.gpu.attention.configurations import Configuration
-from model.devices.gpu.attention.plan import ALIGNMENT, TILE_BUCKET, GroupLists, most_splits, plan_groups
+from model.devices.gpu.attention.plan import TILE_BUCKET, GroupLists, most_splits, plan_groups
 from model.devices.gpu.attention.singles import Shape, packed, shape_of, unpacked
+from model.draw_words import ALIGNMENT
 from model.step import PENDING, Row
 
 ROWS = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40) | st.just(1)), min_size=1, max_size=12)

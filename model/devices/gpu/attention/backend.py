@@ -15,10 +15,11 @@ from torch import Tensor
 from cache.layout import pages_for
 from cache.pool import KVPool
 from model.batch import Batch
+from model.decode import Numbers
 from model.devices.gpu import EXACT, upload
 from model.devices.gpu.attention.configurations import Configuration
 from model.devices.gpu.attention.kernels import attend, join
-from model.devices.gpu.attention.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Numbers, Wave, joined, most_splits, plan_groups
+from model.devices.gpu.attention.plan import SPAN_FIELDS, TILE_FIELDS, GroupLists, Wave, joined, most_splits, plan_groups
 from model.devices.gpu.attention.singles import Shape, Singles, classes, shape_of
 from model.devices.gpu.attention.write import scatter
 from model.layers import Rotation

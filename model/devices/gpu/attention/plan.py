@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cache.layout import CacheLayout, pages_for
+from model.decode import Numbers, aligned
 from model.devices.gpu.attention.configurations import Configuration
 from model.step import Row
 
-Numbers = NDArray[np.int32]
 Lists = TypeVar("Lists")
 SPAN_FIELDS = 4
 """Fields of a row of the step: index of its first token, number of tokens, position of the first, first page of its table."""
@@ -29,8 +29,6 @@ TILE_FIELDS = 7
 memory, last row, keys of a split."""
 TILE_BUCKET = 4
 """The number of tiles is a multiple of it."""
-ALIGNMENT = 4
-"""Each list begins at a multiple of it, 16 bytes: kernels are compiled for aligned addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +103,10 @@ def _first_seen(position: NDArray[np.int64], window: int | None) -> NDArray[np.i
 def _tables(rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r: NDArray[np.int64]) -> Numbers:
     """The pages of each row that its tokens read or write, from the row's page table."""
     tables = np.zeros((len(rows), aligned(int((end_r - begin_r).max()))), np.int32)
-    fill(tables, rows, number, begin_r, end_r)
-    return tables
-
-
-def fill(tables: Numbers, rows: Sequence[Row], number: int, begin_r: NDArray[np.int64], end_r: NDArray[np.int64]) -> None:
-    """Writes a part of each row's page table to the beginning of its line."""
     # Copying each row's pages to its line in Python would take most of the time for the lists.
     pages = b"".join([row.pages[number][begin:end] for row, begin, end in zip(rows, begin_r.tolist(), end_r.tolist(), strict=True)])
-    tables[: len(rows)][np.arange(tables.shape[1]) < (end_r - begin_r)[:, None]] = np.frombuffer(pages, np.int64)
-
-
-def aligned(length: int) -> int:
-    """The length of a list whose next one begins at a multiple of ALIGNMENT."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
+    tables[np.arange(tables.shape[1]) < (end_r - begin_r)[:, None]] = np.frombuffer(pages, np.int64)
+    return tables
 
 
 def _tiles(

@@ -14,8 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from cache.layout import CacheLayout, pages_for
-from model.decode import DecodeStep
-from model.devices.gpu.attention.plan import Numbers, aligned
+from model.decode import NO_LINE, DecodeStep, Numbers, aligned, table_widths
 
 MOST_PAGES = 2**18
 """Limit of all rows' tables together, 1 MiB, up to which steps are captured."""
@@ -35,7 +34,7 @@ class Singles:
     """Single tokens of a step, on the device."""
 
     positions_B: Tensor
-    """A row at -1 is padding."""
+    """A row at NO_LINE is padding."""
     tables_BW: tuple[Tensor, ...]
     """For each group of layers a line of pages for each row."""
     num_keys: int
@@ -63,14 +62,9 @@ def shape_of(num_keys: int, num_rows: int, page_size: int) -> Shape | None:
     return Shape(num_rows, longest) if num_rows * longest // page_size <= MOST_PAGES else None
 
 
-def widths(num_keys: int, layout: CacheLayout) -> list[int]:
-    """The length of a line of each group's tables."""
-    return [aligned(pages_for(num_keys, layout.page_size) * group.num_stacks) for group in layout.groups]
-
-
 def _sizes(shape: Shape, layout: CacheLayout, indexed: bool) -> list[tuple[int, ...]]:
     """Sizes of the lists in the order in which they are concatenated: positions, indices of tokens, and the groups' tables."""
-    tables = ((shape.num_rows, width) for width in widths(shape.num_keys, layout))
+    tables = ((shape.num_rows, width) for width in table_widths(layout, shape.num_keys))
     return [*((aligned(shape.num_rows),) for _ in range(1 + indexed)), *tables]
 
 
@@ -84,7 +78,7 @@ def packed(step: DecodeStep, shape: Shape, layout: CacheLayout, tokens: Sequence
     for values in (step.positions_R, tokens):
         if values is not None:
             column = next(lists)
-            column[:num_rows], column[num_rows:] = values, -1
+            column[:num_rows], column[num_rows:] = values, NO_LINE
     step.copy_tables(list(lists))
     return numbers_N
 
