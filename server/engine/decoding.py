@@ -77,10 +77,7 @@ class Decoding:
     def launch(self) -> DecodeStep:
         """The step that computes a token of each, which counts as in flight. It reads the table's pages until the next one is planned."""
         for sequence in self.sequences:
-            sequence.num_computed += 1
-            sequence.num_in_flight += 1
-            sequence.num_unseen += 1
-            sequence.num_tokens += 1
+            sequence.on_launched(1, draws=True)
         return self._table.advance()
 
     def clear(self) -> Iterator[Sequence]:

@@ -181,22 +181,14 @@ class OpenSequences:
             if type(drawn) is not SampledToken or self.running.get(sequence.id) is not sequence:
                 self._commit_row(index, sequence, plan.rows[index], result, events)
                 continue
-            sequence.num_in_flight -= 1
-            sequence.num_unseen -= 1
+            sequence.on_committed(draws=True)
             if end % self._page_size in self._borders:
                 self._on_computed(sequence, end - 1, end)
             if sequence.account is not account:
                 account.charge(0, num_charged)
                 account, num_charged = sequence.account, 0
             num_charged += 1
-            output, token = sequence.output, drawn.token
-            number = len(output)
-            output.append(token)
-            finish = None
-            if token in sequence.stop_token_ids:
-                finish = "eos_token"
-            elif number + 1 >= sequence.max_new_tokens:
-                finish = "length"
+            number, finish = len(sequence.output), sequence.append(drawn.token)
             events.append(TokenEvent(sequence.id, number, drawn, finish))
             num_computed += 1
             if finish is not None:
@@ -207,7 +199,7 @@ class OpenSequences:
     def _commit_row(self, index: int, sequence: Sequence, row: Row, result: StepResult, events: list[TokenEvent | PromptScored]) -> None:
         """Applies the result of one row."""
         drawn = result.drawn[index]
-        sequence.on_committed(row)
+        sequence.on_committed(row.sample is not None)
         if self.running.get(row.sequence) is not sequence:
             return self._discard(sequence, drawn)
         if row.drafts and _is_corrupt(drawn):

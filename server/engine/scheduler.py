@@ -138,7 +138,7 @@ class Scheduler(OpenSequences):
         rows = [sequence.row(counts[sequence.id], drafts.get(sequence.id)) for sequence in sequences]
         num_draws = len(decoding)
         for sequence, row in zip(sequences, rows, strict=True):
-            sequence.on_launched(row)
+            sequence.on_launched(len(row.tokens) - row.drafts, row.sample is not None)
             if row.sample is not None:
                 num_draws += row.drafts
                 sequence.draw = num_draws

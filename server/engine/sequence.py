@@ -217,18 +217,18 @@ class Sequence:
         scoring = self._scoring(start, end) if self.forced or self.num_scored < len(self.prompt) else None
         return Row(self.id, tokens + drafts if drafts else tokens, start, self.table.pages, sample, scoring, len(drafts or ()))
 
-    def on_launched(self, row: Row) -> None:
-        """Accounts for a row that has been launched."""
-        self.num_computed += len(row.tokens) - row.drafts
+    def on_launched(self, num_computed: int, draws: bool) -> None:
+        """Accounts for a row that has been launched: it computes so many of the sequence's tokens, and may draw the next one."""
+        self.num_computed += num_computed
         self.num_in_flight += 1
-        if row.sample is not None:
+        if draws:
             self.num_unseen += 1
             self.num_tokens += 1
 
-    def on_committed(self, row: Row) -> None:
+    def on_committed(self, draws: bool) -> None:
         """Accounts for its oldest row in flight, whose step has finished; its tokens are appended afterwards."""
         self.num_in_flight -= 1
-        if row.sample is not None:
+        if draws:
             self.num_unseen -= 1
             self.num_tokens -= 1
 

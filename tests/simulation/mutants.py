@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant("waiting for a mask is a stall", Worker, "progress", "self._num_idle_beats += self._waits_for_masks", "pass"),
     Mutant("a constraint is followed although its sequence waits", Scheduler, "_stop_running", "sequence.end_constraint()", "pass"),
     # --- guesses
-    Mutant("a wrong guess is taken for computed", Sequence, "on_launched", "len(row.tokens) - row.drafts", "len(row.tokens)"),
+    Mutant("a wrong guess is taken for computed", Scheduler, "_launch", "len(row.tokens) - row.drafts", "len(row.tokens)"),
     Mutant("what follows a wrong guess is kept", Row, "settle", "draw.token != draft", "False"),
     Mutant(
         "NaN left by a guess",
