@@ -4,6 +4,7 @@ Invariant: `result` reads only what was copied to the host for this step. It dec
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 from torch import Tensor
 
@@ -61,7 +62,7 @@ class PendingStep:
     def _drawn(self) -> tuple[list[SampledToken | SampleError | None], dict[int, list[SampledToken]]]:
         """What every row draws, and its accepted drafts."""
         draws = iter(() if self.draws is None else self.draws.read())
-        drawn: list[SampledToken | SampleError | None] = [next(draws) for _ in range(self.num_decoding)]
+        drawn: list[SampledToken | SampleError | None] = [*islice(draws, self.num_decoding)]
         accepted: dict[int, list[SampledToken]] = {}
         for row, places in zip(self.rows, self.samples, strict=True):
             if len(places) <= 1:
@@ -72,17 +73,3 @@ class PendingStep:
                 accepted[len(drawn)] = come_true
             drawn.append(last)
         return drawn, accepted
-
-
-class CapturedStep(PendingStep):
-    """A step of which each row computes one token and draws the next one."""
-
-    def __init__(self) -> None:
-        super().__init__((), ())
-
-    def _read(self) -> StepResult:
-        assert self.draws is not None
-        drawn = self.draws.read()
-        if self.finite_T is not None and not all(finite_T := self.finite_T.tolist()):
-            drawn = [draw if is_finite else NOT_FINITE_STATES for draw, is_finite in zip(drawn, finite_T, strict=True)]
-        return StepResult(tuple(drawn))

@@ -30,8 +30,8 @@ from model.devices.products import Products
 from model.devices.replacement import RowMatrix
 from model.options import EngineOptions
 from model.runner.cuda_graphs import CudaGraphs, ListedBackend
-from model.runner.pending_step import CapturedStep, PendingStep
-from model.sampling import Captured, Scores, begin_draw
+from model.runner.pending_step import PendingStep
+from model.sampling import Scores, begin_draw
 from model.spec import ModelSpec, OptionError
 from model.step import PENDING, Row, Sample, Sampling, StepPlan, StepResult
 
@@ -229,7 +229,7 @@ class ModelRunner:
         replay = self._graphs.find(step)
         if replay is None:
             return None
-        pending = CapturedStep()
+        pending = PendingStep((), (), len(step))
         self._stream.enqueue(partial(self._replay, plan, step, pending, replay))
         self._drawn_ids = step.ids
         pending.event = self._stream.mark()
@@ -263,7 +263,8 @@ class ModelRunner:
         x_TD = self.forward(batch, attended)
         if len(batch.sampled_S):
             samples = [sample for places in pending.samples for sample in places]
-            self._draw(pending, self.decoder.logits(x_TD[batch.sampled_S]), samples, plan.decode)
+            logits_SV, drawn_S = self.decoder.logits(x_TD[batch.sampled_S]), None if self._stream is None else self._drawn_S
+            pending.draws = begin_draw(self.device, logits_SV, samples, plan.decode, drawn_S)
         self._score(pending, x_TD)
         pending.finite_T = self.device.download(x_TD.isfinite().all(dim=-1))
 
@@ -271,7 +272,7 @@ class ModelRunner:
         """All that the device does for a captured step."""
         self._clear(plan)
         logits_SV, finite_S, captured = replay()
-        self._draw(pending, logits_SV, (), step, captured)
+        pending.draws = begin_draw(self.device, logits_SV, (), step, self._drawn_S, captured)
         if finite_S is not None:
             pending.finite_T = self.device.download(finite_S)
         self.decoder.num_parts_run += 1
@@ -279,16 +280,6 @@ class ModelRunner:
     def _clear(self, plan: StepPlan) -> None:
         if plan.clear:
             self.pool.clear(self.device.upload(plan.clear, torch.long))
-
-    def _draw(
-        self,
-        pending: PendingStep,
-        logits_SV: torch.Tensor,
-        samples: Sequence[Sample],
-        decode: DecodeStep | None,
-        captured: Captured | None = None,
-    ) -> None:
-        pending.draws = begin_draw(self.device, logits_SV, samples, decode, None if self._stream is None else self._drawn_S, captured)
 
     def _score(self, pending: PendingStep, x_TD: torch.Tensor) -> None:
         """Scores of every row that wants any. Logits are held for SCORED_AT_ONCE tokens at a time, however long the prompts are."""
