@@ -187,11 +187,11 @@ def numbers(found: Found) -> list[Check]:
     checks.append(greedy(found))
     for heads, rows in (at(found, "numerics/kernel") or {"every model": {}}).items():
         words = f"{rows['differ']} of {rows['rows']} rows differ" if "differ" in rows else MISSING
-        checks.append(Check(f"kernel of {heads}: the same bits alone and in company", rows.get("differ") == 0, words))
+        checks.append(Check(f"kernel of {heads}: batch-invariant", rows.get("differ") == 0, words))
     if "refused" in engine:
         return checks
     words = engine["first_difference"] or f"{engine['requests']} requests" if "differ" in engine else MISSING
-    return [*checks, Check("engine.deterministic: the same bits alone and in company", engine.get("differ") == 0, words)]
+    return [*checks, Check("engine.deterministic: batch-invariant", engine.get("differ") == 0, words)]
 
 
 def greedy(found: Found) -> Check:

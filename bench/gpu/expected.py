@@ -4,8 +4,8 @@
 
 Pieces: microseconds of a captured step of StarCoderBase-1B's shape in bfloat16 on an H100, by rows, of docs/bench/2026-11-22-first-gpu.md
 and of the trials after it. Between measured points they are straight lines; attention's, by the keys of a step. A step is the sum of its
-pieces, or the host's time where that is longer; what a host loses that is shorter than a step but not by much, by being late now and
-then, is told by the difference to what was measured. Invariant: "rest and gaps" is what a measured step has beyond its pieces, so that the
+pieces, or the host's time where that is longer; what a host that is little shorter than a step loses, because it is late now and
+then, is the difference to the measured time. Invariant: "rest and gaps" is what a measured step has beyond its pieces, so that the
 model agrees with every step that was measured. Of an H200 nothing was measured: a piece there takes what it takes on an H100, less its
 floor on an H100, and its floor on an H200. Pure arithmetic, no torch.
 """

@@ -106,7 +106,7 @@ def kernel_alone(part: Part) -> None:
 
 
 def engine_alone(part: Part) -> None:
-    """Requests whose tokens or log-probabilities differ in a bit between alone and in company."""
+    """Requests whose tokens or log-probabilities differ in a bit between a batch of one and a larger one."""
     try:
         core, ready = engine(part, EMBEDDED, pages=512, deterministic=True)
     except OptionError as error:

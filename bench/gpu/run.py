@@ -9,7 +9,7 @@ all    the parts of both, and peers; the default
 imports    torch and Triton are imported, which takes a minute on a cold machine
 ceilings   bytes per second of a copy and of a read, operations per second of a matrix product; at both ends of a run
 check      kernels and CUDA graphs beside the reference, on ragged batches of every published shape
-numerics   logits and greedy tokens beside the CPU's reference; the same bits alone and in company
+numerics   logits and greedy tokens beside the CPU's reference; whether they are batch-invariant
 profile    a decode step's seconds on the device by kernel, and on the host
 step       a step of a model of StarCoderBase-1B's shape, beside its floor; which requests' launches wait for the device
 serve      the workload of nano-vllm's bench (256 sequences, 133,966 output tokens) on an engine here, the host's parts of a step, and

@@ -25,10 +25,10 @@ from model.devices.gpu.attention.decode import decode
 from model.devices.gpu.attention.fast import decode_sizes_of
 from model.devices.gpu.drawing import DRAW_WARPS, FILTER_WARPS
 
-INSTRUCTIONS: tuple[str, ...] = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.c", "fma.rn.f32")
-INSTRUCTIONS += ("ld.global.v4.b32", "ld.global.b16", "ld.global.b32")
-INSTRUCTIONS += ("cvt.rn.f32.u", "cvt.rn.f32.s")
-INSTRUCTIONS += ("cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16")
+MULTIPLIES = "mma.sync", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32"
+LOADS = "cp.async.c", "ld.global.v4.b32", "ld.global.b16", "ld.global.b32"
+CONVERTS = "cvt.rn.f32.u", "cvt.rn.f32.s", "cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16"
+INSTRUCTIONS = *MULTIPLIES, *LOADS, *CONVERTS
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
 SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 576)
@@ -36,7 +36,7 @@ SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 57
 POINTERS = {f"{name}_ptr": "*i32" for name in ("spans", "tiles", "tables", "slots", "positions", "counters")}
 LISTED, UNLISTED = {"positions_ptr": None}, {"spans_ptr": None, "tiles_ptr": None, "slots_ptr": None}
 """Which pointers are absent where tiles are listed, and where they follow from positions."""
-MULTIPLICATION = re.compile(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|fma\.rn\.f32")
+MULTIPLICATION = re.compile("|".join(map(re.escape, MULTIPLIES)))
 NUMBERS = {2: "bf16", 4: "fp32"}
 FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
 POINTERS |= {"scale_ptr": "*fp32", "partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}

@@ -80,7 +80,7 @@ SAMPLINGS = [Sampling(seed=0, top_p=0.9), Sampling(seed=1), Sampling(seed=2, typ
 
 
 def check_bits(runner: ModelRunner) -> None:
-    """The same whole, in chunks and in company."""
+    """The same whole, in chunks and in a batch."""
 
     def drawn(submitted: list[int], step_tokens: int) -> dict[int, list[SampledToken]]:
         core = EngineCore(Scheduler(Limits(runner.pool.num_pages, runner.pool.layout, 512, 8, step_tokens)), runner)

@@ -158,11 +158,11 @@ def test_a_summary_is_torchs(vocab_size: int) -> None:
 
 def test_rows_that_begin_anywhere_are_computed_where_all_others_are() -> None:
     """Triton compiles another kernel for an address that is no multiple of 16."""
-    from model.devices.gpu.launches import _in_place
+    from model.devices.gpu.launches import in_place
 
     x = torch.randn(41)[1:].view(2, 20)
-    assert x.data_ptr() % 16 and _in_place(x).data_ptr() % 16 == 0 and torch.equal(_in_place(x), x)
-    assert _in_place(whole := torch.randn(2, 20)) is whole
+    assert x.data_ptr() % 16 and in_place(x).data_ptr() % 16 == 0 and torch.equal(in_place(x), x)
+    assert in_place(whole := torch.randn(2, 20)) is whole
 
 
 def test_equal_logits_are_ordered_by_their_ids() -> None:

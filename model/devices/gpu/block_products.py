@@ -23,7 +23,7 @@ from torch import Tensor
 
 from model.devices.blocks import BLOCK
 from model.devices.gpu import EXACT
-from model.devices.gpu.launches import _in_place
+from model.devices.gpu.launches import in_place
 
 OUTPUTS, INPUTS = 64, 128
 """Of a tile, at most. Storage is rounded up to them."""
@@ -188,7 +188,7 @@ def choose(num_rows: int, itemsize: int, fixed_tile: bool) -> Tile:
 
 def multiply_blocks(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None = None, *, fixed_tile: bool = False) -> Tensor:
     """x W^T + b in x's dtype. With a fixed tile a row's bits do not depend on the other rows."""
-    x_TI, num_rows = _in_place(x_TI), len(x_TI)
+    x_TI, num_rows = in_place(x_TI), len(x_TI)
     y_TO = x_TI.new_empty(num_rows, weights.num_outputs)
     if num_rows > MOST_ROWS and not fixed_tile:
         _multiply_dequantized(x_TI, weights, bias_O, y_TO)
@@ -236,7 +236,7 @@ def dequantized(weights: BlockWeights, first: int, count: int, dtype: torch.dtyp
     y_NI = scales_BN.new_empty(count, num_inputs, dtype=dtype)
     if count:
         dequantize[(-(-count // OUTPUTS), num_blocks * BLOCK // INPUTS)](
-            numbers_Nj, scales_BN, minima_BN, None if ids_N is None else _in_place(ids_N), y_NI, first, count,
+            numbers_Nj, scales_BN, minima_BN, None if ids_N is None else in_place(ids_N), y_NI, first, count,
             num_inputs, stored_rows, num_blocks, OUTPUTS, INPUTS, num_warps=4, **EXACT,
         )  # fmt: skip
     return y_NI

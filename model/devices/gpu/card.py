@@ -58,7 +58,7 @@ def memory_in_words(device: torch.device) -> str:
 
 
 def failure(error: torch.AcceleratorError) -> str:
-    """What a log says of a card that can compute no more in this process."""
+    """The log line for a card that can compute no more in this process."""
     return (
         f"the GPU can compute no more in this process ({str(error).splitlines()[0]}); lines with Xid in the kernel's log, and "
         "`nvidia-smi -q`, say whether the card is at fault"

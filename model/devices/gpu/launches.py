@@ -40,7 +40,7 @@ def multiply(
     """activation(x W^T * scale + b) of every group; gated, activation(first half of the outputs) * second half. -> y_TGO"""
     num_rows, num_groups, num_inputs = x_TGI.shape
     num_outputs = weight_GOI.shape[1] // 2 if gated else weight_GOI.shape[1]
-    x_TGI = _in_place(x_TGI)
+    x_TGI = in_place(x_TGI)
     y_TGO = x_TGI.new_empty(num_rows, num_groups, num_outputs)
     if not num_rows:
         return y_TGO
@@ -63,7 +63,7 @@ def multiply_float8(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Te
 
 def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, offset: float, *, centred: bool) -> Tensor:
     """LayerNorm (centred) or RMSNorm of the last axis, with weights weight_D + offset."""
-    x = _in_place(x)
+    x = in_place(x)
     y, columns = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     if x.numel():
         kernels.add_norm[(x.numel() // columns,)](
@@ -76,8 +76,8 @@ def add_norm(x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: 
     """model.layers.add_norm in one launch, for GpuNorms of one kind; a second branch is normalised in a launch of its own."""
     (branch_TD, branch_norm), *others = branches
     weight_D, bias_D = (None, None) if branch_norm is None else (branch_norm.weight, branch_norm.bias)
-    x_TD, branch_TD = _in_place(x_TD), _in_place(branch_TD)
-    others_TD: list[Tensor | None] = [_in_place(y_TD if norm is None else norm(y_TD)) for y_TD, norm in others] or [None]
+    x_TD, branch_TD = in_place(x_TD), in_place(branch_TD)
+    others_TD: list[Tensor | None] = [in_place(y_TD if norm is None else norm(y_TD)) for y_TD, norm in others] or [None]
     sum_TD, y_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     if x_TD.numel():
         kernels.add_norm[(len(x_TD),)](
@@ -102,7 +102,7 @@ def norm_heads(q_THd: Tensor, k_Td: Tensor, query_norm: Any, key_norm: Any) -> t
 
 def gate(x_TE: Tensor, activation: str) -> Tensor:
     """activation(first half of the columns) * second half, rounded once. -> y_TF"""
-    x_TE, columns = _in_place(x_TE), x_TE.shape[1] // 2
+    x_TE, columns = in_place(x_TE), x_TE.shape[1] // 2
     y_TF = x_TE.new_empty(len(x_TE), columns)
     if y_TF.numel():
         kernels.gate[(len(x_TE), -(-columns // GATE_BLOCK))](x_TE, y_TF, columns, GATE_BLOCK, activation, **EXACT)
@@ -112,7 +112,7 @@ def gate(x_TE: Tensor, activation: str) -> Tensor:
 def summary(logits_SV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(normaliser_S, largest_S, tokens_S) of float32 logits, see Device.summary."""
     assert logits_SV.dtype is torch.float32
-    logits_SV = _in_place(logits_SV)
+    logits_SV = in_place(logits_SV)
     # Two allocations, so that both addresses are aligned.
     normaliser_S, largest_S = (logits_SV.new_empty(len(logits_SV)) for _ in range(2))
     tokens_S = torch.empty(len(logits_SV), dtype=torch.long, device=logits_SV.device)
@@ -139,7 +139,7 @@ def _warps(block: int) -> int:
     return 8 if block > 2048 else 4
 
 
-def _in_place(x: Tensor) -> Tensor:
+def in_place(x: Tensor) -> Tensor:
     """x in contiguous memory at an address that is a multiple of 16."""
     x = x.contiguous()
     return x if x.data_ptr() % ADDRESS_MULTIPLE == 0 else x.clone(memory_format=torch.contiguous_format)

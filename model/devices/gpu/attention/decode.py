@@ -8,7 +8,7 @@ The new key lies in the last split, whose program stores it before it reads it. 
 program of a tile to finish, which an atomic counter tells, adds up the splits in their order and sets the counter back to 0.
 
 Invariant: a token's output depends on its own sequence, and on the tile sizes, `split` and `most_splits`, which all rows of a step share.
-All it is told of a step is each row's position and page table, so that captured steps need no other lists. A row at a position below 0 is
+Its inputs of a step are each row's position and page table, so that captured steps need no other lists. A row at a position below 0 is
 padding: nothing is read or written for it.
 
 Shape letters: G groups, H heads of a tile, N keys of a group's block, D first columns of a key, R its tail's, V of a value. Tensors of the
