@@ -88,9 +88,9 @@ class Server:
 async def tokens(port: int, path: str, values: dict[str, Any]) -> int:
     """Sends one request, reads its stream to the end, and returns the number of its output tokens."""
     data = json.dumps(values).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.encode() + data)
+    writer.write(f"{head}connection: close\r\n\r\n".encode() + data)
     answer = await reader.read(-1)
     writer.close()
     usage = re.findall(rb'"completion_tokens":\s*(\d+)', answer)

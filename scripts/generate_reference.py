@@ -49,6 +49,7 @@ CODES = {
     "engine_unavailable": "No engine has been ready for `server.recovery_timeout`, or the server gave up.",
     "future_event": "`Last-Event-ID` or `after` names an event that the stream does not have yet.",
     "grammar_error": "An internal error while the request's grammar was applied.",
+    "host_not_allowed": "The `Host` header names a host that this server does not answer to (`server.allowed_hosts`).",
     "idempotency_conflict": "A request with this `Idempotency-Key` is being answered already.",
     "invalid_api_key": "No key, or one that is not valid.",
     "invalid_event_id": "`Last-Event-ID` or `after` is not an event of this stream.",

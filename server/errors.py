@@ -8,6 +8,7 @@
     |-- ApiProcessesGaveUp     exit 70   API processes keep ending
     `-- RequestError           an HTTP error, in the dialect of its route
         |-- Unauthorized       401   no API key, or an invalid one
+        |-- HostNotAllowed     403   a Host header that this server does not answer to
         |-- StreamExpired      410   a resumable stream that is no longer kept
         |-- StreamCancelled    409   a resumable stream that was cancelled (sent only as an event)
         |-- Conflict           409   the Idempotency-Key of a request that is still running
@@ -113,6 +114,10 @@ class NotFound(RequestError):
 
 class Unauthorized(RequestError):
     status, tgi_type, openai_type = 401, "authentication", "AuthenticationError"
+
+
+class HostNotAllowed(RequestError):
+    status, tgi_type, openai_type = 403, "authentication", "PermissionDeniedError"
 
 
 class Conflict(RequestError):

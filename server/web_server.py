@@ -145,7 +145,7 @@ class WebServer:
         )
         self._store = StreamStore(retention)
         self.publisher = StreamPublisher(self._store, section.keep_alive)
-        self.door = create_app(generation, section, keys, names, version("onehead"), self.publisher)
+        self.door = create_app(generation, section, keys, names, version("onehead"), self.publisher, listener.getsockname()[0])
         self._http = http_server(self.door, section)
         self._serving: asyncio.Task[None]
         self._preparing: asyncio.Task[None]

@@ -17,6 +17,7 @@ from server.http.answer import Answers
 from server.http.documentation import documentation_routes
 from server.http.errors import refusal
 from server.http.front import FrontDoor
+from server.http.hosts import AllowedHosts
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.http.openai.routes import OpenAIRoutes
@@ -25,14 +26,21 @@ from server.http.routes import RouteTable
 from server.http.streams import StreamPublisher, StreamRoutes
 from server.http.tgi.generate import TgiRoutes
 from server.http.tokens import TokenRoutes
+from server.http.ui import ui_routes
 
 log = logging.getLogger("onehead.api")
 
 
 def create_app(
-    generation: Generation, section: ServerSection, keys: Keys, names: ModelNames, version: str, publisher: StreamPublisher
+    generation: Generation,
+    section: ServerSection,
+    keys: Keys,
+    names: ModelNames,
+    version: str,
+    publisher: StreamPublisher,
+    address: str = "",
 ) -> FrontDoor:
-    """The application that `onehead serve` runs. `publisher` writes resumable streams."""
+    """The application that `onehead serve` runs. `publisher` writes resumable streams; `address` is the one that is listened on."""
     about = "Text generation with Multi-Query Attention."
     app = FastAPI(title="onehead", version=version, description=about, openapi_url=None, redirect_slashes=False)
     answers = Answers(publisher)
@@ -43,6 +51,7 @@ def create_app(
             *StreamRoutes(publisher).routes(),
             *TokenRoutes(generation, section, names, answers.json_answers).routes(),
             *OpsRoutes(generation, version).routes(),
+            *(ui_routes() if section.ui else ()),
             *documentation_routes(app, lambda path: door.keys(table.find(path)) is not None),
         ]
     )
@@ -52,7 +61,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_disconnected)
     app.add_exception_handler(Exception, _unexpected)
-    door = FrontDoor(app, table, generation, section, keys)
+    door = FrontDoor(app, table, generation, section, keys, AllowedHosts(section.allowed_hosts, address))
     return door
 
 

@@ -19,7 +19,7 @@ def client_address(scope: Scope, trusted: Sequence[Network]) -> str:
     address = scope["client"][0] if scope.get("client") else ""
     forwarded = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"] if trusted else []
     for entry in reversed(",".join(forwarded).split(",")):
-        known, next_one = _parsed(address), _parsed(entry)
+        known, next_one = parsed_address(address), parsed_address(entry)
         if known is None or next_one is None or not any(known in network for network in trusted):
             break
         address = str(next_one)
@@ -28,11 +28,11 @@ def client_address(scope: Scope, trusted: Sequence[Network]) -> str:
 
 def client_group(address: str) -> str:
     """The client that an address counts as: itself, or its network where it is an IPv6 address."""
-    known = _parsed(address)
+    known = parsed_address(address)
     return str(IPv6Network((known, CLIENT_PREFIX), strict=False)) if isinstance(known, IPv6Address) else str(known or address)
 
 
-def _parsed(text: str) -> IPv4Address | IPv6Address | None:
+def parsed_address(text: str) -> IPv4Address | IPv6Address | None:
     """An address, which some proxies write with its port; None for any other text."""
     text = text.strip()
     if text.startswith("["):

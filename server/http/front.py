@@ -1,8 +1,8 @@
 """FrontDoor: the outermost ASGI layer (inside CORS), which decides on a request before its body is read.
 
-It sets the request id and common headers, checks API keys, applies admission control and writes the access log. Invariant: every path
-needs an API key, if there are any, unless its Route says otherwise; the path that is checked is the path that is routed. It knows no
-bodies.
+It sets the request id and common headers, checks hosts and API keys, applies admission control and writes the access log. Invariant:
+every path needs an API key, if there are any, unless its Route says otherwise; the path that is checked is the path that is routed. It
+knows no bodies.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from server.http.client_address import client_address, client_group
 from server.http.connection import SAFETY_HEADERS
 from server.http.errors import refusal
 from server.http.exchange import NO_CALLER, Exchange, exchange_of, task_name
+from server.http.hosts import AllowedHosts
 from server.http.keys import UNNAMED, Keys
 from server.http.routes import Access, Route, RouteTable
 from server.logs import request_id as current_request_id
@@ -39,12 +40,15 @@ CLIENT_GONE = 499
 class FrontDoor:
     """Wraps the application; see the module."""
 
-    def __init__(self, app: ASGIApp, table: RouteTable, generation: Generation, section: ServerSection, keys: Keys) -> None:
+    def __init__(
+        self, app: ASGIApp, table: RouteTable, generation: Generation, section: ServerSection, keys: Keys, hosts: AllowedHosts
+    ) -> None:
         self.app = app
         self.table = table
         self.client = generation.client
         self.api_keys = keys
         self._metrics_keys = {section.metrics_key: UNNAMED} if section.metrics_key else None
+        self._hosts = hosts
         self._root_path = section.root_path
         self._trusted_proxies = section.trusted_proxies
 
@@ -69,7 +73,7 @@ class FrontDoor:
             exchange.chunks = None  # Breaks reference cycles through the scope.
             if not exchange.outlives_response:
                 exchange.release()
-            response.log(self.table.find(scope["path"]))
+            response.log(self.table.find(scope["path"], scope["method"]))
 
     def decide(self, scope: Scope) -> bool:
         """Decides, once for each request, whether the application processes it; if not, sets `Exchange.error`. Does not block.
@@ -84,8 +88,9 @@ class FrontDoor:
         path = scope["path"]
         exchange.request_id = _request_id(scope)
         exchange.dialect = self.table.dialect(path)
-        route = self.table.find(path)
+        route = self.table.find(path, scope["method"])
         try:
+            self._hosts.check(scope)
             self._identify(scope, exchange, route)
             if not path.isprintable():
                 # A router's pattern ignores a final line end, so that it would route another path than the one checked here.

@@ -24,9 +24,9 @@ CLOSED_SECONDS = 4.0
 CROWD, ROOM, QUEUE = 200, 4, 12
 FILES = 128
 MOST_LOG = 100_000
-GET = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
-POST = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-SMUGGLED = b'POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n{"inputs":"s"}'
+GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
+POST = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+SMUGGLED = b'POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n{"inputs":"s"}'
 CLIENT_HELLO = bytes.fromhex("16030100a5010000a10303") + bytes(160)
 
 
@@ -46,12 +46,12 @@ TABLE = (
     Raw("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400,)),
     Raw("pipelining", GET + GET, (200, 200), closed=False),
     Raw("no Host", b"GET /live HTTP/1.1\r\n\r\n", (400,)),
-    Raw("two Hosts", b"GET /live HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n", (400,)),
-    Raw("a header without a colon", b"GET /live HTTP/1.1\r\nhost: x\r\nnothing\r\n\r\n", (400,)),
-    Raw("NUL in a header", b"GET /live HTTP/1.1\r\nhost: x\r\na: \x00\r\n\r\n", (400,)),
-    Raw("101 headers", b"GET /live HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 100 + b"\r\n", (431,)),
-    Raw("a header of 64 KiB", b"GET /live HTTP/1.1\r\nhost: x\r\na: " + b"b" * 2**16 + b"\r\n\r\n", (431,)),
-    Raw("a header of 3 MiB", b"GET /live HTTP/1.1\r\nhost: x\r\na: " + b"b" * 3 * 2**20 + b"\r\n\r\n", (431,)),
+    Raw("two Hosts", b"GET /live HTTP/1.1\r\nhost: localhost\r\nhost: y\r\n\r\n", (400,)),
+    Raw("a header without a colon", b"GET /live HTTP/1.1\r\nhost: localhost\r\nnothing\r\n\r\n", (400,)),
+    Raw("NUL in a header", b"GET /live HTTP/1.1\r\nhost: localhost\r\na: \x00\r\n\r\n", (400,)),
+    Raw("101 headers", b"GET /live HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 100 + b"\r\n", (431,)),
+    Raw("a header of 64 KiB", b"GET /live HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 2**16 + b"\r\n\r\n", (431,)),
+    Raw("a header of 3 MiB", b"GET /live HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 3 * 2**20 + b"\r\n\r\n", (431,)),
     Raw("two lengths", POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + SMUGGLED, (400,)),
     Raw("a length below 0", POST + b"content-length: -1\r\n\r\n" + SMUGGLED, (400,)),
     Raw("a length and chunks", POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED, (400,)),

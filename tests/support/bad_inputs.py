@@ -78,7 +78,7 @@ GOOD = {path: document(path, '"temperature":1') for path in ALL}
 
 def post(path: str, body: str | bytes, headers: str = JSON, method: str = "POST") -> bytes:
     data = body if isinstance(body, bytes) else body.encode("utf-8", "surrogatepass")
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\n{headers}content-length: {len(data)}\r\n\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n{headers}content-length: {len(data)}\r\n\r\n"
     return head.encode("latin-1") + data
 
 

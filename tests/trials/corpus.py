@@ -64,7 +64,7 @@ class Server:
 def http(method: str, path: str, body: Any = None, headers: tuple[str, ...] = JSON_HEADERS) -> bytes:
     """The bytes of a request. A body that is no text and no bytes is sent as JSON."""
     data = body if isinstance(body, bytes) else body.encode() if isinstance(body, str) else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "host: corpus", *headers]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", *headers]
     if body is not None:
         lines.append(f"content-length: {len(data)}")
     return "\r\n".join([*lines, "", ""]).encode() + (b"" if body is None else data)

@@ -131,7 +131,7 @@ WRONG_METHODS: list[tuple[str, str]] = [
     *((method, path) for path in ("/ready", "/metrics", "/info", "/v1/models", "/docs") for method in ("POST", "DELETE", "OPTIONS")),
 ]
 UNKNOWN_ROUTES = ["/nothing", "/v1/nothing", "/v1", "/generate/", "/v2/generate", "//generate", "/v1/../health", "/live%0a", "/Live"]
-LINE = "POST /generate HTTP/1.1\r\nhost: x\r\n"
+LINE = "POST /generate HTTP/1.1\r\nhost: localhost\r\n"
 FRAMED = f"content-type: application/json\r\ncontent-length: {len(GOOD)}\r\n\r\n{GOOD}"
 CHUNKED = "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 LAST = "connection: close\r\n"
@@ -140,9 +140,9 @@ RAW: dict[str, str | bytes] = {
     "chunks": LINE + CHUNKED + f"5\r\n{GOOD[:5]}\r\n{len(GOOD) - 5:x};ext=1\r\n{GOOD[5:]}\r\n0\r\n\r\n",
     "trailers": LINE + CHUNKED + f"{len(GOOD):x}\r\n{GOOD}\r\n0\r\nx-trailer: 1\r\n\r\n",
     "a chunk's size that is none": LINE + CHUNKED + "zz\r\nabc\r\n0\r\n\r\n",
-    "no host": LINE.replace("host: x\r\n", "") + FRAMED,
+    "no host": LINE.replace("host: localhost\r\n", "") + FRAMED,
     "two hosts": LINE + "host: y\r\n" + FRAMED,
-    "a host with a path": LINE.replace("host: x", "host: x/y") + FRAMED,
+    "a host with a path": LINE.replace("host: localhost", "host: localhost/y") + FRAMED,
     "an unknown method": LINE.replace("POST", "BREW") + FRAMED,
     "a lower-case method": LINE.replace("POST", "post") + FRAMED,
     "no method at all": "hello\r\n\r\n",
@@ -159,12 +159,12 @@ RAW: dict[str, str | bytes] = {
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40),
     "HTTP/2": "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "an offer of HTTP/2": LINE + "upgrade: h2c\r\nconnection: upgrade, http2-settings\r\nhttp2-settings: AAMAAABkAARAAAAA\r\n" + FRAMED,
-    "CONNECT": "CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n",
+    "CONNECT": "CONNECT x:443 HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "HTTP/1.0": "GET /live HTTP/1.0\r\n\r\n",
-    "HTTP/3.0": "GET /live HTTP/3.0\r\nhost: x\r\n\r\n",
-    "an absolute target": "GET http://x/live HTTP/1.1\r\nhost: x\r\n\r\n",
-    "an asterisk": "OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a query": "GET /live?a=b&a HTTP/1.1\r\nhost: x\r\n\r\n",
+    "HTTP/3.0": "GET /live HTTP/3.0\r\nhost: localhost\r\n\r\n",
+    "an absolute target": "GET http://x/live HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "an asterisk": "OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "a query": "GET /live?a=b&a HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "connection: close": LINE + LAST + FRAMED,
     "expect": LINE + "expect: 100-continue\r\n" + FRAMED,
     "empty lines before": "\r\n\r\n" + LINE + FRAMED,
@@ -235,7 +235,7 @@ def refused() -> Iterator[Row]:
         yield post("unknown route", path, GOOD)
     for name, raw in RAW.items():
         yield Row(f"raw {name}", raw if isinstance(raw, bytes) else raw.encode("latin-1"))
-    yield Row("raw pipelined", (LINE + FRAMED + "GET /live HTTP/1.1\r\nhost: x\r\n\r\n").encode() * 2, responses=4)
+    yield Row("raw pipelined", (LINE + FRAMED + "GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n").encode() * 2, responses=4)
     yield Row("raw pipelined garbage", (LINE + FRAMED + "nonsense\r\n\r\n").encode())
 
 
@@ -284,8 +284,8 @@ def guarded() -> Iterator[Row]:
     yield post("large body", COMPLETIONS, {"prompt": "a" * 1100}, BEARER)
     chunk = "a" * 600
     body = CHUNKED + f"258\r\n{chunk}\r\n258\r\n{chunk}\r\n0\r\n\r\n"
-    yield Row("large body in chunks", f"POST /generate HTTP/1.1\r\nhost: x\r\n{BEARER}\r\n{body}".encode())
-    yield Row("large head", f"GET /live HTTP/1.1\r\nhost: x\r\nx-a: {'b' * 2000}\r\n\r\n".encode())
+    yield Row("large body in chunks", f"POST /generate HTTP/1.1\r\nhost: localhost\r\n{BEARER}\r\n{body}".encode())
+    yield Row("large head", f"GET /live HTTP/1.1\r\nhost: localhost\r\nx-a: {'b' * 2000}\r\n\r\n".encode())
     yield post("no chat template", CHAT, {"messages": MESSAGES}, BEARER)
     yield post("no chat template", "/tokenize", {"messages": MESSAGES}, BEARER)
     yield post("stop strings", GENERATE, {"inputs": "a", "parameters": {"stop": ["a", "b", "c"]}}, BEARER)
@@ -329,7 +329,7 @@ def behind_a_proxy() -> Iterator[Row]:
     yield post("resumable", EVENTS, {"inputs": "a", "parameters": {"max_new_tokens": 3}, "resumable": True}, saves="expired")
     yield bare("expired", "GET", "/v1/streams/{expired}", until=410)
     yield bare("expired", "DELETE", "/v1/streams/{expired}")
-    yield Row("a head that never ends", b"GET /live HTTP/1.1\r\nhost: x\r\n")
+    yield Row("a head that never ends", b"GET /live HTTP/1.1\r\nhost: localhost\r\n")
     yield Row("a body that never ends", (LINE + "content-type: application/json\r\ncontent-length: 50\r\n\r\n{").encode())
     yield post("too long for the context", GENERATE, {"inputs": "a b " * 300})
     yield post("up to the context", GENERATE, {"inputs": "a b " * 70, "parameters": {"details": True, "ignore_eos": True}})

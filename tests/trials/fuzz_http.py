@@ -132,13 +132,13 @@ def _reframed(request: bytes, edits: list[Edit]) -> bytes:
 
 def _chunked(path: str, parts: list[tuple[bytes | None, bytes, bytes]], end: bytes) -> bytes:
     """A body in chunks, each of the size that it has or of another."""
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{JSON}transfer-encoding: chunked\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{JSON}transfer-encoding: chunked\r\n\r\n".encode()
     chunks = [(b"%x" % len(data) if size is None else size) + b"\r\n" + data + behind for size, data, behind in parts]
     return head + b"".join(chunks) + end
 
 
 def _headed(method: bytes, path: str, query: bytes, version: bytes, headers: list[tuple[bytes, bytes, bytes]], body: bytes) -> bytes:
-    lines = [method + b" " + path.encode() + query + b" " + version, b"host: x", *(b"".join(header) for header in headers)]
+    lines = [method + b" " + path.encode() + query + b" " + version, b"host: localhost", *(b"".join(header) for header in headers)]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
@@ -183,7 +183,7 @@ def schema_requests(operation: Any, mode: Any) -> SearchStrategy[bytes]:
             known["headers"] = {"content-type": "application/json", **known.get("headers", {})}
         prepared = requests.Request(**known).prepare()
         body: Any = prepared.body.encode() if isinstance(prepared.body, str) else prepared.body or b""
-        lines = [f"{prepared.method} {prepared.path_url} HTTP/1.1", "host: x"]
+        lines = [f"{prepared.method} {prepared.path_url} HTTP/1.1", "host: localhost"]
         headers: dict[str, Any] = dict(prepared.headers)
         lines += [f"{name}: {value}" for name, value in headers.items()]
         return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + body

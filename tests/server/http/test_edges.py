@@ -22,7 +22,7 @@ from tests.support.fake_engine import FakeEngine, serve
 from tests.support.processes import ServerProcess, wait_until
 
 METRICS_KEY = "of the metrics"
-HEAD = b"GET /live HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
 SHORT = ("--server.header_timeout", "1", "--server.body_timeout", "1")
 
 
@@ -84,7 +84,7 @@ def test_what_leaves_no_token_is_refused_and_no_failure_of_ours(embedded_server:
 
 
 def test_half_sent_bodies_take_nobodys_place(server: ServerProcess) -> None:
-    half = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    half = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
     waiting = [connected(server, half) for _ in range(8)]
     time.sleep(0.1)
     assert server.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}})[0] == 200
@@ -94,7 +94,7 @@ def test_half_sent_bodies_take_nobodys_place(server: ServerProcess) -> None:
 
 def test_who_leaves_with_another_request_behind_it_is_noticed(server: ServerProcess) -> None:
     body = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 500, "ignore_eos": True}, "stream": True}).encode()
-    post = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    post = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     with connected(server, post + body + HEAD + b"\r\n") as connection:
         assert connection.recv(100)
     began = time.monotonic()
@@ -110,7 +110,7 @@ def test_a_drain_lets_a_slow_reader_finish(tiny_folder: Path) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(30)
     connection.connect(("127.0.0.1", server.port))
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     connection.sendall(head + body)
     response = http.client.HTTPResponse(connection)
     response.begin()

@@ -73,7 +73,7 @@ HEADERS: list[tuple[str, str, str, int]] = [
 
 FRAMED = "content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}{second}"
 CHUNKED = "content-type: application/json\r\n{te}\r\n\r\n{chunks}{second}"
-LINE = "POST {path} HTTP/1.1\r\nhost: x\r\n"
+LINE = "POST {path} HTTP/1.1\r\nhost: localhost\r\n"
 HTTP: list[tuple[str, str, str, int]] = [
     ("B35", "a negative length", LINE + JSON + "content-length: -5\r\n\r\n{body}", 400),
     ("B35", "a length with a sign", LINE + JSON + "content-length: +5\r\n\r\n{body}", 400),
@@ -81,16 +81,16 @@ HTTP: list[tuple[str, str, str, int]] = [
     ("B35", "a length of 30 digits", LINE + JSON + f"content-length: {'9' * 30}\r\n\r\n" + "{body}", 400),
     ("B35", "two lengths", LINE + "content-length: 5\r\n" + FRAMED, 400),
     ("B35", "two lengths in one", LINE + JSON + "content-length: 5, 5\r\n\r\n{body}", 400),
-    ("B61", "a lower-case method", "post {path} HTTP/1.1\r\nhost: x\r\n" + FRAMED, 400),
-    ("B61", "an unknown method", "NONSENSE {path} HTTP/1.1\r\nhost: x\r\n" + FRAMED, 400),
+    ("B61", "a lower-case method", "post {path} HTTP/1.1\r\nhost: localhost\r\n" + FRAMED, 400),
+    ("B61", "an unknown method", "NONSENSE {path} HTTP/1.1\r\nhost: localhost\r\n" + FRAMED, 400),
     ("B62", "length and chunks", LINE + "transfer-encoding: chunked\r\n" + FRAMED, 400),
     ("B62", "chunked twice", LINE + CHUNKED.replace("{te}", "transfer-encoding: chunked\r\ntransfer-encoding: identity"), 400),
     ("B62", "xchunked", LINE + CHUNKED.replace("{te}", "transfer-encoding: xchunked"), 501),
     ("B62", "chunked, and then not", LINE + CHUNKED.replace("{te}", "transfer-encoding: chunked, gzip"), 400),
     ("B62", "gzip, and then chunked", LINE + CHUNKED.replace("{te}", "transfer-encoding: gzip, chunked"), 501),
-    ("B62", "HTTP/0.9", "POST {path} HTTP/0.9\r\nhost: x\r\n" + FRAMED, 400),
+    ("B62", "HTTP/0.9", "POST {path} HTTP/0.9\r\nhost: localhost\r\n" + FRAMED, 400),
     ("B62", "no version", "GET /live\r\n\r\n", 400),
-    ("B62", "HTTP/2.0 in the form of HTTP/1", "POST {path} HTTP/2.0\r\nhost: x\r\n" + FRAMED, 505),
+    ("B62", "HTTP/2.0 in the form of HTTP/1", "POST {path} HTTP/2.0\r\nhost: localhost\r\n" + FRAMED, 505),
     ("B62", "a folded line", LINE + "x-a: b\r\n c: d\r\n" + FRAMED, 400),
     ("B62", "a space before the colon", LINE + "x-a : b\r\n" + FRAMED, 400),
     ("B62", "a space before transfer-encoding's colon", LINE + CHUNKED.replace("{te}", "transfer-encoding : chunked"), 400),
@@ -116,9 +116,9 @@ HTTP: list[tuple[str, str, str, int]] = [
     ("B62", "TLS", "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + "\x00" * 60, 400),
     ("B62", "HTTP/2", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     ("B63", "no host", "POST {path} HTTP/1.1\r\n" + FRAMED, 400),
-    ("B63", "two hosts", LINE + "host: x\r\n" + FRAMED, 400),
+    ("B63", "two hosts", LINE + "host: localhost\r\n" + FRAMED, 400),
     ("B63", "two hosts that differ", LINE + "host: y\r\n" + FRAMED, 400),
-    ("B63", "a host with a path", LINE.replace("host: x", "host: a/?x=") + FRAMED, 400),
+    ("B63", "a host with a path", LINE.replace("host: localhost", "host: a/?x=") + FRAMED, 400),
 ]
 # Targets beside the routes: (target, status with a key, status without), for the server that has keys. Whatever is routed is guarded.
 TARGETS: list[tuple[str, int, int]] = [
@@ -186,13 +186,13 @@ def size_cases(path: str) -> Iterator[Case]:
     yield Case("B32", "as long as may be", path, post(path, body.ljust(MAX_BODY)), OK)
     yield Case("B32", "a byte too long", path, post(path, body.ljust(MAX_BODY + 1)), 413, ("server.max_body_bytes",))
     # Of a body that is refused while it comes, the rest is waited for as long as for any, and thrown away.
-    head = whole(f"POST {{path}} HTTP/1.1\r\nhost: x\r\n{JSON}{BEARER}transfer-encoding: chunked\r\n\r\n", path)
+    head = whole(f"POST {{path}} HTTP/1.1\r\nhost: localhost\r\n{JSON}{BEARER}transfer-encoding: chunked\r\n\r\n", path)
     yield Case("B33", "a GB in chunks", path, head, 413, closes=True, guarded=True, more=b"100000\r\n" + b" " * 2**20 + b"\r\n")
-    short = f"POST {path} HTTP/1.1\r\nhost: x\r\n{JSON}content-length: {len(body) - 1}\r\n\r\n{body}".encode()
+    short = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: {len(body) - 1}\r\n\r\n{body}".encode()
     yield Case("B34", "a length that is short", path, short, 400)
-    long = f"POST {path} HTTP/1.1\r\nhost: x\r\n{JSON}{BEARER}content-length: {len(body) + 9}\r\n\r\n{body}".encode()
+    long = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{JSON}{BEARER}content-length: {len(body) + 9}\r\n\r\n{body}".encode()
     yield Case("B34", "a length that is long", path, long, 408, protocol=True, closes=True, guarded=True)
-    line = f"POST {path} HTTP/1.1\r\nhost: x\r\n{JSON}{BEARER}expect: 100-continue\r\n"
+    line = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{JSON}{BEARER}expect: 100-continue\r\n"
     for name, length in (("too long, and asks first", MAX_BODY + 1), ("a GB, and asks first", 10**9)):
         yield Case("B67", name, path, f"{line}content-length: {length}\r\n\r\n".encode(), 413, closes=True, guarded=True)
 
@@ -234,7 +234,7 @@ def stream_cases() -> Iterator[Case]:
 
 
 def follow(path: str, name: str, status: int, headers: str, behind: str = "", method: str = "GET", protocol: bool = False) -> Case:
-    line = f"{method} {STREAMS}/{{stream}}{behind} HTTP/1.1\r\nhost: x\r\n{headers}\r\n"
+    line = f"{method} {STREAMS}/{{stream}}{behind} HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n"
     return Case("B66", name, path, line.encode("latin-1"), status, protocol=protocol, closes=protocol, guarded=True)
 
 
@@ -379,7 +379,7 @@ def test_input(case: Case, request: pytest.FixtureRequest) -> None:
 
 def test_requests_that_do_not_wait(open_door: Door) -> None:
     """Also case B62: many pipelined requests on one connection. Door.close checks the log."""
-    get = b"GET /live HTTP/1.1\r\nhost: x\r\n"
+    get = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
     upgrade = get + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
     reply = exchange(open_door.server.port, upgrade * MAX_PIPELINED + get + b"connection: close\r\n\r\n", to_end=True)
     assert reply is not None and reply.closed and reply.rest.count(b"HTTP/1.1 200 OK\r\n") == MAX_PIPELINED
@@ -394,7 +394,7 @@ def test_an_expired_stream(guarded_door: Door) -> None:
     id = guarded_door.stream(COMPLETIONS)
 
     def get(header: str) -> Reply:
-        reply = exchange(guarded_door.server.port, f"GET {STREAMS}/{id.decode()} HTTP/1.1\r\nhost: x\r\n{header}\r\n".encode())
+        reply = exchange(guarded_door.server.port, f"GET {STREAMS}/{id.decode()} HTTP/1.1\r\nhost: localhost\r\n{header}\r\n".encode())
         assert reply is not None
         return reply
 

@@ -154,7 +154,7 @@ def test_a_client_that_leaves_frees_its_pages_whether_it_streams_or_not(server: 
         began = server.metric("onehead_generation_tokens_total")
         connection = socket.create_connection(("127.0.0.1", server.port))
         body = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 500, "ignore_eos": True}, "stream": stream}).encode()
-        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         wait_until(lambda: server.metric("onehead_kv_pages_used") > 0, "the request runs")
         connection.close()
@@ -249,7 +249,7 @@ def test_a_second_signal_ends_streams_with_an_error(tiny_folder: Path) -> None:
     assert server.stop() == 75
 
 
-HALF = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+HALF = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
 
 
 @pytest.mark.parametrize("ending", ["drain deadline", "second signal", "engine keeps dying"])

@@ -1,0 +1,125 @@
+/* The server's API as the page sees it: requests with the API key, errors in words, server-sent events, the schemas of request bodies.
+
+   URLs are relative to the page, so that it works under any prefix. The key is asked for when a request is refused without it, and is
+   kept in this module's memory only. It knows no elements of the page: `askForKey` is given by app.js. */
+
+const JSON_TYPE = { "content-type": "application/json" };
+
+/** An answer that refuses a request: the server's own words, its status and the field at fault. */
+export class ApiError extends Error {
+  constructor(message, status, param = null) {
+    super(message);
+    this.status = status;
+    this.param = param;
+  }
+}
+
+/** One server. `askForKey(refused)` resolves to a key, or null if the user gives none; `refused`: whether the last key was wrong. */
+export class Api {
+  #key = null;
+  #asking = null;
+  #document = null;
+
+  constructor(askForKey) {
+    this.askForKey = askForKey;
+    this.base = new URL(".", document.baseURI);
+  }
+
+  get hasKey() {
+    return this.#key !== null;
+  }
+
+  /** fetch() with the key. Asks for the key, and repeats the request with it, as long as the answer is 401. */
+  async fetch(path, init = {}) {
+    for (;;) {
+      const used = this.#key;
+      const headers = used === null ? init.headers : { ...init.headers, authorization: `Bearer ${used}` };
+      const response = await fetch(new URL(path, this.base), { ...init, headers, cache: "no-store" });
+      if (response.status !== 401) return response;
+      if (used === this.#key && !(await this.#renewKey())) return response;
+    }
+  }
+
+  /** Asks once for all requests that are refused at the same time. Returns whether a key was given. */
+  #renewKey() {
+    this.#asking ??= this.askForKey(this.hasKey).then((key) => {
+      this.#asking = null;
+      if (key !== null) this.#key = key;
+      return key !== null;
+    });
+    return this.#asking;
+  }
+
+  /** The answer to a GET as JSON. Throws ApiError. */
+  async json(path, init) {
+    const response = await this.fetch(path, init);
+    if (!response.ok) throw await errorOf(response);
+    return response.json();
+  }
+
+  /** The answer to a POST of JSON, for its events to be read. Throws ApiError. */
+  async post(path, body, signal) {
+    const response = await this.fetch(path, { method: "POST", headers: JSON_TYPE, body: JSON.stringify(body), signal });
+    if (!response.ok) throw await errorOf(response);
+    return response;
+  }
+
+  /** The schema of a request body in the server's OpenAPI document, which is fetched once: name of each field -> its Field. */
+  async fields(body) {
+    this.#document ??= this.json("openapi.json").catch((error) => {
+      this.#document = null;
+      throw error;
+    });
+    const { properties } = (await this.#document).components.schemas[body];
+    return new Map(Object.entries(properties).map(([name, schema]) => [name, fieldOf(schema)]));
+  }
+}
+
+/** A field's schema without the null that every optional field takes, and its description. */
+function fieldOf(schema) {
+  const kinds = (schema.anyOf ?? [schema]).filter((kind) => kind.type !== "null");
+  return { ...kinds[0], description: schema.description ?? "" };
+}
+
+/** The ApiError of a refused request, in either of the server's dialects. */
+export async function errorOf(response) {
+  const text = await response.text();
+  try {
+    const { error } = JSON.parse(text);
+    return new ApiError(error.message ?? error, response.status, error.param ?? null);
+  } catch {
+    return new ApiError(text.slice(0, 500) || response.statusText, response.status);
+  }
+}
+
+/** The server-sent events of a response, as {id, event, data}. Comments give nothing; an event that is cut off is not given. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const event = parseEvent(part);
+        if (event !== null) yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function parseEvent(text) {
+  const event = { id: "", event: "message", data: null };
+  for (const line of text.split("\n")) {
+    const colon = line.indexOf(":");
+    const name = colon < 0 ? line : line.slice(0, colon);
+    if (!Object.hasOwn(event, name)) continue;
+    const value = colon < 0 ? "" : line.slice(colon + (line[colon + 1] === " " ? 2 : 1));
+    event[name] = name === "data" && event.data !== null ? `${event.data}\n${value}` : value;
+  }
+  return event.data === null ? null : event;
+}

@@ -1,0 +1,156 @@
+/* The page's frame: tabs, theme, dialogs, shortcuts and the served model. Each mode is a module of its own that is mounted when its tab is
+   shown first; the cache's is mounted while its tab is shown, because it reads a live stream. */
+
+import { Api } from "./api.js";
+import { el } from "./dom.js";
+import { History } from "./history.js";
+import { load, save } from "./store.js";
+
+const MODES = ["complete", "fill", "chat", "cache"];
+const THEMES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
+const MODEL_RETRY = 2000;
+const byId = (id) => document.getElementById(id);
+
+const api = new Api(askForKey);
+const history = new History();
+/** Mode -> its view: run(), stop(), continue(), again(), restore(entry); null for a mode that has none of these. */
+const views = new Map();
+let shown = null;
+
+/** Shows the tab that the URL names. */
+async function showTab() {
+  const named = location.hash.slice(1);
+  const mode = MODES.includes(named) && !byId(`tab-${named}`).hidden ? named : MODES[0];
+  if (mode === shown) return;
+  const before = shown;
+  shown = mode;
+  for (const other of MODES) {
+    const tab = byId(`tab-${other}`);
+    tab.setAttribute("aria-selected", String(other === mode));
+    tab.tabIndex = other === mode ? 0 : -1;
+    byId(`panel-${other}`).hidden = other !== mode;
+  }
+  if (before === "cache") (await import("./monitor.js")).unmount();
+  if (mode === "cache") (await import("./monitor.js")).mount(byId("panel-cache"), api);
+  else await view(mode);
+}
+
+/** The view of a mode, mounted on first use. */
+function view(mode) {
+  if (!views.has(mode)) {
+    views.set(mode, import(`./${mode}.js`).then(({ mount }) => mount(byId(`panel-${mode}`), api, history)));
+  }
+  return views.get(mode);
+}
+
+/** Moves between tabs with the arrow keys, as tab lists do. */
+function onTabKey(event) {
+  const tabs = MODES.map((mode) => byId(`tab-${mode}`)).filter((tab) => !tab.hidden);
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (step === undefined) return;
+  event.preventDefault();
+  const next = tabs[(tabs.indexOf(event.target) + step + tabs.length) % tabs.length];
+  next.focus();
+  location.hash = next.hash;
+}
+
+function setTheme(theme) {
+  const [sign, name] = THEMES[theme];
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  byId("theme").textContent = sign;
+  byId("theme").title = `Theme: ${name}`;
+  byId("theme").setAttribute("aria-label", `Theme: ${name}. Change`);
+  document.dispatchEvent(new Event("themechange"));
+}
+
+function nextTheme() {
+  const names = Object.keys(THEMES);
+  const theme = names[(names.indexOf(load("theme", "auto")) + 1) % names.length];
+  save("theme", theme);
+  setTheme(theme);
+}
+
+/** Asks for an API key in a dialog. Resolves to the key, or to null if none is given. */
+function askForKey(refused) {
+  const dialog = byId("key");
+  const input = byId("key-value");
+  byId("key-title").textContent = refused ? "The server refused that API key" : "This server asks for an API key";
+  input.value = "";
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    const answer = () => {
+      resolve(dialog.returnValue === "use" && input.value !== "" ? input.value : null);
+      input.value = "";
+    };
+    dialog.addEventListener("close", answer, { once: true });
+  });
+}
+
+/** Shows the served model, and asks again while the server is loading it or away. */
+async function showModel() {
+  const model = byId("model");
+  try {
+    const [first] = (await api.json("v1/models")).data;
+    model.dataset.state = "ready";
+    model.replaceChildren(
+      el("span", { class: "name", text: first.id, title: first.id }),
+      el("span", { class: "quiet", text: `${first.max_model_len.toLocaleString("en")} tokens` }),
+    );
+  } catch (error) {
+    model.dataset.state = "waiting";
+    const text = error.status === 401 ? "an API key is needed" : "waiting for the server";
+    model.replaceChildren(el("span", { class: "name", text }));
+    if (error.status === 401) model.append(el("button", { type: "button", text: "Enter key", on: { click: showModel } }));
+    else setTimeout(showModel, MODEL_RETRY);
+  }
+}
+
+/** Shortcuts of the page; a dialog closes itself on Escape. */
+async function onKey(event) {
+  if (event.defaultPrevented || event.isComposing || document.querySelector("dialog[open]")) return;
+  const action = actionOf(event);
+  if (action === null) return;
+  event.preventDefault();
+  if (action === "shortcuts") byId("shortcuts").showModal();
+  else if (action.startsWith("#")) location.hash = action;
+  else if (shown !== "cache") (await view(shown))[action]?.();
+}
+
+function actionOf({ key, code, ctrlKey, metaKey, altKey, target }) {
+  if (key === "Enter" && (ctrlKey || metaKey)) return "run";
+  if (key === "Escape") return "stop";
+  if (altKey && code === "KeyC") return "continue";
+  if (altKey && code === "KeyR") return "again";
+  if (altKey && /^Digit[1-4]$/.test(code)) return `#${MODES[code.slice(-1) - 1]}`;
+  const writes = target.closest("input, textarea, select, [contenteditable]") !== null;
+  return key === "?" && !writes ? "shortcuts" : null;
+}
+
+/** Restores an entry of the history in its own tab. */
+history.onOpen = async (entry) => {
+  location.hash = entry.mode;
+  (await view(entry.mode)).restore(entry);
+};
+
+function start() {
+  setTheme(load("theme", "auto"));
+  byId("theme").addEventListener("click", nextTheme);
+  byId("show-shortcuts").addEventListener("click", () => byId("shortcuts").showModal());
+  byId("show-history").addEventListener("click", () => history.show());
+  byId("key").querySelector("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    byId("key").close("use");
+  });
+  for (const close of document.querySelectorAll("dialog [data-close]")) {
+    close.addEventListener("click", () => close.closest("dialog").close());
+  }
+  document.querySelector(".tabs").addEventListener("keydown", onTabKey);
+  document.addEventListener("keydown", onKey);
+  window.addEventListener("hashchange", showTab);
+  showTab();
+  showModel();
+}
+
+start();

@@ -1,0 +1,71 @@
+/* Small helpers around elements. Everything that comes from the server or the user becomes text, never markup. */
+
+/** A new element. `properties`: `text`, `class`, `data` (data-*), `on` (event listeners), attributes with a hyphen or `role`, and
+    properties of the element. Children are elements, texts, or null for none. */
+export function el(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null) continue;
+    if (name === "text") element.textContent = value;
+    else if (name === "class") element.className = value;
+    else if (name === "data") Object.assign(element.dataset, value);
+    else if (name === "on") Object.entries(value).forEach(([event, listener]) => element.addEventListener(event, listener));
+    else if (name === "role" || name.includes("-")) element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+/** A button with a visible name; `properties` as in `el`. */
+export function button(text, onclick, properties = {}) {
+  return el("button", { type: "button", text, on: { click: onclick }, ...properties });
+}
+
+let lastId = 0;
+
+/** An id that no other element of the page has. */
+export function newId(prefix) {
+  lastId += 1;
+  return `${prefix}-${lastId}`;
+}
+
+/** A textarea with a visible label, that grows with its text. */
+export function textArea(label, properties = {}) {
+  const area = el("textarea", { id: newId("text"), spellcheck: false, ...properties });
+  return { area, label: el("label", { htmlFor: area.id, text: label }) };
+}
+
+/** Copies a text to the clipboard, also where the page came over plain HTTP from another machine. Returns whether it could. */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = el("textarea", { value: text, class: "offscreen" });
+    (document.querySelector("dialog[open]") ?? document.body).append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    return copied;
+  }
+}
+
+/** A button that copies what `text()` returns, and says so for a moment. */
+export function copyButton(name, text, properties = {}) {
+  const self = button(name, async () => {
+    self.textContent = (await copy(text())) ? "Copied" : "Select and copy by hand";
+    setTimeout(() => (self.textContent = name), 1500);
+  }, properties);
+  return self;
+}
+
+/** The present value of a colour of style.css, such as "--accent", for a canvas. Changes with the event "themechange" of the document. */
+export function colour(name) {
+  const probe = el("span", { hidden: true });
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const value = getComputedStyle(probe).color;
+  probe.remove();
+  return value;
+}

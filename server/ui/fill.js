@@ -1,0 +1,3 @@
+/* Mode "Complete": a prompt in, its continuation out. */
+
+export function mount() {}

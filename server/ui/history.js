@@ -1,0 +1,58 @@
+/* The history of runs, in this browser only: a list in a drawer, newest first, with a button that clears it.
+
+   An entry is {mode, at, title, form, outputs}: what the mode needs to restore itself. Long texts and old entries are left out, so that
+   it stays small. */
+
+import { button, el } from "./dom.js";
+import { forget, load, save } from "./store.js";
+
+const MAX_ENTRIES = 50;
+const MAX_CHARS = 20_000;
+const NAMES = { complete: "Complete", fill: "Fill", chat: "Chat" };
+
+export class History {
+  /** Called with the entry that the user opens. */
+  onOpen = () => {};
+
+  constructor() {
+    this.dialog = document.getElementById("history");
+    document.getElementById("history-clear").addEventListener("click", () => {
+      forget("history");
+      this.#render();
+    });
+  }
+
+  /** Adds an entry; the oldest ones give way where the browser has no room. */
+  add(entry) {
+    const kept = { ...entry, at: Date.now(), outputs: entry.outputs.map((text) => text.slice(0, MAX_CHARS)) };
+    if (JSON.stringify(kept.form).length > 2 * MAX_CHARS) return;
+    const entries = [kept, ...load("history", [])].slice(0, MAX_ENTRIES);
+    while (!save("history", entries) && entries.length > 1) entries.pop();
+  }
+
+  show() {
+    this.#render();
+    this.dialog.showModal();
+  }
+
+  #render() {
+    const entries = load("history", []);
+    document.getElementById("history-empty").hidden = entries.length > 0;
+    document.getElementById("history-clear").disabled = entries.length === 0;
+    document.getElementById("history-list").replaceChildren(...entries.map((entry) => this.#item(entry)));
+  }
+
+  #item(entry) {
+    const open = button("", () => {
+      this.dialog.close();
+      this.onOpen(entry);
+    });
+    const when = new Date(entry.at);
+    open.append(
+      el("span", { class: "quiet" }, NAMES[entry.mode], " · ", el("time", { dateTime: when.toISOString(), text: when.toLocaleString() })),
+      el("span", { class: "what", text: entry.title }),
+      el("span", { class: "what quiet", text: entry.outputs[0] ?? "" }),
+    );
+    return el("li", {}, open);
+  }
+}
