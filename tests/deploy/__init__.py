@@ -1,0 +1,1 @@
+"""The files under deploy/. `scripts/observability` runs the cases that need Prometheus."""
