@@ -29,18 +29,8 @@ from tests.support.wire import exchange, http_request
 
 EXPRESSIONS = dashboard_expressions()
 KEY = {"authorization": "Bearer a key"}
-OPTIONS = [
-    "--cache.page_size",
-    "16",
-    "--cache.pages",
-    "48",
-    "--engine.max_running",
-    "8",
-    "--server.max_waiting",
-    "8",
-    "--engine.speculation",
-    "ngram",
-]
+SMALL_CACHE = ("--cache.page_size", "16", "--cache.pages", "48")
+SHORT_QUEUE = ("--engine.max_running", "8", "--server.max_waiting", "8")
 PREFIX = "def area(width: int, height: int) -> int:\n    return width * height\n\n\n" * 2
 """What all prompts begin with."""
 NUM_CLIENTS = 24
@@ -111,7 +101,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     keys = folder / "keys.toml"
     keys.write_text(f'[[key]]\nname = "editor"\nsha256 = "{hashlib.sha256(b"a key").hexdigest()}"\n')
     with (folder / "server.log").open("w") as log:
-        server = ServerProcess(None, *OPTIONS, "--server.api_keys_file", str(keys), stderr=log)
+        options = *SMALL_CACHE, *SHORT_QUEUE, "--engine.speculation", "ngram", "--server.api_keys_file", str(keys)
+        server = ServerProcess(None, *options, stderr=log)
     prometheus = Prometheus(folder, server.port)
     try:
         end = time.monotonic() + LOAD_SECONDS
