@@ -20,22 +20,22 @@ class PageAllocator:
             raise ValueError(f"num_pages must be at least 1, got {num_pages}")
         self.num_pages = num_pages
         self.on_evict: Callable[[int], None] = lambda page: None
-        self.kept: set[int] = set()
-        """Pages, owned or cached, whose contents are to be cached when they have no owner."""
+        self.kept = bytearray(num_pages)
+        """1 for each page, owned or cached, whose contents are to be cached when it has no owner."""
         self._free = list(range(num_pages - 1, -1, -1))
-        self._cached: dict[int, None] = {}
-        """Ordered by when they were released."""
+        self.cached: dict[int, None] = {}
+        """Pages without an owner whose contents are kept, ordered by when they were released."""
         self._owners = [0] * num_pages
 
     @property
     def num_available(self) -> int:
         """Pages without an owner: free and cached."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self.cached)
 
     @property
     def num_cached(self) -> int:
         """Pages without an owner whose contents are kept."""
-        return len(self._cached)
+        return len(self.cached)
 
     @property
     def num_owned(self) -> int:
@@ -52,9 +52,9 @@ class PageAllocator:
         return taken
 
     def _evict(self) -> int:
-        page = next(iter(self._cached))
-        del self._cached[page]
-        self.kept.discard(page)
+        page = next(iter(self.cached))
+        del self.cached[page]
+        self.kept[page] = 0
         self.on_evict(page)
         return page
 
@@ -66,20 +66,20 @@ class PageAllocator:
         """Caches this owned page once its last owner releases it. Raises ValueError for a page without an owner."""
         if self._owners[page] < 1:
             raise ValueError(f"page {page} has no owner, and may hold anything")
-        self.kept.add(page)
+        self.kept[page] = 1
 
     def forget(self, page: int) -> None:
         """Undoes `keep`; a cached page becomes free. Does nothing for a page that is not kept."""
-        self.kept.discard(page)
-        if page in self._cached:
-            del self._cached[page]
+        self.kept[page] = 0
+        if page in self.cached:
+            del self.cached[page]
             self._free.append(page)
 
     def share(self, pages: Iterable[int]) -> None:
         """Adds an owner to each of these owned or cached pages. Raises ValueError for a free one."""
         for page in pages:
-            if page in self._cached:
-                del self._cached[page]
+            if page in self.cached:
+                del self.cached[page]
             elif self._owners[page] < 1:
                 raise ValueError(f"page {page} has no owner to share it with")
             self._owners[page] += 1
@@ -94,8 +94,8 @@ class PageAllocator:
                 raise ValueError(f"page {page} is released but has no owner")
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                if page in self.kept:
-                    self._cached[page] = None
+                if self.kept[page]:
+                    self.cached[page] = None
                 else:
                     freed.append(page)
         self._free.extend(freed)
@@ -110,9 +110,9 @@ class PageAllocator:
             if owners < 0:
                 problems.append(f"page {page} has {owners} owners")
         unowned = {page for page, owners in enumerate(self._owners) if owners == 0}
-        if unowned != {*self._free, *self._cached} or not self._cached.keys().isdisjoint(self._free):
-            wrong = sorted(unowned ^ {*self._free, *self._cached})
+        if unowned != {*self._free, *self.cached} or not self.cached.keys().isdisjoint(self._free):
+            wrong = sorted(unowned ^ {*self._free, *self.cached})
             problems.append(f"pages {wrong} are owned, cached or free, but not exactly one of these")
-        if self._cached.keys() != self.kept & unowned:
+        if self.cached.keys() != {page for page in unowned if self.kept[page]}:
             problems.append("a page is cached and not worth keeping, or the other way round")
         return problems

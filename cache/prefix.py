@@ -134,6 +134,6 @@ class PrefixCache:
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well."""
         listed = {page: block for block in self._blocks.values() for page in block.pages if page != DROPPED}
-        if listed != self._block_of or listed.keys() != self._allocator.kept:
+        if listed != self._block_of or listed.keys() != {page for page, kept in enumerate(self._allocator.kept) if kept}:
             return ["the pages in the prefix cache and those that the allocator keeps differ"]
         return ["a block in the prefix cache has no pages"] if any(set(block.pages) == {DROPPED} for block in self._blocks.values()) else []

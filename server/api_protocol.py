@@ -216,16 +216,31 @@ class DropStream(Message, frozen=True):
 
 
 class Scrape(Message, frozen=True):
-    """Asks for the metrics of the server. Answered by Exposition."""
+    """Asks for the metrics of the server, or for a dump of the KV cache. Answered by Exposition."""
 
     request: int
+    cache: bool = False
 
 
 class Exposition(Message, frozen=True):
-    """Answers Scrape, in the Prometheus text format."""
+    """Answers Scrape, in the Prometheus text format or as JSON."""
 
     request: int
     text: bytes
+
+
+class Watch(Message, frozen=True):
+    """Whether the API process has viewers. If it has, it needs the whole state of the cache; it is sent Shown from now on."""
+
+    is_watching: bool
+
+
+class Shown(Message, frozen=True):
+    """Server-sent events for viewers, empty where there is none. `is_whole`: that of the cache replaces what viewers know."""
+
+    cache: bytes = b""
+    is_whole: bool = False
+    stats: bytes = b""
 
 
 class Listening(Message, frozen=True):
@@ -257,9 +272,9 @@ class ApiStats(Message, frozen=True):
 
 SequenceMessage = protocol.Tokens | protocol.Started | protocol.PromptScores | protocol.Failed
 Answer = Admitted | Declined | Opened | StreamFound | Exposition
-ToApi = Begin | EngineStatus | Reload | Finish | Answer | Repeated | DropStream | SequenceMessage
+ToApi = Begin | EngineStatus | Reload | Finish | Answer | Repeated | DropStream | Shown | SequenceMessage
 Question = Reserve | Open | FindStream | Attach | Scrape
-FromApi = Question | Release | End | Close | StreamEnded | Listening | CannotServe | Finished | ApiStats
+FromApi = Question | Watch | Release | End | Close | StreamEnded | Listening | CannotServe | Finished | ApiStats
 
 decode_to_api = msgspec.msgpack.Decoder(ToApi).decode
 decode_from_api = msgspec.msgpack.Decoder(FromApi).decode

@@ -45,6 +45,10 @@ class Histogram(Collector):
         self._counts = [own + other for own, other in zip(self._counts, counts, strict=True)]
         self.sum += total
 
+    def counts(self) -> dict[str, Any]:
+        """The bounds, how many values were at most each of them and above the one before, or above all, and the sum."""
+        return {"bounds": LATENCY_BOUNDS, "counts": self._counts, "sum": self.sum}
+
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """The samples, for the registry."""
         bounds = [*map(str, LATENCY_BOUNDS), "+Inf"]
@@ -219,6 +223,30 @@ class Metrics:
         counter.inc(total - self._reached.get(counter, 0))
         self._reached[counter] = total
 
+    @property
+    def num_restarts(self) -> int:
+        """Engines that were started to replace others."""
+        return _totals(self.engine_restarts)[""]
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges, totals and histograms that viewers are shown."""
+        self._settle()
+        counters = {
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.generation_tokens,
+            "preemptions": self.preemptions,
+            "prefix_queries": self.prefix_cache_queries,
+            "prefix_hits": self.prefix_cache_hits,
+        }
+        histograms = "time_to_first_token", "inter_token_latency", "step_time"
+        return {
+            "restarts": self.num_restarts,
+            "model": self._model["model_name"],
+            **asdict(self.gauges),
+            "totals": {name: _totals(counter)[""] for name, counter in counters.items()} | {"requests": _totals(self.requests)},
+            **{name: getattr(self, name).counts() for name in histograms},
+        }
+
     def exposition(self) -> bytes:
         """All metrics in the Prometheus text format."""
         self._settle()
@@ -232,3 +260,9 @@ class Metrics:
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"onehead_{name}", text, self.registry)
+
+
+def _totals(counter: Counter) -> dict[str, int]:
+    """The values of a counter by its label, which is empty where it has none."""
+    samples = (sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total"))
+    return {next(iter(sample.labels.values()), ""): int(sample.value) for sample in samples}

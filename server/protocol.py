@@ -4,13 +4,15 @@ Invariant: everything on a pipe is the msgpack encoding of one of these structs;
 This module knows nothing of HTTP, text or tensors.
 """
 
+from typing import Any
+
 import msgspec
 
 from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
 from model.step import bitmap as bitmap
 
-VERSION = 15
+VERSION = 16
 MAX_FRAME_BYTES = 64 * 2**20
 FOLLOW = b"follow"
 """What the engine sends with its request for a process that follows constraints, whose pipe the message's descriptor is."""
@@ -76,6 +78,17 @@ class Submit(Message, frozen=True):
     salt: str = ""
     """Only sequences with the same salt share pages."""
     share: Share = Share()
+    request: str = ""
+    """The request's id, as in the header x-request-id."""
+
+
+class Look(Message, frozen=True):
+    """Asks how the KV cache is used. Answered by CacheView between two steps. `after`: number of the view that was received last; `dump`:
+    ask for the state as the engine's own lists have it, too.
+    """
+
+    after: int
+    dump: bool
 
 
 class Cancel(Message, frozen=True):
@@ -209,6 +222,29 @@ class Heartbeat(Message, frozen=True):
     memory_used: int = 0
 
 
+SequenceRow = tuple[int, str, str, int, int, int, int, int, int]
+"""Of an open sequence: id, id of its request, state (waiting, running, or preempted: waiting after it ran), prompt tokens, those found in
+the prefix cache, computed tokens, output tokens, pages, preemptions."""
+
+
+class CacheView(Message, frozen=True):
+    """Answers Look: what has changed since the view `after`, or all where that is not the last one of this engine."""
+
+    number: int
+    """Grows with each view that differs from the one before, and with each whole one."""
+    step: int
+    """Steps that the engine has committed."""
+    is_whole: bool
+    cells: bytes
+    """Runs of pages, as five native 64-bit integers each: the first page, how many there are, their kind (0 free, 1 cached, 2 owned, 3
+    shared), their owner's id and the first position in them (-1 and 0 without an owner). Pages that a whole view does not list are free.
+    """
+    sequences: list[SequenceRow]
+    ended: list[int]
+    """Ids of sequences that are no longer open."""
+    dump: dict[str, Any] | None
+
+
 class Failed(Message, frozen=True):
     """Sequence `id` failed; others are not affected. `refused`: the request cannot be satisfied as it is. `code` is machine-readable."""
 
@@ -252,8 +288,8 @@ class Answer(Part, frozen=True):
     """Whether the request is at fault."""
 
 
-ToEngine = Start | Submit | Cancel | Shutdown
-FromEngine = Loading | Ready | Refused | Started | Tokens | PromptScores | Failed | Heartbeat
+ToEngine = Start | Submit | Look | Cancel | Shutdown
+FromEngine = Loading | Ready | Refused | Started | Tokens | PromptScores | Failed | Heartbeat | CacheView
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -189,11 +189,12 @@ class WebServer:
             reload_certificate(context, section.tls_certificate, section.tls_key)
 
     def end(self, timeout: float) -> None:
+        self._generation.client.viewers.end()
         self._http.end(timeout)
 
     async def ended(self) -> bool:
         if not self._http.should_exit:  # Without a drain, responses get a moment to be flushed.
-            self._http.end(FLUSH_SECONDS)
+            self.end(FLUSH_SECONDS)
         self._preparing.cancel()
         await self._serving
         return self._http.cut

@@ -91,6 +91,8 @@ class ProcessRequests:
                 self.send(self._records.find(message.request, message.stream, message.caller))
             case api_protocol.Attach():
                 self._attach(message)
+            case api_protocol.Scrape(number, True):
+                self._client.monitor.dump(lambda text: self.send(api_protocol.Exposition(number, text)))
             case api_protocol.Scrape():
                 self.send(api_protocol.Exposition(message.request, self._client.metrics.exposition()))
 
@@ -140,8 +142,22 @@ class ProcessRequests:
                 request.record.outcomes.add(message.outcome)
             self._client.end(sequence, message.outcome)
 
+    def watch(self, is_watching: bool) -> None:
+        """Takes Watch."""
+        monitor = self._client.monitor
+        if self in monitor.viewers.members:
+            monitor.viewers.members.remove(self)
+        if is_watching:
+            monitor.viewers.members.append(self)
+            monitor.ask_whole()
+
+    def show(self, shown: api_protocol.Shown) -> None:
+        """Shows it to the viewers of the process."""
+        self.send(shown)
+
     def close(self) -> None:
         """The process has ended: ends its requests, but for resumable ones whose events can be made again."""
+        self.watch(False)
         for request in list(self._requests.values()):
             self._remove(request)
             self._records.on_owner_gone(request, time.monotonic())

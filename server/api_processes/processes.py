@@ -100,6 +100,8 @@ class ApiProcess:
         match message:
             case ApiStats():
                 self.stats, self.silent_seconds = message, 0
+            case api_protocol.Watch():
+                self.requests.watch(message.is_watching)
             case api_protocol.Listening():
                 self.serves.set()
             case api_protocol.CannotServe():

@@ -67,7 +67,7 @@ class OpenSequences:
         self.running: dict[int, Sequence] = {}
         self._decoding = Decoding(limits.layout, limits.max_running, self._capacity)
         self._shares = FairShares(limits.max_running, limits.num_pages, self.running, self.waiting)
-        self._ended_in_flight: set[Sequence] = set()
+        self.ended_in_flight: set[Sequence] = set()
         """Sequences that have ended and hold their pages until their last row in flight is committed."""
         self._in_flight: deque[list[Sequence]] = deque()
         """For each step in flight, the sequences of its rows; their ids may be used again before the step is committed."""
@@ -75,6 +75,8 @@ class OpenSequences:
         self._pages_to_clear: list[int] = []
         """Free pages that may hold NaN. The next step zeroes them, as 0 * NaN would leak through masked slots."""
         self._started: list[Sequence] = []
+        self.num_steps = 0
+        """Steps that were committed."""
         self.num_preemptions = 0
         self.num_computed_tokens = 0
         self.num_queried_tokens = 0
@@ -104,6 +106,7 @@ class OpenSequences:
         score_prompt: bool = False,
         constraint: Constraint | None = None,
         salt: str = "",
+        request: str = "",
     ) -> None:
         """Adds a sequence to the queue. Raises NeverFits; ValueError for an empty prompt, an id in use, or an output that is complete."""
         output = list(output or ())
@@ -123,6 +126,7 @@ class OpenSequences:
             score_prompt,
             constraint,
             salt,
+            request,
             share.rank,
             self._shares.account(share.client, share.weight, share.max_running, share.rank),
         )
@@ -140,7 +144,7 @@ class OpenSequences:
             return
         self._stop_running(sequence)
         if sequence.num_in_flight:
-            self._ended_in_flight.add(sequence)
+            self.ended_in_flight.add(sequence)
         else:
             self._release(sequence)
 
@@ -162,6 +166,7 @@ class OpenSequences:
         """
         events: list[TokenEvent | PromptScored] = []
         sequences, num_decoding = self._in_flight.popleft(), 0
+        self.num_steps += 1
         assert len(result.drawn) == len(sequences), "one outcome for each row"
         if plan.decode is not None:
             num_decoding = len(plan.decode)
@@ -243,7 +248,7 @@ class OpenSequences:
         if _is_corrupt(drawn):
             self._mark_corrupt(sequence, found=True)
         if not sequence.num_in_flight:
-            self._ended_in_flight.remove(sequence)
+            self.ended_in_flight.remove(sequence)
             self._release(sequence)
 
     def _mark_corrupt(self, sequence: Sequence, found: bool) -> None:

@@ -189,6 +189,7 @@ class Scheduler(OpenSequences):
         sequence.num_computed = 0
         self.waiting.put(sequence)
         self.num_preemptions += 1
+        sequence.num_preemptions += 1
 
     def _admit(self, budget: int) -> Sequence | None:
         """Admits the first waiting sequence, if max_running and the pool allow it, with slots for the tokens that `budget` affords."""

@@ -64,6 +64,8 @@ class Sequence:
     constraint: Constraint | None = None
     salt: str = ""
     """The caller and the client's `cache_salt`. Only sequences with the same salt share pages."""
+    request: str = ""
+    """The request's id, for those who watch."""
     rank: int = 0
     """Orders it against those of all clients, before their shares."""
     account: Account = field(default_factory=Account)
@@ -71,6 +73,7 @@ class Sequence:
     """The client for whose sequence it was last preempted, which is charged for what is computed again."""
     num_paid: int = 0
     """Tokens that were computed when it was last preempted."""
+    num_preemptions: int = 0
     preempted_at: int = -1
     """Length of the output when it was last preempted."""
     num_computed: int = 0

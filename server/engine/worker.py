@@ -25,6 +25,7 @@ from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import SampledToken
 from server import logs, protocol
 from server.child_process import release_freed_memory
+from server.engine.cache_view import CacheViews
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
 from server.engine.masks import MaskProcesses
@@ -173,6 +174,7 @@ class Worker:
         self.device = device
         self.core = core
         self.masks = masks
+        self._views = CacheViews(core.scheduler)
         self._sending = threading.Lock()
         self._num_idle_beats = 0
         self._waits_for_masks = False
@@ -213,13 +215,14 @@ class Worker:
             while not self.core.scheduler.has_work or (num_bytes < READ_BYTES and self.pipe.poll(0)):
                 if handled and not self.core.scheduler.has_work and not self.pipe.poll(0):
                     self._report([], 0.0)  # Idle after a cancellation: updates the gauges, as no step will.
+                    handled = False
                 data = self.pipe.recv_bytes(protocol.MAX_FRAME_BYTES)
                 num_bytes += len(data)
                 message = protocol.decode_to_engine(data)
                 if isinstance(message, protocol.Shutdown):
                     return
                 self._handle(message)
-                handled = True
+                handled |= not isinstance(message, protocol.Look)
             began = time.perf_counter()
             events = self.core.step(self._send_started)
             step_seconds = time.perf_counter() - began
@@ -253,6 +256,8 @@ class Worker:
     def _handle(self, message: protocol.ToEngine) -> None:
         if isinstance(message, protocol.Cancel):
             self.core.scheduler.cancel(message.id)
+        elif isinstance(message, protocol.Look):
+            self.send(self._views.answer(message))
         elif isinstance(message, protocol.Submit):
             try:
                 self.core.scheduler.submit(
@@ -269,6 +274,7 @@ class Worker:
                     score_prompt=message.score_prompt,
                     constraint=self.masks.constraint(message),
                     salt=message.salt,
+                    request=message.request,
                 )
             except NeverFits as error:
                 self.send(protocol.Failed(message.id, str(error)))

@@ -4,6 +4,7 @@ Invariant: a sequence that was opened is counted in admission and metrics until 
 arrive, not as clients read them. It knows nothing of HTTP and text.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -14,8 +15,10 @@ from server.errors import ConfigurationError, EngineGaveUp, ResourceError
 from server.generation.admission import Admission, AdmittedRequest
 from server.generation.arrivals import Arrivals
 from server.generation.clients import EVERYBODY, Terms
+from server.generation.monitor import Monitor
 from server.generation.request import Choice, Progress
 from server.generation.reservation import Reservation
+from server.generation.viewers import Viewers
 from server.metrics import Metrics
 from server.supervision.engine import EngineEvent, PlainStream
 from server.supervision.journal import SequenceEvent, Written
@@ -30,6 +33,7 @@ class EngineClient(Protocol):
     """The engine as one API process sees it."""
 
     arrivals: Arrivals
+    viewers: Viewers
 
     @property
     def max_open(self) -> int:
@@ -83,6 +87,9 @@ class EngineClient(Protocol):
     async def exposition(self) -> bytes:
         """All metrics of the server in the Prometheus text format."""
 
+    async def cache_dump(self) -> bytes:
+        """The state of the KV cache as the engine's own lists have it, as JSON. Waits while no engine is ready."""
+
 
 class LocalEngineClient:
     """The engine of this process's supervisor."""
@@ -92,6 +99,8 @@ class LocalEngineClient:
         self.metrics = metrics
         self.admission = Admission(supervisor, metrics, section, max_running)
         self.arrivals = Arrivals()
+        self.monitor = Monitor(supervisor, metrics, self.arrivals, lambda: self.status)
+        self.viewers = self.monitor.viewers
         self.on_change: Callable[[], None] = lambda: None
         """Called when the state of the engine or of the server has changed."""
         self.on_started: Callable[[Progress], None] = lambda _: None
@@ -193,6 +202,11 @@ class LocalEngineClient:
     async def exposition(self) -> bytes:
         return self.metrics.exposition()
 
+    async def cache_dump(self) -> bytes:
+        dump: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.monitor.dump(lambda text: None if dump.done() else dump.set_result(text))
+        return await dump
+
     def drain(self) -> None:
         """Refuses requests from now on."""
         self.admission.draining = True
@@ -205,6 +219,9 @@ class LocalEngineClient:
             return
         if isinstance(event, protocol.Tokens):
             self.metrics.step(event.gauges, len(event.tokens))
+            return
+        if isinstance(event, protocol.CacheView):
+            self.monitor.on_view(event)
             return
         now = time.monotonic()
         for id, num_cached in zip(event.ids, event.cached, strict=True):

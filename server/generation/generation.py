@@ -19,6 +19,7 @@ from server.generation.price import price
 from server.generation.request import Request
 from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams
+from server.logs import request_id
 from server.text.jobs import AnyJob, EncodeChat
 from server.text.service import TextService
 
@@ -139,6 +140,7 @@ class Generation:
             healed=request.healed,
             salt=f"{reservation.caller}:{request.salt}",
             share=share,
+            request=request_id.get(),
         )
 
     def _check_ids(self, request: Request) -> None:

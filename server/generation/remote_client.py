@@ -16,6 +16,7 @@ from server.generation.arrivals import Arrivals
 from server.generation.clients import EVERYBODY, Terms
 from server.generation.request import Choice
 from server.generation.reservation import Reservation
+from server.generation.viewers import Viewers
 from server.supervision.engine import NativeTokens, PlainStream
 from server.supervision.journal import SequenceEvent, Written
 
@@ -60,6 +61,7 @@ class RemoteEngineClient:
 
     def __init__(self, max_open: int, status: api_protocol.EngineStatus, send: Callable[[api_protocol.FromApi], None]) -> None:
         self.arrivals = Arrivals()
+        self.viewers = Viewers(self.arrivals, lambda: send(api_protocol.Watch(True)))
         self.state = status
         """As the front process told it last."""
         self.num_refused = 0
@@ -174,11 +176,14 @@ class RemoteEngineClient:
     def count_refused(self) -> None:
         self.num_refused += 1
 
-    async def exposition(self) -> bytes:
-        self.send(api_protocol.Scrape(number := self._ask()))
+    async def exposition(self, cache: bool = False) -> bytes:
+        self.send(api_protocol.Scrape(number := self._ask(), cache))
         answer = await self.answer(number)
         assert isinstance(answer, api_protocol.Exposition)
         return answer.text
+
+    async def cache_dump(self) -> bytes:
+        return await self.exposition(cache=True)
 
     async def find_stream(self, stream: str, caller: str) -> api_protocol.StreamFound:
         """A resumable stream that this process does not have. Raises NotFound or StreamExpired."""
@@ -203,7 +208,7 @@ class RemoteEngineClient:
             raise answer.problem.error
         return answer
 
-    def on_message(self, message: api_protocol.Answer | api_protocol.Repeated | api_protocol.SequenceMessage) -> None:
+    def on_message(self, message: api_protocol.Answer | api_protocol.Repeated | api_protocol.Shown | api_protocol.SequenceMessage) -> None:
         """Takes a message of the front process."""
         match message:
             case protocol.Tokens():
@@ -216,6 +221,10 @@ class RemoteEngineClient:
             case api_protocol.Repeated():
                 if (reservation := self._attached.pop(message.request, None)) is not None:
                     reservation.repeated.set()
+            case api_protocol.Shown():
+                self.viewers.show(message)
+                if not self.viewers.members:
+                    self.send(api_protocol.Watch(False))
             case _:
                 self._on_answer(message)
 

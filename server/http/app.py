@@ -20,6 +20,7 @@ from server.http.front import FrontDoor
 from server.http.hosts import AllowedHosts
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
+from server.http.monitor import MonitorRoutes
 from server.http.openai.routes import OpenAIRoutes
 from server.http.ops import OpsRoutes
 from server.http.routes import RouteTable
@@ -51,7 +52,7 @@ def create_app(
             *StreamRoutes(publisher).routes(),
             *TokenRoutes(generation, section, names, answers.json_answers).routes(),
             *OpsRoutes(generation, version).routes(),
-            *(ui_routes() if section.ui else ()),
+            *([*ui_routes(), *MonitorRoutes(generation.client, section.keep_alive).routes()] if section.ui else ()),
             *documentation_routes(app, lambda path: door.keys(table.find(path)) is not None),
         ]
     )

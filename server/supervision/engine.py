@@ -66,6 +66,6 @@ class Engine(Protocol):
         """Has native code write the tokens of a sequence from `next_index` on; None where it cannot."""
 
 
-EngineEvent = protocol.Tokens | protocol.Started | protocol.Heartbeat
+EngineEvent = protocol.Tokens | protocol.Started | protocol.Heartbeat | protocol.CacheView
 Spawn = Callable[[Callable[[protocol.FromEngine], None], Callable[[int], None]], Engine]
 """(on_message, on_exit) -> a new engine, which has been sent its Start message. Raises OSError."""

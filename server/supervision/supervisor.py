@@ -29,11 +29,7 @@ class Supervisor:
     """At most one engine process at a time, and the journal of open sequences."""
 
     def __init__(
-        self,
-        spawn: Spawn,
-        on_state: Callable[[State], None],
-        on_event: Callable[[EngineEvent], None],
-        timeouts: Timeouts,
+        self, spawn: Spawn, on_state: Callable[[State], None], on_event: Callable[[EngineEvent], None], timeouts: Timeouts
     ) -> None:
         self._spawn = spawn
         self._on_state = on_state
@@ -97,10 +93,7 @@ class Supervisor:
         epoch = self._epoch
         self._kill_reason, self._progress, self._any_sent, self._is_loaded, self._is_refused = "", -1, False, False, False
         self._silent_seconds = self._ready_seconds = self._loading_seconds = 0.0
-        self._engine = self._spawn(
-            lambda message: self._on_message(epoch, message),
-            lambda status: self._on_exit(epoch, status),
-        )
+        self._engine = self._spawn(lambda message: self._on_message(epoch, message), lambda status: self._on_exit(epoch, status))
 
     def submit(self, submit: protocol.Submit, deliver: Callable[[SequenceEvent], None]) -> int:
         """Journals a sequence and sends it to the engine now or when one is ready. Returns its id, which replaces the one in `submit`."""
@@ -134,6 +127,11 @@ class Supervisor:
             if is_last:
                 sequence.native.remove()
                 sequence.native = None
+
+    def look(self, look: protocol.Look) -> None:
+        """Asks a ready engine how its cache is used; the answer is an event."""
+        if self.state is State.READY and self._engine is not None:
+            self._engine.send(look)
 
     def cancel(self, id: int) -> None:
         """Cancels a sequence: nothing more is delivered for it, but for what native code has written. One that has ended is ignored."""
@@ -184,8 +182,8 @@ class Supervisor:
         match message:
             case protocol.Tokens():
                 self._on_tokens(message)
-            case protocol.Heartbeat():
-                self._on_heartbeat(message)
+            case protocol.Heartbeat() | protocol.CacheView():
+                self._on_report(message)
             case protocol.Started():
                 self._on_started(message)
             case protocol.PromptScores():
@@ -233,12 +231,13 @@ class Supervisor:
                 self.open[id].stale = False
         self._on_event(message)
 
-    def _on_heartbeat(self, beat: protocol.Heartbeat) -> None:
+    def _on_report(self, report: protocol.Heartbeat | protocol.CacheView) -> None:
         """Any heartbeat shows that an idle engine is alive; an engine with work must show progress."""
-        if beat.progress != self._progress or not any(sequence.sent for sequence in self.open.values()):
-            self._silent_seconds = 0.0
-        self._progress = beat.progress
-        self._on_event(beat)
+        if isinstance(report, protocol.Heartbeat):
+            if report.progress != self._progress or not any(sequence.sent for sequence in self.open.values()):
+                self._silent_seconds = 0.0
+            self._progress = report.progress
+        self._on_event(report)
 
     def _on_token(self, token: protocol.Token) -> None:
         """Journals and delivers a token if it is the next one of an open sequence; kills an engine that skipped some."""

@@ -12,7 +12,7 @@ def integrity(scheduler: Scheduler) -> list[str]:
     """Inconsistencies, in words; empty if there are none."""
     allocator, reuse, waiting = scheduler.allocator, scheduler._prefix_reuse, scheduler.waiting.values()
     problems = allocator.integrity() + reuse.prefixes.integrity()
-    holders = [*scheduler.running.values(), *scheduler._ended_in_flight]
+    holders = [*scheduler.running.values(), *scheduler.ended_in_flight]
     owners = Counter(page for sequence in holders for page in sequence.table.owned)
     if len(owners) != allocator.num_owned or any(allocator.owners(page) != number for page, number in owners.items()):
         problems.append(
@@ -24,7 +24,7 @@ def integrity(scheduler: Scheduler) -> list[str]:
         problems.append("num_tokens of a sequence is wrong")
     if any(sequence.table.owned or sequence.num_in_flight for sequence in waiting):
         problems.append("a waiting sequence holds pages or has a row in flight")
-    if not all(sequence.num_in_flight for sequence in scheduler._ended_in_flight):
+    if not all(sequence.num_in_flight for sequence in scheduler.ended_in_flight):
         problems.append("a sequence that has ended holds pages without a step in flight")
     return problems + _decoding(scheduler)
 

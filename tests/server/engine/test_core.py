@@ -43,12 +43,12 @@ class OverlappedHistory(History):
 
     def step(self) -> None:
         scheduler, preemptions = self.scheduler, self.scheduler.num_preemptions
-        leaving = len(scheduler._ended_in_flight)
+        leaving = len(scheduler.ended_in_flight)
         computed, had_work = scheduler.num_computed_tokens, scheduler.has_work
         news = self.core.step()
         if scheduler.num_preemptions > preemptions:
             self.seen["preempted after a step"] += 1
-        self.seen["an extra step"] += len(scheduler._ended_in_flight) > leaving
+        self.seen["an extra step"] += len(scheduler.ended_in_flight) > leaving
         self.take(news)
         # A step may only be launched, and the next only land: with three in which nothing moves, but for masks, nothing ever will.
         self.idle = 0 if news or not had_work or scheduler.num_computed_tokens > computed else self.idle + 1

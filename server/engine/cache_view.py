@@ -1,0 +1,108 @@
+"""CacheViews: what the pages of the KV cache hold and which sequences are open, for viewers, as changes since the view before.
+
+Invariant: the changes of consecutive views, applied one after the other, give the state of the last one. It decides nothing, and keeps
+nothing that a step needs. Sans-I/O: no clock, randomness, torch or pipe.
+
+Shape letters: P pages of the pool, N pages listed by sequences, R runs of pages.
+"""
+
+from bisect import bisect_left
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.layout import pages_for
+from server.engine.open_sequences import OpenSequences
+from server.engine.sequence import Sequence
+from server.protocol import CacheView, Look, SequenceRow
+
+Integers: TypeAlias = "NDArray[np.int64]"
+
+MOST_WAITING = 1000
+"""Waiting sequences in a view, so that a long queue does not hold up steps."""
+OWNED, SHARED = 2, 3
+"""Kinds of pages; an unowned one is 1 if it is cached, else 0."""
+KIND_BITS, OWNER_SHIFT = 2, 32
+"""A cell is what a page holds in one number: its kind in the lowest bits, then the position of its first token, then its owner's id."""
+POSITIONS = (1 << OWNER_SHIFT) - 1
+
+
+class CacheViews:
+    """The views of one engine."""
+
+    def __init__(self, scheduler: OpenSequences) -> None:
+        self._scheduler = scheduler
+        layout = scheduler.limits.layout
+        self._number = 0
+        self._cells_P = np.zeros(scheduler.limits.num_pages, np.int64)
+        self._rows: dict[int, SequenceRow] = {}
+        blocks = np.arange(pages_for(scheduler.limits.max_context, layout.page_size)) * layout.page_size << KIND_BITS | OWNED
+        self._cells_of_groups = [np.repeat(blocks, group.num_stacks) for group in layout.groups]
+        """For each group of layers the cells of a sequence's pages, without its id."""
+
+    def answer(self, look: Look) -> CacheView:
+        """The view that is asked for."""
+        is_whole = look.after != self._number
+        before_P, before = (np.zeros_like(self._cells_P), {}) if is_whole else (self._cells_P, self._rows)
+        self._cells_P, self._rows = self._read()
+        pages = (self._cells_P != before_P).nonzero()[0]
+        rows = [row for id, row in self._rows.items() if row != before.get(id)]
+        ended = list(before.keys() - self._rows.keys())
+        self._number += bool(is_whole or len(pages) or rows or ended)
+        cells = _runs(pages, self._cells_P[pages])
+        dump = self._dump() if look.dump else None
+        return CacheView(self._number, self._scheduler.num_steps, is_whole, cells, rows, ended, dump)
+
+    def _read(self) -> tuple[Integers, dict[int, SequenceRow]]:
+        """The cells of all pages, and a row for each open sequence."""
+        scheduler, rows = self._scheduler, {}
+        lists, cells = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        # The smallest id is assigned last, and so stays where a page is shared.
+        for sequence in sorted([*scheduler.ended_in_flight, *scheduler.running.values()], key=lambda sequence: -sequence.id):
+            num_pages = 0
+            for pages, positions in zip(sequence.table.pages, self._cells_of_groups, strict=True):
+                first, end = bisect_left(pages, 0), len(pages)  # Those before are DROPPED, which is -1.
+                lists.append(np.array(pages[first:]))
+                cells.append(positions[first:end] | sequence.id << OWNER_SHIFT)
+                num_pages += end - first
+            rows[sequence.id] = _row(sequence, "running", num_pages)
+        pages_N = np.concatenate(lists)
+        cells_P = np.array(scheduler.allocator.kept, np.int64)
+        cells_P[pages_N] = np.concatenate(cells)
+        cells_P[np.bincount(pages_N, minlength=len(cells_P)) > 1] |= SHARED
+        for sequence in islice(scheduler.waiting.values(), MOST_WAITING):
+            rows[sequence.id] = _row(sequence, "preempted" if sequence.num_preemptions else "waiting", 0)
+        return cells_P, rows
+
+    def _dump(self) -> dict[str, Any]:
+        """The state as the allocator and the sequences have it, by none of the arrays above."""
+        scheduler, allocator = self._scheduler, self._scheduler.allocator
+        return {
+            "owners": [allocator.owners(page) for page in range(allocator.num_pages)],
+            "cached": list(allocator.cached),
+            "sequences": {
+                str(sequence.id): {
+                    "running": sequence.id in scheduler.running,
+                    "pages": [list(pages) for pages in sequence.table.pages],
+                    "num_computed": sequence.num_computed,
+                    "num_output": len(sequence.output),
+                }
+                for sequence in [*scheduler.ended_in_flight, *scheduler.running.values(), *scheduler.waiting.values()]
+            },
+        }
+
+
+def _row(sequence: Sequence, state: str, num_pages: int) -> SequenceRow:
+    counts = len(sequence.prompt), sequence.num_cached, sequence.num_computed, len(sequence.output), num_pages, sequence.num_preemptions
+    return sequence.id, sequence.request, state, *counts
+
+
+def _runs(pages: Integers, cells: Integers) -> bytes:
+    """The runs of these pages, as CacheView.cells."""
+    starts_R = ((np.diff(pages, prepend=-2) != 1) | (np.diff(cells, prepend=-1) != 0)).nonzero()[0]
+    counts_R, cells_R = np.diff(starts_R, append=len(pages)), cells[starts_R]
+    owners_R = (cells_R >> OWNER_SHIFT) - (cells_R < OWNED)
+    columns = pages[starts_R], counts_R, cells_R & SHARED, owners_R, (cells_R & POSITIONS) >> KIND_BITS
+    return np.stack(columns, axis=1).tobytes()

@@ -1,0 +1,95 @@
+"""Monitor: asks the engine how its KV cache is used, and shows that to viewers, together with the server's counts.
+
+Invariant: the engine is asked at most every LOOK_SECONDS, only once it has answered before, and not at all without viewers. Each event is
+encoded once. It knows no connections.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from server.api_protocol import Shown
+from server.generation.arrivals import Arrivals
+from server.generation.viewers import Viewers
+from server.metrics import Metrics
+from server.protocol import CacheView, Look
+from server.supervision.supervisor import State, Supervisor
+
+LOOK_SECONDS, STATS_SECONDS = 0.1, 1.0
+NONE = -1
+
+
+class Monitor:
+    """Watches one supervisor's engine. `status`: the state of the server in words."""
+
+    def __init__(self, supervisor: Supervisor, metrics: Metrics, arrivals: Arrivals, status: Callable[[], str]) -> None:
+        self._supervisor, self._metrics, self._status = supervisor, metrics, status
+        self.viewers = Viewers(arrivals, self.ask_whole)
+        self._dumps: list[Callable[[bytes], object]] = []
+        """What gets the next dump."""
+        self._watching: asyncio.Task[None] | None = None
+        self._asked = NONE
+        """The engine that has not answered yet, as the number of those that were started before it."""
+        self._last_view = NONE
+        self._needs_whole = False
+        self._stats_due = 0.0
+
+    def ask_whole(self) -> None:
+        """Shows the whole state of the cache, and the counts, to all viewers."""
+        self._needs_whole, self._stats_due = True, 0.0
+        self._begin()
+
+    def dump(self, take: Callable[[bytes], object]) -> None:
+        """Calls `take` once with a dump of the cache, as JSON. Viewers are shown the same state."""
+        self._dumps.append(take)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while self.viewers.members or self._dumps:
+            self._look()
+            if time.monotonic() >= self._stats_due:
+                self._stats_due = time.monotonic() + STATS_SECONDS
+                self.viewers.show(Shown(stats=_event(b"stats", self._stats())))
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _look(self) -> None:
+        """Asks the engine, unless it has not answered yet."""
+        engine = self._metrics.num_restarts
+        if self._supervisor.state is State.READY and self._asked != engine:
+            self._asked = engine
+            self._supervisor.look(Look(NONE if self._needs_whole else self._last_view, bool(self._dumps)))
+            self._needs_whole = False
+
+    def on_view(self, view: CacheView) -> None:
+        """Takes the engine's answer."""
+        ready, has_news = self._supervisor.ready, view.is_whole or view.number != self._last_view
+        assert ready is not None
+        head = {"engine": self._asked, "step": view.step, "view": view.number, "num_pages": ready.num_pages, "page_size": ready.page_size}
+        self._asked, self._last_view = NONE, view.number
+        if has_news:
+            cells = memoryview(view.cells).cast("q").tolist()
+            state = {"whole": view.is_whole, "cells": cells, "sequences": view.sequences, "ended": view.ended}
+            self.viewers.show(Shown(_event(b"cache", head | state), view.is_whole))
+        if view.dump is not None:
+            text = msgspec.json.encode(head | view.dump)
+            while self._dumps:
+                self._dumps.pop()(text)
+
+    def _stats(self) -> dict[str, Any]:
+        stats = {"time": time.time(), "status": self._status(), **self._metrics.stats()}
+        if (ready := self._supervisor.ready) is not None:
+            stats |= {"device": ready.device, "page_size": ready.page_size, "num_pages": ready.num_pages}
+            stats["multi_head_ratio"] = ready.multi_head_bytes_per_token / ready.kv_bytes_per_token
+        return stats
+
+
+def _event(kind: bytes, data: dict[str, Any]) -> bytes:
+    """A server-sent event, as it is written to every viewer."""
+    return b"event: %b\ndata: %b\n\n" % (kind, msgspec.json.encode(data))

@@ -1,0 +1,49 @@
+"""Routes of those who watch the server: /monitor, and /monitor/cache to compare it with."""
+
+import asyncio
+from functools import partial
+
+from starlette.responses import Response
+
+from server.errors import Unavailable
+from server.generation.engine_client import EngineClient
+from server.http.exchange import Dialect
+from server.http.routes import Route
+from server.http.sse import EventResponse
+
+DUMP_SECONDS = 5.0
+"""Time for the engine to answer."""
+
+
+class MonitorRoutes:
+    """Handlers of these routes."""
+
+    def __init__(self, client: EngineClient, keep_alive: float) -> None:
+        self._client = client
+        self._keep_alive = keep_alive
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/monitor", ("GET",), self.watch, Dialect.TGI, tag="operations"),
+            Route("/monitor/cache", ("GET",), self.cache, Dialect.TGI, tag="operations"),
+        ]
+
+    async def watch(self) -> Response:
+        """Watch the pages of the KV cache, and the server's counts.
+
+        Server-sent events without an end: `cache` says what each page holds and which sequences are open, first as a whole and then as
+        changes, at most 10 times a second; `stats` has counts and latencies, once a second.
+        """
+        viewer = self._client.viewers.join()
+        return EventResponse(viewer, partial(self._client.viewers.members.remove, viewer), {}, self._keep_alive)
+
+    async def cache(self) -> Response:
+        """Show the pages of the KV cache as the engine's own lists have them.
+
+        Viewers of /monitor are sent the same state, under the same `engine` and `view`.
+        """
+        try:
+            async with asyncio.timeout(DUMP_SECONDS):
+                return Response(await self._client.cache_dump(), media_type="application/json")
+        except TimeoutError:
+            raise Unavailable("the engine is not ready, or does not answer; try again later", retry_after=1) from None
