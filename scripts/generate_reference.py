@@ -69,6 +69,7 @@ CODES = {
     "too_many_jobs": "Too many long texts and grammars, of this client or of all, wait to be processed.",
     "too_many_requests": "`engine.max_running` plus `server.max_waiting` sequences (choices of requests) are open, or as many of one "
     "client as it may have.",
+    "too_many_viewers": "As many connections as may watch the server at `/monitor` do.",
     "too_many_waiting_tokens": "`server.max_waiting_tokens` prompt tokens are waiting, or as many of one client as may.",
 }
 

@@ -238,13 +238,12 @@ class Metrics:
             "prefix_queries": self.prefix_cache_queries,
             "prefix_hits": self.prefix_cache_hits,
         }
-        histograms = "time_to_first_token", "inter_token_latency", "step_time"
         return {
             "restarts": self.num_restarts,
             "model": self._model["model_name"],
-            **asdict(self.gauges),
+            **{name: getattr(self.gauges, name) for name in ("running", "waiting", "pages_used", "pages_cached")},
             "totals": {name: _totals(counter)[""] for name, counter in counters.items()} | {"requests": _totals(self.requests)},
-            **{name: getattr(self, name).counts() for name in histograms},
+            **{name: getattr(self, name).counts() for name in ("time_to_first_token", "inter_token_latency", "step_time")},
         }
 
     def exposition(self) -> bytes:

@@ -227,10 +227,23 @@ def test_every_example_is_answered_as_documented(embedded_server: ServerProcess)
             assert response.status_code == 200, (path, name, response.text)
             check_reply(document, document["paths"][path]["post"], response)
         for path, method, operation in operations(document):
-            if method == "get" and "stream_id" not in path:
+            if path == "/monitor":
+                check_events(document, http)
+            elif method == "get" and "stream_id" not in path:
                 response = http.get(path.replace("{name}", "embedded"))
                 assert response.status_code == 200, path
                 check_reply(document, operation, response)
+
+
+def check_events(document: dict[str, Any], http: httpx.Client) -> None:
+    """Checks an event of each kind of /monitor, which never ends."""
+    kinds = {"cache": "CacheEvent", "stats": "StatsEvent"}
+    with http.stream("GET", "/monitor") as response:
+        lines = response.iter_lines()
+        while kinds:
+            kind = next(line.removeprefix("event: ") for line in lines if line)
+            schema = {"$ref": f"#/components/schemas/{kinds.pop(kind)}"}
+            check(document, schema, json.loads(next(lines).removeprefix("data: ")))
 
 
 # Fields that add to an answer: (path, fields beside those of its first example).
