@@ -1,0 +1,119 @@
+/* The KV cache of a running engine, as the events of GET /monitor describe it: every page's kind, owner and position, and the sequences.
+
+   Invariant: after `apply` the state is the engine's own at the event's step; an event that does not continue the state is an Error.
+   It knows nothing of the network, the document and the clock: times are arguments. */
+
+export const FREE = 0;
+export const CACHED = 1;
+export const OWNED = 2;
+export const SHARED = 3;
+
+const FIELDS = ["id", "request", "state", "numPrompt", "numCached", "numComputed", "numOutput", "numPages", "numPreemptions"];
+const RUN_INTEGERS = 5;
+const MOST_ENDED = 100; // Ended sequences that can still be looked at.
+
+/** What a sequence is doing: "waiting", "prefill", "generation", "preempted" or "ended". */
+export function phaseOf(sequence) {
+  if (sequence.state !== "running") return sequence.state;
+  // The K/V of the last output token are stored by the step after the one that drew it.
+  const known = sequence.numPrompt + Math.max(0, sequence.numOutput - 1);
+  return sequence.numComputed < known ? "prefill" : "generation";
+}
+
+export class CacheState {
+  constructor() {
+    this.engine = null;
+    this.step = 0;
+    this.pageSize = 1;
+    this.sequences = new Map(); // Open sequences by id.
+    this.ended = new Map(); // The latest ended ones by id, oldest first.
+    this.#allocate(0);
+  }
+
+  /** Applies a cache event. Returns {whole, pages, written}: whether the state was replaced, the pages set, and those written to. */
+  apply(event, now) {
+    if (!event.whole && event.engine !== this.engine) {
+      throw new Error(`a change of engine ${event.engine} came after a state of engine ${this.engine}`);
+    }
+    if (event.whole) this.#allocate(event.num_pages);
+    this.engine = event.engine;
+    this.step = event.step;
+    this.pageSize = event.page_size;
+    const pages = this.#setCells(event.cells);
+    const advanced = this.#setSequences(event, now);
+    return { whole: event.whole, pages, written: event.whole ? [] : this.#pagesOf(advanced) };
+  }
+
+  /** The sequence of that id, open or among the latest ended ones; undefined for others. */
+  find(id) {
+    return this.sequences.get(id) ?? this.ended.get(id);
+  }
+
+  /** Number of pages of each kind: [free, cached, owned, shared]. */
+  counts() {
+    const counts = [0, 0, 0, 0];
+    for (const kind of this.kinds) counts[kind] += 1;
+    return counts;
+  }
+
+  #allocate(numPages) {
+    this.numPages = numPages;
+    this.kinds = new Uint8Array(numPages);
+    this.owners = new Float64Array(numPages).fill(-1); // Ids may exceed 32 bits.
+    this.positions = new Float64Array(numPages);
+  }
+
+  #setCells(cells) {
+    const pages = [];
+    for (let i = 0; i < cells.length; i += RUN_INTEGERS) {
+      const [first, count, kind, owner, position] = cells.slice(i, i + RUN_INTEGERS);
+      for (let page = first; page < first + count; page++) {
+        this.kinds[page] = kind;
+        this.owners[page] = owner;
+        this.positions[page] = position;
+        pages.push(page);
+      }
+    }
+    return pages;
+  }
+
+  /** Returns the tokens whose K/V were stored since the last event: id of their sequence -> [first, end]. */
+  #setSequences(event, now) {
+    const advanced = new Map();
+    const before = this.sequences;
+    if (event.whole) this.sequences = new Map();
+    for (const values of event.sequences) {
+      const sequence = Object.fromEntries(FIELDS.map((field, i) => [field, values[i]]));
+      const old = before.get(sequence.id);
+      const stored = old?.numComputed ?? sequence.numCached;
+      if (sequence.state === "running" && sequence.numComputed > stored) advanced.set(sequence.id, [stored, sequence.numComputed]);
+      this.sequences.set(sequence.id, withPhase(sequence, old, now));
+    }
+    for (const id of event.whole ? before.keys() : event.ended) {
+      if (!event.whole || !this.sequences.has(id)) this.#end(before.get(id), now);
+    }
+    return advanced;
+  }
+
+  #end(sequence, now) {
+    this.sequences.delete(sequence.id);
+    this.ended.set(sequence.id, withPhase({ ...sequence, state: "ended", numPages: 0 }, sequence, now));
+    if (this.ended.size > MOST_ENDED) this.ended.delete(this.ended.keys().next().value);
+  }
+
+  #pagesOf(tokens) {
+    const pages = [];
+    for (let page = 0; tokens.size && page < this.numPages; page++) {
+      const [first, end] = (this.kinds[page] >= OWNED && tokens.get(this.owners[page])) || [0, 0];
+      if (this.positions[page] < end && this.positions[page] + this.pageSize > first) pages.push(page);
+    }
+    return pages;
+  }
+}
+
+/** The sequence with the list of its phases, each {phase, since}, continued from what it was before. */
+function withPhase(sequence, before, now) {
+  const phase = phaseOf(sequence);
+  const phases = before?.phases ?? [];
+  return { ...sequence, phases: phases.at(-1)?.phase === phase ? phases : [...phases, { phase, since: now }] };
+}

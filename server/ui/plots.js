@@ -1,0 +1,129 @@
+/* Live plots of the last five minutes, from the stats events of GET /monitor. Rates and quantiles are differences between two events.
+   Each plot also gives the numbers at its cursor, or else the latest, in words. It knows nothing of the network; uPlot draws. */
+
+import { el } from "./dom.js";
+import { colours, watchTheme } from "./theme.js";
+
+const SECONDS = 300;
+const HEIGHT = 132;
+const QUANTILE_SECONDS = 10; // Histograms are compared over so many, so that there are some values to count.
+const AGO = [[300, ""], [240, "−4 min"], [180, ""], [120, "−2 min"], [60, ""], [0, "now"]]; // Ticks of the time axis.
+
+/** The value below which a share of what a histogram has counted between two events lies; null where nothing was counted. */
+export function quantile(before, after, share) {
+  const counts = after.counts.map((count, i) => count - before.counts[i]);
+  const total = counts.reduce((sum, count) => sum + count, 0);
+  if (total <= 0) return null;
+  let rest = share * total;
+  const index = counts.findIndex((count) => (rest -= count) <= 0);
+  const { bounds } = after;
+  if (index >= bounds.length) return bounds.at(-1);
+  const low = index ? bounds[index - 1] : 0;
+  return low + (bounds[index] - low) * (1 + rest / counts[index]);
+}
+
+/** Each value is computed from {latest, previous, earlier}: this stats event, the one before, and the one QUANTILE_SECONDS ago. */
+const now = (name) => ({ latest }) => latest[name];
+const rate = (name) => ({ latest, previous }) => {
+  const seconds = latest.time - previous.time;
+  return seconds > 0 ? (latest.totals[name] - previous.totals[name]) / seconds : null;
+};
+const share = (name, part) => ({ latest, earlier }) => quantile(earlier[name], latest[name], part);
+const quantiles = (name) => [["median", share(name, 0.5)], ["95 %", share(name, 0.95)]];
+
+const LARGE = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const count = (value) => (value < 10_000 ? Number(value.toPrecision(3)).toLocaleString("en") : LARGE.format(value));
+const duration = (value) => (value < 1 ? `${Number((value * 1000).toPrecision(3))} ms` : `${Number(value.toPrecision(3))} s`);
+
+/** `least`: the upper end of the axis where all values are small. */
+const PLOTS = [
+  { title: "Requests", format: count, least: 4, series: [["running", now("running")], ["waiting", now("waiting")]] },
+  { title: "Tokens a second", format: count, least: 10, series: [["generated", rate("generation_tokens")], ["prompt", rate("prompt_tokens")]] },
+  { title: "Pages", format: count, least: 10, series: [["owned", now("pages_used")], ["prefixes", now("pages_cached")]] },
+  { title: "Time to first token", format: duration, least: 0.01, series: quantiles("time_to_first_token") },
+  { title: "Time between tokens", format: duration, least: 0.01, series: quantiles("inter_token_latency") },
+  { title: "Time of a step", format: duration, least: 0.01, series: quantiles("step_time") },
+];
+
+export class Plots {
+  /** Adds the plots to `parent`; `UPlot` is the library's class. */
+  constructor(parent, UPlot) {
+    this.events = [];
+    this.plots = PLOTS.map((plot) => new Plot(parent, UPlot, plot));
+    this.stopping = new AbortController();
+    watchTheme(() => this.plots.forEach((plot) => plot.build()), this.stopping.signal);
+    this.observer = new ResizeObserver(() => this.plots.forEach((plot) => plot.resize()));
+    this.observer.observe(parent);
+  }
+
+  /** Adds the values of a stats event. */
+  add(stats) {
+    this.events = [...this.events.filter(({ time }) => time >= stats.time - QUANTILE_SECONDS), stats];
+    const moment = { latest: stats, previous: this.events.at(-2) ?? stats, earlier: this.events[0] };
+    for (const plot of this.plots) plot.add(stats.time, moment);
+  }
+
+  destroy() {
+    this.stopping.abort();
+    this.observer.disconnect();
+    for (const plot of this.plots) plot.plot.destroy();
+  }
+}
+
+class Plot {
+  constructor(parent, UPlot, { title, format, least, series }) {
+    Object.assign(this, { UPlot, format, least, series });
+    this.data = [[], ...series.map(() => [])];
+    this.values = series.map((_, i) => el("span", { class: `series-${i + 1}` }));
+    this.empty = el("p", { class: "empty quiet", text: "Nothing in the last five minutes" });
+    this.area = el("div", { class: "plot", "aria-hidden": "true" });
+    const caption = el("figcaption", {}, el("h3", { text: title }), el("p", { class: "quiet" }, ...this.values));
+    parent.append(el("figure", { class: "card" }, caption, this.area, this.empty));
+    this.build();
+  }
+
+  add(time, moment) {
+    this.data[0].push(time);
+    this.series.forEach(([, value], i) => this.data[i + 1].push(value(moment)));
+    while (this.data[0][0] < time - SECONDS) this.data.forEach((values) => values.shift());
+    this.empty.hidden = this.data.slice(1).some((values) => values.some((value) => value !== null));
+    this.plot.setData(this.data);
+    this.say(this.plot);
+  }
+
+  say({ cursor }) {
+    this.series.forEach(([name], i) => {
+      const value = this.data[i + 1][cursor.idx ?? this.data[0].length - 1] ?? null;
+      this.values[i].textContent = `${name} ${value === null ? "–" : this.format(value)}`;
+    });
+  }
+
+  /** Makes the plot, anew if there is one, in the colours in force. */
+  build() {
+    this.plot?.destroy();
+    const { muted, line, ...colour } = colours();
+    const axis = { stroke: muted, grid: { stroke: line, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+    const options = {
+      width: this.area.clientWidth || 300,
+      height: HEIGHT,
+      padding: [8, 12, 0, 0],
+      legend: { show: false },
+      cursor: { y: false, drag: { x: false, y: false } },
+      hooks: { setCursor: [(plot) => this.say(plot)] },
+      scales: {
+        x: { time: false, range: (_, low, high) => [(high ?? SECONDS) - SECONDS, high ?? SECONDS] },
+        y: { range: (_, low, high) => [0, Math.max(1.1 * (high ?? 0), this.least)] },
+      },
+      axes: [
+        { ...axis, size: 24, splits: ({ scales }) => AGO.map(([seconds]) => scales.x.max - seconds), values: () => AGO.map(([, text]) => text) },
+        { ...axis, size: 56, space: 30, values: (_, splits) => splits.map(this.format) },
+      ],
+      series: [{}, ...this.series.map((_, i) => ({ stroke: colour[`series-${i + 1}`], width: 2, dash: i ? [5, 4] : [], points: { show: false } }))],
+    };
+    this.plot = new this.UPlot(options, this.data, this.area);
+  }
+
+  resize() {
+    if (this.area.clientWidth) this.plot.setSize({ width: this.area.clientWidth, height: HEIGHT });
+  }
+}

@@ -1,0 +1,101 @@
+/* The open sequences as a sortable table, which says in words what the page map shows, and a panel about the sequence that is followed:
+   its phases in time and its numbers. */
+
+import { phaseOf } from "./cache-state.js";
+import { button, el } from "./dom.js";
+
+const MOST_ROWS = 200;
+const NUM_HUES = 8;
+const HINT = "Choose a sequence in the table, or one of its pages on the map, to follow it through waiting, prefill, generation and preemption.";
+const COLUMNS = [
+  ["Sequence", ({ id }) => id],
+  ["Request", ({ request }) => request],
+  ["State", phaseOf],
+  ["Prompt", ({ numPrompt }) => numPrompt],
+  ["Stored", ({ numComputed }) => numComputed],
+  ["Output", ({ numOutput }) => numOutput],
+  ["Pages", ({ numPages }) => numPages],
+];
+
+export class SequenceTable {
+  /** `follow` is told the id of a sequence that is chosen, or null. */
+  constructor(parent, follow) {
+    Object.assign(this, { follow, rows: new Map(), column: 0, sign: 1 });
+    this.headers = COLUMNS.map(([name], column) => el("th", { scope: "col" }, button(name, () => this.sortBy(column), { class: "plain" })));
+    this.caption = el("caption");
+    this.body = el("tbody");
+    const table = el("table", {}, this.caption, el("thead", {}, el("tr", {}, ...this.headers)), this.body);
+    parent.append(el("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Open sequences" }, table));
+  }
+
+  sortBy(column) {
+    this.sign = this.column === column ? -this.sign : 1;
+    this.column = column;
+    this.show(this.state, this.followed);
+  }
+
+  /** Shows the sequences of a state; `followed` is the id of one. */
+  show(state, followed) {
+    Object.assign(this, { state, followed });
+    const { column, sign, body } = this;
+    this.headers.forEach((header, i) => (header.ariaSort = i !== column ? "none" : sign > 0 ? "ascending" : "descending"));
+    const value = COLUMNS[column][1];
+    const compare = (a, b) => sign * (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : a.id - b.id);
+    const shown = [...state.sequences.values()].sort(compare).slice(0, MOST_ROWS);
+    const rest = state.sequences.size - shown.length;
+    setText(this.caption, `${state.sequences.size || "No"} open sequences${rest ? `, of which ${rest} are not listed` : ""}`);
+    const rows = new Map(shown.map(({ id }) => [id, this.rows.get(id) ?? this.#row(id)]));
+    for (const [id, row] of this.rows) if (!rows.has(id)) row.remove();
+    this.rows = rows;
+    shown.forEach((sequence, i) => {
+      const row = rows.get(sequence.id);
+      if (body.children[i] !== row) body.insertBefore(row, body.children[i] ?? null);
+      row.querySelector("button").ariaPressed = String(sequence.id === followed);
+      COLUMNS.slice(1).forEach(([, value], at) => setText(row.children[at + 1], String(value(sequence))));
+    });
+  }
+
+  #row(id) {
+    const choose = () => this.follow(id === this.followed ? null : id);
+    const name = el("th", { scope: "row", class: `hue-${id % NUM_HUES}` }, button(id, choose, { class: "plain" }));
+    return el("tr", {}, name, ...COLUMNS.slice(1).map(() => el("td")));
+  }
+}
+
+export class FollowPanel {
+  constructor(parent, close) {
+    this.title = el("h3");
+    this.bar = el("div", { class: "phases", "aria-hidden": "true" });
+    this.words = el("p", { class: "quiet" });
+    this.close = button("Stop following", close);
+    parent.append(el("section", { class: "card", "aria-label": "Followed sequence" }, this.title, this.bar, this.words, this.close));
+    this.show(undefined);
+  }
+
+  /** Shows a sequence at a time in seconds; undefined: says how to choose one. */
+  show(sequence, now) {
+    this.close.hidden = !sequence;
+    const { id, request, phases } = sequence ?? { id: null, phases: [] };
+    setText(this.title, id === null ? "Follow a sequence" : `Sequence ${id}${request ? ` of request ${request}` : ""}`);
+    const spans = phases.map(({ phase, since }, i) => ({ phase, seconds: (phases[i + 1]?.since ?? now) - since }));
+    while (this.bar.children.length > spans.length) this.bar.lastChild.remove();
+    while (this.bar.children.length < spans.length) this.bar.append(el("span"));
+    spans.forEach(({ phase, seconds }, i) => {
+      const span = this.bar.children[i];
+      span.dataset.phase = phase;
+      span.style.flexGrow = phase === "ended" ? 0 : Math.max(seconds, 0.01);
+      setText(span, phase);
+    });
+    setText(this.words, sequence ? inWords(sequence, spans) : HINT);
+  }
+}
+
+function inWords({ numPrompt, numCached, numComputed, numOutput, numPages, numPreemptions }, spans) {
+  const phases = spans.map(({ phase, seconds }) => (phase === "ended" ? "ended" : `${phase} ${seconds.toFixed(1)} s`)).join(", then ");
+  const prompt = `Prompt of ${numPrompt} tokens, ${numCached} of them found in the prefix cache.`;
+  return `${phases}. ${prompt} ${numOutput} tokens generated, ${numComputed} stored in ${numPages} pages, ${numPreemptions} preemptions.`;
+}
+
+function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
