@@ -26,8 +26,8 @@ let view = null;
 export async function mount(parent, api) {
   unmount();
   const mine = (view = new MonitorView(parent, api));
-  await Promise.all([loadStyle("monitor.css"), loadStyle("vendor/uPlot.min.css"), loadScript("vendor/uPlot.iife.min.js")]);
-  if (view === mine) mine.start(window.uPlot);
+  await Promise.all([loadStyle("monitor.css"), loadStyle("vendor/uPlot.min.css")]);
+  if (view === mine) mine.start();
 }
 
 /** Ends the stream and removes everything. */
@@ -41,7 +41,7 @@ class MonitorView {
     Object.assign(this, { parent, api, state: new CacheState(), stats: null, followed: null, stopping: new AbortController() });
   }
 
-  start(UPlot) {
+  start() {
     const follow = (id) => this.#follow(id);
     this.status = el("p", { class: "status", role: "status", text: "Connecting" });
     this.facts = el("p", { class: "quiet" });
@@ -53,7 +53,7 @@ class MonitorView {
     this.table = new SequenceTable(sequences.appendChild(el("div", { class: "card" })), follow);
     this.panel = new FollowPanel(sequences, () => follow(null));
     this.parent.append(this.root);
-    this.plots = new Plots(plots, UPlot);
+    this.plots = new Plots(plots);
     this.clock = setInterval(() => this.#showFollowed(), CLOCK_MS);
     this.#run();
   }
@@ -180,15 +180,13 @@ class MonitorView {
   }
 }
 
-function loaded(element, url) {
-  return new Promise((resolve, reject) => {
-    element.onload = resolve;
-    element.onerror = () => reject(new Error(`${url} could not be loaded`));
-    document.head.append(element);
-  });
-}
+const styles = new Map();
 
-const loads = new Map();
-const once = (path, load) => loads.get(path) ?? loads.set(path, load(new URL(path, import.meta.url).href)).get(path);
-const loadStyle = (path) => once(path, (href) => loaded(el("link", { rel: "stylesheet", href }), href));
-const loadScript = (path) => once(path, (src) => loaded(el("script", { src }), src));
+/** Adds a style sheet beside this module to the document, once. */
+function loadStyle(path) {
+  const load = new Promise((resolve, reject) => {
+    const fail = () => reject(new Error(`${path} could not be loaded`));
+    if (!styles.has(path)) document.head.append(el("link", { rel: "stylesheet", href: new URL(path, import.meta.url).href, onload: resolve, onerror: fail }));
+  });
+  return styles.get(path) ?? styles.set(path, load).get(path);
+}

@@ -3,6 +3,7 @@
 
 import { el } from "./dom.js";
 import { colours, watchTheme } from "./theme.js";
+import UPlot from "./vendor/uPlot.js";
 
 const SECONDS = 300;
 const HEIGHT = 132;
@@ -46,10 +47,9 @@ const PLOTS = [
 ];
 
 export class Plots {
-  /** Adds the plots to `parent`; `UPlot` is the library's class. */
-  constructor(parent, UPlot) {
+  constructor(parent) {
     this.events = [];
-    this.plots = PLOTS.map((plot) => new Plot(parent, UPlot, plot));
+    this.plots = PLOTS.map((plot) => new Plot(parent, plot));
     this.stopping = new AbortController();
     watchTheme(() => this.plots.forEach((plot) => plot.build()), this.stopping.signal);
     this.observer = new ResizeObserver(() => this.plots.forEach((plot) => plot.resize()));
@@ -71,8 +71,8 @@ export class Plots {
 }
 
 class Plot {
-  constructor(parent, UPlot, { title, format, least, series }) {
-    Object.assign(this, { UPlot, format, least, series });
+  constructor(parent, { title, format, least, series }) {
+    Object.assign(this, { format, least, series });
     this.data = [[], ...series.map(() => [])];
     this.values = series.map((_, i) => el("span", { class: `series-${i + 1}` }));
     this.empty = el("p", { class: "empty quiet", text: "Nothing in the last five minutes" });
@@ -120,7 +120,7 @@ class Plot {
       ],
       series: [{}, ...this.series.map((_, i) => ({ stroke: colour[`series-${i + 1}`], width: 2, dash: i ? [5, 4] : [], points: { show: false } }))],
     };
-    this.plot = new this.UPlot(options, this.data, this.area);
+    this.plot = new UPlot(options, this.data, this.area);
   }
 
   resize() {
