@@ -30,10 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 NOTE = "<!-- Written by scripts/docs reference. Do not edit: change the code and run it again. -->\n"
 SECTIONS = ("engine", "cache", "server")
-COMMANDS = ("serve", "generate", "batch", "bench", "bench --offline", "plan", "convert", "train", "compare")
+COMMANDS = ("serve", "generate", "batch", "bench", "bench --offline", "top", "plan", "convert", "train", "compare")
 EXIT_CODES = {
     0: "The command did what it was asked. `onehead serve`: it was told to stop, and open streams finished.",
-    1: "`onehead bench`, `onehead batch`: it ran to the end, and some requests failed or were refused.",
+    1: "`onehead bench`, `onehead batch`: it ran to the end, and some requests failed or were refused. `onehead top`, `onehead bench`: the "
+    "server cannot be used.",
     2: "Usage: an option, command or file that the command does not take.",
     70: "The engine or API processes cannot be kept alive, or an internal error.",
     71: "A port or memory that cannot be had, also `cache.memory` above what the machine has.",

@@ -25,7 +25,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from commands.bench.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reason
+from commands.bench.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reachable, reason
 from commands.bench.comparison import Earlier
 from commands.bench.figures import Interrupted, circumstances, figures
 from commands.bench.tables import tables
@@ -46,11 +46,6 @@ VOCABULARY = """
 def _split(value: object) -> object:
     """'1,8,32' to a list, as the command line and the environment spell it; an empty text is an empty list."""
     return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-def _reachable(url: str) -> str:
-    Endpoint.parse(url)
-    return url
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -97,7 +92,7 @@ class BenchSettings(Cases):
     With --offline: on an engine in this process, without a server; `onehead bench --offline --help` lists its options.
     """
 
-    url: Annotated[str, AfterValidator(_reachable)] = Field("http://127.0.0.1:8000", description="address of the server")
+    url: Annotated[str, AfterValidator(reachable)] = Field("http://127.0.0.1:8000", description="address of the server")
     rate: Annotated[list[Annotated[float, Field(gt=0, le=1e6)]], NoDecode, BeforeValidator(_split)] = Field(
         [], description="open loop: one run for each of these requests per second on average, as 0.5,2"
     )

@@ -6,9 +6,10 @@ of what a request is sent for.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,15 +42,22 @@ class Endpoint:
         tls = parts.scheme == "https"
         return cls(parts.hostname, parts.port or (443 if tls else 80), parts.netloc, parts.path.rstrip("/"), tls)
 
-    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+    def request(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
         """The bytes of one request on a connection of its own."""
         head = f"{method} {self.prefix}{path} HTTP/1.1\r\nhost: {self.authority}\r\nconnection: close\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         if body:
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         return head.encode() + b"\r\n" + body
 
 
-async def _talk(endpoint: Endpoint, request: bytes) -> AsyncGenerator[tuple[int, bytes], None]:
+def reachable(url: str) -> str:
+    """The same URL. Raises ValueError where no Endpoint can be made of it."""
+    Endpoint.parse(url)
+    return url
+
+
+async def talk(endpoint: Endpoint, request: bytes) -> AsyncGenerator[tuple[int, bytes], None]:
     """Sends a request on a new connection; (status, bytes of the body) as they come in. Raises OSError or ReplyError."""
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=endpoint.tls or None)
     try:
@@ -139,7 +147,7 @@ async def generate(endpoint: Endpoint, request: bytes, timeout: float, outcome: 
 async def _receive(endpoint: Endpoint, request: bytes, outcome: Outcome, clock: Clock) -> None:
     """Stamps each event as it comes in. Raises OSError or ReplyError."""
     status, tail = 0, b""
-    async with aclosing(_talk(endpoint, request)) as pieces:
+    async with aclosing(talk(endpoint, request)) as pieces:
         async for status, body in pieces:
             now = clock()
             *lines, tail = (tail + body).split(b"\n") if status == 200 else (tail + body,)
@@ -147,24 +155,25 @@ async def _receive(endpoint: Endpoint, request: bytes, outcome: Outcome, clock: 
                 if line.startswith(b"data:"):
                     outcome.take(line[5:], now)
     if status != 200:
-        raise ReplyError(_refusal(status, tail))
+        raise ReplyError(refusal(status, tail))
 
 
 async def fetch_info(endpoint: Endpoint, timeout: float) -> dict[str, Any]:
     """The server's /info. Raises OSError or ReplyError."""
     status, text = 0, b""
-    async with asyncio.timeout(timeout), aclosing(_talk(endpoint, endpoint.request("GET", "/info"))) as pieces:
+    async with asyncio.timeout(timeout), aclosing(talk(endpoint, endpoint.request("GET", "/info"))) as pieces:
         async for code, body in pieces:
             status, text = code, text + body
     if status != 200:
-        raise ReplyError(f"GET /info is answered with {_refusal(status, text)}")
+        raise ReplyError(f"GET /info is answered with {refusal(status, text)}")
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
         raise ReplyError("GET /info is not answered with a JSON object") from None
 
 
-def _refusal(status: int, body: bytes) -> str:
+def refusal(status: int, body: bytes) -> str:
+    """An answer that is an error, in words."""
     try:
         return f"HTTP {status}: {_decode(body).error}"
     except msgspec.DecodeError:
