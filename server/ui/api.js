@@ -19,6 +19,8 @@ export class Api {
   #key = null;
   #asking = null;
   #document = null;
+  /** The served model's name, once it is known. */
+  model = "";
 
   constructor(askForKey) {
     this.askForKey = askForKey;

@@ -93,6 +93,7 @@ async function showModel() {
   const model = byId("model");
   try {
     const [first] = (await api.json("v1/models")).data;
+    api.model = first.id;
     model.dataset.state = "ready";
     model.replaceChildren(
       el("span", { class: "name", text: first.id, title: first.id }),

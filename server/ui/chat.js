@@ -1,3 +1,134 @@
-/* Mode "Complete": a prompt in, its continuation out. */
+/* Mode "Chat": a conversation by the checkpoint's chat template. Answers side by side are alternatives: one of them is gone on with. */
 
-export function mount() {}
+import { blank, button, el, textArea } from "./dom.js";
+import { SettingsError } from "./settings.js";
+import { Work } from "./work.js";
+
+const NUM_TOP = 5;
+const EMPTY = "A conversation begins with your message.";
+const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
+const ADVICE =
+  "A base model has no chat template. Serve an instruction-tuned checkpoint, or put a chat_template.jinja into the checkpoint's folder and " +
+  "start the server again. Complete and Fill in the middle work without one.";
+
+/** Mounts the mode into its panel. Returns its view. */
+export function mount(panel, api, history) {
+  return new Chat(panel, api, history).work;
+}
+
+class Chat {
+  /** The messages before the last answer, as the server takes them. */
+  #messages = [];
+  /** The panes of the last answer, of which one is chosen; none before the first. */
+  #answers = [];
+  #chosen = 0;
+  #system = textArea("System message", { rows: 2, placeholder: "Says how the assistant is to behave" });
+  #draft = textArea("Message", { rows: 2, placeholder: "Write a message; without one, the last answer is given anew" });
+  #turns = el("div", { class: "turns" }, blank(EMPTY));
+  #last = null;
+
+  constructor(panel, api, history) {
+    const clear = button("New conversation", () => this.#setForm({ system: this.#system.area.value, messages: [] }), { class: "plain spread" });
+    const system = el("details", { class: "system" }, el("summary", { text: "System message" }), this.#system.area);
+    this.#system.area.setAttribute("aria-label", "System message");
+    this.work = new Work(panel, api, history, {
+      name: "chat",
+      path: "v1/chat/completions",
+      schema: "ChatBody",
+      initial: { max_tokens: "256" },
+      verb: "Send",
+      continued: null,
+      stage: (actions, alert) => [el("div", { class: "row" }, system, clear), this.#turns, alert,
+        el("div", { class: "card" }, el("div", { class: "editor" }, this.#draft.label, this.#draft.area), actions)],
+      body: (again) => this.#body(again),
+      place: (panes, again) => this.#place(panes, again),
+      form: () => ({ system: this.#system.area.value, messages: this.#messages }),
+      setForm: (form) => this.#setForm(form),
+      title: () => this.#messages.findLast((message) => message.role === "user")?.content ?? "",
+      done: () => this.#offerChoices(),
+      advice: (error) => (error.message.includes("chat template") ? ADVICE : ""),
+    });
+  }
+
+  /** The request: `again` asks for another answer to the same messages, as an empty draft does. */
+  #body(again) {
+    const messages = this.#isNew(again) ? [...this.#settled(), this.#drafted()] : this.#messages;
+    if (messages.length === 0) throw new SettingsError("Write a message first.");
+    const system = this.#system.area.value;
+    const first = system === "" ? [] : [{ role: "system", content: system }];
+    return { messages: [...first, ...messages], logprobs: true, top_logprobs: NUM_TOP };
+  }
+
+  #isNew(again) {
+    return !again && this.#draft.area.value !== "";
+  }
+
+  #drafted() {
+    return { role: "user", content: this.#draft.area.value };
+  }
+
+  /** The messages with the chosen answer. */
+  #settled() {
+    const pane = this.#answers[this.#chosen];
+    if (pane === undefined) return this.#messages;
+    const calls = pane.toolCalls;
+    const message = { role: "assistant", content: pane.text };
+    return [...this.#messages, calls.length > 0 ? { ...message, tool_calls: calls } : message];
+  }
+
+  /** Puts the panes of a new answer below the conversation, after the draft if it is sent now. */
+  #place(panes, again) {
+    if (this.#isNew(again)) {
+      const drafted = this.#drafted();
+      this.#settle([drafted]);
+      this.#draft.area.value = "";
+    }
+    this.#turns.querySelector(".blank")?.remove();
+    this.#last ??= this.#turns.appendChild(el("div", { class: "turn" }));
+    this.#last.replaceChildren(el("div", { class: "panes" }, ...panes.map((pane) => pane.element)));
+    this.#answers = panes;
+    this.#chosen = 0;
+  }
+
+  /** Makes the chosen answer a part of the conversation, and adds messages. */
+  #settle(added) {
+    this.#messages = [...this.#settled(), ...added];
+    const kept = this.#answers[this.#chosen];
+    if (kept !== undefined) {
+      kept.setChoice(null);
+      this.#last.replaceChildren(kept.element);
+    }
+    this.#answers = [];
+    this.#last = null;
+    this.#turns.append(...added.map(turnOf));
+  }
+
+  #offerChoices() {
+    this.#answers.forEach((pane, index) => {
+      if (this.#answers.length > 1) pane.setChoice(index === this.#chosen, () => {
+        this.#chosen = index;
+        this.#offerChoices();
+      });
+      if (pane.toolCalls.length > 0) pane.offerResults((results) => {
+        this.#chosen = index;
+        this.#settle(results);
+        this.work.again();
+      });
+    });
+  }
+
+  #setForm({ system, messages }) {
+    this.work.reset();
+    this.#system.area.value = system;
+    this.#messages = messages;
+    this.#answers = [];
+    this.#last = null;
+    this.#turns.replaceChildren(...(messages.length > 0 ? messages.map(turnOf) : [blank(EMPTY)]));
+  }
+}
+
+/** A message that is no longer running. */
+function turnOf({ role, content, tool_calls: calls = [] }) {
+  const text = [content ?? "", ...calls.map((call) => `${call.function.name}(${call.function.arguments})`)].filter((part) => part !== "");
+  return el("div", { class: `turn ${role}` }, el("span", { class: "who", text: NAMES[role] ?? role }), el("div", { class: "said", text: text.join("\n") }));
+}

@@ -36,6 +36,11 @@ export function textArea(label, properties = {}) {
   return { area, label: el("label", { htmlFor: area.id, text: label }) };
 }
 
+/** What stands where outputs will be. */
+export function blank(text) {
+  return el("p", { class: "blank", text });
+}
+
 /** Copies a text to the clipboard, also where the page came over plain HTTP from another machine. Returns whether it could. */
 export async function copy(text) {
   try {

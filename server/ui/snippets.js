@@ -1,0 +1,71 @@
+/* A request as a command or program that anybody can paste: curl, Python with openai's package, JavaScript. Pure functions of texts.
+
+   Invariant: whatever a prompt or parameter holds stays a string of that language. A key is never written down: programs read it from the
+   environment variable ONEHEAD_API_KEY. */
+
+/** Parameters of openai's methods; others go into extra_body. */
+const OPENAI = new Set([
+  "model", "prompt", "messages", "suffix", "max_tokens", "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias",
+  "seed", "stop", "stream", "tools", "tool_choice", "parallel_tool_calls", "response_format",
+]);
+const INDENT = "    ";
+
+/** Name of a language -> function of the server's URL, the route, the body and whether a key is needed. */
+export const SNIPPETS = { curl, Python: python, JavaScript: javascript };
+
+/** In single quotes a shell takes everything as it is, but for the quote itself. */
+function shellQuoted(text) {
+  return `'${text.replaceAll("'", `'\\''`)}'`;
+}
+
+function curl(base, path, body, hasKey) {
+  const lines = [`curl -N ${shellQuoted(base + path)}`, `-H 'content-type: application/json'`];
+  if (hasKey) lines.push(`-H "authorization: Bearer $ONEHEAD_API_KEY"`);
+  return [...lines, `-d ${shellQuoted(JSON.stringify(body, null, 2))}`].join(" \\\n  ");
+}
+
+/** A value as Python writes it: JSON's strings and numbers are Python's too. */
+function pythonValue(value, indent) {
+  if (value === null) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const inner = indent + INDENT;
+  const items = Array.isArray(value)
+    ? value.map((item) => pythonValue(item, inner))
+    : Object.entries(value).map(([key, item]) => `${JSON.stringify(key)}: ${pythonValue(item, inner)}`);
+  const [open, close] = Array.isArray(value) ? "[]" : "{}";
+  if (items.length === 0) return open + close;
+  return `${open}\n${items.map((item) => `${inner}${item},\n`).join("")}${indent}${close}`;
+}
+
+function python(base, path, body, hasKey) {
+  const known = Object.entries(body).filter(([name]) => OPENAI.has(name));
+  const extra = Object.entries(body).filter(([name]) => !OPENAI.has(name));
+  if (extra.length > 0) known.push(["extra_body", Object.fromEntries(extra)]);
+  const values = known.map(([name, value]) => `${INDENT}${name}=${pythonValue(value, INDENT)},\n`).join("");
+  const isChat = path.includes("chat");
+  const key = hasKey ? `os.environ["ONEHEAD_API_KEY"]` : `"none"`;
+  return `${hasKey ? "import os\n\n" : ""}from openai import OpenAI
+
+client = OpenAI(base_url=${JSON.stringify(`${base}v1`)}, api_key=${key})
+stream = client.${isChat ? "chat.completions" : "completions"}.create(
+${values})
+for chunk in stream:
+    for choice in chunk.choices:
+        print(choice.${isChat ? `delta.content or ""` : "text"}, end="", flush=True)
+`;
+}
+
+function javascript(base, path, body, hasKey) {
+  const key = hasKey ? "\n    authorization: `Bearer ${process.env.ONEHEAD_API_KEY}`," : "";
+  return `const response = await fetch(${JSON.stringify(base + path)}, {
+  method: "POST",
+  headers: {
+    "content-type": "application/json",${key}
+  },
+  body: JSON.stringify(${JSON.stringify(body, null, 2).replaceAll("\n", "\n  ")}),
+});
+const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+for (let part; !(part = await reader.read()).done; ) console.log(part.value);
+`;
+}

@@ -1,0 +1,109 @@
+/* One streamed answer that goes on when its connection is lost, or when the engine behind it dies.
+
+   The request is resumable: the server keeps its events, so the stream is read again from the last event that came. Invariant: each event
+   is given to `onChunk` once, in order. It knows no elements of the page. */
+
+import { ApiError, errorOf, events } from "./api.js";
+
+const RETRY_MS = [200, 400, 800, 1500, 3000];
+const GIVE_UP_MS = 60_000;
+const SILENT_MS = 1500;
+
+export class Stream {
+  #api;
+  #abort = new AbortController();
+  #id = null;
+  #lastEvent = null;
+  #heardAt = 0;
+  #isAway = false;
+
+  /** `onChunk(object)`: each event's JSON. `onState(kind, words)`: `lost`, `waiting` while the engine is away, `resumed`. */
+  constructor(api, onChunk, onState) {
+    this.#api = api;
+    this.onChunk = onChunk;
+    this.onState = onState;
+  }
+
+  get stopped() {
+    return this.#abort.signal.aborted;
+  }
+
+  /** Sends the request and reads its answer to the end, or until `stop`. Throws ApiError if the server refuses or fails it. */
+  async run(path, body) {
+    const watch = setInterval(() => this.#lookWhetherAway(), 500);
+    try {
+      const sent = { ...body, stream: true, resumable: true };
+      let response = await this.#api.post(path, sent, this.#abort.signal);
+      this.#id = response.headers.get("x-stream-id");
+      while (response !== null && !(await this.#read(response))) response = await this.#again();
+    } catch (error) {
+      if (!this.stopped) throw error instanceof ApiError ? error : new ApiError("The server cannot be reached.", 0);
+    } finally {
+      clearInterval(watch);
+    }
+  }
+
+  /** Ends the stream, and its generation on the server. */
+  stop() {
+    if (this.stopped) return;
+    this.#abort.abort();
+    if (this.#id !== null) this.#api.fetch(`v1/streams/${this.#id}`, { method: "DELETE" }).catch(() => {});
+  }
+
+  /** Reads events. Returns whether the last one came; false where the connection ended before. */
+  async #read(response) {
+    this.#heardAt = performance.now();
+    try {
+      for await (const event of events(response)) {
+        this.#heardAt = performance.now();
+        if (event.id !== "") this.#lastEvent = event.id;
+        if (this.#isAway) this.#say("resumed", "The stream went on; nothing was lost.");
+        if (event.data === "[DONE]") return true;
+        if (event.event === "superseded") throw new ApiError("This stream is being read elsewhere.", 409);
+        const chunk = JSON.parse(event.data);
+        if (chunk.error) throw new ApiError(chunk.error.message ?? chunk.error, 0);
+        this.onChunk(chunk);
+      }
+    } catch (error) {
+      if (error instanceof ApiError || this.stopped) throw error;
+    }
+    return false;
+  }
+
+  /** A response with the events after the last one; null if there are none. Tries until the server can be reached again. */
+  async #again() {
+    const lostAt = performance.now();
+    this.#say("lost", "Connection lost. Resuming…");
+    for (let attempt = 0; performance.now() - lostAt < GIVE_UP_MS; attempt += 1) {
+      const headers = this.#lastEvent === null ? {} : { "last-event-id": this.#lastEvent };
+      try {
+        const response = await this.#api.fetch(`v1/streams/${this.#id}`, { headers, signal: this.#abort.signal });
+        if (response.status === 204) return null;
+        if (response.ok) return response;
+        if (response.status < 500) throw await errorOf(response);
+      } catch (error) {
+        if (error instanceof ApiError || this.stopped) throw error;
+      }
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(attempt, RETRY_MS.length - 1)]));
+      if (this.stopped) return null;
+    }
+    throw new ApiError("The connection was lost, and the server cannot be reached.", 0);
+  }
+
+  /** Asks the server how it is when no event has come for a while, to tell a dead engine from a long prompt. */
+  async #lookWhetherAway() {
+    if (this.#isAway || this.#heardAt === 0 || performance.now() - this.#heardAt < SILENT_MS) return;
+    this.#heardAt = performance.now();
+    try {
+      const response = await this.#api.fetch("ready");
+      if (response.status === 503) this.#say("waiting", `The engine is away (${(await response.json()).status}). The stream goes on by itself.`);
+    } catch {
+      // The connection of the stream will tell.
+    }
+  }
+
+  #say(kind, words) {
+    this.#isAway = kind !== "resumed";
+    this.onState(kind, words);
+  }
+}

@@ -1,0 +1,242 @@
+/* Generated text as tokens, each tinted by how likely it was, with its alternatives in a card on hover, focus or touch.
+
+   Text is only ever appended, in one batch per animation frame. Lines are elements in blocks that are laid out by themselves, so that a frame
+   costs the same however much stands above it. It knows no requests. */
+
+import { el } from "./dom.js";
+
+const LIMITS = [0.9, 0.6, 0.3, 0.1, 0.02]; // A token less likely than the n-th of these has the tint n.
+const MAX_PIECES_PER_FRAME = 400;
+const MAX_PIECES_PER_LINE = 500; // A longer line goes on in an element of its own: what a frame lays out stays small.
+const MAX_LINES_PER_BLOCK = 40;
+const FOLLOW_PIXELS = 40;
+
+/** The tokens of a choice in a chunk, in both forms of log-probabilities: [{text, logprob, top: [[text, logprob], ...]}]. */
+export function tokensOf({ logprobs }) {
+  if (logprobs?.content) {
+    return logprobs.content.map((entry) => ({
+      text: entry.token,
+      logprob: entry.logprob,
+      top: entry.top_logprobs.map((other) => [other.token, other.logprob]),
+    }));
+  }
+  return (logprobs?.tokens ?? []).map((text, index) => ({
+    text,
+    logprob: logprobs.token_logprobs[index],
+    top: Object.entries(logprobs.top_logprobs?.[index] ?? {}),
+  }));
+}
+
+/** Finds which part of the text each token stands for: chunks may hold back text that a stop string could begin with, and a character may
+    take several tokens. */
+export class Aligner {
+  #text = "";
+  #tokens = [];
+
+  /** Takes a chunk. Returns the pieces [{text, tokens}] that are settled. */
+  push(text, tokens) {
+    this.#text += text;
+    this.#tokens.push(...tokens);
+    const pieces = [];
+    while (this.#text !== "" && this.#tokens.length > 0) {
+      const [first] = this.#tokens;
+      if (first.text !== "" && this.#text.startsWith(first.text)) {
+        pieces.push({ text: first.text, tokens: [this.#tokens.shift()] });
+        this.#text = this.#text.slice(first.text.length);
+      } else if (first.text.startsWith(this.#text)) {
+        return pieces;
+      } else {
+        pieces.push(...this.flush());
+      }
+    }
+    return this.#tokens.length > 0 ? pieces : pieces.concat(this.flush());
+  }
+
+  /** The piece of what is left. */
+  flush() {
+    const piece = { text: this.#text, tokens: this.#tokens };
+    this.#text = "";
+    this.#tokens = [];
+    return piece.text === "" ? [] : [piece];
+  }
+}
+
+/** The element in which a text grows. */
+export class Output {
+  #queue = [];
+  #block = null;
+  #line = null;
+  #spans = [];
+  #current = -1;
+  #frame = 0;
+  /** The text so far. */
+  text = "";
+
+  constructor(name) {
+    this.element = el("div", {
+      class: "output", tabIndex: 0, role: "group", "aria-label": `${name}. Left and right arrow keys step through its tokens.`,
+      data: { empty: "Nothing yet" },
+      on: {
+        keydown: (event) => this.#onKey(event),
+        pointerover: (event) => event.pointerType !== "touch" && event.target.tokens && card.show(event.target),
+        pointerleave: () => card.hideSoon(),
+        click: (event) => event.target.tokens && this.#select(this.#spans.indexOf(event.target)),
+        blur: () => this.#select(-1),
+      },
+    });
+  }
+
+  clear() {
+    cancelAnimationFrame(this.#frame);
+    this.#queue = [];
+    this.#spans = [];
+    this.#line = this.#block = null;
+    this.#current = -1;
+    this.#frame = 0;
+    this.text = "";
+    this.element.replaceChildren();
+  }
+
+  /** Appends pieces [{text, tokens}], at the next animation frame. */
+  append(pieces) {
+    if (pieces.length === 0) return;
+    this.text += pieces.map((piece) => piece.text).join("");
+    this.#queue.push(...pieces);
+    if (this.#frame === 0) this.#frame = requestAnimationFrame(() => this.#draw());
+  }
+
+  #draw() {
+    const box = this.element;
+    const follows = box.scrollHeight - box.scrollTop - box.clientHeight < FOLLOW_PIXELS;
+    const blocks = document.createDocumentFragment();
+    for (const piece of this.#queue.splice(0, MAX_PIECES_PER_FRAME)) this.#add(piece, blocks);
+    box.append(blocks);
+    if (follows) box.scrollTop = box.scrollHeight;
+    this.#frame = this.#queue.length > 0 ? requestAnimationFrame(() => this.#draw()) : 0;
+  }
+
+  #add({ text, tokens }, blocks) {
+    text.split("\n").forEach((part, index) => {
+      if (index > 0) this.#line = null;
+      if (this.#line === null || this.#line.childElementCount >= MAX_PIECES_PER_LINE) this.#newLine(blocks);
+      if (part !== "") this.#line.append(this.#span(part, tokens));
+      else if (index === 0) this.#line.append(this.#span("", tokens, " nl"));
+    });
+  }
+
+  #newLine(blocks) {
+    if (this.#block === null || this.#block.childElementCount >= MAX_LINES_PER_BLOCK) blocks.append((this.#block = el("div")));
+    this.#block.append((this.#line = el("div")));
+  }
+
+  #span(text, tokens, more = "") {
+    const span = document.createElement("span");
+    span.className = `t t${tintOf(tokens)}${more}`;
+    span.textContent = text;
+    span.tokens = tokens;
+    this.#spans.push(span);
+    return span;
+  }
+
+  #onKey(event) {
+    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (step === undefined || event.ctrlKey || event.altKey || event.metaKey || this.#spans.length === 0) return;
+    event.preventDefault();
+    this.#select(Math.max(0, Math.min(this.#spans.length - 1, this.#current + step)));
+  }
+
+  #select(index) {
+    this.#spans[this.#current]?.classList.remove("current");
+    this.#current = index;
+    const span = this.#spans[index];
+    if (span === undefined) return card.hide();
+    span.classList.add("current");
+    span.scrollIntoView({ block: "nearest" });
+    card.show(span);
+  }
+}
+
+function tintOf(tokens) {
+  const logprob = Math.min(...tokens.map((token) => token.logprob ?? 0));
+  return LIMITS.filter((limit) => logprob < Math.log(limit)).length;
+}
+
+/** The strip that explains the tints. */
+export function legend() {
+  const steps = [...LIMITS.keys()].map((index) => el("i", { class: `t${index + 1}` }));
+  return el("p", { class: "legend" }, "Tokens: likely", el("span", {}, el("i"), ...steps), "unlikely");
+}
+
+/** The card beside a token. Escape hides it; it stays while the pointer is on it. */
+class Card {
+  #timer = 0;
+  #element = null;
+
+  show(span) {
+    clearTimeout(this.#timer);
+    this.#element ??= this.#make();
+    this.#element.replaceChildren(...span.tokens.slice(0, 4).flatMap(describe), ...(span.tokens.length ? [] : ["No probability came with it."]));
+    this.#element.hidden = false;
+    this.#place(span.getClientRects()[0] ?? span.getBoundingClientRect());
+  }
+
+  hideSoon() {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.hide(), 250);
+  }
+
+  hide() {
+    if (this.#element !== null) this.#element.hidden = true;
+  }
+
+  #make() {
+    const keep = { pointerenter: () => clearTimeout(this.#timer), pointerleave: () => this.hideSoon() };
+    const made = el("div", { class: "token-card", role: "status", hidden: true, on: keep });
+    document.addEventListener("scroll", () => this.hide(), { passive: true });
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || made.hidden || document.querySelector("dialog[open]")) return;
+      this.hide();
+      event.preventDefault();
+    }, { capture: true });
+    document.body.append(made);
+    return made;
+  }
+
+  /** Below the token, or above it where there is no room. */
+  #place(token) {
+    const { width, height } = this.#element.getBoundingClientRect();
+    const left = Math.max(8, Math.min(token.left, innerWidth - width - 8));
+    const below = token.bottom + 6;
+    this.#element.style.left = `${left}px`;
+    this.#element.style.top = `${below + height < innerHeight ? below : Math.max(8, token.top - height - 6)}px`;
+  }
+}
+
+const card = new Card();
+
+/** A token's probability, and those of the most likely ones. */
+function describe(token) {
+  const rows = new Map(token.top.map(([text, logprob]) => [text, logprob]));
+  rows.set(token.text, token.logprob);
+  const sorted = [...rows].sort((one, other) => other[1] - one[1]).slice(0, 6);
+  return [
+    el("div", { text: `${visible(token.text)}: ${percent(token.logprob)}, log-probability ${token.logprob.toFixed(3)}` }),
+    el("table", {}, el("tbody", {}, ...sorted.map(([text, logprob]) => row(text, logprob, text === token.text)))),
+  ];
+}
+
+function row(text, logprob, chosen) {
+  const share = percent(logprob);
+  const meter = el("meter", { value: Math.exp(logprob), "aria-hidden": "true" });
+  return el("tr", { class: chosen ? "chosen" : null }, el("td", { text: visible(text) }), el("td", { text: share }), el("td", {}, meter));
+}
+
+function percent(logprob) {
+  const share = Math.exp(logprob) * 100;
+  return share >= 0.01 ? `${Number(share.toPrecision(3))} %` : "< 0.01 %";
+}
+
+/** A token's text with its spaces and line ends made visible. */
+function visible(text) {
+  return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "(no text)";
+}
