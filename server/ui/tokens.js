@@ -10,6 +10,7 @@ const MAX_PIECES_PER_FRAME = 400;
 const MAX_PIECES_PER_LINE = 500; // A longer line goes on in an element of its own: what a frame lays out stays small.
 const MAX_LINES_PER_BLOCK = 40;
 const FOLLOW_PIXELS = 40;
+const [SHOW_MS, HIDE_MS] = [120, 250];
 
 /** The tokens of a choice in a chunk, in both forms of log-probabilities: [{text, logprob, top: [[text, logprob], ...]}]. */
 export function tokensOf({ logprobs }) {
@@ -78,7 +79,7 @@ export class Output {
       data: { empty: "Nothing yet" },
       on: {
         keydown: (event) => this.#onKey(event),
-        pointerover: (event) => event.pointerType !== "touch" && event.target.tokens && card.show(event.target),
+        pointermove: (event) => this.#onMove(event),
         pointerleave: () => card.hideSoon(),
         click: (event) => event.target.tokens && this.#select(this.#spans.indexOf(event.target)),
         blur: () => this.#select(-1),
@@ -138,6 +139,11 @@ export class Output {
     return span;
   }
 
+  /** Shows the card where the pointer comes to rest, not where text moves below it. */
+  #onMove({ pointerType, movementX, movementY, target }) {
+    if (pointerType !== "touch" && (movementX !== 0 || movementY !== 0) && target.tokens) card.showSoon(target);
+  }
+
   #onKey(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
     if (step === undefined || event.ctrlKey || event.altKey || event.metaKey || this.#spans.length === 0) return;
@@ -180,9 +186,14 @@ class Card {
     this.#place(span.getClientRects()[0] ?? span.getBoundingClientRect());
   }
 
+  showSoon(span) {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => span.isConnected && this.show(span), SHOW_MS);
+  }
+
   hideSoon() {
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.hide(), 250);
+    this.#timer = setTimeout(() => this.hide(), HIDE_MS);
   }
 
   hide() {

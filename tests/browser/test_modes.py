@@ -1,0 +1,279 @@
+"""What each mode does: complete, fill in the middle, chat; stop, continue, regenerate, side by side; parameters; history."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import OpenPage
+from tests.browser.support import MODES, Mode, expect, fake_answers, token_event
+from tests.support.paths import EMBEDDED
+from tests.support.processes import ServerProcess
+
+PROMPT = "def fibonacci(n):\n    "
+
+
+def completion(server: ServerProcess, **body: Any) -> str:
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200, answer
+    return str(answer["choices"][0]["text"])
+
+
+def test_complete_streams_what_the_server_says(page: Any, server: ServerProcess) -> None:
+    mode = Mode(page, "complete").write(PROMPT).set(max_tokens=40, seed=7, temperature=0.8).run()
+    assert mode.text() == completion(server, prompt=PROMPT, max_tokens=40, seed=7, temperature=0.8)
+    expect(mode.panes.locator("h3")).to_have_text("Seed 7")
+    expect(mode.panes.locator(".stats")).to_contain_text("40 tokens")
+    expect(mode.panes.locator(".stats")).to_contain_text("reached max_tokens")
+
+
+def test_tokens_show_their_probability_on_hover_and_by_keyboard(page: Any) -> None:
+    mode = Mode(page, "complete").write(PROMPT).set(max_tokens=20, seed=7).run()
+    card = page.locator(".token-card")
+    mode.panel.locator(".t").nth(3).hover()
+    expect(card).to_be_visible()
+    expect(card).to_contain_text(re.compile(r"[\d.]+ %, log-probability -\d+\.\d{3}"))
+    assert card.locator("tr").count() >= 5
+    expect(card.locator("tr.chosen")).to_have_count(1)
+    card.hover()  # The card can be pointed at: it does not go away.
+    page.wait_for_timeout(400)
+    expect(card).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(card).to_be_hidden()
+    mode.panes.locator(".output").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(card).to_be_visible()
+    expect(mode.panel.locator(".t.current")).to_have_count(1)
+    assert mode.panel.locator(".t").nth(2).evaluate("(span) => span.classList.contains('current')")
+
+
+def test_an_unlikely_token_is_tinted_more(open_page: OpenPage, server: ServerProcess) -> None:
+    shares = [0.95, 0.7, 0.4, 0.2, 0.05, 0.001]
+    events = [token_event(f"w{number} ", math.log(share)) for number, share in enumerate(shares)]
+    mode = Mode(open_page(server.port, script=fake_answers(events)), "complete").run()
+    spans = mode.panel.locator(".output .t")
+    assert [spans.nth(number).get_attribute("class") for number in range(6)] == [f"t t{number}" for number in range(6)]
+    colours = [spans.nth(number).evaluate("(span) => getComputedStyle(span).backgroundColor") for number in range(6)]
+    assert len(set(colours)) == 6
+
+
+def test_tokens_that_are_held_back_or_share_a_character_find_their_text(open_page: OpenPage, server: ServerProcess) -> None:
+    def event(text: str, *tokens: str) -> dict[str, Any]:
+        scores = {"tokens": [*tokens], "token_logprobs": [-1.0] * len(tokens), "top_logprobs": [{token: -1.0} for token in tokens]}
+        return {"choices": [{"index": 0, "text": text, "logprobs": scores, "finish_reason": None}]}
+
+    held = [event("ab", "ab"), event("", "EN"), event("", "DE"), event("ENDE!", "!"), event("", "bytes:\\xf0"), event("🙂", "bytes:\\x9f")]
+    mode = Mode(open_page(server.port, script=fake_answers([*held, event("x\n\ny", "x\n\n", "y"), event("rest")])), "complete").run()
+    assert mode.text() == "abENDE!🙂x\n\nyrest"
+    assert mode.panel.locator(".output .t").all_text_contents() == ["ab", "EN", "DE", "!", "🙂", "x", "y", "rest"]
+
+
+def test_stop_ends_the_stream_on_the_server_too(page: Any, server: ServerProcess) -> None:
+    mode = Mode(page, "complete").write(PROMPT).set(max_tokens=4000, ignore_eos="true")
+    mode.press("Run")
+    expect(mode.panel.locator(".output .t").nth(5)).to_be_attached()
+    with page.expect_request(lambda request: request.method == "DELETE" and "/v1/streams/" in request.url):
+        page.keyboard.press("Escape")
+    mode.ended()
+    expect(mode.panes.locator(".stats")).to_contain_text("stopped")
+    assert len(mode.text()) > 0
+    page.wait_for_timeout(200)
+    assert server.metric("onehead_requests_running") == 0
+
+
+def test_continue_goes_on_in_place(page: Any, server: ServerProcess) -> None:
+    mode = Mode(page, "complete").write(PROMPT).set(max_tokens=12, temperature=0).run()
+    first = mode.text()
+    page.keyboard.press("Alt+c")
+    expect(mode.panes.locator(".output")).not_to_have_text(first)
+    mode.ended()
+    whole = mode.text()
+    assert whole.startswith(first) and whole == first + completion(server, prompt=PROMPT + first, max_tokens=12, temperature=0)
+
+
+def test_regenerate_gives_the_same_text_and_run_another(page: Any) -> None:
+    mode = Mode(page, "complete").write(PROMPT).set(max_tokens=24).run()
+    first, seed = mode.text(), mode.panes.locator("h3").text_content()
+    mode.press("Regenerate").ended()
+    assert (mode.text(), mode.panes.locator("h3").text_content()) == (first, seed)
+    mode.run()
+    assert (mode.text(), mode.panes.locator("h3").text_content()) != (first, seed)
+
+
+def test_up_to_four_side_by_side(page: Any, server: ServerProcess) -> None:
+    mode = Mode(page, "complete").write(PROMPT).set(max_tokens=16, seed=11)
+    mode.panel.get_by_role("radio", name="4").check()
+    mode.run(4)
+    texts = [mode.text(number) for number in range(4)]
+    assert texts == [completion(server, prompt=PROMPT, max_tokens=16, seed=11 + number) for number in range(4)]
+    boxes = [mode.panes.nth(number).bounding_box() for number in range(4)]
+    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
+
+
+def test_fill_shows_the_gap_in_its_place(page: Any, server: ServerProcess) -> None:
+    before, after = "def add(a, b):\n    ret", "\n\nprint(add(1, 2))\n"
+    mode = Mode(page, "fill").write(before, 0).write(after, 1).set(max_tokens=16, seed=3).run()
+    assert mode.text() == completion(server, prompt=before, suffix=after, max_tokens=16, seed=3)
+    tops = [mode.panel.locator(".editor textarea").nth(0), mode.panes, mode.panel.locator(".editor textarea").nth(1)]
+    assert [top.bounding_box()["y"] for top in tops] == sorted(top.bounding_box()["y"] for top in tops)
+
+
+def test_chat_keeps_the_conversation(page: Any, server: ServerProcess) -> None:
+    mode = Mode(page, "chat").set(max_tokens=12, temperature=0)
+    mode.panel.locator("details.system").evaluate("(element) => { element.open = true; }")
+    mode.panel.get_by_label("System message").fill("Be brief.")
+    mode.write("Hello").run()
+    answer = mode.text()
+    mode.write("And then?").run(2)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "And then?"},
+    ]
+    _, said = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 12, "temperature": 0})
+    assert mode.text() == said["choices"][0]["message"]["content"]
+    expect(mode.panel.locator(".turn.user .said")).to_have_text(["Hello", "And then?"])
+    mode.press("New conversation")
+    expect(mode.panel.locator(".turn")).to_have_count(0)
+
+
+def test_chat_goes_on_with_the_chosen_answer(page: Any) -> None:
+    mode = Mode(page, "chat").set(max_tokens=10, seed=5)
+    mode.panel.get_by_role("radio", name="2").check()
+    mode.write("Hello").run(2)
+    mode.panes.nth(1).get_by_role("button", name="Choose").click()
+    chosen = mode.text(1)
+    mode.panel.get_by_role("radio", name="1").check()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        mode.write("Go on").press("Send")
+    assert sent.value.post_data_json["messages"][1] == {"role": "assistant", "content": chosen}
+    mode.ended(2)
+
+
+def test_chat_shows_tool_calls_and_sends_their_results(open_page: OpenPage, server: ServerProcess) -> None:
+    def delta(value: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        return {"choices": [{"index": 0, "delta": value, "logprobs": None, "finish_reason": finish}]}
+
+    def call(index: int, function: dict[str, str], **more: Any) -> dict[str, Any]:
+        return delta({"tool_calls": [{"index": index, "function": function, **more}]})
+
+    events = [
+        delta({"role": "assistant", "content": "Let me see. "}),
+        call(0, {"name": "weather", "arguments": ""}, id="call_1", type="function"),
+        call(0, {"arguments": '{"city": '}),
+        call(0, {"arguments": '"Bern"}'}),
+        call(1, {"name": "time", "arguments": "{}"}, id="call_2", type="function"),
+        delta({}, "tool_calls"),
+    ]
+    page = open_page(server.port, script=fake_answers(events, "v1/chat/completions"))
+    mode = Mode(page, "chat").write("What is the weather?").run()
+    expect(mode.panel.locator(".tool strong")).to_have_text(["weather", "time"])
+    expect(mode.panel.locator(".tool pre")).to_have_text(['{"city": "Bern"}', "{}"])
+    page.get_by_label("Result of weather").fill("rain")
+    page.get_by_label("Result of time").fill("noon")
+    mode.press("Send results").ended(2)
+    assert page.evaluate("window.sent.messages")[1:] == [
+        {
+            "role": "assistant",
+            "content": "Let me see. ",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}},
+                {"id": "call_2", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
+    ]
+
+
+def test_without_a_chat_template_it_says_what_to_do(open_page: OpenPage) -> None:
+    with ServerProcess(EMBEDDED, "--cache.pages", "64") as server:
+        page = open_page(server.port, expected=("status of 400",))
+        Mode(page, "chat").write("Hello").run()
+        expect(page.get_by_role("alert")).to_contain_text("this model has no chat template")
+        expect(page.get_by_role("alert")).to_contain_text("chat_template.jinja")
+        Mode(page, "complete").run()
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_controls_have_the_bounds_and_words_of_the_schema(page: Any, server: ServerProcess, name: str) -> None:
+    schemas = json.loads(server.get("/openapi.json")[1])["components"]["schemas"]
+    properties = schemas["ChatBody" if name == "chat" else "CompletionBody"]["properties"]
+    mode = Mode(page, name)
+    numbers = mode.panel.locator("input[type=number]").all()
+    assert len(numbers) >= 12
+    for field in numbers:
+        (schema,) = (kind for kind in properties[field.get_attribute("name")]["anyOf"] if kind["type"] != "null")
+        least, most = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum", schema.get("exclusiveMaximum"))
+        assert (float(field.get_attribute("min")), float(field.get_attribute("max"))) == (least, most)
+    mode.panel.get_by_role("button", name="About temperature").click()
+    expect(mode.panel.get_by_text(properties["temperature"]["description"].split(".")[0])).to_be_visible()
+
+
+def test_a_value_out_of_bounds_is_named_and_not_sent(page: Any) -> None:
+    mode = Mode(page, "complete").set(temperature=3)
+    mode.press("Run")
+    expect(page.get_by_role("alert")).to_have_text("temperature: must be from 0 to 2")
+    mode.set(temperature=1, logit_bias="{").press("Run")
+    expect(page.get_by_role("alert")).to_contain_text("logit_bias: is not JSON")
+    expect(mode.panes).to_have_count(0)
+
+
+def test_parameters_are_sent_as_they_are_set(page: Any) -> None:
+    values = {"top_k": 5, "stop": "END\\n\na\\\\b", "stop_token_ids": "3, 4", "ignore_eos": "true", "logit_bias": '{"5": -1}', "seed": 9}
+    mode = Mode(page, "complete").set(**values)
+    with page.expect_request("**/v1/completions") as sent:
+        mode.run()
+    body = sent.value.post_data_json
+    wanted = {"top_k": 5, "stop": ["END\n", "a\\b"], "stop_token_ids": [3, 4], "ignore_eos": True, "logit_bias": {"5": -1}, "seed": 9}
+    assert {name: body[name] for name in wanted} == wanted and "temperature" not in body
+    mode.press("Reset all")
+    assert mode.field("top_k").input_value() == "" and mode.field("stop").input_value() == ""
+
+
+def test_the_output_follows_a_schema_or_an_expression(page: Any) -> None:
+    mode = Mode(page, "complete").set(max_tokens=60, temperature=0)
+    mode.panel.get_by_label("Output format").select_option(label="Regular expression")
+    constraint = mode.panel.get_by_label("Schema or expression of the output")
+    constraint.fill("[0-9]{3}-[0-9]{2}")
+    mode.run()
+    assert re.fullmatch(r"\d{3}-\d{2}", mode.text())
+    mode.panel.get_by_label("Output format").select_option(label="JSON schema")
+    constraint.fill('{"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}')
+    mode.run()
+    assert set(json.loads(mode.text())) == {"a"}
+    constraint.fill('{"type": ')
+    mode.press("Run")
+    expect(page.get_by_role("alert")).to_contain_text("Output format: is not JSON")
+
+
+def test_history_restores_a_run_and_can_be_cleared(page: Any, tmp_path: Path) -> None:
+    mode = Mode(page, "complete").write("first").set(max_tokens=8, seed=1).run()
+    text = mode.text()
+    fill = Mode(page, "fill").write("before", 0).write("after", 1).set(max_tokens=4).run()
+    chat = Mode(page, "chat").write("Hello").set(max_tokens=4).run()
+    said = chat.text()
+    page.reload()
+    expect(page.locator("#model .name")).to_have_text("embedded")
+    page.get_by_role("button", name="History").click()
+    entries = page.locator("#history-list button")
+    expect(entries).to_have_count(3)
+    entries.nth(2).click()
+    expect(page.locator("#panel-complete textarea").first).to_have_value("first")
+    assert mode.text() == text and mode.field("seed").input_value() == "1"
+    page.get_by_role("button", name="History").click()
+    entries.nth(1).click()
+    expect(fill.panel.locator(".editor textarea").nth(1)).to_have_value("after")
+    page.get_by_role("button", name="History").click()
+    entries.nth(0).click()
+    expect(chat.panel.locator(".turn.user .said")).to_have_text("Hello")
+    assert chat.text() == said
+    page.get_by_role("button", name="History").click()
+    page.get_by_role("button", name="Clear history").click()
+    expect(entries).to_have_count(0)
+    assert page.evaluate("localStorage.getItem('onehead.history')") is None
