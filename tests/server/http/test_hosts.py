@@ -81,7 +81,9 @@ def served(request: pytest.FixtureRequest, embedded_folder: Path) -> Iterator[Se
 
 
 def ask(server: ServerProcess, route: str, host: str) -> Reply:
-    return exchange(server.port, f"{route} HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer key\r\nconnection: close\r\n\r\n".encode())
+    reply = exchange(server.port, f"{route} HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer key\r\nconnection: close\r\n\r\n".encode())
+    assert reply is not None
+    return reply
 
 
 @pytest.mark.parametrize("route", ROUTES)
