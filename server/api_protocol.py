@@ -40,6 +40,7 @@ class EngineStatus(Message, frozen=True):
     ready: Ready | None
     status: str
     accepting: bool
+    healthy: bool
     draining: bool
     cheap_template: bool
     """Whether short conversations may be rendered in the API process."""

@@ -103,6 +103,9 @@ class ServerSection(Section):
     )
     tls_key: File | None = Field(None, description="PEM file of the certificate's key, without a password")
     metrics_key: Digest | None = Field(None, description="SHA-256 digest of the key to /metrics; default: none is needed")
+    metrics_aliases: bool = Field(
+        False, description="show metrics under vLLM's names too, with the label model_name, for dashboards and autoscalers made for vLLM"
+    )
     trusted_proxies: Networks = Field(
         (), description="networks, like 10.0.0.0/8, of proxies whose X-Forwarded-For names the client; default: none is believed"
     )

@@ -13,9 +13,10 @@ from typing import Any
 
 from msgspec.structs import asdict
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Info, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from server.metrics_aliases import aliases
 from server.protocol import Gauges, Ready
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -26,14 +27,15 @@ IDLE = Gauges(0, 0, 0, 0, 0.0)
 """The gauges of an idle engine."""
 
 
-class Histogram(Collector):
-    """A histogram of seconds. `observe` costs a tenth of what the one of prometheus_client costs."""
+class Histogram:
+    """A histogram of seconds. It costs a tenth of what the one of prometheus_client costs, when it counts and when it is scraped."""
 
-    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
-        self._name, self._text = name, text
+    def __init__(self, name: str, text: str) -> None:
         self._counts = [0] * (len(LATENCY_BOUNDS) + 1)
         self.sum, self._created = 0.0, time.time()
-        registry.register(self)
+        buckets = "".join(f'{name}_bucket{{le="{bound}"}} %s.0\n' for bound in (*LATENCY_BOUNDS, "+Inf"))
+        self._lines = f"# HELP {name} {text}\n# TYPE {name} histogram\n{buckets}{name}_count %s.0\n{name}_sum %s\n"
+        self._lines += f"# HELP {name}_created {text}\n# TYPE {name}_created gauge\n{name}_created %s\n"
 
     def observe(self, seconds: float) -> None:
         """Counts a value."""
@@ -49,12 +51,10 @@ class Histogram(Collector):
         """The bounds, how many values were at most each of them and above the one before, or above all, and the sum."""
         return {"bounds": LATENCY_BOUNDS, "counts": self._counts, "sum": self.sum}
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """The samples, for the registry."""
-        bounds = [*map(str, LATENCY_BOUNDS), "+Inf"]
-        family = HistogramMetricFamily(self._name, self._text, list(zip(bounds, accumulate(self._counts), strict=True)), self.sum)
-        family.add_sample(f"{self._name}_created", {}, self._created)
-        yield family
+    def exposition(self) -> str:
+        """The lines of a scrape."""
+        counts = [*accumulate(self._counts)]
+        return self._lines % (*counts, counts[-1], self.sum, self._created)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,14 @@ class ClientMetrics(Collector):
 
 
 class Metrics:
-    """A registry and its metrics. The model name is a label of onehead_model_info only (docs/decisions/0030)."""
+    """A registry and its metrics. The model name is a label of onehead_model_info only (docs/decisions/0030), and of vLLM's names of
+    metrics, which are shown too `with_aliases`.
+    """
 
-    def __init__(self, model_name: str = "") -> None:
+    def __init__(self, model_name: str = "", with_aliases: bool = False) -> None:
+        self._with_aliases = with_aliases
         self.registry = CollectorRegistry()
+        self._histograms: list[Histogram] = []
         ProcessCollector(registry=self.registry)
         Info("onehead_build", "Version of the onehead server.", registry=self.registry).info({"version": version("onehead")})
         self._model = {"model_name": model_name}
@@ -145,6 +149,9 @@ class Metrics:
 
     def _declare_others(self) -> None:
         """Latencies, and metrics that belong to no request."""
+        self._cache_config = Info(
+            "onehead_cache_config", "Tokens of a KV cache page, and number of pages, under vLLM's names.", registry=self.registry
+        )
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Time from a sequence's arrival to its first token (TTFT)."
         )
@@ -178,6 +185,7 @@ class Metrics:
         self.idle()
         self.num_pages = ready.num_pages
         self.kv_pages_total.set(ready.num_pages)
+        self._cache_config.info({"block_size": str(ready.page_size), "num_gpu_blocks": str(ready.num_pages)})
         free, total = ready.device_memory
         self.device_memory_used.set(total - free)
         self.device_memory_total.set(total)
@@ -249,7 +257,8 @@ class Metrics:
     def exposition(self) -> bytes:
         """All metrics in the Prometheus text format."""
         self._settle()
-        return generate_latest(self.registry)
+        text = "".join((generate_latest(self.registry).decode(), *(histogram.exposition() for histogram in self._histograms)))
+        return (text + aliases(text) if self._with_aliases else text).encode()
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"onehead_{name}", text, registry=self.registry)
@@ -258,7 +267,8 @@ class Metrics:
         return Counter(f"onehead_{name}", text, registry=self.registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"onehead_{name}", text, self.registry)
+        self._histograms.append(Histogram(f"onehead_{name}", text))
+        return self._histograms[-1]
 
 
 def _totals(counter: Counter) -> dict[str, int]:

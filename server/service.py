@@ -113,7 +113,7 @@ class SupervisedEngine:
         self._watch: asyncio.Task[None] | None = None
         self.every_second: list[Callable[[], None]] = [self.workers.keep_running]
         """Called once a second."""
-        self.metrics = Metrics(name)
+        self.metrics = Metrics(name, section.metrics_aliases)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)

@@ -50,7 +50,9 @@ class ApiSettings:
     def status(self) -> api_protocol.EngineStatus:
         """The state of the server now."""
         client, texts = self._engine.client, self._engine.generation.texts
-        return api_protocol.EngineStatus(client.ready, client.status, client.accepting, client.draining, texts.cheap_template)
+        return api_protocol.EngineStatus(
+            client.ready, client.status, client.accepting, client.healthy, client.draining, texts.cheap_template
+        )
 
     def keys(self) -> dict[str, api_protocol.Terms] | None:
         """The API keys that are valid now."""

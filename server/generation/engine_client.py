@@ -52,6 +52,10 @@ class EngineClient(Protocol):
         """Whether the server is ready for requests."""
 
     @property
+    def healthy(self) -> bool:
+        """Whether the server is ready, or a new engine replaces another and requests wait for it."""
+
+    @property
     def draining(self) -> bool:
         """Whether the server is shutting down."""
 
@@ -125,6 +129,12 @@ class LocalEngineClient:
     @property
     def accepting(self) -> bool:
         return self.admission.accepting
+
+    @property
+    def healthy(self) -> bool:
+        supervisor = self.supervisor
+        is_replacing = supervisor.state is State.STARTING and supervisor.ready is not None and not supervisor.recovery_overdue
+        return self.accepting or (is_replacing and not self.draining)
 
     @property
     def draining(self) -> bool:

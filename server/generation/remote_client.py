@@ -98,6 +98,10 @@ class RemoteEngineClient:
         return self.state.accepting
 
     @property
+    def healthy(self) -> bool:
+        return self.state.healthy
+
+    @property
     def draining(self) -> bool:
         return self.state.draining
 

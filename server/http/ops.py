@@ -22,7 +22,7 @@ class OpsRoutes:
         return [
             _route("/live", self.live, Access.PUBLIC, probe=True),
             _route("/ready", self.ready, Access.PUBLIC, probe=True),
-            _route("/health", self.ready, Access.PUBLIC, probe=True),
+            _route("/health", self.health, Access.PUBLIC, probe=True),
             _route("/ping", self.ready, Access.PUBLIC, probe=True),
             _route("/version", self.version, Access.API_KEY),
             _route("/metrics", self.metrics, Access.METRICS_KEY, probe=True),
@@ -45,6 +45,15 @@ class OpsRoutes:
         if self.generation.client.accepting:
             return JSONResponse({"status": status})
         return JSONResponse({"error": "unhealthy", "error_type": "healthcheck", "status": status}, status_code=503)
+
+    async def health(self) -> Response:
+        """Show whether requests are answered.
+
+        As /ready, but also 200 while a new engine replaces one that crashed or hung: requests wait for it. The status is then the reason,
+        else ok.
+        """
+        client = self.generation.client
+        return JSONResponse({"status": "ok" if client.accepting else client.status}) if client.healthy else await self.ready()
 
     async def version(self) -> Response:
         """Show the version of this server.

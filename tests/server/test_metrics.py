@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.config import ServerSection
 from server.generation.engine_client import LocalEngineClient
 from server.metrics import LATENCY_BOUNDS, Histogram, Metrics
+from server.metrics_aliases import ALIASES
 from server.protocol import Gauges, Heartbeat
 from tests.support.fake_engine import READY
 
@@ -29,15 +30,16 @@ def samples(text: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_histogram_counts_as_the_librarys(seed: int) -> None:
-    rng, ours, theirs = random.Random(seed), CollectorRegistry(), CollectorRegistry()
-    histogram = Histogram("seconds", "Text.", ours)
+    rng, theirs = random.Random(seed), CollectorRegistry()
+    histogram = Histogram("seconds", "Text.")
     reference = prometheus_client.Histogram("seconds", "Text.", buckets=LATENCY_BOUNDS, registry=theirs)
     for _ in range(rng.randrange(200)):
         value = rng.choice((*LATENCY_BOUNDS, 0.0, 1e-9, 1e9, rng.expovariate(1.0)))
         histogram.observe(value)
         reference.observe(value)
-    found, expected = (samples(prometheus_client.generate_latest(registry).decode()) for registry in (ours, theirs))
-    assert found == expected
+    found, expected = histogram.exposition(), prometheus_client.generate_latest(theirs).decode()
+    assert samples(found) == samples(expected)
+    assert [line for line in found.splitlines() if line[0] == "#"] == [line for line in expected.splitlines() if line[0] == "#"]
 
 
 def test_each_help_line_can_be_read_alone() -> None:
@@ -104,3 +106,26 @@ def test_what_engines_count_goes_on_growing_when_one_is_replaced() -> None:
     assert (found["onehead_requests_running"], found["onehead_kv_pages_used"], found["onehead_kv_pages_cached"]) == (1, 2, 1)
     again = samples(metrics.exposition().decode())
     assert {name: value for name, value in again.items() if found[name] != value and not name.startswith("process_")} == {}
+
+
+def test_the_aliases_repeat_the_values_under_vllms_names() -> None:
+    metrics = Metrics('a "b"\\c', with_aliases=True)
+    metrics.loaded(READY)
+    metrics.step(Gauges(2, 1, 3, 4, 0.5, 5, 6, 7), 8)
+    for histogram in (metrics.time_to_first_token, metrics.inter_token_latency, metrics.e2e_latency, metrics.queue_time):
+        histogram.observe(0.3)
+    families = {family.name: family for family in text_string_to_metric_families(metrics.exposition().decode())}
+    for alias, name in ALIASES.items():
+        theirs, ours = families[f"vllm:{alias}"], families[f"onehead_{name}"]
+        assert (theirs.type, theirs.documentation) == (ours.type, ours.documentation)
+        assert len(theirs.samples) == len(ours.samples) > 0
+        for sample, own in zip(theirs.samples, ours.samples, strict=True):
+            assert sample.name.removeprefix(f"vllm:{alias}") == own.name.removeprefix(f"onehead_{name}")
+            assert sample.value == own.value and sample.labels == own.labels | {"model_name": 'a "b"\\c'}
+    assert not [name for name in families if name.startswith("vllm:") and name[5:].removesuffix("_created") not in ALIASES]
+    (info,) = families["vllm:cache_config_info"].samples
+    assert (info.labels["block_size"], info.labels["num_gpu_blocks"]) == (str(READY.page_size), str(READY.num_pages))
+
+
+def test_there_are_no_aliases_unless_they_are_asked_for() -> None:
+    assert "vllm:" not in Metrics("tiny").exposition().decode()

@@ -81,7 +81,7 @@ class FakeFleet:
 
     def status(self) -> api_protocol.EngineStatus:
         client = self.served.client
-        return api_protocol.EngineStatus(client.ready, client.status, client.accepting, client.draining, True)
+        return api_protocol.EngineStatus(client.ready, client.status, client.accepting, client.healthy, client.draining, True)
 
     async def ready(self) -> "FakeFleet":
         """Waits for the engine, and tells all processes."""

@@ -17,6 +17,7 @@ import pytest
 from server import protocol
 from server.generation.admission import MAX_NUMERICAL_ERRORS
 from server.http.tgi.generate import TgiReply
+from server.supervision.engine import State
 from tests.server.http.test_streams import Client, request_of
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.processes import ServerProcess, wait_until
@@ -176,6 +177,31 @@ async def test_probes_of_a_server_that_loads_write_no_line(tokenizer_folder: Pat
     while not caplog.records:  # The line of a request is written once its answer is.
         await asyncio.sleep(0)
     assert [record.getMessage().split()[1] for record in caplog.records] == ["/nowhere"]
+
+
+async def test_health_stays_while_an_engine_is_replaced(tokenizer_folder: Path) -> None:
+    served = await ready(tokenizer_folder)
+
+    async def health(status: int) -> str:
+        response = await Client(served).request("GET", "/health")
+        assert response.status_code == status
+        return str(response.json()["status"])
+
+    assert await health(200) == "ok"
+    served.engine.runs[-1].kill()
+    served.engine.defer = lambda callback: None  # The next engine does not become ready.
+    while served.supervisor.state is State.READY:
+        await asyncio.sleep(0)
+    assert (await Client(served).request("GET", "/ready")).status_code == 503
+    assert (await health(200)).startswith("restarting after the engine")
+    served.client.admission.draining = True
+    assert await health(503) == "draining"
+    served.client.admission.draining = False
+    for _ in range(10_000):
+        served.supervisor.tick(1.0)
+        if served.supervisor.recovery_overdue:
+            break
+    assert await health(503)
 
 
 async def test_not_ready_says_what_the_server_is_doing(tokenizer_folder: Path) -> None:
