@@ -85,6 +85,11 @@ def default(value: Value | None, otherwise: Value) -> Value:
     return otherwise if value is None else value
 
 
+def drawn(seed: int | None) -> int:
+    """The seed, or one that is drawn."""
+    return secrets.randbits(63) if seed is None else seed
+
+
 def text_or_list(value: Any) -> Any:
     """Checks a field that takes a string or an array. Its error names both, where pydantic's would name the array alone."""
     if value is None or isinstance(value, str | list):
@@ -187,7 +192,7 @@ class SamplingBody(Body):
 
     def drawn_seed(self) -> int:
         """The seed, or one that is drawn, another at each call."""
-        return secrets.randbits(63) if self.seed is None else self.seed
+        return drawn(self.seed)
 
 
 class JsonSchema(Body):

@@ -1,4 +1,4 @@
-"""POST /tokenize, whose body selects TGI's or vLLM's dialect, and POST /detokenize."""
+"""POST /tokenize, whose body selects TGI's, vLLM's or llama.cpp's form, and POST /detokenize."""
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -34,7 +34,8 @@ class TokenRoutes:
     async def tokenize(self, http: HttpRequest) -> Response:
         """Turn text into tokens.
 
-        `inputs` is answered as TGI does, with a list of tokens and their places; `prompt` and `messages` as vLLM does, with an object.
+        `inputs` is answered as TGI does, with a list of tokens and their places; `prompt` and `messages` as vLLM does, with an object, and
+        `content` as llama.cpp does, with the token ids alone.
         """
         value = await read_value(http, self.section.max_body_bytes)
         exchange_of(http).dialect = Dialect.OPENAI if value.get("inputs") is None else Dialect.TGI
@@ -47,6 +48,9 @@ class TokenRoutes:
         if body.messages is not None:
             messages = [message.plain() for message in body.messages]
             ids = await texts.run(EncodeChat(messages, body.add_generation_prompt is not False), client)
+        elif body.content is not None:
+            ids = await texts.run(Encode(body.content, bare=not body.add_special), client)
+            return await self.answers.response({"tokens": iter(ids)})
         else:
             ids = await texts.run(Encode(body.prompt or "", bare=body.add_special_tokens is False), client)
         names = map(codec.tokenizer.id_to_token, ids) if body.return_token_strs else None

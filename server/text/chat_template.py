@@ -82,13 +82,11 @@ class ChatTemplate:
         template's filters or the tokenizer's normalizer change it. The conversation has the marks (such tokens, in their order) that it
         has with harmless text in its place; if not, marks spelt in messages are put aside; if it still has others, it is refused.
         """
-        if not self.exists:
-            raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions instead", param="messages")
-        ids = self._codec.encode_bare(self._render(messages, add_generation_prompt))
+        ids = self._codec.encode_bare(self.render(messages, add_generation_prompt))
         harmless = [_changed(message, self._harmless) for message in messages]
         if harmless == messages:
             return ids
-        expected = self._codec.encode_bare(self._render(harmless, add_generation_prompt))
+        expected = self._codec.encode_bare(self.render(harmless, add_generation_prompt))
         # A template may write a mark in parts, so that its source does not contain it. Added words are no marks.
         marks = self._codec.mark_ids | {id for id in set(expected) & self._codec.added.keys() if not self._codec.added[id].isalnum()}
         wanted = [id for id in expected if id in marks]
@@ -96,7 +94,7 @@ class ChatTemplate:
             return ids
         aside = _Aside(self._codec, marks)
         clean = [_changed(message, aside.put) for message in messages]
-        ids, written = aside.encode(self._render(clean, add_generation_prompt))
+        ids, written = aside.encode(self.render(clean, add_generation_prompt))
         if written != wanted:
             raise InvalidRequest("the model's chat template makes special tokens of text in these messages; remove it", param="messages")
         return ids
@@ -114,7 +112,10 @@ class ChatTemplate:
         filler = next((letter for letter in string.ascii_lowercase if not any(letter in text for text in texts)), "x")
         return re.compile(rf"[<&{re.escape(''.join(sorted(first)))}]|[^\x00-\x7f\s]"), filler
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """The text of a conversation. Raises InvalidRequest if there is no template or it refuses the messages."""
+        if not self.exists:
+            raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions instead", param="messages")
         files = self._codec.files
         tokens: dict[str, Any] = {key: files.special_token(key) or "" for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
         try:

@@ -23,8 +23,8 @@ class Filling:
     """A prompt whose continuation is the middle. `healed`: text removed from its end by token healing."""
 
     prompt: list[int]
-    healed: str
-    stop_token_ids: tuple[int, ...]
+    healed: str = ""
+    stop_token_ids: tuple[int, ...] = ()
     """The fill-in-the-middle tokens: the middle ends where the model generates one."""
 
 

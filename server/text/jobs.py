@@ -137,9 +137,9 @@ class Prompts(Job, frozen=True):
     Result = list[Filling]
 
     texts: list[str]
-    bare: bool
-    suffix: str | None
-    heal: bool
+    bare: bool = False
+    suffix: str | None = None
+    heal: bool = False
 
     @property
     def num_chars(self) -> int:
@@ -152,7 +152,7 @@ class Prompts(Job, frozen=True):
     def run(self, texts: Texts) -> list[Filling]:
         if self.suffix is not None:
             return [texts.fim.fill(text, self.suffix, self.heal) for text in self.texts]
-        return [Filling(Encode(text, self.bare).run(texts), "", ()) for text in self.texts]
+        return [Filling(Encode(text, self.bare).run(texts)) for text in self.texts]
 
 
 class EncodeChat(Job, frozen=True):
@@ -167,6 +167,15 @@ class EncodeChat(Job, frozen=True):
 
     def run(self, texts: Texts) -> list[int]:
         return texts.chat_template.encode(self.messages, self.add_generation_prompt)
+
+
+class RenderChat(EncodeChat, frozen=True):
+    """The text of a conversation, as the chat template writes it."""
+
+    Result = str
+
+    def run(self, texts: Texts) -> Any:
+        return texts.chat_template.render(self.messages, self.add_generation_prompt)
 
 
 class Fill(Job, frozen=True):
@@ -215,4 +224,4 @@ class CompileGrammar(Job, frozen=True):
         return InvalidRequest(f"`{self.field}` takes more than {bound} to compile; simplify it", param=self.field)
 
 
-AnyJob = Decode | Spell | Prompts | Encode | EncodeWithPlaces | EncodeChat | Fill | CompileGrammar
+AnyJob = Decode | Spell | Prompts | Encode | EncodeWithPlaces | EncodeChat | RenderChat | Fill | CompileGrammar

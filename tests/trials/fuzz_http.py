@@ -33,9 +33,10 @@ from hypothesis.errors import Flaky, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 from pydantic import BaseModel
 
-from server.http.openai.chat_fields import ChatBody
+from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
-from server.http.openai.infill_fields import InfillBody
+from server.http.openai.fim import FimBody
+from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from tests.support.bad_inputs import CHAT, COMPLETIONS, GENERATE, JSON, body_cases, choice_cases, document, post, prompt_cases, value_cases
@@ -48,12 +49,16 @@ from tests.support.report import Check, conclude, progress, show, usage
 
 FIELDS: dict[str, type[BaseModel]] = {"/generate": GenerateBody, "/generate_stream": GenerateBody, "/": GenerateBody}
 FIELDS |= {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/infill": InfillBody}
-FIELDS |= {"/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
+FIELDS |= {"/completion": LlamaCppCompletionBody, "/v1/fim/completions": FimBody, "/fim/completions": FimBody}
+FIELDS |= {"/apply-template": TemplateBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
 REQUIRED: dict[str, dict[str, Any]] = {path: {"inputs": "def f", "parameters": {"max_new_tokens": 4}} for path in list(FIELDS)[:3]}
 REQUIRED |= {"/v1/completions": {"prompt": "def f"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]}}
 REQUIRED |= {"/infill": {"input_prefix": "def f", "input_suffix": "x"}, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}}
-MOST = {"max_tokens": 8, "max_completion_tokens": 8, "max_new_tokens": 8, "n_predict": 8, "n": 3, "best_of": 3}
+REQUIRED |= {"/completion": {"prompt": "def f"}, "/apply-template": {"messages": [{"role": "user", "content": "hi"}]}}
+REQUIRED |= {"/v1/fim/completions": {"prompt": "def f", "suffix": "x"}, "/fim/completions": {"prompt": "def f"}}
+MOST = {"max_tokens": 8, "max_completion_tokens": 8, "max_new_tokens": 8, "n_predict": 8, "n": 3, "n_cmpl": 3, "best_of": 3}
 LENGTHS = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_tokens", "/infill": "n_predict"}
+LENGTHS |= {"/completion": "n_predict", "/v1/fim/completions": "max_tokens", "/fim/completions": "max_tokens"}
 EXTREMES: list[Any] = [
     None,
     True,
@@ -83,7 +88,7 @@ JSON_VALUES: SearchStrategy[Any] = st.recursive(
 TOKENS = b"\r\n|\n|\r|\0|\r\n\r\n|content-length: 5\r\n|transfer-encoding: chunked\r\n|expect: 100-continue\r\n|connection: close\r\n"
 TOKENS += b"|host: y\r\n|connection: upgrade\r\nupgrade: websocket\r\n|upgrade: h2c\r\n|HTTP/1.0|HTTP/9.9|%00|%2e%2e/|?|#|//|HEAD|CONNECT"
 TOKENS += b'|\xff|\xed\xa0\x80|"|{|[|\\ud800|1e999|NaN|-1|99999999999999999999|"stream":true,|"n":3,|"temperature":0,'
-GETS = ["/info", "/live", "/metrics", "/v1/models", "/v1/models/x", "/docs", "/v1/streams/x", "/plan", "/none", "*"]
+GETS = ["/info", "/live", "/health", "/props", "/metrics", "/v1/models", "/v1/models/x", "/docs", "/v1/streams/x", "/plan", "/none", "*"]
 COMPLETE = ("JSON", "body", "openapi")
 """Kinds that are whole requests, which have to be answered."""
 Edit = tuple[str, int, int, bytes]

@@ -1,12 +1,16 @@
 """Request body of /v1/chat/completions, and its messages."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from server.generation.request import Request
 from server.http import fields
-from server.http.fields import Body, Empty, default
+from server.http.fields import Body, Empty
 from server.http.openai.fields import GenerationBody
+from server.http.openai.llama_cpp_fields import ChatSlotFields, salt, switched_off
+from server.text.codec import TextCodec
 
 
 class TextPart(Body):
@@ -45,11 +49,32 @@ class Message(Body):
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
-class ChatBody(GenerationBody):
-    """The body of POST /v1/chat/completions. Null is the default of every field but `messages`."""
+class Conversation(Body):
+    """What a chat template is given."""
 
     messages: list[Message] = Field(min_length=1, max_length=1024, fail_fast=True)
     """The conversation, oldest message first. 1 to 1024 messages."""
+    add_generation_prompt: bool | None = None
+    """Whether the chat template begins the assistant's answer after the last message. Default: true."""
+    # Accepted at the values that change nothing.
+    tools: list[fields.Json] | None = Empty
+    """Tools are not supported: only an empty list is accepted."""
+    tool_choice: Literal["none", "auto"] | None = None
+    """Tools are not supported: only `none` and `auto` are accepted."""
+    chat_template_kwargs: dict[fields.Name, fields.Json] | None = Empty
+    """Not supported: only an empty object is accepted."""
+
+
+class TemplateBody(Conversation):
+    """The body of POST /apply-template. Null is the default of every field but `messages`."""
+
+    model: str | None = Field(default=None, max_length=1024)
+    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
+
+
+class ChatBody(Conversation, ChatSlotFields, GenerationBody):
+    """The body of POST /v1/chat/completions. Null is the default of every field but `messages`."""
+
     max_tokens: fields.Positive | None = None
     """Most tokens to generate for each output. Default: as many as still fit into the context."""
     max_completion_tokens: fields.Positive | None = None
@@ -58,13 +83,7 @@ class ChatBody(GenerationBody):
     """Return the log-probability of each output token. Default: false."""
     top_logprobs: fields.NumTop | None = None
     """Return this many most likely tokens at each position of the output; only with `logprobs`. Default: 0."""
-    add_generation_prompt: bool | None = None
-    """Whether the chat template begins the assistant's answer after the last message. Default: true."""
     # Accepted at the values that change nothing.
-    tools: list[fields.Json] | None = Empty
-    """Tools are not supported: only an empty list is accepted."""
-    tool_choice: Literal["none", "auto"] | None = None
-    """Tools are not supported: only `none` and `auto` are accepted."""
     parallel_tool_calls: bool | None = None
     """Tools are not supported: accepted for OpenAI's clients, changes nothing."""
     functions: list[fields.Json] | None = Empty
@@ -75,13 +94,11 @@ class ChatBody(GenerationBody):
     """Only text is supported."""
     continue_final_message: Literal[False] | None = None
     """Not supported: only false is accepted."""
-    chat_template_kwargs: dict[fields.Name, fields.Json] | None = Empty
-    """Not supported: only an empty object is accepted."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatBody":
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("`max_tokens` and `max_completion_tokens` differ; give one of them")
+        if len(self._maxima) > 1:
+            raise ValueError("`max_tokens`, `max_completion_tokens` and `n_predict` differ; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("`top_logprobs` is allowed only with `logprobs`")
         if any(message.role != "assistant" and message.content is None for message in self.messages):
@@ -89,8 +106,17 @@ class ChatBody(GenerationBody):
         return self
 
     @property
+    def _maxima(self) -> set[int]:
+        return {self.max_tokens, self.max_completion_tokens, None if self.n_predict == -1 else self.n_predict} - {None}  # type: ignore
+
+    @property
     def max_output_tokens(self) -> int | None:
-        return default(self.max_completion_tokens, self.max_tokens)
+        return next(iter(self._maxima), None)
+
+    def request(self, codec: TextCodec, prompt: list[int]) -> Request:
+        request = super().request(codec, prompt)
+        sampling = replace(request.sampling, **switched_off(self.samplers))
+        return replace(request, sampling=sampling, salt=salt(self.cache_prompt, request.salt))
 
     @property
     def num_top(self) -> int | None:

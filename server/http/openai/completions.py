@@ -29,9 +29,11 @@ class CompletionReply(OpenAIReply):
     """A completion. Sequences are numbered prompt by prompt, `best_of` for each."""
 
     body: CompletionBody
+    objects = "text_completion", "text_completion"
+    """`object` of a whole reply, and of a chunk."""
 
     def __init__(self, body: CompletionBody, model_id: str, generation: Generation, streams: OpenStreams, prompts: list[str]) -> None:
-        super().__init__("cmpl", "text_completion", model_id, body, generation, streams)
+        super().__init__("cmpl", self.objects[bool(body.stream)], model_id, body, generation, streams)
         self.prompts = prompts
         """The text of each prompt with `echo`, else empty."""
         self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
@@ -55,7 +57,7 @@ class CompletionReply(OpenAIReply):
         requests: list[Request] = []
         prompts: list[str] = []
         for prompt in body.prompt:
-            filling = next(filled) if isinstance(prompt, str) else Filling(prompt, "", ())
+            filling = next(filled) if isinstance(prompt, str) else Filling(prompt)
             request, text = _request(generation, body, common, prompt, filling)
             requests += with_choices(request, body.best_of or body.n or 1, all_score=bool(body.stream))
             if body.echo:

@@ -236,10 +236,13 @@ def _check_ids(ids: list[Any], name: str) -> None:
             raise ValueError(f"`{name}.{index}` must be a token id: an integer >= 0")
 
 
+PromptList = Annotated[Prompts, BeforeValidator(_prompts, fields.Text | list[fields.Text] | fields.TokenIds | list[fields.TokenIds])]
+
+
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions. Null is the default of every field but `prompt`."""
 
-    prompt: Annotated[Prompts, BeforeValidator(_prompts, fields.Text | list[fields.Text] | fields.TokenIds | list[fields.TokenIds])]
+    prompt: PromptList
     """The text to continue, or its token ids; or a list of up to 256 texts, or of lists of token ids. Each prompt gets `n` outputs; all
     together up to 1024.
     """

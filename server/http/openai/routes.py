@@ -1,7 +1,8 @@
-"""Routes of OpenAI's dialect: POST /v1/completions and /v1/chat/completions, GET /v1/models; and llama.cpp's POST /infill.
+"""Routes of OpenAI's dialect, POST /v1/completions and /v1/chat/completions and GET /v1/models; Mistral's POST /v1/fim/completions; and
+llama.cpp's POST /infill, /completion and /apply-template and GET /props.
 
-The modules completions, chat and infill convert requests and replies; this one reads bodies and starts them. It knows nothing of TGI's
-dialect.
+The modules completions, chat, fim and llama_cpp convert requests and replies; this one reads bodies and starts them. It knows nothing of
+TGI's dialect.
 """
 
 import json
@@ -21,13 +22,15 @@ from server.http.body import check, read_model
 from server.http.exchange import Dialect, exchange_of
 from server.http.model_names import ModelNames
 from server.http.openai.chat import ChatReply
-from server.http.openai.chat_fields import ChatBody
+from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.completions import CompletionReply
 from server.http.openai.fields import CompletionBody, GenerationBody
-from server.http.openai.infill import InfillReply
-from server.http.openai.infill_fields import InfillBody
+from server.http.openai.fim import FimBody, FimReply
+from server.http.openai.llama_cpp import LlamaCppReply
+from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppBody, LlamaCppCompletionBody
 from server.http.pieces import pieces
 from server.http.routes import Route
+from server.text.jobs import RenderChat
 
 
 class OpenAIRoutes:
@@ -44,7 +47,12 @@ class OpenAIRoutes:
         return [
             Route("/v1/completions", ("POST",), self.completions, Dialect.OPENAI, generates=True, tag="openai"),
             Route("/v1/chat/completions", ("POST",), self.chat, Dialect.OPENAI, generates=True, tag="openai"),
-            Route("/infill", ("POST",), self.infill, Dialect.OPENAI, generates=True, tag="openai"),
+            Route("/v1/fim/completions", ("POST",), self.fim, Dialect.OPENAI, generates=True, tag="openai"),
+            Route("/fim/completions", ("POST",), self.fim, Dialect.OPENAI, generates=True, tag="openai"),
+            Route("/infill", ("POST",), self.infill, Dialect.OPENAI, generates=True, tag="llama.cpp"),
+            Route("/completion", ("POST",), self.llama_cpp_completion, Dialect.OPENAI, generates=True, tag="llama.cpp"),
+            Route("/apply-template", ("POST",), self.apply_template, Dialect.OPENAI, tag="llama.cpp"),
+            Route("/props", ("GET",), self.props, Dialect.OPENAI, tag="llama.cpp"),
             Route("/v1/models", ("GET",), self.models, Dialect.OPENAI, tag="openai"),
             Route("/v1/models/{name:path}", ("GET",), self.model, Dialect.OPENAI, tag="openai"),
         ]
@@ -67,16 +75,59 @@ class OpenAIRoutes:
         delivery = Delivery.of(http, bool(body.stream), body.resumable, sse.DONE)
         return await self.answers.answer(http, await self.open_chat(body, exchange_of(http).reserved), delivery)
 
+    async def fim(self, http: HttpRequest) -> Response:
+        """Fill the gap between two texts, in Mistral's form.
+
+        The fields of /v1/completions, answered as a chat completion. Without `suffix` the prompt is continued.
+        """
+        body = await read_model(http, FimBody, self.section.max_body_bytes)
+        delivery = Delivery.of(http, bool(body.stream), body.resumable, sse.DONE)
+        self._check(body)
+        reply = await FimReply.open(self.generation, body, self.names.shown, exchange_of(http).reserved)
+        return await self.answers.answer(http, reply, delivery)
+
     async def infill(self, http: HttpRequest) -> Response:
         """Fill the gap between two texts.
 
         In llama.cpp's form, for editors. The checkpoint's tokenizer must have fill-in-the-middle tokens.
         """
-        body = await read_model(http, InfillBody, self.section.max_body_bytes)
-        delivery = Delivery.of(http, bool(body.stream), body.resumable)
+        return await self._answer_llama_cpp(http, InfillBody)
+
+    async def llama_cpp_completion(self, http: HttpRequest) -> Response:
+        """Continue one prompt or several, in llama.cpp's form.
+
+        With llama.cpp's names and defaults, for its editors. Others use /v1/completions.
+        """
+        return await self._answer_llama_cpp(http, LlamaCppCompletionBody)
+
+    async def _answer_llama_cpp(self, http: HttpRequest, schema: type[LlamaCppBody]) -> Response:
+        body = await read_model(http, schema, self.section.max_body_bytes)
         check_stops("stop", body.stop, self.section.max_stop_strings, param="stop")
-        reply = await InfillReply.open(self.generation, body, self.names.shown, exchange_of(http).reserved)
+        delivery = Delivery.of(http, bool(body.stream), body.resumable)
+        reply = await LlamaCppReply.open(self.generation, body, self.names.shown, exchange_of(http).reserved)
         return await self.answers.answer(http, reply, delivery)
+
+    async def apply_template(self, http: HttpRequest) -> Response:
+        """Show the prompt that the chat template makes of a conversation.
+
+        Special tokens that are spelt in messages are told from those of the template only on the routes that take the messages themselves.
+        """
+        body = await read_model(http, TemplateBody, self.section.max_body_bytes)
+        self.names.resolve(body.model)
+        job = RenderChat([message.plain() for message in body.messages], body.add_generation_prompt is not False)
+        return await self.answers.json_answers.response({"prompt": await self.generation.texts.run(job, exchange_of(http).client)})
+
+    async def props(self) -> Response:
+        """Show the context length and the chat template.
+
+        What llama.cpp's editors read of its route of this name.
+        """
+        value = {
+            "default_generation_settings": {"n_ctx": self.generation.max_total_tokens},
+            "model_alias": self.names.shown,
+            "chat_template": self.generation.codec.files.chat_template or "",
+        }
+        return JSONResponse(value)
 
     async def models(self) -> Response:
         """List the served model.
@@ -99,6 +150,7 @@ class OpenAIRoutes:
             "created": self.created,
             "owned_by": "onehead",
             "max_model_len": self.generation.max_total_tokens,
+            "meta": {"n_ctx": self.generation.max_total_tokens},
         }
 
     async def response_without_http(self, path: str, value: dict[str, Any], caller: str) -> Any:

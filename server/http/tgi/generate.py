@@ -89,6 +89,7 @@ class TgiRoutes:
             "max_best_of": fields.MAX_CHOICES,
             "max_stop_sequences": self.section.max_stop_strings,
             "max_input_tokens": self.generation.max_total_tokens - 1,
+            "max_input_length": self.generation.max_total_tokens - 1,
             "max_total_tokens": self.generation.max_total_tokens,
             "validation_workers": 1,
             "max_client_batch_size": 1,

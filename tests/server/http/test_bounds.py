@@ -11,13 +11,15 @@ from pydantic.fields import FieldInfo
 
 from server.errors import RequestError
 from server.http import body, fields
-from server.http.openai.chat_fields import ChatBody
+from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
-from server.http.openai.infill_fields import InfillBody
+from server.http.openai.fim import FimBody
+from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 
-BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, InfillBody, GenerateBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, FimBody, InfillBody, LlamaCppCompletionBody, TemplateBody)
+BODIES += (GenerateBody, TokenizeBody, DetokenizeBody)
 LONGEST = 2 * 2**20
 
 

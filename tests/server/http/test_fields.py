@@ -14,9 +14,10 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
-from server.http.openai.chat_fields import ChatBody
+from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.fields import CompletionBody
-from server.http.openai.infill_fields import InfillBody
+from server.http.openai.fim import FimBody
+from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from tests.conftest import CHAT_TEMPLATE
@@ -57,23 +58,39 @@ COMMON: dict[str, tuple[dict[str, Any], Any]] = {
     "priority": ({}, -1),
     "request_id": ({}, "mine"),
 }
+OF_COMPLETIONS: dict[str, tuple[dict[str, Any], Any]] = COMMON | {
+    "prompt": ({}, "def g"),
+    "suffix": ({"token_healing": False}, "x"),
+    "max_tokens": ({}, 3),
+    "echo": ({}, True),
+    "logprobs": ({}, 1),
+    "logprob_token_ids": ({"logprobs": 1}, [5, 6]),
+    "return_tokens_as_token_ids": ({"logprobs": 1}, True),
+    "best_of": ({}, 2),
+    "add_special_tokens": ({}, False),
+    "token_healing": ({}, True),
+}
+OF_LLAMA_CPP: dict[str, tuple[dict[str, Any], Any]] = {
+    "n_predict": ({}, 3),
+    "n_cmpl": ({}, 2),
+    "temperature": ({}, 0.1),
+    "top_k": ({}, 3),
+    "top_p": ({}, 0.5),
+    "min_p": ({}, 0.2),
+    "repeat_penalty": ({}, 1.5),
+    "presence_penalty": ({}, 1.5),
+    "frequency_penalty": ({}, 1.5),
+    "seed": ({"temperature": 1}, 2),
+    "stream": ({}, True),
+    "priority": ({}, 3),
+    "samplers": ({"top_k": 5, "temperature": 1, "seed": 1}, ["temperature"]),
+    "response_fields": ({}, ["content", "timings/predicted_n"]),
+}
 CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str, Any], Any]]]] = {
     CompletionBody: (
         "/v1/completions",
         {"prompt": "def f", **GREEDY},
-        COMMON
-        | {
-            "prompt": ({}, "def g"),
-            "suffix": ({"token_healing": False}, "x"),
-            "max_tokens": ({}, 3),
-            "echo": ({}, True),
-            "logprobs": ({}, 1),
-            "logprob_token_ids": ({"logprobs": 1}, [5, 6]),
-            "return_tokens_as_token_ids": ({"logprobs": 1}, True),
-            "best_of": ({}, 2),
-            "add_special_tokens": ({}, False),
-            "token_healing": ({}, True),
-        },
+        OF_COMPLETIONS,
     ),
     ChatBody: (
         "/v1/chat/completions",
@@ -90,32 +107,37 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "logprob_token_ids": ({"logprobs": True}, [5, 6]),
             "return_tokens_as_token_ids": ({"logprobs": True}, True),
             "add_generation_prompt": ({}, False),
+            "n_predict": ({"max_tokens": None}, 3),
+            "samplers": ({"top_k": 5, "temperature": 1, "seed": 1}, ["temperature"]),
         },
+    ),
+    FimBody: (
+        "/v1/fim/completions",
+        {"prompt": "def f", **GREEDY},
+        OF_COMPLETIONS,
     ),
     InfillBody: (
         "/infill",
         {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 8, "temperature": 0, "seed": 1},
-        {
+        OF_LLAMA_CPP
+        | {
             "input_prefix": ({}, "ax"),
             "input_suffix": ({}, "x"),
             "input_extra": ({}, [{"filename": "x.py", "text": "y"}]),
             "prompt": ({}, "x"),
-            "n_predict": ({}, 3),
-            "temperature": ({}, 0.1),
-            "top_k": ({}, 3),
-            "top_p": ({}, 0.5),
-            "min_p": ({}, 0.2),
-            "repeat_penalty": ({}, 1.5),
-            "presence_penalty": ({}, 1.5),
-            "frequency_penalty": ({}, 1.5),
-            "seed": ({"temperature": 1}, 2),
             "stop": ({}, ["2"]),
-            "stream": ({}, True),
             "token_healing": ({}, False),
-            "priority": ({}, 3),
-            "samplers": ({"top_k": 5, "temperature": 1}, ["temperature"]),
-            "response_fields": ({}, ["content", "timings/predicted_n"]),
         },
+    ),
+    LlamaCppCompletionBody: (
+        "/completion",
+        {"prompt": "def f", "n_predict": 8, "temperature": 0, "seed": 1},
+        OF_LLAMA_CPP | {"prompt": ({}, "def g"), "stop": ({}, ["R"])},
+    ),
+    TemplateBody: (
+        "/apply-template",
+        {"messages": MESSAGES},
+        {"messages": ({}, [{"role": "user", "content": "ho"}]), "add_generation_prompt": ({}, False)},
     ),
     GenerateBody: (
         "/generate",
@@ -162,6 +184,8 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "add_special_tokens": ({}, False),
             "add_generation_prompt": ({"prompt": None, "messages": MESSAGES}, False),
             "return_token_strs": ({}, True),
+            "content": ({"prompt": None}, "ab"),
+            "add_special": ({"prompt": None, "content": "ab"}, True),
         },
     ),
     DetokenizeBody: ("/detokenize", {"tokens": [5, 6]}, {"tokens": ({}, [7])}),
@@ -178,20 +202,25 @@ OF_OPENAI: dict[str, Any] = {
     "use_beam_search": False,
     "spaces_between_special_tokens": True,
 }
+OF_SLOTS: dict[str, Any] = {"id_slot": 0, "lora": []}
+OF_TEMPLATES: dict[str, Any] = {"tools": [], "tool_choice": "none", "chat_template_kwargs": {}}
 HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
     CompletionBody: OF_OPENAI,
+    FimBody: OF_OPENAI,
+    TemplateBody: OF_TEMPLATES | {"model": "tiny"},
     ChatBody: OF_OPENAI
+    | OF_TEMPLATES
+    | OF_SLOTS
     | {
-        "tools": [],
-        "tool_choice": "none",
+        "response_fields": [""],
         "parallel_tool_calls": True,
         "functions": [],
         "function_call": "auto",
         "modalities": ["text"],
         "continue_final_message": False,
-        "chat_template_kwargs": {},
     },
-    InfillBody: {"t_max_prompt_ms": 500, "id_slot": 0, "model": "tiny"},
+    InfillBody: OF_SLOTS | {"t_max_prompt_ms": 500, "model": "tiny"},
+    LlamaCppCompletionBody: OF_SLOTS | {"t_max_prompt_ms": 500, "model": "tiny", "mirostat": 0, "penalty_last_n": 0},
     GenerateBody: {"model": "http://127.0.0.1:8000", "options": {"use_cache": False, "wait_for_model": True}, "use_cache": True},
     Parameters: {"watermark": False},
     TokenizeBody: {"model": "tiny"},
@@ -199,13 +228,15 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
 }
 # In tests/server/http/openai/test_routes.py: what needs a clock, and what goes with one other field alone.
 ELSEWHERE = {
-    TokenizeBody: {"parameters"},
+    TokenizeBody: {"parameters", "parse_special"},
     Parameters: {"best_of"},  # It takes no seed, so nothing can be compared: tests/test_clients.py.
     # `resumable`: tests/server/http/test_streams.py; `cache_salt`: tests/server/engine/test_prefix_reuse.py.
     CompletionBody: {"timeout_s", "resumable", "cache_salt"},
-    ChatBody: {"timeout_s", "resumable", "cache_salt"},
+    FimBody: {"timeout_s", "resumable", "cache_salt"},
+    ChatBody: {"timeout_s", "resumable", "cache_salt", "cache_prompt"},
     GenerateBody: {"timeout_s", "resumable", "cache_salt"},
     InfillBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},
+    LlamaCppCompletionBody: {"t_max_predict_ms", "resumable", "cache_prompt"},
 }
 NOT_HARMLESS = [
     ("/v1/chat/completions", {"tools": [{"type": "function"}]}),
@@ -219,6 +250,12 @@ NOT_HARMLESS = [
     ("/v1/completions", {"use_beam_search": True}),
     ("/v1/completions", {"spaces_between_special_tokens": False}),
     ("/infill", {"samplers": ["mirostat"]}),
+    ("/infill", {"lora": [{"id": 0, "scale": 0.5}]}),
+    ("/completion", {"mirostat": 2}),
+    ("/v1/chat/completions", {"lora": [{"id": 0, "scale": 0.5}]}),
+    ("/v1/chat/completions", {"samplers": ["xtc"]}),
+    ("/apply-template", {"tools": [{"type": "function"}]}),
+    ("/tokenize", {"prompt": None, "content": "ab", "parse_special": False}),
 ]
 # (path, what the request has besides, what is the same as not being said): values of fields that change something at others.
 SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -230,7 +267,10 @@ SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("/v1/chat/completions", {}, {"max_tokens": 8.0, "n": 1.0, "top_k": -1.0}),
     ("/v1/completions", {"temperature": 1, "seed": 3}, {"seed": 3.0, "max_tokens": 8.0}),
-    ("/infill", {}, {"n_predict": 8.0}),
+    ("/infill", {}, {"n_predict": 8.0, "lora": []}),
+    ("/v1/chat/completions", {}, {"n_predict": 8, "id_slot": -1}),
+    ("/v1/chat/completions", {}, {"n_predict": -1}),
+    ("/infill", {"n_predict": None, "max_tokens": 8}, {"max_tokens": 8.0}),
 ]
 
 
@@ -310,7 +350,7 @@ async def test_the_harmless_field_changes_nothing(tokenizer_folder: Path, schema
 async def test_it_is_harmless_at_no_other_value(tokenizer_folder: Path, path: str, extra: dict[str, Any]) -> None:
     base = next(base for other, base, _ in CASES.values() if other == path)
     status, (text, submits) = await observe(tokenizer_folder, path, base | extra)
-    assert status == 400 and next(iter(extra)) in text and submits == []
+    assert status == 400 and [*extra][-1] in text and submits == []
 
 
 @pytest.mark.parametrize("schema", bodies(), ids=lambda schema: schema.__name__)
@@ -328,7 +368,10 @@ async def test_the_value_is_the_same_as_none(tokenizer_folder: Path, path: str, 
     assert before == await observe(tokenizer_folder, path, base | extra) and before[0] == 200
 
 
-@pytest.mark.parametrize("schema", [CompletionBody, ChatBody, InfillBody, Parameters], ids=lambda schema: schema.__name__)
+SEEDED = [CompletionBody, ChatBody, FimBody, InfillBody, LlamaCppCompletionBody, Parameters]
+
+
+@pytest.mark.parametrize("schema", SEEDED, ids=lambda schema: schema.__name__)
 async def test_a_seed_of_minus_one_is_drawn_for_each_request(tokenizer_folder: Path, schema: type[BaseModel]) -> None:
     path, base, _ = CASES[schema]
     seeds = []

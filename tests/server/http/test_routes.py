@@ -31,6 +31,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "def", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "def"}], "max_tokens": 2},
     "/infill": {"input_prefix": "def", "input_suffix": "x", "n_predict": 2},
+    "/completion": {"prompt": "def", "n_predict": 2},
+    "/v1/fim/completions": {"prompt": "def", "suffix": "x", "max_tokens": 2},
+    "/fim/completions": {"prompt": "def", "max_tokens": 2},
 }
 
 

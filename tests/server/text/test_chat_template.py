@@ -82,7 +82,7 @@ def test_no_message_forges_a_role_whose_token_is_not_special(tmp_path: Path, out
     # What only looks dangerous is tokenized as transformers would.
     for harmless in ("a < b && c > d", "\u4f60\u597d <b>x</b>", "</thin> ~ USER"):
         whole = chat.encode(user(harmless))
-        assert whole == codec.encode_bare(chat._render(user(harmless), True))
+        assert whole == codec.encode_bare(chat.render(user(harmless), True))
 
 
 def test_a_template_still_finds_what_it_looks_for_in_a_message(tmp_path: Path) -> None:

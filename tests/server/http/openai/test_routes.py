@@ -278,35 +278,96 @@ def test_tgis_own_example_of_a_grammar_gives_an_object(embedded_server: ServerPr
     assert json.loads(embedded_server.post("/generate", {"inputs": "x", "parameters": parameters})[1]["generated_text"]).keys() == {"n"}
 
 
-LLAMA_VIM = {
-    "id_slot": 0,
-    "model": "",
-    "input_prefix": "def add(a, b):\n    total = a + b\n",
-    "input_suffix": "\n\nprint(add(1, 2))\n",
-    "input_extra": [{"text": "x = 1\n", "time": [1732190400, 5], "filename": "other.py"}],
-    "prompt": "    ret",
-    "n_predict": 24,
-    "stop": ["<|endoftext|>"],
-    "n_indent": 4,
-    "top_k": 40,
-    "top_p": 0.90,
-    "samplers": ["top_k", "top_p", "infill"],
-    "stream": False,
-    "cache_prompt": True,
-    "t_max_prompt_ms": 500,
-    "t_max_predict_ms": 5000,
-    "seed": 7,
-    "response_fields": ["content", "timings/prompt_n", "timings/prompt_ms", "timings/predicted_per_second", "truncated", "no/such"],
-}
+def test_response_fields_that_are_missing_are_left_out(embedded_server: ServerProcess) -> None:
+    body = {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}
+    for fields, found in ((["content", "timings/prompt_n", "no/such"], {"content", "timings/prompt_n"}), ([""], set())):
+        status, answer = embedded_server.post("/infill", body | {"response_fields": fields})
+        assert status == 200 and set(answer) == found
 
 
-def test_the_request_of_llama_vim(embedded_server: ServerProcess) -> None:
-    """The fields that the editor plug-in sends with every completion."""
-    status, answer = embedded_server.post("/infill", LLAMA_VIM)
-    assert status == 200, answer
-    assert set(answer) == {"content", "timings/prompt_n", "timings/prompt_ms", "timings/predicted_per_second", "truncated"}
-    warm = LLAMA_VIM | {"input_prefix": "", "input_suffix": "", "input_extra": [], "prompt": "", "n_predict": 0, "response_fields": [""]}
-    assert embedded_server.post("/infill", warm)[0] == 200
+def test_a_warm_up_computes_the_prompt_and_the_next_request_finds_it(embedded_server: ServerProcess) -> None:
+    """As llama.vim sends it, with time limits of a millisecond and no tokens to predict."""
+    extra = [{"filename": "other.py", "text": "".join(f"def function_{i}(x):\n    return x + {i}\n" for i in range(30))}]
+    body = {"input_prefix": "", "input_suffix": "", "input_extra": extra}
+    status, warmed = embedded_server.post("/infill", body | {"n_predict": 0, "t_max_prompt_ms": 1, "t_max_predict_ms": 1})
+    assert status == 200 and (warmed["content"], warmed["tokens_predicted"], warmed["tokens_cached"]) == ("", 0, 0)
+    status, answer = embedded_server.post("/infill", body | {"input_prefix": "def f(x):\n    ", "n_predict": 2})
+    assert status == 200 and answer["tokens_cached"] >= 256 and answer["generation_settings"]["n_ctx"] == 4096
+
+
+def test_the_time_of_llama_cpp_is_that_of_the_output_and_leaves_its_first_line(embedded_server: ServerProcess) -> None:
+    body = {"prompt": "def f(", "n_predict": 2000, "t_max_predict_ms": 1, "temperature": 0}
+    status, answer = embedded_server.post("/completion", body)
+    assert status == 200 and answer["stop_type"] == "limit" and "\n" in answer["content"] and answer["tokens_predicted"] < 500
+    lines = raw_lines(embedded_server, "/completion", body | {"stream": True})
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    assert "\n" in "".join(event["content"] for event in events) and [event["stop"] for event in events].count(True) == 1
+
+
+def test_completion_of_llama_cpp(embedded_server: ServerProcess) -> None:
+    body = {"prompt": "def add(a, b):", "n_predict": 6, "temperature": 0}
+    whole = embedded_server.post("/completion", body)[1]
+    text = embedded_server.post("/v1/completions", {"prompt": "def add(a, b):", "max_tokens": 6, "temperature": 0})[1]["choices"][0]["text"]
+    assert (whole["content"], whole["tokens_predicted"], whole["stop_type"], whole["index"]) == (text, 6, "limit", 0)
+    ids = embedded_server.post("/tokenize", {"content": "def add(a, b):", "add_special": True})[1]["tokens"]
+    assert embedded_server.post("/completion", body | {"prompt": ids})[1]["content"] == text
+    several = embedded_server.post("/completion", body | {"prompt": ["def add(a, b):", "class A"], "n_cmpl": 2, "n_predict": 10**6})[1]
+    assert [answer["index"] for answer in several] == [0, 1, 2, 3] and several[0]["content"].startswith(text)
+    assert several[0]["content"] == several[1]["content"] and several[2]["content"] == several[3]["content"]
+    events = [
+        json.loads(line.removeprefix(b"data: ")) for line in raw_lines(embedded_server, "/completion", body | {"n": 2, "stream": True})
+    ]
+    for index in (0, 1):
+        own = [event for event in events if event["index"] == index]
+        assert "".join(event["content"] for event in own) == text and [event["stop"] for event in own] == [False] * 5 + [True]
+
+
+def test_fill_in_the_middle_of_mistral(embedded_server: ServerProcess) -> None:
+    gap = {"prompt": "def add(a, b):\n    ret", "suffix": "\n\nprint(add(1, 2))\n", "max_tokens": 8, "temperature": 0}
+    expected = embedded_server.post("/v1/completions", gap)[1]["choices"][0]["text"]
+    for path in ("/v1/fim/completions", "/fim/completions"):
+        answer = embedded_server.post(path, gap | {"random_seed": 3})[1]
+        assert answer["object"] == "chat.completion" and answer["usage"]["completion_tokens"] == 8
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
+        *lines, done = raw_lines(embedded_server, path, gap | {"stream": True})
+        chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+        assert done == b"data: [DONE]" and {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == expected
+    drawn = gap | {"temperature": 1.5, "max_tokens": 16}
+    texts = [embedded_server.post("/fim/completions", drawn | seed)[1]["choices"][0]["message"]["content"] for seed in SEEDS]
+    assert texts[0] == texts[1] != texts[2]
+    status, answer = embedded_server.post("/fim/completions", gap | {"seed": 3, "random_seed": 4})
+    assert status == 400 and "`random_seed`" in answer["error"]["message"]
+    whole = embedded_server.post("/fim/completions", {"prompt": "def f", "temperature": 0})[1]  # To the end, without a gap.
+    assert whole["usage"]["completion_tokens"] > 16
+
+
+SEEDS = ({"random_seed": 3}, {"seed": 3}, {"random_seed": 4})
+
+
+def test_a_template_is_applied_as_chat_does(embedded_server: ServerProcess) -> None:
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "hi"}]
+    for more in ({}, {"add_generation_prompt": False}):
+        prompt = embedded_server.post("/apply-template", {"messages": messages} | more)[1]["prompt"]
+        ids = embedded_server.post("/tokenize", {"messages": messages} | more)[1]["tokens"]
+        assert embedded_server.post("/tokenize", {"content": prompt})[1] == {"tokens": ids}
+    status, answer = embedded_server.post("/apply-template", {"messages": [{"role": "nobody", "content": "x"}]})
+    assert status == 400 and "messages.0.role" in answer["error"]["message"]
+    props = json.loads(embedded_server.get("/props")[1])
+    assert props["default_generation_settings"] == {"n_ctx": 4096} and props["chat_template"]
+
+
+def test_a_chat_without_a_token_computes_its_prompt(embedded_server: ServerProcess) -> None:
+    """The warm-up of llama.vim's instructions; afterwards the prompt is in the prefix cache unless `cache_prompt` is false."""
+    text = "".join(f"value_{i} = {i}\n" for i in range(60))
+    body = {"messages": [{"role": "user", "content": text}], "id_slot": 3}
+    answer = embedded_server.post("/v1/chat/completions", body | {"n_predict": 0, "samplers": []})[1]
+    assert (answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]) == ("", 0)
+    for cache_prompt in (True, False):
+        usage = embedded_server.post("/v1/chat/completions", body | {"max_tokens": 1, "cache_prompt": cache_prompt})[1]["usage"]
+        assert (usage["prompt_tokens_details"]["cached_tokens"] > 128) == cache_prompt
+    status, answer = embedded_server.post("/v1/chat/completions", body | {"n_predict": 3, "max_tokens": 4})
+    assert status == 400 and "differ; give one of them" in answer["error"]["message"]
 
 
 def test_a_line_indented_too_little_ends_the_middle(embedded_server: ServerProcess) -> None:
