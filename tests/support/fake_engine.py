@@ -5,9 +5,11 @@ callbacks given to `defer`: by default the event loop's next iteration, or a que
 """
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from server import protocol
 from server.config import ServerSection
@@ -82,6 +84,7 @@ class FakeEngine:
         self.runs: list[EngineRun] = []
         self.submits: list[protocol.Submit] = []
         self.cancels: list[int] = []
+        self.looks: list[protocol.Look] = []
 
     def spawn(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> "EngineRun":
         """Spawns an engine. It sends nothing before this has returned."""
@@ -114,6 +117,7 @@ class EngineRun:
         self.engine = engine
         self.crash_after = crash_after
         self.open: dict[int, protocol.Submit] = {}
+        self.cache = FakeCache(engine.ready.num_pages)
         self.ended = False
         self._on_message = on_message
         self._on_exit = on_exit
@@ -139,6 +143,10 @@ class EngineRun:
         elif isinstance(message, protocol.Cancel):
             self.engine.cancels.append(message.id)
             self.open.pop(message.id, None)
+        elif isinstance(message, protocol.Look):
+            view = self.cache.answer(message, self.open)
+            self.engine.looks.append(message)
+            self.engine.defer(lambda: self._send_up(view))
         elif isinstance(message, protocol.Shutdown):
             self._exit(0)
 
@@ -192,6 +200,42 @@ class EngineRun:
         if finish is not None:
             del self.open[id]
         return protocol.Token(id, index, token, -1.0, finish, ((token, -1.0),) * submit.num_top)
+
+
+class FakeCache:
+    """The pages of one engine: each open sequence owns one."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._number = 0
+        self._owners: dict[int, int] = {}
+        self._rows: dict[int, protocol.SequenceRow] = {}
+
+    def answer(self, look: protocol.Look, sequences: dict[int, protocol.Submit]) -> protocol.CacheView:
+        is_whole = look.after != self._number
+        before, rows = ({}, {}) if is_whole else (self._owners, self._rows)
+        self._owners = {id % self._num_pages: id for id in sequences}
+        self._rows = {id: _row(submit) for id, submit in sequences.items()}
+        changed = [page for page in range(self._num_pages) if self._owners.get(page) != before.get(page)]
+        runs = [[page, 1, 2, self._owners[page], 0] if page in self._owners else [page, 1, 0, -1, 0] for page in changed]
+        new = [row for id, row in self._rows.items() if row != rows.get(id)]
+        ended = [id for id in rows if id not in self._rows]
+        self._number += bool(is_whole or new or ended)
+        cells = array("q", [number for run in runs for number in run]).tobytes()
+        dump = self._dump() if look.dump else None
+        return protocol.CacheView(self._number, self._number, is_whole, cells, new, ended, dump)
+
+    def _dump(self) -> dict[str, Any]:
+        listed = {
+            str(id): {"running": True, "pages": [[id % self._num_pages]], "num_computed": row[5], "num_output": row[6]}
+            for id, row in self._rows.items()
+        }
+        return {"owners": [int(page in self._owners) for page in range(self._num_pages)], "cached": [], "sequences": listed}
+
+
+def _row(submit: protocol.Submit) -> protocol.SequenceRow:
+    num_prompt, num_output = len(submit.prompt), len(submit.output)
+    return submit.id, submit.request, "running", num_prompt, 0, num_prompt + num_output, num_output, 1, 0
 
 
 def _seed(submit: protocol.Submit) -> int:

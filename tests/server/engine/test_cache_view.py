@@ -1,0 +1,153 @@
+"""Views of the cache: changes, applied one after the other, give what the allocator and the sequences have, whatever happens between."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from model.step import Sampling
+from server import protocol
+from server.engine.cache_view import MOST_WAITING, CacheViews
+from server.engine.core import EngineCore
+from server.engine.limits import Limits
+from server.engine.scheduler import Scheduler
+from server.protocol import Look
+from tests.server.engine.test_core import OverlappedHistory
+from tests.server.engine.test_scheduler import History, run_histories
+from tests.support.cache_client import CACHED, OWNED, SHARED, CacheClient
+from tests.support.hash_model import HashModel, one_group
+
+SEEDS, MANY = 500, 5000
+"""Histories of every run of the tests, and of `-m slow`, of each kind."""
+
+
+class Watcher:
+    """Looks at a scheduler now and then, as the front process does, and compares a viewer's state with the scheduler's."""
+
+    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+        self.views = CacheViews(scheduler)
+        self.limits = scheduler.limits
+        self.rng = random.Random(seed)
+        self.chance = self.rng.choice([0.1, 0.5, 1.0])
+        self.client = CacheClient()
+        self.last = -1
+        self.seen: Counter[str] = Counter()
+
+    def maybe(self) -> None:
+        if self.rng.random() < self.chance:
+            self.look()
+
+    def look(self) -> None:
+        """Raises AssertionError where the states differ."""
+        look = Look(-1 if self.rng.random() < 0.05 else self.last, dump=True)
+        view = protocol.decode_from_engine(protocol.encode(self.views.answer(look)))
+        assert isinstance(view, protocol.CacheView) and view.dump is not None
+        assert view.is_whole == (look.after != self.last or self.last == -1)
+        event = event_of(view, self.limits.num_pages)
+        if view.number != self.last:
+            self.client.take(event)
+        else:
+            assert not (event["cells"] or event["sequences"] or event["ended"]), "changes without a number of their own"
+            self.seen["no change"] += 1
+        self.last = view.number
+        stacks = [group.num_stacks for group in self.limits.layout.groups]
+        problems = self.client.problems(view.dump | {"page_size": self.limits.layout.page_size}, stacks)
+        assert not problems, problems[:3]
+        kinds = Counter(cell[0] for cell in self.client.cells)
+        self.seen["looks"] += 1
+        for name, kind in (("cached pages", CACHED), ("owned pages", OWNED), ("shared pages", SHARED)):
+            self.seen[name] += kinds[kind] > 0
+        for sequence in self.client.sequences.values():
+            self.seen[f"{sequence['state']} sequence"] += 1
+
+
+def event_of(view: protocol.CacheView, num_pages: int) -> dict[str, Any]:
+    """The event that the front process makes of a view."""
+    cells = memoryview(view.cells).cast("q").tolist()
+    head = {"engine": 0, "view": view.number, "step": view.step, "whole": view.is_whole, "num_pages": num_pages}
+    return head | {"cells": cells, "sequences": view.sequences, "ended": view.ended}
+
+
+def watched(kind: type[History]) -> Callable[[int], History]:
+    """Histories of a kind that are looked at between any two of their events."""
+
+    class Watched(kind):  # type: ignore[valid-type, misc]
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            self.watcher = Watcher(self.scheduler, seed)
+
+        def submit(self) -> None:
+            super().submit()
+            self.watcher.maybe()
+
+        def cancel(self) -> None:
+            ending = len(self.scheduler.ended_in_flight)
+            super().cancel()
+            self.watcher.seen["an ended one in flight"] += len(self.scheduler.ended_in_flight) > ending
+            self.watcher.maybe()
+
+        def step(self) -> None:
+            super().step()
+            self.watcher.maybe()
+
+        def run(self) -> Counter[str]:
+            super().run()
+            self.watcher.look()
+            assert not self.watcher.client.sequences
+            return self.watcher.seen
+
+    return Watched
+
+
+KINDS = "no change", "cached pages", "owned pages", "shared pages", "waiting sequence", "running sequence", "preempted sequence"
+
+
+@pytest.mark.parametrize("kind", [History, OverlappedHistory])
+def test_the_changes_of_views_add_up(kind: type[History]) -> None:
+    seen = run_histories(range(SEEDS), watched(kind))
+    assert min(seen[name] for name in KINDS) > 250, seen
+    assert seen["an ended one in flight"] > 10 or kind is History, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [History, OverlappedHistory])
+def test_the_changes_of_views_add_up_in_many_histories(kind: type[History]) -> None:
+    run_histories(range(SEEDS, MANY), watched(kind))
+
+
+def scheduler_of(num_pages: int, max_running: int = 4) -> Scheduler:
+    return Scheduler(Limits(num_pages, one_group(4), 4096, max_running, max(16, max_running)))
+
+
+def test_a_view_that_is_not_the_next_one_is_whole() -> None:
+    scheduler = scheduler_of(8)
+    views = CacheViews(scheduler)
+    first = views.answer(Look(-1, dump=False))
+    assert (first.number, first.is_whole, first.cells, first.sequences, first.dump) == (1, True, b"", [], None)
+    scheduler.submit(3, [1, 2, 3, 4, 5], 6, Sampling(), request="mine")
+    EngineCore(scheduler, HashModel(one_group(4))).step()
+    for after, whole in ((0, True), (7, True), (3, False)):
+        view = views.answer(Look(after, dump=False))
+        assert view.is_whole is whole and view.step == 1
+        assert (memoryview(view.cells).cast("q").tolist() == [0, 1, 2, 3, 0, 1, 1, 2, 3, 4]) is whole
+        assert (view.sequences == [(3, "mine", "running", 5, 0, 5, 1, 2, 0)]) is whole
+
+
+def test_a_long_queue_is_cut() -> None:
+    scheduler = scheduler_of(8)
+    for id in range(MOST_WAITING + 5):
+        scheduler.submit(id, [1, 2], 2, Sampling())
+    assert [row[0] for row in CacheViews(scheduler).answer(Look(-1, dump=False)).sequences] == list(range(MOST_WAITING))
+
+
+def test_reading_pages_leaves_them_to_their_sequences() -> None:
+    """An array that numpy refers to cannot grow."""
+    scheduler = scheduler_of(64)
+    views, core = CacheViews(scheduler), EngineCore(scheduler, HashModel(one_group(4)))
+    scheduler.submit(1, [1], 100, Sampling())
+    kept = []
+    while scheduler.has_work:
+        core.step()
+        kept.append(views.answer(Look(-1, dump=True)))
