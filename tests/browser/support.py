@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -94,13 +95,18 @@ class CuttingProxy:
         self._open: set[socket.socket] = set()
         self._broken = False
         self.cuts = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.cut()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
         self._listener.close()
 
     def cut(self) -> None:
@@ -115,6 +121,10 @@ class CuttingProxy:
     def mend(self) -> None:
         self._broken = False
 
+    def _start(self, target: Callable[..., None], *arguments: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments))
+        self._threads[-1].start()
+
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
@@ -123,15 +133,23 @@ class CuttingProxy:
                     client.close()
                     continue
                 server = socket.create_connection(("127.0.0.1", self._target))
-                for source, sink in ((client, server), (server, client)):
-                    self._open.add(source)
-                    threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+                self._open |= {client, server}
+                self._start(self._pass_on, client, server)
+
+    def _pass_on(self, client: socket.socket, server: socket.socket) -> None:
+        """Copies both ways until one side ends, and closes both."""
+        back = threading.Thread(target=self._copy, args=(server, client))
+        back.start()
+        self._copy(client, server)
+        back.join()
+        for connection in (client, server):
+            self._open.discard(connection)
+            connection.close()
 
     def _copy(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(2**16):
                 sink.sendall(data)
-        self._open.discard(source)
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

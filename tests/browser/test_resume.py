@@ -1,0 +1,105 @@
+"""Streams that lose their connection or their engine, and keys."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from tests.browser.conftest import OpenPage
+from tests.browser.support import CuttingProxy, Mode, expect
+from tests.support.processes import ServerProcess, kill
+
+PROMPT = "def fibonacci(n):\n    "
+LONG: dict[str, Any] = {"max_tokens": 1500, "seed": 7, "ignore_eos": "true"}
+NETWORK_ERRORS = r"error: Failed to load resource: net::ERR_"
+"""The browser logs every request that fails; nothing else may be logged."""
+
+
+def undisturbed(server: ServerProcess) -> str:
+    body = {"prompt": PROMPT, "max_tokens": 1500, "seed": 7, "ignore_eos": True}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200, answer
+    return str(answer["choices"][0]["text"])
+
+
+def running(page: Any) -> Mode:
+    """A mode whose output has begun and will take a while."""
+    mode = Mode(page, "complete").write(PROMPT).set(**LONG).press("Run")
+    expect(mode.panel.locator(".output .t").nth(20)).to_be_attached()
+    return mode
+
+
+def test_a_cut_connection_is_resumed(open_page: OpenPage, server: ServerProcess) -> None:
+    with CuttingProxy(server.port) as proxy:
+        mode = running(open_page(proxy.port, expected=(NETWORK_ERRORS,)))
+        proxy.cut()
+        expect(mode.panes.locator(".note").last).to_have_text("Connection lost. Resuming…")
+        assert proxy.cuts >= 2
+        proxy.mend()
+        expect(mode.panes.locator(".note").last).to_have_text("The stream went on; nothing was lost.")
+        mode.ended()
+        assert mode.text() == undisturbed(server)
+        expect(mode.panes.locator(".stats")).to_contain_text("1,500 tokens")
+
+
+def test_a_stream_survives_many_cuts(open_page: OpenPage, server: ServerProcess) -> None:
+    with CuttingProxy(server.port) as proxy:
+        mode = running(open_page(proxy.port, expected=(NETWORK_ERRORS,)))
+        cuts = 0
+        while mode.panel.locator(".pane[data-state=running]").count() and cuts < 12:
+            proxy.cut()
+            proxy.mend()
+            cuts += 1
+            mode.page.wait_for_timeout(120)
+        mode.ended()
+        assert cuts >= 3
+        assert mode.text() == undisturbed(server)
+
+
+def test_an_engine_that_is_killed_is_survived(open_page: OpenPage, embedded_folder: Path) -> None:
+    with ServerProcess(embedded_folder, "--cache.pages", "512") as server:
+        mode = running(open_page(server.port, expected=("status of 503",)))
+        kill(server.engine_pid)
+        expect(mode.panes.locator(".note").last).to_contain_text("The engine is away")
+        expect(mode.panes.locator(".note").last).to_have_text("The stream went on; nothing was lost.")
+        mode.ended()
+        assert server.metric("onehead_engine_restarts_total") == 1
+        assert mode.text() == undisturbed(server)
+
+
+def test_a_server_that_stays_away_is_named(open_page: OpenPage, embedded_folder: Path) -> None:
+    with ServerProcess(embedded_folder, "--cache.pages", "64") as server:
+        page = open_page(server.port, expected=(NETWORK_ERRORS,))
+        mode = Mode(page, "complete")
+    mode.press("Run")
+    expect(page.get_by_role("alert")).to_have_text("The server cannot be reached.")
+    expect(mode.panel.get_by_role("button", name="Run", exact=True)).to_be_enabled()
+
+
+def test_a_key_is_asked_for_once_and_kept_in_memory_only(open_page: OpenPage, embedded_folder: Path) -> None:
+    digest = hashlib.sha256(b"secret-key").hexdigest()
+    with ServerProcess(embedded_folder, "--cache.pages", "64", "--server.api_keys", digest) as server:
+        page = open_page(server.port, expected=("status of 401",))
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_be_visible()
+        expect(dialog).to_contain_text("This server asks for an API key")
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        expect(dialog).to_contain_text("The server refused that API key")
+        page.keyboard.type("secret-key")
+        page.keyboard.press("Enter")
+        expect(dialog).to_be_hidden()
+        expect(page.locator("#model .name")).to_have_text("embedded")
+        mode = Mode(page, "complete").set(max_tokens=8, seed=7).run()
+        assert mode.text() != ""
+        Mode(page, "chat").write("Hello").set(max_tokens=8).run()
+        expect(dialog).to_be_hidden()
+        assert "secret-key" not in page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+        assert "secret-key" not in page.content() and "secret-key" not in "".join(page.watch.requests)
+        mode = Mode(page, "complete").press("Code")
+        expect(page.locator("dialog.code pre")).to_contain_text("Bearer $ONEHEAD_API_KEY")
+        page.reload()
+        expect(dialog).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.locator("#model")).to_contain_text("an API key is needed")
+        page.get_by_role("button", name="Enter key").click()
+        expect(dialog).to_be_visible()
