@@ -4,7 +4,6 @@ Invariant: they are shown as text: no element comes of them, no script runs, no 
 """
 
 import json
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -53,11 +52,7 @@ WRAPPINGS = [
 ]
 CORPUS = [wrapping.replace("{}", element) for element, wrapping in product(ELEMENTS, WRAPPINGS)]
 PER_PAGE = 40
-
-
-def batches() -> Iterator[list[str]]:
-    for begin in range(0, len(CORPUS), PER_PAGE):
-        yield CORPUS[begin : begin + PER_PAGE]
+BATCHES = [CORPUS[begin : begin + PER_PAGE] for begin in range(0, len(CORPUS), PER_PAGE)]
 
 
 def shown(text: str) -> str:
@@ -80,7 +75,7 @@ def test_there_are_two_hundred() -> None:
     assert len(set(CORPUS)) == 200
 
 
-@pytest.mark.parametrize("texts", batches(), ids=lambda texts: str(CORPUS.index(texts[0])))
+@pytest.mark.parametrize("texts", BATCHES, ids=range(0, len(CORPUS), PER_PAGE))
 def test_a_completion_and_its_alternatives_are_text(open_page: OpenPage, server: ServerProcess, texts: list[str]) -> None:
     events = [token_event(text, -1.0, {text: -1.0, **{other: -2.0 for other in texts[:3]}}) for text in texts]
     page = open_page(server.port, script=fake_answers(events))
@@ -97,7 +92,7 @@ def test_a_completion_and_its_alternatives_are_text(open_page: OpenPage, server:
     check_nothing_ran(page)
 
 
-@pytest.mark.parametrize("texts", batches(), ids=lambda texts: str(CORPUS.index(texts[0])))
+@pytest.mark.parametrize("texts", BATCHES, ids=range(0, len(CORPUS), PER_PAGE))
 def test_prompts_parameters_and_code_are_text(page: Any, texts: list[str]) -> None:
     mode = Mode(page, "complete").set(max_tokens=1)
     for number, text in enumerate(texts):
@@ -117,7 +112,7 @@ def test_prompts_parameters_and_code_are_text(page: Any, texts: list[str]) -> No
     check_nothing_ran(page)
 
 
-@pytest.mark.parametrize("texts", batches(), ids=lambda texts: str(CORPUS.index(texts[0])))
+@pytest.mark.parametrize("texts", BATCHES, ids=range(0, len(CORPUS), PER_PAGE))
 def test_messages_tools_reasoning_and_errors_are_text(open_page: OpenPage, server: ServerProcess, texts: list[str]) -> None:
     deltas: list[dict[str, Any]] = [{"content": text, "reasoning_content": text} for text in texts]
     deltas += [
