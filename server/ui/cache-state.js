@@ -1,6 +1,6 @@
 /* The KV cache of a running engine, as the events of GET /monitor describe it: every page's kind, owner and position, and the sequences.
 
-   Invariant: after `apply` the state is the engine's own at the event's step; an event that does not continue the state is an Error.
+   Invariant: after `apply` the state is the engine's own at the event's view; an event that does not continue the state is an Error.
    It knows nothing of the network, the document and the clock: times are arguments. */
 
 export const FREE = 0;
@@ -23,7 +23,7 @@ export function phaseOf(sequence) {
 export class CacheState {
   constructor() {
     this.engine = null;
-    this.step = 0;
+    this.view = 0; // Number of the engine's view, which the next event changes.
     this.pageSize = 1;
     this.sequences = new Map(); // Open sequences by id.
     this.ended = new Map(); // The latest ended ones by id, oldest first.
@@ -37,7 +37,7 @@ export class CacheState {
     }
     if (event.whole) this.#allocate(event.num_pages);
     this.engine = event.engine;
-    this.step = event.step;
+    this.view = event.view;
     this.pageSize = event.page_size;
     const pages = this.#setCells(event.cells);
     const advanced = this.#setSequences(event, now);

@@ -75,13 +75,13 @@ class MonitorView {
     const readout = (text) => (words.textContent = text || MAP_HINT);
     this.map = new PageMap({ frame, canvas, cursor, readout, follow, laidOut: () => this.#drawMultiHead() });
     readout("");
-    this.mapTitle = el("h3", { text: "One key/value head" });
+    this.mapTitle = el("h2", { text: "One key/value head" });
     this.legend = LEGEND.map(([kind, text]) => el("li", { data: { kind }, text }));
     return el("figure", { class: "card" }, el("figcaption", {}, this.mapTitle), frame, el("ul", { class: "keys-of-map quiet" }, ...this.legend), words);
   }
 
   #buildMultiHead() {
-    this.multiHeadTitle = el("h3", { text: "Multi-head attention" });
+    this.multiHeadTitle = el("h2", { text: "Multi-head attention" });
     this.multiHeadCanvas = el("canvas", { "aria-hidden": "true" });
     this.multiHeadRatio = el("span", { class: "ratio" });
     this.multiHeadWords = el("p", { class: "quiet" });
@@ -138,7 +138,7 @@ class MonitorView {
     this.plots.add(stats);
     const isReady = stats.status === "ready";
     this.#setStatus(`${isReady ? "Live" : `Engine: ${stats.status}`}, ${stats.restarts || "no"} engine restarts`, !isReady);
-    this.facts.textContent = `${stats.model} on ${stats.device}, ${stats.num_pages} pages of ${stats.page_size} tokens`;
+    this.facts.textContent = !stats.num_pages ? stats.model : `${stats.model} on ${stats.device}, ${stats.num_pages} pages of ${stats.page_size} tokens`;
   }
 
   #setStatus(text, isTroubled) {
@@ -158,7 +158,7 @@ class MonitorView {
   }
 
   #drawMultiHead() {
-    if (!this.stats || !this.map.grid) return;
+    if (!this.stats?.multi_head_ratio || !this.map.grid) return;
     const ratio = this.stats.multi_head_ratio;
     drawMultiHead(this.multiHeadCanvas, this.state, this.map, ratio);
     const [, , owned, shared] = this.state.counts();
@@ -167,7 +167,7 @@ class MonitorView {
     const fit = needed > this.state.numPages ? `${needed - this.state.numPages} pages would not fit.` : "This load would still fit.";
     this.multiHeadTitle.textContent = `Multi-head attention, same load: ${needed} pages`;
     this.multiHeadRatio.textContent = times;
-    this.multiHeadWords.textContent = `With a key and a value for every query head, each page is stored ${times}. The line is the end of this memory: ${fit}`;
+    this.multiHeadWords.textContent = `With a key and a value for every query head, the same tokens take ${times} the pages. The line is the end of this memory: ${fit}`;
   }
 
   #follow(id) {

@@ -128,12 +128,13 @@ export class PageMap {
     square(surface, 0);
     if (this.followed !== null && kind !== FREE && state.owners[page] !== this.followed) context.globalAlpha = DIMMED;
     square(kind >= OWNED ? of(state.owners[page]) : kind === CACHED ? cached : free, 0);
+    context.globalAlpha = 1;
     const isMarked = grid.gap > 0;
     // Not by colour alone: a prefix is a hollow square, a shared page has a hole, what was just written has a border.
     if (isMarked && kind === CACHED) square(surface, Math.max(1, Math.round(size / 10)));
     if (isMarked && kind === SHARED) square(surface, Math.ceil(size / 3));
-    context.globalAlpha = 1;
-    if (this.written.has(page)) outline(context, ink, x, y, size);
+    if (this.written.has(page)) outline(context, ink, x, y, size, 0);
+    if (this.written.has(page) && isMarked) outline(context, surface, x, y, size, 1);
   }
 
   #listen() {
@@ -192,9 +193,11 @@ export class PageMap {
   }
 }
 
-function outline(context, colour, x, y, size) {
-  const width = Math.max(1, Math.round(size / 6));
+/** The border of a cell; `nth`: of several inside each other. */
+function outline(context, colour, x, y, size, nth) {
+  const width = Math.max(1, Math.round(size / 9));
+  const inset = (nth + 0.5) * width;
   context.strokeStyle = colour;
   context.lineWidth = width;
-  context.strokeRect(x + width / 2, y + width / 2, size - width, size - width);
+  context.strokeRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
 }

@@ -30,7 +30,7 @@ const rate = (name) => ({ latest, previous }) => {
   return seconds > 0 ? (latest.totals[name] - previous.totals[name]) / seconds : null;
 };
 const share = (name, part) => ({ latest, earlier }) => quantile(earlier[name], latest[name], part);
-const quantiles = (name) => [["median", share(name, 0.5)], ["95 %", share(name, 0.95)]];
+const quantiles = (name) => [["p50", share(name, 0.5)], ["p95", share(name, 0.95)]];
 
 const LARGE = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const count = (value) => (value < 10_000 ? Number(value.toPrecision(3)).toLocaleString("en") : LARGE.format(value));
@@ -77,7 +77,7 @@ class Plot {
     this.values = series.map((_, i) => el("span", { class: `series-${i + 1}` }));
     this.empty = el("p", { class: "empty quiet", text: "Nothing in the last five minutes" });
     this.area = el("div", { class: "plot", "aria-hidden": "true" });
-    const caption = el("figcaption", {}, el("h3", { text: title }), el("p", { class: "quiet" }, ...this.values));
+    const caption = el("figcaption", {}, el("h2", { text: title }), el("p", { class: "quiet" }, ...this.values));
     parent.append(el("figure", { class: "card" }, caption, this.area, this.empty));
     this.build();
   }

@@ -64,7 +64,7 @@ export class SequenceTable {
 
 export class FollowPanel {
   constructor(parent, close) {
-    this.title = el("h3");
+    this.title = el("h2");
     this.bar = el("div", { class: "phases", "aria-hidden": "true" });
     this.words = el("p", { class: "quiet" });
     this.close = button("Stop following", close);

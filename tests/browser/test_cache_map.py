@@ -1,0 +1,282 @@
+"""The tab "Cache": the page map and what is around it, on real servers under load."""
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.cache_load import SHARED_PREFIX, Load, Viewer, dump_of, state_of
+from tests.browser.conftest import OpenPage
+from tests.browser.support import TIMEOUT, CuttingProxy, expect
+from tests.support.paths import ROOT
+from tests.support.processes import ServerProcess, Stream, kill, wait_until
+
+AXE = ROOT / ".browser" / "axe.min.js"
+SMALL = ("--cache.pages", "48", "--engine.max_running", "12")
+"""So few pages that sequences are preempted."""
+LOST = ("net::ERR_", "status of 50[0-9]", "status of 429")
+"""What a browser logs where a connection is taken away."""
+RECORDS = """
+window.states = new Map();
+document.addEventListener("cachechange", ({ detail: state }) => {
+  const pages = Array.from(state.kinds, (kind, page) => [kind, state.owners[page], state.positions[page]]);
+  const sequences = [...state.sequences.values()].map((one) => [one.id, [one.state === "running", one.numComputed, one.numOutput, one.numPages]]);
+  window.latest = state;
+  window.states.set(`${state.engine} ${state.view}`, JSON.stringify({ pages, sequences: Object.fromEntries(sequences) }));
+  if (window.states.size > 200) window.states.delete(window.states.keys().next().value);
+}, true);
+"""
+"""Keeps the latest states that the page held, each as it was right after an event."""
+LONG = {"max_new_tokens": 300, "ignore_eos": True}
+WIDE = {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def small(embedded_folder: Path) -> Iterator[ServerProcess]:
+    """A server with a small cache."""
+    server = ServerProcess(embedded_folder, *SMALL)
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture
+def open_map(open_page: OpenPage) -> OpenPage:
+    """Opens the tab, of which states are recorded, and waits until it is live."""
+
+    def open_one(port: int, **options: Any) -> Any:
+        page = open_page(port, "#cache", script=RECORDS, **({"viewport": WIDE} | options))
+        expect(page.locator(".monitor .status")).to_contain_text("Live")
+        until(page, "window.latest")
+        return page
+
+    return open_one
+
+
+def until(page: Any, script: str, argument: Any = None) -> Any:
+    """The first true value of a script. Playwright's own wait evaluates text within the page, which the page's policy forbids."""
+    for _ in range(TIMEOUT // 20):
+        if value := page.evaluate(script, argument):
+            return value
+        page.wait_for_timeout(20)
+    raise AssertionError(f"not in time: {script}")
+
+
+def compare(page: Any, server: ServerProcess) -> dict[str, Any]:
+    """Compares the page's state with the engine's at one moment, which it waits for. Returns the engine's."""
+    dump = dump_of(server)
+    held = until(page, "(key) => window.states.get(key)", f"{dump['engine']} {dump['view']}")
+    state = state_of(dump)
+    assert json.loads(held) == state
+    return state
+
+
+@pytest.mark.parametrize("moments", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_the_map_is_the_engines_own_state(small: ServerProcess, open_map: OpenPage, moments: int) -> None:
+    page, rng, seen = open_map(small.port), random.Random(moments), Counter[str]()
+    before = small.metric("onehead_preemptions_total")
+    with Load(small, 16) as load:
+        for _ in range(moments):
+            page.wait_for_timeout(rng.uniform(0, 100))
+            state = compare(page, small)
+            seen.update(str(kind) for kind in {kind for kind, _, _ in state["pages"]})
+            seen.update("waits" if not running else "runs" for running, *_ in state["sequences"].values())
+    print(f"{moments} moments, {load.cancelled} cancelled, {small.metric('onehead_preemptions_total') - before:.0f} preemptions; {dict(seen)}")
+    assert load.cancelled > 0
+    assert small.metric("onehead_preemptions_total") > before
+    assert {"1", "2", "3", "runs", "waits"} <= seen.keys()
+    wait_until(lambda: not compare(page, small)["sequences"], "all requests have ended")
+
+
+def test_ten_viewers_see_the_same(small: ServerProcess, open_map: OpenPage) -> None:
+    with ExitStack() as stack:
+        readers = [stack.enter_context(Viewer(small)) for _ in range(9)]
+        page = open_map(small.port)
+        stack.enter_context(Load(small, 4))
+        for _ in range(5):
+            compare(page, small)
+        for reader in readers:
+            reader.wait_for(20)
+
+
+def test_a_viewer_too_many_is_told_and_comes_in_later(small: ServerProcess, open_page: OpenPage) -> None:
+    with ExitStack() as stack:
+        readers = [stack.enter_context(Viewer(small)) for _ in range(64)]
+        for reader in readers:
+            reader.wait_for(1)
+        page = open_page(small.port, "#cache", expected=LOST)
+        expect(page.locator(".monitor .status")).to_contain_text("Reconnecting: 64 viewers watch this server")
+    expect(page.locator(".monitor .status")).to_contain_text("Live")
+
+
+def test_it_reconnects_after_the_engine_was_killed(embedded_folder: Path, open_map: OpenPage) -> None:
+    with ServerProcess(embedded_folder, *SMALL) as server:
+        page = open_map(server.port)
+        with Load(server, 6):
+            until(page, "window.latest.sequences.size > 3")
+            kill(server.engine_pid)
+            expect(page.locator(".monitor .status")).to_have_text("Live, 1 engine restarts", timeout=60_000)
+            until(page, "window.latest.engine === 1")
+            compare(page, server)
+
+
+def test_it_reconnects_after_the_connection_was_cut(small: ServerProcess, open_map: OpenPage) -> None:
+    with CuttingProxy(small.port) as proxy, Load(small, 4):
+        page = open_map(proxy.port)
+        page.watch.expected += LOST
+        proxy.cut()
+        expect(page.locator(".monitor .status")).to_contain_text("Reconnecting")
+        page.evaluate("window.states.clear()")
+        proxy.mend()
+        expect(page.locator(".monitor .status")).to_contain_text("Live")
+        until(page, "window.states.size")
+        compare(page, small)
+
+
+def test_leaving_the_tab_ends_its_stream(small: ServerProcess, open_map: OpenPage) -> None:
+    page = open_map(small.port)
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/monitor")):
+        page.get_by_role("tab", name="Chat").click()
+    expect(page.locator(".monitor")).to_have_count(0)
+    page.get_by_role("tab", name="Cache").click()
+    expect(page.locator(".monitor .status")).to_contain_text("Live")
+    expect(page.locator(".monitor")).to_have_count(1)
+
+
+def test_by_keyboard_a_sequence_is_found_and_followed(small: ServerProcess, open_map: OpenPage) -> None:
+    page = open_map(small.port)
+    readout, panel = page.locator("#page-map-readout"), page.get_by_role("region", name="Followed sequence")
+    with closing(small.stream(SHARED_PREFIX, "/generate_stream", max_new_tokens=1500, ignore_eos=True)) as stream:
+        events = stream.events()
+        next(events)
+        until(page, "window.latest.sequences.size === 1")
+        owned = until(page, "window.latest.kinds.findIndex((kind) => kind === 2) + 1") - 1
+        page.get_by_role("application").focus()
+        page.keyboard.press("Home")
+        expect(readout).to_contain_text("Page 0: ")
+        for _ in range(owned):
+            page.keyboard.press("ArrowRight")
+        expect(readout).to_contain_text(re.compile(rf"Page {owned}: sequence \d+ of request .+, tokens \d+ to \d+, generation"))
+        page.keyboard.press("Enter")
+        expect(panel).to_contain_text(re.compile(r"generation \d+\.\d s\. Prompt of \d+ tokens"))
+        page.keyboard.press("End")
+        expect(readout).to_contain_text("Page 47: ")
+        page.keyboard.press("Escape")
+        expect(panel).to_contain_text("Choose a sequence")
+        page.keyboard.press("Tab")  # To the table: its region, its headers, its rows.
+        for _ in range(8):
+            page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        expect(panel).to_contain_text("Sequence ")
+        stream.close()
+    expect(panel).to_contain_text("then ended")
+    expect(page.locator(".monitor tbody tr")).to_have_count(0)
+
+
+def test_the_table_is_sorted_by_its_headers(small: ServerProcess, open_map: OpenPage) -> None:
+    page = open_map(small.port)
+    header = page.get_by_role("columnheader", name="Prompt")
+    with Load(small, 8):
+        for order, is_in_order in (("ascending", [1, 2, 3]), ("descending", [3, 2, 1])):
+            header.get_by_role("button").click()
+            expect(header).to_have_attribute("aria-sort", order)
+            until(page, "document.querySelectorAll('.monitor tbody tr').length > 4")
+            prompts = page.evaluate("[...document.querySelectorAll('.monitor tbody tr')].map((row) => Number(row.children[3].textContent))")
+            assert prompts == sorted(prompts, reverse=is_in_order[0] == 3)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_it_is_accessible_and_fits(small: ServerProcess, open_map: OpenPage, scheme: str, width: int) -> None:
+    page = open_map(small.port, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    with Load(small, 8):
+        until(page, "document.querySelectorAll('.monitor tbody tr').length > 4")
+        page.locator(".monitor tbody button").first.click()
+        assert violations(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_theme_is_that_of_the_canvases_too(small: ServerProcess, open_map: OpenPage) -> None:
+    page = open_map(small.port, color_scheme="light")
+    drawn = "[...document.querySelectorAll('.monitor canvas')].map((canvas) => canvas.toDataURL())"
+    light = until(page, drawn)
+    page.locator("#theme").click()  # From the system's to light, which changes nothing.
+    page.locator("#theme").click()
+    until(page, f"(before) => {drawn}.every((now, i) => now !== before[i])", light)
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_what_was_just_written_is_marked_unless_motion_is_reduced(small: ServerProcess, open_map: OpenPage, motion: str) -> None:
+    page = open_map(small.port, reduced_motion=motion, color_scheme="dark")
+    page.evaluate(COUNT_INK)
+    with closing(small.stream("x", "/generate_stream", **LONG)) as stream:
+        for _ in stream.events():
+            pass
+    until(page, "window.looks > 10")
+    assert (page.evaluate("window.marked") > 0) == (motion == "no-preference")
+
+
+COUNT_INK = """
+window.looks = window.marked = 0;
+const canvas = document.querySelector(".monitor canvas");
+const probe = document.createElement("i");
+probe.style.color = "var(--ink)";
+document.body.append(probe);
+const ink = getComputedStyle(probe).color.match(/\\d+/g).map(Number);
+const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+const look = () => {
+  copy.drawImage(canvas, 0, 0);
+  const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+  let count = 0;
+  for (let i = 0; i < data.length; i += 4) count += ink.every((value, at) => data[i + at] === value);
+  window.looks += 1;
+  window.marked = Math.max(window.marked, count);
+  requestAnimationFrame(look);
+};
+look();
+"""
+"""Counts the pixels in the colour of the mark, frame by frame."""
+
+
+def test_names_of_requests_are_text(small: ServerProcess, open_map: OpenPage) -> None:
+    page = open_map(small.port)
+    name = "<img/src=x/onerror=alert(1)>"
+    with closing(Stream(small.port, "/generate_stream", {"inputs": "x", "parameters": LONG}, {"x-request-id": name})) as stream:
+        events = stream.events()
+        next(events)
+        cell = page.locator(".monitor tbody td").first
+        expect(cell).not_to_be_empty()
+        assert page.locator(".monitor img").count() == 0
+
+
+def test_a_hundred_thousand_pages_stay_smooth(tiny_folder: Path, open_page: OpenPage) -> None:
+    """Of the processor's time, with what the browser does beside, most is left over at ten events a second."""
+    with ServerProcess(tiny_folder, "--cache.pages", "100000") as server, Load(server, 8):
+        page = open_page(server.port, "#cache", script=COUNT_EVENTS, viewport=WIDE)
+        until(page, "window.events > 5")  # The first draw of all cells is over.
+        page.evaluate("window.events = 0; window.tasks = []")
+        until(page, "window.events > 50")
+        events, tasks = page.evaluate("[window.events, window.tasks]")
+        print(f"{events} events, tasks longer than 50 ms: {[round(task) for task in tasks]}")
+        assert page.evaluate("document.querySelector('.monitor canvas').width") > 0
+        assert sum(tasks) / events < 50
+
+
+COUNT_EVENTS = """
+window.events = 0;
+window.tasks = [];
+document.addEventListener("cachechange", () => (window.events += 1), true);
+new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((entry) => entry.duration))).observe({ type: "longtask" });
+"""
+
+
+def violations(page: Any) -> list[Any]:
+    """What axe-core objects to."""
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run().then((results) => results.violations)")
+    return [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
