@@ -3,11 +3,7 @@
    Invariant: after `apply` the state is the engine's own at the event's view; an event that does not continue the state is an Error.
    It knows nothing of the network, the document and the clock: times are arguments. */
 
-export const FREE = 0;
-export const CACHED = 1;
-export const OWNED = 2;
-export const SHARED = 3;
-
+export const [FREE, CACHED, OWNED, SHARED] = [0, 1, 2, 3]; // Kinds of pages.
 const FIELDS = ["id", "request", "state", "numPrompt", "numCached", "numComputed", "numOutput", "numPages", "numPreemptions"];
 const RUN_INTEGERS = 5;
 const MOST_ENDED = 100; // Ended sequences that can still be looked at.
@@ -21,13 +17,13 @@ export function phaseOf(sequence) {
 }
 
 export class CacheState {
+  engine = null;
+  view = 0; // Number of the engine's view, which the next event changes.
+  sequences = new Map(); // Open sequences by id.
+  ended = new Map(); // The latest ended ones by id, oldest first.
+
   constructor() {
-    this.engine = null;
-    this.view = 0; // Number of the engine's view, which the next event changes.
-    this.pageSize = 1;
-    this.sequences = new Map(); // Open sequences by id.
-    this.ended = new Map(); // The latest ended ones by id, oldest first.
-    this.#allocate(0);
+    this.#allocate(0, 1);
   }
 
   /** Applies a cache event. Returns {whole, pages, written}: whether the state was replaced, the pages set, and those written to. */
@@ -35,29 +31,24 @@ export class CacheState {
     if (!event.whole && event.engine !== this.engine) {
       throw new Error(`a change of engine ${event.engine} came after a state of engine ${this.engine}`);
     }
-    if (event.whole) this.#allocate(event.num_pages);
+    if (event.whole) this.#allocate(event.num_pages, event.page_size);
     this.engine = event.engine;
     this.view = event.view;
-    this.pageSize = event.page_size;
     const pages = this.#setCells(event.cells);
     const advanced = this.#setSequences(event, now);
     return { whole: event.whole, pages, written: event.whole ? [] : this.#pagesOf(advanced) };
   }
 
-  /** The sequence of that id, open or among the latest ended ones; undefined for others. */
-  find(id) {
-    return this.sequences.get(id) ?? this.ended.get(id);
-  }
-
-  /** Number of pages of each kind: [free, cached, owned, shared]. */
+  /** Number of pages of each kind. */
   counts() {
     const counts = [0, 0, 0, 0];
     for (const kind of this.kinds) counts[kind] += 1;
     return counts;
   }
 
-  #allocate(numPages) {
+  #allocate(numPages, pageSize) {
     this.numPages = numPages;
+    this.pageSize = pageSize;
     this.kinds = new Uint8Array(numPages);
     this.owners = new Float64Array(numPages).fill(-1); // Ids may exceed 32 bits.
     this.positions = new Float64Array(numPages);
@@ -67,12 +58,10 @@ export class CacheState {
     const pages = [];
     for (let i = 0; i < cells.length; i += RUN_INTEGERS) {
       const [first, count, kind, owner, position] = cells.slice(i, i + RUN_INTEGERS);
-      for (let page = first; page < first + count; page++) {
-        this.kinds[page] = kind;
-        this.owners[page] = owner;
-        this.positions[page] = position;
-        pages.push(page);
-      }
+      this.kinds.fill(kind, first, first + count);
+      this.owners.fill(owner, first, first + count);
+      this.positions.fill(position, first, first + count);
+      for (let page = first; page < first + count; page++) pages.push(page);
     }
     return pages;
   }
@@ -89,9 +78,8 @@ export class CacheState {
       if (sequence.state === "running" && sequence.numComputed > stored) advanced.set(sequence.id, [stored, sequence.numComputed]);
       this.sequences.set(sequence.id, withPhase(sequence, old, now));
     }
-    for (const id of event.whole ? before.keys() : event.ended) {
-      if (!event.whole || !this.sequences.has(id)) this.#end(before.get(id), now);
-    }
+    const ended = event.whole ? [...before.keys()].filter((id) => !this.sequences.has(id)) : event.ended;
+    for (const id of ended) this.#end(before.get(id), now);
     return advanced;
   }
 

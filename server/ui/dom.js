@@ -65,10 +65,10 @@ export function copyButton(name, text, properties = {}) {
   return self;
 }
 
-/** The present value of a colour of style.css, such as "--accent", for a canvas. Changes with the event "themechange" of the document. */
-export function colour(name) {
+/** The present value of a CSS colour, such as "var(--accent)", for a canvas. Changes with the event "themechange" of the document. */
+export function colour(css) {
   const probe = el("span", { hidden: true });
-  probe.style.color = `var(${name})`;
+  probe.style.color = css;
   document.body.append(probe);
   const value = getComputedStyle(probe).color;
   probe.remove();

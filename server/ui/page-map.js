@@ -1,8 +1,9 @@
 /* The page map: every page of the KV cache as a cell of a canvas. Once a frame, the cells that have changed are drawn again.
 
-   Invariant: what is drawn follows from the CacheState, the followed sequence and the pages just written. It knows nothing of the network. */
+   Invariant: what is drawn follows from the CacheState, the followed sequence and what was just written. It knows no network. */
 
 import { CACHED, FREE, OWNED, SHARED, phaseOf } from "./cache-state.js";
+import { el } from "./dom.js";
 import { colours, watchTheme } from "./theme.js";
 
 const LARGEST_CELL = 26; // CSS pixels.
@@ -11,6 +12,8 @@ const TALLEST = 340;
 const MARKED_CELL = 5; // Device pixels: smaller cells have no gaps and marks.
 const HIGHLIGHT_MS = 350;
 const DIMMED = 0.25;
+const LABEL = "Page map. Arrow keys move over the pages, Enter follows the sequence that owns one.";
+const HINT = "Point at a page, or move over the map with the arrow keys; click or Enter follows its sequence.";
 
 /** The grid that shows `numPages` cells in `width` CSS pixels: columns, rows, and the sizes of a cell and of its gap in device pixels. */
 function gridOf(numPages, width, ratio) {
@@ -21,12 +24,14 @@ function gridOf(numPages, width, ratio) {
   return { columns, rows: Math.ceil(numPages / columns), cell, gap: cell < MARKED_CELL ? 0 : Math.max(1, Math.round(cell / 12)), ratio };
 }
 
+/** The left and upper edge of a cell in device pixels. */
+const placeOf = (page, { columns, cell }) => [(page % columns) * cell, Math.floor(page / columns) * cell];
+
 /** Gives a canvas room for so many rows, which empties it, and returns its drawing context. */
-export function sizeCanvas(canvas, grid, rows) {
-  canvas.width = grid.columns * grid.cell;
-  canvas.height = rows * grid.cell;
-  canvas.style.width = `${canvas.width / grid.ratio}px`;
-  canvas.style.height = `${canvas.height / grid.ratio}px`;
+export function sizeCanvas(canvas, { columns, cell, ratio }, rows) {
+  const [width, height] = [columns * cell, rows * cell];
+  Object.assign(canvas, { width, height });
+  Object.assign(canvas.style, { width: `${width / ratio}px`, height: `${height / ratio}px` });
   return canvas.getContext("2d");
 }
 
@@ -35,28 +40,30 @@ function describe(state, page) {
   const kind = state.kinds[page];
   if (kind === FREE) return `Page ${page}: free.`;
   if (kind === CACHED) return `Page ${page}: kept as a prefix; no open request holds it.`;
-  const id = state.owners[page];
+  const [id, first] = [state.owners[page], state.positions[page]];
   const sequence = state.sequences.get(id);
-  const first = state.positions[page];
   const stored = Math.min(first + state.pageSize, sequence?.numComputed ?? 0);
   const tokens = stored > first ? `tokens ${first} to ${stored - 1}` : `reserved for tokens from ${first} on`;
   const request = sequence?.request ? ` of request ${sequence.request}` : "";
-  const phase = sequence ? `, ${phaseOf(sequence)}` : "";
-  return `Page ${page}: ${kind === SHARED ? "shared by several, first " : ""}sequence ${id}${request}, ${tokens}${phase}.`;
+  const others = kind === SHARED ? "shared by several, first " : "";
+  return `Page ${page}: ${others}sequence ${id}${request}, ${tokens}, ${sequence ? phaseOf(sequence) : "ended"}.`;
 }
 
 export class PageMap {
-  /** `frame` holds the canvas and the cursor's mark. `readout` is told what is under the cursor, in words, and `follow` the id of a
-      sequence that is chosen, or null. `laidOut` is called when the grid has changed. */
-  constructor({ frame, canvas, cursor, readout, follow, laidOut }) {
-    Object.assign(this, { frame, canvas, cursor, readout, follow, laidOut });
-    this.state = this.grid = this.at = this.followed = null; // `at`: the page under the cursor.
+  /** `follow` is told the id of a sequence that is chosen, or null; `laidOut` is called when the grid has changed. */
+  constructor({ follow, laidOut }) {
+    Object.assign(this, { follow, laidOut, state: null, grid: null, followed: null });
+    this.at = null; // The page under the cursor.
     this.dirty = new Set();
     this.written = new Set();
     this.stopping = new AbortController();
     this.isStill = matchMedia("(prefers-reduced-motion: reduce)");
+    this.readout = el("p", { class: "quiet readout", id: "page-map-readout", "aria-live": "polite", text: HINT });
+    this.canvas = el("canvas", { tabIndex: 0, role: "application", "aria-label": LABEL, "aria-describedby": this.readout.id });
+    this.cursor = el("div", { class: "cursor", hidden: true });
+    this.frame = el("div", { class: "frame" }, this.canvas, this.cursor);
     this.observer = new ResizeObserver(() => this.layOut());
-    this.observer.observe(frame);
+    this.observer.observe(this.frame);
     watchTheme(() => this.layOut(), this.stopping.signal);
     this.#listen();
   }
@@ -80,14 +87,9 @@ export class PageMap {
     this.#tell();
   }
 
-  /** Makes the pages of a sequence stand out; null: of none. */
-  emphasise(id) {
-    this.followed = id;
-    this.layOut();
-  }
-
-  /** Computes grid and colours, and draws every cell. */
-  layOut() {
+  /** Computes grid and colours, and draws every cell; those of the sequence `followed` stand out, if it is not null. */
+  layOut(followed = this.followed) {
+    this.followed = followed;
     if (!this.state?.numPages || !this.frame.clientWidth) return;
     this.numPages = this.state.numPages;
     this.colours = colours();
@@ -115,26 +117,25 @@ export class PageMap {
     });
   }
 
+  /** Kinds are told apart not by colour alone: a prefix is a hollow square, a shared page has a hole, what was just written a border. */
   #drawCell(page) {
     const { context, grid, state } = this;
-    const kind = state.kinds[page];
-    const size = grid.cell - grid.gap;
-    const [x, y] = [(page % grid.columns) * grid.cell, Math.floor(page / grid.columns) * grid.cell];
+    const { surface, ink, free, cached, of } = this.colours;
+    const [kind, size] = [state.kinds[page], grid.cell - grid.gap];
+    const [x, y] = placeOf(page, grid);
     const square = (colour, inset) => {
       context.fillStyle = colour;
       context.fillRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
     };
-    const { free, cached, surface, ink, of } = this.colours;
+    const isDimmed = this.followed !== null && kind !== FREE && state.owners[page] !== this.followed;
     square(surface, 0);
-    if (this.followed !== null && kind !== FREE && state.owners[page] !== this.followed) context.globalAlpha = DIMMED;
+    context.globalAlpha = isDimmed ? DIMMED : 1;
     square(kind >= OWNED ? of(state.owners[page]) : kind === CACHED ? cached : free, 0);
     context.globalAlpha = 1;
-    const isMarked = grid.gap > 0;
-    // Not by colour alone: a prefix is a hollow square, a shared page has a hole, what was just written has a border.
-    if (isMarked && kind === CACHED) square(surface, Math.max(1, Math.round(size / 10)));
-    if (isMarked && kind === SHARED) square(surface, Math.ceil(size / 3));
-    if (this.written.has(page)) outline(context, ink, x, y, size, 0);
-    if (this.written.has(page) && isMarked) outline(context, surface, x, y, size, 1);
+    if (this.written.has(page)) square(ink, 0);
+    if (this.written.has(page)) square(of(state.owners[page]), Math.max(1, Math.round(size / 5)));
+    if (grid.gap && kind === CACHED) square(surface, Math.max(1, Math.round(size / 10)));
+    if (grid.gap && kind === SHARED) square(surface, Math.ceil(size / 3));
   }
 
   #listen() {
@@ -170,8 +171,8 @@ export class PageMap {
   #pageAt({ offsetX, offsetY }) {
     if (!this.grid) return null;
     const { columns, cell, ratio } = this.grid;
-    const column = Math.min(columns - 1, Math.max(0, Math.floor((offsetX * ratio) / cell)));
-    const page = Math.max(0, Math.floor((offsetY * ratio) / cell)) * columns + column;
+    const [column, row] = [offsetX, offsetY].map((offset) => Math.max(0, Math.floor((offset * ratio) / cell)));
+    const page = row * columns + Math.min(columns - 1, column);
     return page < this.numPages ? page : null;
   }
 
@@ -180,24 +181,14 @@ export class PageMap {
     this.at = page === null || !this.grid ? null : Math.min(page, this.numPages - 1);
     this.cursor.hidden = this.at === null;
     if (this.at !== null) {
-      const { columns, cell, gap, ratio } = this.grid;
-      this.cursor.style.width = this.cursor.style.height = `${(cell - gap) / ratio}px`;
-      this.cursor.style.left = `${((this.at % columns) * cell) / ratio}px`;
-      this.cursor.style.top = `${(Math.floor(this.at / columns) * cell) / ratio}px`;
+      const { cell, gap, ratio } = this.grid;
+      const [left, top, size] = [...placeOf(this.at, this.grid), cell - gap].map((pixels) => `${pixels / ratio}px`);
+      Object.assign(this.cursor.style, { width: size, height: size, left, top });
     }
     this.#tell();
   }
 
   #tell() {
-    this.readout(this.at === null ? "" : describe(this.state, this.at));
+    this.readout.textContent = this.at === null ? HINT : describe(this.state, this.at);
   }
-}
-
-/** The border of a cell; `nth`: of several inside each other. */
-function outline(context, colour, x, y, size, nth) {
-  const width = Math.max(1, Math.round(size / 9));
-  const inset = (nth + 0.5) * width;
-  context.strokeStyle = colour;
-  context.lineWidth = width;
-  context.strokeRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
 }

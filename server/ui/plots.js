@@ -1,5 +1,5 @@
 /* Live plots of the last five minutes, from the stats events of GET /monitor. Rates and quantiles are differences between two events.
-   Each plot also gives the numbers at its cursor, or else the latest, in words. It knows nothing of the network; uPlot draws. */
+   The numbers at the cursor, or else the latest, are there as text. It knows nothing of the network; uPlot draws. */
 
 import { el } from "./dom.js";
 import { colours, watchTheme } from "./theme.js";
@@ -8,7 +8,8 @@ import UPlot from "./vendor/uPlot.js";
 const SECONDS = 300;
 const HEIGHT = 132;
 const QUANTILE_SECONDS = 10; // Histograms are compared over so many, so that there are some values to count.
-const AGO = [[300, ""], [240, "−4 min"], [180, ""], [120, "−2 min"], [60, ""], [0, "now"]]; // Ticks of the time axis.
+const DASHES = [[], [5, 4]]; // Of the two series of each plot.
+const AGO = ["", "−4 min", "", "−2 min", "", "now"]; // Ticks of the time axis, a minute from one to the next.
 
 /** The value below which a share of what a histogram has counted between two events lies; null where nothing was counted. */
 export function quantile(before, after, share) {
@@ -33,31 +34,33 @@ const share = (name, part) => ({ latest, earlier }) => quantile(earlier[name], l
 const quantiles = (name) => [["p50", share(name, 0.5)], ["p95", share(name, 0.95)]];
 
 const LARGE = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
-const count = (value) => (value < 10_000 ? Number(value.toPrecision(3)).toLocaleString("en") : LARGE.format(value));
+const count = (value) => (value < 10_000 ? Number(value.toFixed(value < 100 ? 1 : 0)).toLocaleString("en") : LARGE.format(value));
 const duration = (value) => (value < 1 ? `${Number((value * 1000).toPrecision(3))} ms` : `${Number(value.toPrecision(3))} s`);
 
-/** `least`: the upper end of the axis where all values are small. */
+/** Title, format of values, upper end of the axis where all values are small, and for each series its name and values. */
 const PLOTS = [
-  { title: "Requests", format: count, least: 4, series: [["running", now("running")], ["waiting", now("waiting")]] },
-  { title: "Tokens a second", format: count, least: 10, series: [["generated", rate("generation_tokens")], ["prompt", rate("prompt_tokens")]] },
-  { title: "Pages", format: count, least: 10, series: [["owned", now("pages_used")], ["prefixes", now("pages_cached")]] },
-  { title: "Time to first token", format: duration, least: 0.01, series: quantiles("time_to_first_token") },
-  { title: "Time between tokens", format: duration, least: 0.01, series: quantiles("inter_token_latency") },
-  { title: "Time of a step", format: duration, least: 0.01, series: quantiles("step_time") },
+  ["Requests", count, 4, [["running", now("running")], ["waiting", now("waiting")]]],
+  ["Tokens a second", count, 10, [["generated", rate("generation_tokens")], ["prompt", rate("prompt_tokens")]]],
+  ["Pages", count, 10, [["owned", now("pages_used")], ["prefixes", now("pages_cached")]]],
+  ["Time to first token", duration, 0.01, quantiles("time_to_first_token")],
+  ["Time between tokens", duration, 0.01, quantiles("inter_token_latency")],
+  ["Time of a step", duration, 0.01, quantiles("step_time")],
 ];
 
 export class Plots {
-  constructor(parent) {
+  constructor() {
     this.events = [];
-    this.plots = PLOTS.map((plot) => new Plot(parent, plot));
+    this.plots = PLOTS.map((plot) => new Plot(...plot));
+    this.element = el("div", { class: "columns plots" }, ...this.plots.map(({ element }) => element));
     this.stopping = new AbortController();
     watchTheme(() => this.plots.forEach((plot) => plot.build()), this.stopping.signal);
     this.observer = new ResizeObserver(() => this.plots.forEach((plot) => plot.resize()));
-    this.observer.observe(parent);
+    this.observer.observe(this.element);
   }
 
-  /** Adds the values of a stats event. */
+  /** Adds the values of a stats event. Counts that have become less are another server's, of which there is no event before. */
   add(stats) {
+    if (stats.totals.generation_tokens < this.events.at(-1)?.totals.generation_tokens) this.events = [];
     this.events = [...this.events.filter(({ time }) => time >= stats.time - QUANTILE_SECONDS), stats];
     const moment = { latest: stats, previous: this.events.at(-2) ?? stats, earlier: this.events[0] };
     for (const plot of this.plots) plot.add(stats.time, moment);
@@ -71,14 +74,13 @@ export class Plots {
 }
 
 class Plot {
-  constructor(parent, { title, format, least, series }) {
-    Object.assign(this, { format, least, series });
-    this.data = [[], ...series.map(() => [])];
+  constructor(title, format, least, series) {
+    Object.assign(this, { format, least, series, data: [[], [], []] });
     this.values = series.map((_, i) => el("span", { class: `series-${i + 1}` }));
     this.empty = el("p", { class: "empty quiet", text: "Nothing in the last five minutes" });
     this.area = el("div", { class: "plot", "aria-hidden": "true" });
-    const caption = el("figcaption", {}, el("h2", { text: title }), el("p", { class: "quiet" }, ...this.values));
-    parent.append(el("figure", { class: "card" }, caption, this.area, this.empty));
+    const values = el("p", { class: "quiet" }, ...this.values);
+    this.element = el("section", { class: "card" }, el("h2", { text: title }), values, this.area, this.empty);
     this.build();
   }
 
@@ -115,10 +117,10 @@ class Plot {
         y: { range: (_, low, high) => [0, Math.max(1.1 * (high ?? 0), this.least)] },
       },
       axes: [
-        { ...axis, size: 24, splits: ({ scales }) => AGO.map(([seconds]) => scales.x.max - seconds), values: () => AGO.map(([, text]) => text) },
+        { ...axis, size: 24, splits: ({ scales: { x } }) => AGO.map((_, i) => x.max - 60 * (5 - i)), values: () => AGO },
         { ...axis, size: 56, space: 30, values: (_, splits) => splits.map(this.format) },
       ],
-      series: [{}, ...this.series.map((_, i) => ({ stroke: colour[`series-${i + 1}`], width: 2, dash: i ? [5, 4] : [], points: { show: false } }))],
+      series: [{}, ...DASHES.map((dash, i) => ({ stroke: colour[`series-${i + 1}`], width: 2, dash, points: { show: false } }))],
     };
     this.plot = new UPlot(options, this.data, this.area);
   }

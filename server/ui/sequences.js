@@ -3,10 +3,10 @@
 
 import { phaseOf } from "./cache-state.js";
 import { button, el } from "./dom.js";
+import { hueOf } from "./theme.js";
 
 const MOST_ROWS = 200;
-const NUM_HUES = 8;
-const HINT = "Choose a sequence in the table, or one of its pages on the map, to follow it through waiting, prefill, generation and preemption.";
+const HINT = "Choose a sequence in the table or a page of it on the map, to follow it through waiting, prefill, generation and preemption.";
 const COLUMNS = [
   ["Sequence", ({ id }) => id],
   ["Request", ({ request }) => request],
@@ -19,13 +19,13 @@ const COLUMNS = [
 
 export class SequenceTable {
   /** `follow` is told the id of a sequence that is chosen, or null. */
-  constructor(parent, follow) {
+  constructor(follow) {
     Object.assign(this, { follow, rows: new Map(), column: 0, sign: 1 });
     this.headers = COLUMNS.map(([name], column) => el("th", { scope: "col" }, button(name, () => this.sortBy(column), { class: "plain" })));
     this.caption = el("caption");
     this.body = el("tbody");
     const table = el("table", {}, this.caption, el("thead", {}, el("tr", {}, ...this.headers)), this.body);
-    parent.append(el("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Open sequences" }, table));
+    this.element = el("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Open sequences" }, table);
   }
 
   sortBy(column) {
@@ -57,35 +57,31 @@ export class SequenceTable {
 
   #row(id) {
     const choose = () => this.follow(id === this.followed ? null : id);
-    const name = el("th", { scope: "row", class: `hue-${id % NUM_HUES}` }, button(id, choose, { class: "plain" }));
+    const name = el("th", { scope: "row" }, button(id, choose, { class: "plain" }));
+    name.style.borderLeftColor = hueOf(id);
     return el("tr", {}, name, ...COLUMNS.slice(1).map(() => el("td")));
   }
 }
 
 export class FollowPanel {
-  constructor(parent, close) {
+  /** `close` is called when the sequence is not to be followed any more. */
+  constructor(close) {
     this.title = el("h2");
     this.bar = el("div", { class: "phases", "aria-hidden": "true" });
     this.words = el("p", { class: "quiet" });
     this.close = button("Stop following", close);
-    parent.append(el("section", { class: "card", "aria-label": "Followed sequence" }, this.title, this.bar, this.words, this.close));
+    this.element = el("section", { class: "card", "aria-label": "Followed sequence" }, this.title, this.bar, this.words, this.close);
     this.show(undefined);
   }
 
   /** Shows a sequence at a time in seconds; undefined: says how to choose one. */
   show(sequence, now) {
     this.close.hidden = !sequence;
-    const { id, request, phases } = sequence ?? { id: null, phases: [] };
-    setText(this.title, id === null ? "Follow a sequence" : `Sequence ${id}${request ? ` of request ${request}` : ""}`);
+    const { id, request, phases } = sequence ?? { phases: [] };
+    setText(this.title, sequence ? `Sequence ${id}${request ? ` of request ${request}` : ""}` : "Follow a sequence");
     const spans = phases.map(({ phase, since }, i) => ({ phase, seconds: (phases[i + 1]?.since ?? now) - since }));
-    while (this.bar.children.length > spans.length) this.bar.lastChild.remove();
-    while (this.bar.children.length < spans.length) this.bar.append(el("span"));
-    spans.forEach(({ phase, seconds }, i) => {
-      const span = this.bar.children[i];
-      span.dataset.phase = phase;
-      span.style.flexGrow = phase === "ended" ? 0 : Math.max(seconds, 0.01);
-      setText(span, phase);
-    });
+    this.bar.replaceChildren(...spans.map(({ phase }) => el("span", { data: { phase }, text: phase })));
+    spans.forEach(({ phase, seconds }, i) => (this.bar.children[i].style.flexGrow = phase === "ended" ? 0 : Math.max(seconds, 0.01)));
     setText(this.words, sequence ? inWords(sequence, spans) : HINT);
   }
 }

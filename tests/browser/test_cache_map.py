@@ -120,7 +120,7 @@ def test_it_reconnects_after_the_engine_was_killed(embedded_folder: Path, open_m
         with Load(server, 6):
             until(page, "window.latest.sequences.size > 3")
             kill(server.engine_pid)
-            expect(page.locator(".monitor .status")).to_have_text("Live, 1 engine restarts", timeout=60_000)
+            expect(page.locator(".monitor .status")).to_have_text("Live, engine restarts: 1", timeout=60_000)
             until(page, "window.latest.engine === 1")
             compare(page, server)
 
