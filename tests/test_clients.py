@@ -111,6 +111,44 @@ def test_openai_parse(client: openai.OpenAI) -> None:
         assert (choice.message.content or "").startswith('{"name":"')
 
 
+def test_openai_decisions(client: openai.OpenAI) -> None:
+    decision = client.decisions.create(
+        model="embedded",
+        input=[{"role": "user", "content": [{"type": "input_text", "text": "def add(a, b):\n    return a + b\n"}]}],
+        questions=[
+            {"type": "predicate", "name": "adds", "instructions": "The function adds."},
+            {"type": "choice", "instructions": "Which language?", "choices": [{"value": "Python"}, {"value": False, "description": "C"}]},
+            {
+                "type": "score",
+                "instructions": [{"type": "input_text", "text": "How good?"}],
+                "levels": [{"label": "bad"}, {"label": "good"}],
+            },
+        ],
+        prompt_cache_key="x",
+        safety_identifier="y",
+    )
+    adds, language, good = decision.answers
+    assert adds.type == "predicate" and adds.name == "adds" and 0 < adds.probability < 1 and decision.model == "embedded"
+    assert language.type == "choice" and [entry.value for entry in language.probabilities] == ["Python", False]
+    assert language.choice == max(language.probabilities, key=lambda entry: entry.probability).value
+    assert (
+        good.type == "score"
+        and 0 < good.score < 1
+        and [(entry.label, entry.value) for entry in good.probabilities] == [("bad", 0), ("good", 1)]
+    )
+    for answer in (language, good):
+        assert sum(entry.probability for entry in answer.probabilities) == pytest.approx(1)
+        assert 0 < answer.confidence <= 1 and answer.model_extra is not None and 0 < answer.model_extra["label_mass"] <= 1
+    usage = decision.usage
+    assert usage.input_tokens == usage.total_tokens > 0 == usage.output_tokens == usage.output_tokens_details.reasoning_tokens
+    assert usage.input_tokens_details.cached_tokens + usage.input_tokens_details.cache_write_tokens == usage.input_tokens
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.decisions.create(
+            model="embedded", input="x", questions=[{"type": "choice", "instructions": "?", "choices": [{"value": "a"}]}]
+        )
+    assert caught.value.param == "questions.0.choices" and caught.value.type == "BadRequestError"
+
+
 def test_openai_errors(client: openai.OpenAI, embedded_server: ServerProcess) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="embedded", prompt="x" * 30_000, max_tokens=1)

@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 from server.http.exchange import Dialect
 from server.http.openai.chat_fields import ChatBody, TemplateBody
+from server.http.openai.decision_fields import DecisionBody, SystemBody
 from server.http.openai.fields import CompletionBody
 from server.http.openai.fim import FimBody
 from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
@@ -26,7 +27,19 @@ from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 
-BODIES = (GenerateBody, CompletionBody, ChatBody, FimBody, InfillBody, LlamaCppCompletionBody, TemplateBody, TokenizeBody, DetokenizeBody)
+BODIES = (
+    GenerateBody,
+    CompletionBody,
+    ChatBody,
+    DecisionBody,
+    SystemBody,
+    FimBody,
+    InfillBody,
+    LlamaCppCompletionBody,
+    TemplateBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 SCRIPTS = "static-offline-docs"
 BEARER = {"type": "http", "scheme": "bearer", "description": "One of the keys of server.api_keys (for /metrics: of server.metrics_key)."}
 

@@ -75,18 +75,27 @@ class ChatTemplate:
             reason = f"cannot be compiled ({type(error).__name__})"
         raise ConfigurationError(f"{self._codec.files.chat_template_place}: the chat template {reason}")
 
-    def encode(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation. Raises InvalidRequest if there is no template or it refuses the messages.
+    def around(self, messages: list[dict[str, str]]) -> tuple[list[int], str]:
+        """Token ids of a conversation up to the end of its last message, and the text that the template writes after that: more text of
+        the message may stand between them. Raises InvalidRequest as `encode` does.
+        """
+        place = f"{secrets.randbelow(10**24):024}"  # Digits, as those of _Aside.
+        marked = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + place}]
+        return self.encode(marked, until=place), self.render(marked, True).rpartition(place)[2]
+
+    def encode(self, messages: list[dict[str, str]], add_generation_prompt: bool = True, until: str = "") -> list[int]:
+        """Token ids of a conversation, or of what stands before a text in it. Raises InvalidRequest if there is no template or it refuses
+        the messages.
 
         No text of a message becomes a special token, or another added token that the template writes: neither as it stands, nor as the
         template's filters or the tokenizer's normalizer change it. The conversation has the marks (such tokens, in their order) that it
         has with harmless text in its place; if not, marks spelt in messages are put aside; if it still has others, it is refused.
         """
-        ids = self._codec.encode_bare(self.render(messages, add_generation_prompt))
+        ids = self._codec.encode_bare(self.render(messages, add_generation_prompt, until))
         harmless = [_changed(message, self._harmless) for message in messages]
         if harmless == messages:
             return ids
-        expected = self._codec.encode_bare(self.render(harmless, add_generation_prompt))
+        expected = self._codec.encode_bare(self.render(harmless, add_generation_prompt, until))
         # A template may write a mark in parts, so that its source does not contain it. Added words are no marks.
         marks = self._codec.mark_ids | {id for id in set(expected) & self._codec.added.keys() if not self._codec.added[id].isalnum()}
         wanted = [id for id in expected if id in marks]
@@ -94,7 +103,7 @@ class ChatTemplate:
             return ids
         aside = _Aside(self._codec, marks)
         clean = [_changed(message, aside.put) for message in messages]
-        ids, written = aside.encode(self.render(clean, add_generation_prompt))
+        ids, written = aside.encode(self.render(clean, add_generation_prompt, until))
         if written != wanted:
             raise InvalidRequest("the model's chat template makes special tokens of text in these messages; remove it", param="messages")
         return ids
@@ -112,8 +121,8 @@ class ChatTemplate:
         filler = next((letter for letter in string.ascii_lowercase if not any(letter in text for text in texts)), "x")
         return re.compile(rf"[<&{re.escape(''.join(sorted(first)))}]|[^\x00-\x7f\s]"), filler
 
-    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """The text of a conversation. Raises InvalidRequest if there is no template or it refuses the messages."""
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool, until: str = "") -> str:
+        """The text of a conversation, or what stands before a text in it. Raises InvalidRequest if there is no template or it refuses the messages."""
         if not self.exists:
             raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions instead", param="messages")
         files = self._codec.files
@@ -133,7 +142,9 @@ class ChatTemplate:
             raise InvalidRequest("the model's chat template cannot be applied to these messages", param="messages") from None
         if len(prompt) > MAX_PROMPT_CHARS:
             raise InvalidRequest(f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters", param="messages")
-        return prompt
+        if until and prompt.count(until) != 1:
+            raise InvalidRequest("the model's chat template does not write the last message once, as it is", param="messages")
+        return prompt.partition(until)[0] if until else prompt
 
 
 class GenerationTag(Extension):

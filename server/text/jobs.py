@@ -178,6 +178,48 @@ class RenderChat(EncodeChat, frozen=True):
         return texts.chat_template.render(self.messages, self.add_generation_prompt)
 
 
+class AskedQuestions(msgspec.Struct):
+    """Token ids of questions about one state. A question's prompt is `state`, its own ids and `end`; `labels` may follow it."""
+
+    state: list[int]
+    questions: list[list[int]]
+    end: list[int]
+    labels: list[list[int]]
+
+
+class EncodeQuestions(EncodeChat, frozen=True, kw_only=True):
+    """Questions that are asked one by one at the end of a conversation's last message, the user's; `labels`: the answers that begin a
+    reply. Without a chat template all messages are one text, after which a question and its answer stand.
+    """
+
+    Result = AskedQuestions
+
+    questions: list[str]
+    labels: list[str]
+
+    @property
+    def num_chars(self) -> int:
+        return super().num_chars + sum(map(len, self.questions)) + sum(map(len, self.labels))
+
+    def run(self, texts: Texts) -> Any:
+        codec = texts.codec
+        if texts.chat_template.exists:
+            state, end = texts.chat_template.around(self.messages)
+        else:
+            text = "\n\n".join(message["content"] for message in self.messages)
+            state, end = codec.opening + codec.encode_plain(text), "\nAnswer:"
+        # The space belongs to the label: tokens of words begin with it.
+        space = "" if texts.chat_template.exists else " "
+        before = codec.encode_bare(end)
+        labels = []
+        for label in self.labels:
+            ids = codec.encode_bare(end + space + label)
+            if ids[: len(before)] != before:
+                raise InvalidRequest(f"the model's tokenizer joins the label {label} with the text before it", param="questions")
+            labels.append(ids[len(before) :])
+        return AskedQuestions(state, [*map(codec.encode_plain, self.questions)], before, labels)
+
+
 class Fill(Job, frozen=True):
     """The fill-in-the-middle prompt for the text between two texts; see FillInTheMiddle.fill. `begun`: the beginning of the middle."""
 
@@ -224,4 +266,4 @@ class CompileGrammar(Job, frozen=True):
         return InvalidRequest(f"`{self.field}` takes more than {bound} to compile; simplify it", param=self.field)
 
 
-AnyJob = Decode | Spell | Prompts | Encode | EncodeWithPlaces | EncodeChat | RenderChat | Fill | CompileGrammar
+AnyJob = Decode | Spell | Prompts | Encode | EncodeWithPlaces | EncodeChat | EncodeQuestions | RenderChat | Fill | CompileGrammar

@@ -49,7 +49,7 @@ class TinyCheckpoint:
         return AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
-def make_checkpoint(shape: Shape, folder: Path) -> TinyCheckpoint:
+def make_checkpoint(shape: Shape, folder: Path, positions: int = N_POSITIONS) -> TinyCheckpoint:
     """Writes config, weights and tokenizer of a random model, its logits spread enough that greedy choices are not ties."""
     from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
@@ -57,7 +57,7 @@ def make_checkpoint(shape: Shape, folder: Path) -> TinyCheckpoint:
     width = shape.n_head * shape.head_dim
     config = GPTBigCodeConfig(
         vocab_size=shape.vocab_size,
-        n_positions=N_POSITIONS,
+        n_positions=positions,
         n_embd=width,
         n_layer=shape.n_layer,
         n_head=shape.n_head,

@@ -199,7 +199,8 @@ class EngineRun:
         finish = "eos_token" if token in submit.stop_token_ids else "length" if index + 1 == submit.max_new_tokens else None
         if finish is not None:
             del self.open[id]
-        return protocol.Token(id, index, token, -1.0, finish, ((token, -1.0),) * submit.num_top)
+        named = tuple((named, -1.0 - named / 64) for named in submit.sampling.logprob_token_ids)
+        return protocol.Token(id, index, token, -1.0, finish, named or ((token, -1.0),) * submit.num_top)
 
 
 class FakeCache:

@@ -12,6 +12,7 @@ fuzz-http.json: counts by kind and status, the slowest, and every failure with i
 
 import argparse
 import base64
+import copy
 import json
 import re
 import signal
@@ -34,6 +35,7 @@ from hypothesis.strategies import SearchStrategy
 from pydantic import BaseModel
 
 from server.http.openai.chat_fields import ChatBody, TemplateBody
+from server.http.openai.decision_fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
 from server.http.openai.fields import CompletionBody
 from server.http.openai.fim import FimBody
 from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
@@ -48,11 +50,14 @@ from tests.support.report import Check, conclude, progress, show, usage
 # --- what is sent
 
 FIELDS: dict[str, type[BaseModel]] = {"/generate": GenerateBody, "/generate_stream": GenerateBody, "/": GenerateBody}
+FIELDS |= {"/v1/decisions": DecisionBody, "/v1/systemone": SystemBody}
 FIELDS |= {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/infill": InfillBody}
 FIELDS |= {"/completion": LlamaCppCompletionBody, "/v1/fim/completions": FimBody, "/fim/completions": FimBody}
 FIELDS |= {"/apply-template": TemplateBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
 REQUIRED: dict[str, dict[str, Any]] = {path: {"inputs": "def f", "parameters": {"max_new_tokens": 4}} for path in list(FIELDS)[:3]}
 REQUIRED |= {"/v1/completions": {"prompt": "def f"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]}}
+REQUIRED |= {"/v1/decisions": {"input": "x", "questions": [{"type": "predicate", "instructions": "a"}]}}
+REQUIRED |= {"/v1/systemone": {"state": "x", "questions": {"q": {"type": "noul"}}}}
 REQUIRED |= {"/infill": {"input_prefix": "def f", "input_suffix": "x"}, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [1]}}
 REQUIRED |= {"/completion": {"prompt": "def f"}, "/apply-template": {"messages": [{"role": "user", "content": "hi"}]}}
 REQUIRED |= {"/v1/fim/completions": {"prompt": "def f", "suffix": "x"}, "/fim/completions": {"prompt": "def f"}}
@@ -85,6 +90,20 @@ JSON_VALUES: SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
     max_leaves=8,
 )
+QUESTION_VALUES = JSON_VALUES | st.sampled_from(
+    [
+        "choice",
+        "score",
+        "noul",
+        "predicate",
+        [{"value": "a"}, {"value": True, "description": "b"}],
+        [{"value": str(number)} for number in range(30)],
+        [{"label": "a"}, {"label": "b"}],
+        ["a", "b", "a"],
+        {"a": None, "b": "c"},
+        {"true": "a"},
+    ]
+)
 TOKENS = b"\r\n|\n|\r|\0|\r\n\r\n|content-length: 5\r\n|transfer-encoding: chunked\r\n|expect: 100-continue\r\n|connection: close\r\n"
 TOKENS += b"|host: y\r\n|connection: upgrade\r\nupgrade: websocket\r\n|upgrade: h2c\r\n|HTTP/1.0|HTTP/9.9|%00|%2e%2e/|?|#|//|HEAD|CONNECT"
 TOKENS += b'|\xff|\xed\xa0\x80|"|{|[|\\ud800|1e999|NaN|-1|99999999999999999999|"stream":true,|"n":3,|"temperature":0,'
@@ -102,16 +121,24 @@ def bounded(body: Any) -> Any:
     return small | {key: bounded(small[key]) for key in ("parameters",) if key in small}
 
 
+def values_of(value: Any) -> list[Any]:
+    """The items of a list, or the values of an object."""
+    return [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
 @st.composite
 def documents(draw: Any) -> bytes:
     """A request with odd values in some of a route's fields, and now and then one that there is not."""
     path = draw(st.sampled_from(sorted(FIELDS)))
-    body: dict[str, Any] = dict(REQUIRED[path]) | ({LENGTHS[path]: 4} if path in LENGTHS else {})
+    body: dict[str, Any] = copy.deepcopy(REQUIRED[path]) | ({LENGTHS[path]: 4} if path in LENGTHS else {})
     for name in draw(st.lists(st.sampled_from(sorted(FIELDS[path].model_fields)) | st.text(max_size=4), max_size=4)):
         body[name] = draw(JSON_VALUES)
     if "inputs" in body and draw(st.booleans()):
         names = draw(st.lists(st.sampled_from(sorted(Parameters.model_fields)), max_size=4))
         body["parameters"] = {"max_new_tokens": 4} | {name: draw(JSON_VALUES) for name in names}
+    for question in [q for q in values_of(body.get("questions")) if isinstance(q, dict)][:3] if draw(st.booleans()) else ():
+        own = DecisionQuestion if path == "/v1/decisions" else SystemQuestion
+        question |= {name: draw(QUESTION_VALUES) for name in draw(st.lists(st.sampled_from(sorted(own.model_fields)), max_size=3))}
     text = json.dumps(bounded(body), ensure_ascii=draw(st.booleans()))
     return post(path, text.encode("utf-8", "surrogatepass"))
 
@@ -201,7 +228,7 @@ def schema_requests(operation: Any, mode: Any) -> SearchStrategy[bytes]:
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}<|endoftext|>{% endfor %}"
 CANARY = '"max_tokens":8,"seed":3,"temperature":1.5'
 # What is incomplete must not be waited for, and a request that got past every check must not take long.
-ARGUMENTS = ["--server.header_timeout=0.5", "--server.body_timeout=0.5", "--engine.max_context=96", "--engine.threads=1"]
+ARGUMENTS = ["--server.header_timeout=0.5", "--server.body_timeout=0.5", "--engine.max_context=192", "--engine.threads=1"]
 ROUND, AT_ONCE, MOST_FAILURES = 200, 16, 50
 GROWTH = 64 * 2**20
 """Bytes that a process may hold more in the last quarter of a run than in the second."""

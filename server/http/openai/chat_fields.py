@@ -16,8 +16,8 @@ from server.text.codec import TextCodec
 class TextPart(Body):
     """A part of a message's content: text."""
 
-    type: Literal["text"]
-    """Only text is supported."""
+    type: Literal["text", "input_text", "output_text"]
+    """Only text is supported, under the names of all of OpenAI's routes."""
     text: fields.Text
     """The text."""
 
@@ -29,12 +29,16 @@ def _in_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(fields.text_or_list(value), str) else value
 
 
+TextParts = Annotated[Parts, BeforeValidator(_in_parts, fields.Text | Parts)]
+"""A text, or a list of parts."""
+
+
 class Message(Body):
     """A message of a conversation. Images, audio and tools are refused: the models served here read and write text."""
 
     role: Literal["system", "developer", "user", "assistant"]
     """The author of the message. The checkpoint's chat template decides which roles may follow each other."""
-    content: Annotated[Parts | None, BeforeValidator(_in_parts, fields.Text | Parts | None)] = None
+    content: TextParts | None = None
     """The text, or a list of parts which are joined. Special tokens are not recognised in it. Only an assistant's message may have none."""
     name: str | None = Field(default=None, max_length=256)
     """The author's name, for chat templates that use it."""

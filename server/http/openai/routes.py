@@ -1,7 +1,7 @@
-"""Routes of OpenAI's dialect, POST /v1/completions and /v1/chat/completions and GET /v1/models; Mistral's POST /v1/fim/completions; and
+"""Routes of OpenAI's dialect, POST /v1/completions, /v1/chat/completions, /v1/decisions and GET /v1/models; Mistral's POST /v1/fim/completions; and
 llama.cpp's POST /infill, /completion and /apply-template and GET /props.
 
-The modules completions, chat, fim and llama_cpp convert requests and replies; this one reads bodies and starts them. It knows nothing of
+The modules completions, chat, decisions, fim and llama_cpp convert requests and replies; this one reads bodies and starts them. It knows nothing of
 TGI's dialect.
 """
 
@@ -24,6 +24,8 @@ from server.http.model_names import ModelNames
 from server.http.openai.chat import ChatReply
 from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.completions import CompletionReply
+from server.http.openai.decision_fields import DecisionBody, SystemBody
+from server.http.openai.decisions import DecisionReply
 from server.http.openai.fields import CompletionBody, GenerationBody
 from server.http.openai.fim import FimBody, FimReply
 from server.http.openai.llama_cpp import LlamaCppReply
@@ -53,6 +55,8 @@ class OpenAIRoutes:
             Route("/completion", ("POST",), self.llama_cpp_completion, Dialect.OPENAI, generates=True, tag="llama.cpp"),
             Route("/apply-template", ("POST",), self.apply_template, Dialect.OPENAI, tag="llama.cpp"),
             Route("/props", ("GET",), self.props, Dialect.OPENAI, tag="llama.cpp"),
+            Route("/v1/decisions", ("POST",), self.decisions, Dialect.OPENAI, generates=True, tag="openai"),
+            Route("/v1/systemone", ("POST",), self.systemone, Dialect.OPENAI, generates=True, tag="openai"),
             Route("/v1/models", ("GET",), self.models, Dialect.OPENAI, tag="openai"),
             Route("/v1/models/{name:path}", ("GET",), self.model, Dialect.OPENAI, tag="openai"),
         ]
@@ -128,6 +132,26 @@ class OpenAIRoutes:
             "chat_template": self.generation.codec.files.chat_template or "",
         }
         return JSONResponse(value)
+
+    async def decisions(self, http: HttpRequest) -> Response:
+        """Answer questions by probabilities.
+
+        Each answer's probability is read off the model's logits, as openai's client of decisions reads it.
+        """
+        return await self._decide(http, DecisionBody)
+
+    async def systemone(self, http: HttpRequest) -> Response:
+        """Answer questions about a state by probabilities.
+
+        What POST /v1/decisions does, with questions and answers by their ids.
+        """
+        return await self._decide(http, SystemBody)
+
+    async def _decide(self, http: HttpRequest, schema: type[DecisionBody | SystemBody]) -> Response:
+        body = await read_model(http, schema, self.section.max_body_bytes)
+        self.names.resolve(body.model)
+        reply = await DecisionReply.open(self.generation, body, self.names.shown, exchange_of(http).reserved)
+        return await self.answers.answer(http, reply, Delivery.of(http, False, None))
 
     async def models(self) -> Response:
         """List the served model.

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from server.errors import RequestError
 from server.http import body, fields
 from server.http.openai.chat_fields import ChatBody, TemplateBody
+from server.http.openai.decision_fields import DecisionBody, SystemBody
 from server.http.openai.fields import CompletionBody
 from server.http.openai.fim import FimBody
 from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
@@ -19,7 +20,7 @@ from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, FimBody, InfillBody, LlamaCppCompletionBody, TemplateBody)
-BODIES += (GenerateBody, TokenizeBody, DetokenizeBody)
+BODIES += (GenerateBody, TokenizeBody, DetokenizeBody, DecisionBody, SystemBody)
 LONGEST = 2 * 2**20
 
 

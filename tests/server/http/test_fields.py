@@ -15,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from server.http.openai.chat_fields import ChatBody, TemplateBody
+from server.http.openai.decision_fields import DecisionBody, DecisionQuestion, SystemBody, SystemQuestion
 from server.http.openai.fields import CompletionBody
 from server.http.openai.fim import FimBody
 from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
@@ -139,6 +140,39 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
         {"messages": MESSAGES},
         {"messages": ({}, [{"role": "user", "content": "ho"}]), "add_generation_prompt": ({}, False)},
     ),
+    DecisionBody: (
+        "/v1/decisions",
+        {"input": "x", "questions": [{"type": "predicate", "instructions": "a"}]},
+        {
+            "input": ({}, [{"role": "system", "content": "x"}]),
+            "questions": ({}, [{"type": "predicate", "instructions": "a", "name": "b"}]),
+            "priority": ({}, -1),
+        },
+    ),
+    DecisionQuestion: (
+        "/v1/decisions",
+        {"type": "choice", "instructions": "a", "choices": [{"value": "a"}, {"value": "b"}]},
+        {
+            "type": ({"choices": None, "levels": [{"label": "a"}, {"label": "b"}]}, "score"),
+            "instructions": ({}, [{"type": "input_text", "text": "b"}]),
+            "name": ({}, "b"),
+            "choices": ({}, [{"value": "a", "description": "c"}, {"value": True}]),
+            "levels": (
+                {"type": "score", "choices": None, "levels": [{"label": "a"}, {"label": "b"}]},
+                [{"label": "a", "description": "b"}, {"label": "b"}],
+            ),
+        },
+    ),
+    SystemBody: (
+        "/v1/systemone",
+        {"state": "x", "questions": {"q": {"type": "noul"}}},
+        {"state": ({}, {"x": 1}), "questions": ({}, {"p": {"type": "noul"}}), "priority": ({}, -1)},
+    ),
+    SystemQuestion: (
+        "/v1/systemone",
+        {"type": "choice", "criteria": {"a": None, "b": "c"}},
+        {"type": ({"criteria": {}}, "noul"), "instructions": ({}, "x"), "criteria": ({}, {"a": "d", "b": "c"})},
+    ),
     GenerateBody: (
         "/generate",
         {"inputs": "def f", "parameters": {"max_new_tokens": 8}},
@@ -219,6 +253,10 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
         "modalities": ["text"],
         "continue_final_message": False,
     },
+    DecisionBody: {"model": "tiny", "stream": False, "resumable": False, "prompt_cache_key": "x", "safety_identifier": "x"},
+    DecisionQuestion: {},
+    SystemBody: {"model": "tiny", "stream": False, "resumable": False},
+    SystemQuestion: {},
     InfillBody: OF_SLOTS | {"t_max_prompt_ms": 500, "model": "tiny"},
     LlamaCppCompletionBody: OF_SLOTS | {"t_max_prompt_ms": 500, "model": "tiny", "mirostat": 0, "penalty_last_n": 0},
     GenerateBody: {"model": "http://127.0.0.1:8000", "options": {"use_cache": False, "wait_for_model": True}, "use_cache": True},
@@ -235,6 +273,8 @@ ELSEWHERE = {
     FimBody: {"timeout_s", "resumable", "cache_salt"},
     ChatBody: {"timeout_s", "resumable", "cache_salt", "cache_prompt"},
     GenerateBody: {"timeout_s", "resumable", "cache_salt"},
+    DecisionBody: {"timeout_s", "cache_salt"},
+    SystemBody: {"timeout_s", "cache_salt"},
     InfillBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},
     LlamaCppCompletionBody: {"t_max_predict_ms", "resumable", "cache_prompt"},
 }
@@ -289,7 +329,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def observe(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, Any]:
     """Status, and everything that a client or the engine can see of a request, without what differs each time."""
-    engine = FakeEngine(ready=msgspec.structs.replace(READY, vocab_size=261), end_rate=0.1)
+    engine = FakeEngine(ready=msgspec.structs.replace(READY, vocab_size=261, capacity=512), end_rate=0.1)
     served: Served = serve(folder, engine)
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
@@ -319,7 +359,12 @@ def test_no_field_is_forgotten(schema: type[BaseModel]) -> None:
 
 
 def in_place(schema: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
-    return {"inputs": "def f", "parameters": body} if schema is Parameters else body
+    whole: dict[type[BaseModel], dict[str, Any]] = {
+        Parameters: {"inputs": "def f", "parameters": body},
+        DecisionQuestion: {"input": "x", "questions": [body]},
+        SystemQuestion: {"state": "x", "questions": {"q": body}},
+    }
+    return whole.get(schema, body)
 
 
 @pytest.mark.parametrize(

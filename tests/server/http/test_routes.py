@@ -34,6 +34,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "def", "n_predict": 2},
     "/v1/fim/completions": {"prompt": "def", "suffix": "x", "max_tokens": 2},
     "/fim/completions": {"prompt": "def", "max_tokens": 2},
+    "/v1/decisions": {"input": "", "questions": [{"type": "predicate", "instructions": ""}]},
+    "/v1/systemone": {"state": "", "questions": {"q": {"type": "noul"}}},
 }
 
 
@@ -44,7 +46,7 @@ async def hello() -> Response:
 async def make(tmp_path: Path, **options: Any) -> Served:
     make_tokenizer(MARKS).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    ready = msgspec.structs.replace(READY, vocab_size=261)
+    ready = msgspec.structs.replace(READY, vocab_size=261, capacity=128)
     served = serve(tmp_path, FakeEngine(ready), ServerSection(**options))
     while not served.client.admission.accepting:
         await asyncio.sleep(0)

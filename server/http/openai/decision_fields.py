@@ -1,0 +1,243 @@
+"""Request bodies of /v1/decisions, as openai's client sends it, and of /v1/systemone; how their questions are asked and answered.
+
+Invariant: no label of a question is the beginning of another one. It knows no tokens.
+"""
+
+import json
+from string import ascii_uppercase
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from server.http import fields
+from server.http.fields import Body, LimitedBody
+from server.http.openai.chat_fields import Message, TextParts
+
+MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 400, 255, 10
+
+
+def as_text(value: Any) -> str:
+    """A text as it is, and any other JSON value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class AnyQuestion(Body):
+    """Base of the questions of both routes."""
+
+    type: str
+
+    @property
+    def asked(self) -> str:
+        """What is asked."""
+        raise NotImplementedError
+
+    @property
+    def options(self) -> list[tuple[Any, Any]]:
+        """The possible answers, in their order, each with what it means. Yes and no have no names."""
+        raise NotImplementedError
+
+    @property
+    def labels(self) -> list[tuple[str, ...]]:
+        """The texts that stand for each answer at the beginning of a reply."""
+        if self.type in ("predicate", "noul"):
+            return [("yes", "Yes"), ("no", "No")]
+        count = len(self.options)
+        if self.type == "choice" and count <= len(ascii_uppercase):
+            return [*zip(ascii_uppercase[:count])]
+        return [(str(number).zfill(len(str(count - 1))),) for number in range(count)]
+
+    @property
+    def text(self) -> str:
+        """The question as the model reads it."""
+        lines, labels = [f"Question: {self.asked.strip()}"], self.labels
+        for (label, *_), option in zip(labels, self.options, strict=True):
+            if parts := " - ".join(as_text(part) for part in option if part not in (None, "")):
+                lines.append(f"{label}: {parts}")
+        how = {"y": "yes or no", "A": "the letter of one of these"}.get(labels[0][0][0], "the number of one of these")
+        return "\n".join([*lines, f"Answer with {how}, and nothing else."])
+
+    def answer(self, shares: list[float], mass: float) -> dict[str, Any]:
+        """What the answers of both routes have. `shares`: the probability of each answer among all of them. `mass`: that of all labels
+        together among all texts, of which the likeliest answer's part is the confidence.
+        """
+        likeliest = max(shares)
+        if self.type == "score":
+            found: Any = sum(i * share for i, share in enumerate(shares))
+        else:
+            found = self.options[shares.index(likeliest)][0]
+        return {"type": self.type, self.type: found, "confidence": likeliest * mass, "label_mass": mass}
+
+
+class DecisionMessage(Message):
+    """A message of the input: text, of which parts are joined."""
+
+    type: Literal["message"] | None = None
+    """Only messages are supported."""
+
+
+class DecisionChoice(Body):
+    """A possible answer to a question of the type choice."""
+
+    value: fields.Json
+    """The answer: a text, or true or false."""
+    description: fields.Text | None = None
+    """What the answer means. Default: none."""
+
+
+class DecisionLevel(Body):
+    """A level of a question of the type score."""
+
+    label: fields.Text
+    """The level's name."""
+    description: fields.Text | None = None
+    """What the level means. Default: none."""
+
+
+class DecisionQuestion(AnyQuestion):
+    """A question about the input."""
+
+    type: Literal["predicate", "choice", "score"]
+    """`predicate`: how likely a statement is true; `choice`: which of `choices` is right; `score`: which of `levels`, in their order."""
+    instructions: TextParts
+    """The question or the statement: a text, or a list of parts, which are joined."""
+    name: fields.Name | None = None
+    """Becomes the `name` of the answer. Default: none."""
+    choices: list[DecisionChoice] | None = Field(default=None, min_length=2, max_length=MAX_CHOICES, fail_fast=True)
+    """The possible answers of the type choice: 2 to 255 different ones."""
+    levels: list[DecisionLevel] | None = Field(default=None, min_length=2, max_length=MAX_LEVELS, fail_fast=True)
+    """The levels of the type score: 2 to 10, from the lowest to the highest."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DecisionQuestion":
+        if (self.choices is None) != (self.type != "choice") or (self.levels is None) != (self.type != "score"):
+            raise ValueError("`choices` goes with the type choice, which needs it, and `levels` with the type score")
+        values = [choice.value for choice in self.choices or ()]
+        if not all(isinstance(value, str | bool) for value in values) or len({*values}) < len(values):
+            raise ValueError("`choices` must have different values, strings or booleans")
+        return self
+
+    @property
+    def asked(self) -> str:
+        return "".join(part.text for part in self.instructions)
+
+    @property
+    def options(self) -> list[tuple[Any, Any]]:
+        if self.choices is not None:
+            return [(choice.value, choice.description) for choice in self.choices]
+        return [(level.label, level.description) for level in self.levels or ()] or [(None, None)] * 2
+
+    def answer(self, shares: list[float], mass: float) -> dict[str, Any]:
+        """The answer as openai's client reads it, and the label mass."""
+        if self.type == "predicate":
+            return {"type": self.type, "name": self.name, "probability": shares[0], "label_mass": mass}
+        key = "value" if self.type == "choice" else "label"
+        found: list[dict[str, Any]] = [{key: name, "probability": share} for (name, _), share in zip(self.options, shares, strict=True)]
+        if self.type == "score":
+            found = [entry | {"value": i} for i, entry in enumerate(found)]
+        return super().answer(shares, mass) | {"name": self.name, "probabilities": found}
+
+
+class AnyDecisionBody(LimitedBody):
+    """Base of the bodies of both routes."""
+
+    model: str | None = Field(default=None, max_length=1024)
+    """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
+    stream: Literal[False] | None = None
+    """Answers are not streamed: only false is accepted."""
+    resumable: Literal[False] | None = None
+    """Answers are not streamed: only false is accepted."""
+
+
+def _in_messages(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(fields.text_or_list(value), str) else value
+
+
+Messages = Annotated[list[DecisionMessage], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class DecisionBody(AnyDecisionBody):
+    """The body of POST /v1/decisions. Null is the default of every field but `input` and `questions`."""
+
+    input: Annotated[Messages, BeforeValidator(_in_messages, fields.Text | Messages)]
+    """What the questions are about: a text, or 1 to 1024 messages, after which each question is asked alone."""
+    questions: list[DecisionQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS, fail_fast=True)
+    """1 to 400 questions, none of which sees another."""
+    # Accepted without effect: fields that clients send by default.
+    prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    """Accepted for OpenAI's clients; it changes nothing: prompts that share a prefix share its KV cache anyway."""
+    safety_identifier: str | None = Field(default=None, max_length=1024)
+    """Accepted for OpenAI's clients; it changes nothing."""
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The input as a conversation."""
+        return [message.plain() for message in self.input]
+
+    def reply(self, answers: list[dict[str, Any]], id: str, created: int) -> dict[str, Any]:
+        """What a reply has of its own."""
+        return {"answers": answers}
+
+
+class SystemQuestion(AnyQuestion):
+    """A question about the state."""
+
+    type: Literal["choice", "noul", "score"]
+    """`noul`: yes or no; `choice`: which of several answers is right; `score`: which of several levels, in their order."""
+    instructions: fields.Text | None = None
+    """The question. Default: none."""
+    criteria: fields.Json = None
+    """The possible answers. choice: an object of 2 to 255 answers with what they mean, or null. score: a list of 2 to 10 levels, from the
+    lowest to the highest. noul: an object of what `true` and `false` mean, or nothing. What is no text is written as JSON.
+    """
+
+    @model_validator(mode="after")
+    def _check(self) -> "SystemQuestion":
+        given: Any = self.criteria or {}
+        if self.type == "score":
+            fits, shape = isinstance(given, list) and 2 <= len(given) <= MAX_LEVELS, f"a list of 2 to {MAX_LEVELS} levels"
+        elif self.type == "choice":
+            fits, shape = isinstance(given, dict) and 2 <= len(given) <= MAX_CHOICES, f"an object of 2 to {MAX_CHOICES} answers"
+        else:
+            fits, shape = isinstance(given, dict) and given.keys() <= {"true", "false"}, "an object of `true` and `false`"
+        if not fits:
+            raise ValueError(f"`criteria` of the type {self.type} must be {shape}")
+        return self
+
+    @property
+    def asked(self) -> str:
+        return self.instructions or ""
+
+    @property
+    def options(self) -> list[tuple[Any, Any]]:
+        if self.type == "noul":
+            return [(None, (self.criteria or {}).get(key)) for key in ("true", "false")]
+        return [(level, None) for level in self.criteria] if self.type == "score" else [*self.criteria.items()]
+
+    def answer(self, shares: list[float], mass: float) -> dict[str, Any]:
+        """The answer by the names of its options, or the numbers of its levels."""
+        answer, names = super().answer(shares, mass), [name for name, _ in self.options]
+        if self.type == "noul":
+            answer["noul"], names = shares[0], ["yes", "no"]
+        elif self.type == "score":
+            numbers = [*map(str, range(len(names)))]
+            answer["legend"], names = dict(zip(numbers, names, strict=True)), numbers
+        return answer | {"probabilities": dict(zip(names, shares, strict=True))}
+
+
+class SystemBody(AnyDecisionBody):
+    """The body of POST /v1/systemone. Null is the default of every field but `state` and `questions`."""
+
+    state: fields.Json
+    """What the questions are about: a text, or any other JSON value, which is written as JSON."""
+    questions: dict[fields.Name, SystemQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS)
+    """1 to 400 questions by their ids, none of which sees another."""
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The state as a conversation."""
+        return [{"role": "user", "content": as_text(self.state)}]
+
+    def reply(self, answers: list[dict[str, Any]], id: str, created: int) -> dict[str, Any]:
+        """What a reply has of its own."""
+        by_id = dict(zip(self.questions, answers, strict=True))
+        return {"id": f"decision-{id}", "object": "structured_decision", "created": created, "answers": by_id}
