@@ -122,7 +122,9 @@ class ChatTemplate:
         return re.compile(rf"[<&{re.escape(''.join(sorted(first)))}]|[^\x00-\x7f\s]"), filler
 
     def render(self, messages: list[dict[str, str]], add_generation_prompt: bool, until: str = "") -> str:
-        """The text of a conversation, or what stands before a text in it. Raises InvalidRequest if there is no template or it refuses the messages."""
+        """The text of a conversation, or what stands before a text in it. Raises InvalidRequest if there is no template or it refuses the
+        messages.
+        """
         if not self.exists:
             raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions instead", param="messages")
         files = self._codec.files

@@ -42,9 +42,7 @@ class Load:
             prompt = rng.choice(["", SHARED_PREFIX]) + " ".join(rng.choices(WORDS, k=rng.randint(1, 400)))
             parameters = {"max_new_tokens": rng.randint(1, 400), "do_sample": True}
             leaves_after = rng.randint(0, 100) if rng.random() < 0.3 else None
-            with suppress(
-                OSError, EOFError, AssertionError
-            ):  # The engine or the connection may be taken away, which is another test's matter.
+            with suppress(OSError, EOFError, AssertionError):  # The engine or the connection may be taken away, which is another test's matter.
                 self._read(Stream(self._port, "/generate_stream", {"inputs": prompt, "parameters": parameters}), leaves_after)
 
     def _read(self, stream: Stream, leaves_after: int | None) -> None:

@@ -86,9 +86,7 @@ def test_the_map_is_the_engines_own_state(small: ServerProcess, open_map: OpenPa
             state = compare(page, small)
             seen.update(str(kind) for kind in {kind for kind, _, _ in state["pages"]})
             seen.update("waits" if not running else "runs" for running, *_ in state["sequences"].values())
-    print(
-        f"{moments} moments, {load.cancelled} cancelled, {small.metric('onehead_preemptions_total') - before:.0f} preemptions; {dict(seen)}"
-    )
+    print(f"{moments} moments, {load.cancelled} cancelled, {small.metric('onehead_preemptions_total') - before:.0f} preemptions; {dict(seen)}")
     assert load.cancelled > 0
     assert small.metric("onehead_preemptions_total") > before
     assert {"1", "2", "3", "runs", "waits"} <= seen.keys()

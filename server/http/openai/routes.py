@@ -1,8 +1,8 @@
-"""Routes of OpenAI's dialect, POST /v1/completions, /v1/chat/completions, /v1/decisions and GET /v1/models; Mistral's POST /v1/fim/completions; and
-llama.cpp's POST /infill, /completion and /apply-template and GET /props.
+"""Routes of OpenAI's dialect, POST /v1/completions, /v1/chat/completions, /v1/decisions and GET /v1/models; /v1/systemone; Mistral's POST
+/v1/fim/completions; and llama.cpp's POST /infill, /completion and /apply-template and GET /props.
 
-The modules completions, chat, decisions, fim and llama_cpp convert requests and replies; this one reads bodies and starts them. It knows nothing of
-TGI's dialect.
+The modules completions, chat, decisions, fim and llama_cpp convert requests and replies; this one reads bodies and starts them. It knows
+nothing of TGI's dialect.
 """
 
 import json
