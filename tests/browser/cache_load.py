@@ -14,12 +14,12 @@ from tests.support.processes import DEADLINE, ServerProcess, Stream, wait_until
 from tests.support.wire import Wire, http_request
 
 SHARED_PREFIX = "# one prefix for all of them\n" * 30
-WORDS = "def return import class self value for in range print with open list dict".split()
+WORDS = ["def", "return", "import", "class", "self", "value", "for", "in", "range", "print", "with", "open", "list", "dict"]
 OWNED, SHARED = 2, 3
 
 
 class Load:
-    """Clients that send one request after the other, of all lengths: half of them with a common prefix, and a third is left by its client."""
+    """Clients that send one request after the other, of all lengths: half of them with a common prefix, a third left by its client."""
 
     def __init__(self, server: ServerProcess, clients: int) -> None:
         self._port = server.port
@@ -42,7 +42,9 @@ class Load:
             prompt = rng.choice(["", SHARED_PREFIX]) + " ".join(rng.choices(WORDS, k=rng.randint(1, 400)))
             parameters = {"max_new_tokens": rng.randint(1, 400), "do_sample": True}
             leaves_after = rng.randint(0, 100) if rng.random() < 0.3 else None
-            with suppress(OSError, EOFError, AssertionError):  # The engine or the connection may be taken away, which is another test's matter.
+            with suppress(
+                OSError, EOFError, AssertionError
+            ):  # The engine or the connection may be taken away, which is another test's matter.
                 self._read(Stream(self._port, "/generate_stream", {"inputs": prompt, "parameters": parameters}), leaves_after)
 
     def _read(self, stream: Stream, leaves_after: int | None) -> None:

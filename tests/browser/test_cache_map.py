@@ -26,7 +26,8 @@ RECORDS = """
 window.states = new Map();
 document.addEventListener("cachechange", ({ detail: state }) => {
   const pages = Array.from(state.kinds, (kind, page) => [kind, state.owners[page], state.positions[page]]);
-  const sequences = [...state.sequences.values()].map((one) => [one.id, [one.state === "running", one.numComputed, one.numOutput, one.numPages]]);
+  const values = (one) => [one.state === "running", one.numComputed, one.numOutput, one.numPages];
+  const sequences = [...state.sequences.values()].map((one) => [one.id, values(one)]);
   window.latest = state;
   window.states.set(`${state.engine} ${state.view}`, JSON.stringify({ pages, sequences: Object.fromEntries(sequences) }));
   if (window.states.size > 200) window.states.delete(window.states.keys().next().value);
@@ -86,7 +87,9 @@ def test_the_map_is_the_engines_own_state(small: ServerProcess, open_map: OpenPa
             state = compare(page, small)
             seen.update(str(kind) for kind in {kind for kind, _, _ in state["pages"]})
             seen.update("waits" if not running else "runs" for running, *_ in state["sequences"].values())
-    print(f"{moments} moments, {load.cancelled} cancelled, {small.metric('onehead_preemptions_total') - before:.0f} preemptions; {dict(seen)}")
+    print(
+        f"{moments} moments, {load.cancelled} cancelled, {small.metric('onehead_preemptions_total') - before:.0f} preemptions; {dict(seen)}"
+    )
     assert load.cancelled > 0
     assert small.metric("onehead_preemptions_total") > before
     assert {"1", "2", "3", "runs", "waits"} <= seen.keys()
@@ -275,8 +278,19 @@ new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((en
 """
 
 
+def test_quantiles_are_those_of_the_values_between_two_events(small: ServerProcess, open_map: OpenPage) -> None:
+    page = open_map(small.port)
+    before, after = [5, 5, 5, 5], [5, 15, 25, 5]  # Ten values up to 2, then ten up to 4, as bounds are 1, 2 and 4.
+    script = "async (counts) => (await import(new URL('ui/plots.js', document.baseURI).href)).quantile(...counts)"
+    histograms = [{"bounds": [1, 2, 4], "counts": counts} for counts in (before, after)]
+    found = [page.evaluate(script, [*histograms, share]) for share in (0.25, 0.5, 0.75, 1.0)]
+    assert found == [1.5, 2, 3, 4]
+    assert page.evaluate(script, [histograms[0], histograms[0], 0.5]) is None
+    assert page.evaluate(script, [histograms[0], {"bounds": [1, 2, 4], "counts": [5, 5, 5, 6]}, 0.5]) == 4
+
+
 def violations(page: Any) -> list[Any]:
     """What axe-core objects to."""
     page.evaluate(AXE.read_text())
-    found = page.evaluate("axe.run().then((results) => results.violations)")
+    found = page.evaluate("axe.run({ preload: false }).then((results) => results.violations)")
     return [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
