@@ -17,9 +17,7 @@ const SILENCE_MS = 10_000; // Stats come each second: after this long without an
 const CLOCK_MS = 250;
 const LEGEND = ["free", "kept as a prefix", "owned by a sequence", "shared by several", "just written"]; // By kind, as in counts().
 
-let view = null;
-let mounts = 0;
-let style = null;
+let [view, style, mounts] = [null, null, 0];
 
 /** Shows the tab in an element; `api` is the page's Api. */
 export async function mount(parent, api) {
@@ -67,7 +65,6 @@ class MonitorView {
   destroy() {
     this.stopping.abort();
     clearInterval(this.clock);
-    cancelAnimationFrame(this.frame);
     this.map.destroy();
     this.plots.destroy();
     this.root.remove();
@@ -152,8 +149,8 @@ class MonitorView {
     const beyond = needed - this.state.numPages;
     ratio.textContent = `× ${Number(factor.toPrecision(3))}`;
     title.textContent = `Multi-head attention, same load: ${needed} pages`;
-    const fit = beyond > 0 ? `${beyond} pages would not fit here: the first of them are pale.` : "They would still fit here.";
-    words.textContent = `A key and a value for every query head take ${ratio.textContent} the memory. ${fit}`;
+    const fit = beyond > 0 ? `${beyond} more than there are, the first of them pale` : `${needed} of the ${this.state.numPages} there are`;
+    words.textContent = `With a key and a value for every query head, the same tokens take ${ratio.textContent} the pages: ${fit}.`;
   }
 
   #showFollowed() {

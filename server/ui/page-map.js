@@ -52,10 +52,8 @@ function describe(state, page) {
 export class PageMap {
   /** `follow` is told the id of a sequence that is chosen, or null; `laidOut` is called when the grid has changed. */
   constructor({ follow, laidOut }) {
-    Object.assign(this, { follow, laidOut, state: null, grid: null, followed: null });
+    Object.assign(this, { follow, laidOut, state: null, grid: null, followed: null, dirty: new Set(), written: new Set() });
     this.at = null; // The page under the cursor.
-    this.dirty = new Set();
-    this.written = new Set();
     this.stopping = new AbortController();
     this.isStill = matchMedia("(prefers-reduced-motion: reduce)");
     this.readout = el("p", { class: "quiet readout", id: "page-map-readout", "aria-live": "polite", text: HINT });
@@ -71,8 +69,6 @@ export class PageMap {
   destroy() {
     this.stopping.abort();
     this.observer.disconnect();
-    cancelAnimationFrame(this.frameRequest);
-    clearTimeout(this.fading);
   }
 
   /** Shows a state to which an event was applied; `change` is what `apply` returned. */
@@ -145,10 +141,8 @@ export class PageMap {
     on("focus", () => this.#place(this.at ?? 0));
     on("blur", () => this.#place(null));
     on("keydown", (event) => this.#onKey(event));
-    on("click", (event) => {
-      this.#place(this.#pageAt(event));
-      this.#choose();
-    });
+    on("pointerdown", (event) => this.#place(this.#pageAt(event)));
+    on("click", () => this.#choose());
   }
 
   #onKey(event) {
@@ -163,8 +157,7 @@ export class PageMap {
   }
 
   #choose() {
-    if (this.at === null) return;
-    const owner = this.state.kinds[this.at] >= OWNED ? this.state.owners[this.at] : null;
+    const owner = this.state?.kinds[this.at] >= OWNED ? this.state.owners[this.at] : null;
     this.follow(owner === this.followed ? null : owner);
   }
 

@@ -8,17 +8,15 @@ import UPlot from "./vendor/uPlot.js";
 const SECONDS = 300;
 const HEIGHT = 132;
 const QUANTILE_SECONDS = 10; // Histograms are compared over so many, so that there are some values to count.
-const DASHES = [[], [5, 4]]; // Of the two series of each plot.
 const AGO = ["", "−4 min", "", "−2 min", "", "now"]; // Ticks of the time axis, a minute from one to the next.
 
 /** The value below which a share of what a histogram has counted between two events lies; null where nothing was counted. */
-export function quantile(before, after, share) {
-  const counts = after.counts.map((count, i) => count - before.counts[i]);
+export function quantile(before, { counts: after, bounds }, share) {
+  const counts = after.map((count, i) => count - before.counts[i]);
   const total = counts.reduce((sum, count) => sum + count, 0);
   if (total <= 0) return null;
   let rest = share * total;
   const index = counts.findIndex((count) => (rest -= count) <= 0);
-  const { bounds } = after;
   if (index >= bounds.length) return bounds.at(-1);
   const low = index ? bounds[index - 1] : 0;
   return low + (bounds[index] - low) * (1 + rest / counts[index]);
@@ -54,7 +52,8 @@ export class Plots {
     this.element = el("div", { class: "columns plots" }, ...this.plots.map(({ element }) => element));
     this.stopping = new AbortController();
     watchTheme(() => this.plots.forEach((plot) => plot.build()), this.stopping.signal);
-    this.observer = new ResizeObserver(() => this.plots.forEach((plot) => plot.resize()));
+    const resize = ({ plot, area }) => plot.setSize({ width: Math.max(1, area.clientWidth), height: HEIGHT });
+    this.observer = new ResizeObserver(() => this.plots.forEach(resize));
     this.observer.observe(this.element);
   }
 
@@ -120,12 +119,8 @@ class Plot {
         { ...axis, size: 24, splits: ({ scales: { x } }) => AGO.map((_, i) => x.max - 60 * (5 - i)), values: () => AGO },
         { ...axis, size: 56, space: 30, values: (_, splits) => splits.map(this.format) },
       ],
-      series: [{}, ...DASHES.map((dash, i) => ({ stroke: colour[`series-${i + 1}`], width: 2, dash, points: { show: false } }))],
+      series: [{}, ...[[], [5, 4]].map((dash, i) => ({ stroke: colour[`series-${i + 1}`], width: 2, dash, points: { show: false } }))],
     };
     this.plot = new UPlot(options, this.data, this.area);
-  }
-
-  resize() {
-    if (this.area.clientWidth) this.plot.setSize({ width: this.area.clientWidth, height: HEIGHT });
   }
 }

@@ -15,8 +15,7 @@ export const hueOf = (id) => `light-dark(${LIGHT[id % LIGHT.length]}, ${DARK[id 
 /** The present values of NAMES, which are variables of the style sheets, and `of(id)`, that of a sequence's hue. */
 export function colours() {
   const hues = LIGHT.map((_, id) => colour(hueOf(id)));
-  const named = Object.fromEntries(NAMES.map((name) => [name, colour(`var(--${name})`)]));
-  return { ...named, of: (id) => hues[id % hues.length] };
+  return { ...Object.fromEntries(NAMES.map((name) => [name, colour(`var(--${name})`)])), of: (id) => hues[id % hues.length] };
 }
 
 /** Calls `changed` when the colours have changed, until the signal aborts. */

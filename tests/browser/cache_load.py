@@ -19,7 +19,9 @@ OWNED, SHARED = 2, 3
 
 
 class Load:
-    """Clients that send one request after the other, of all lengths: half of them with a common prefix, a third left by its client."""
+    """Clients that send one request after the other: half of them with a common prefix, a third left by its client. Outputs are longer than
+    prompts, so that a small cache has to preempt.
+    """
 
     def __init__(self, server: ServerProcess, clients: int) -> None:
         self._port = server.port
@@ -39,8 +41,8 @@ class Load:
 
     def _run(self, rng: random.Random) -> None:
         while not self._stopping.is_set():
-            prompt = rng.choice(["", SHARED_PREFIX]) + " ".join(rng.choices(WORDS, k=rng.randint(1, 400)))
-            parameters = {"max_new_tokens": rng.randint(1, 400), "do_sample": True}
+            prompt = rng.choice(["", SHARED_PREFIX]) + " ".join(rng.choices(WORDS, k=rng.randint(1, 100)))
+            parameters = {"max_new_tokens": rng.randint(1, 800), "do_sample": True, "ignore_eos": True}
             leaves_after = rng.randint(0, 100) if rng.random() < 0.3 else None
             with suppress(
                 OSError, EOFError, AssertionError
@@ -66,11 +68,14 @@ class Viewer:
 
     def __enter__(self) -> Self:
         self.socket.sendall(http_request("GET", "/monitor"))
+        self._response = Wire(self.socket).response()
+        self.status = self._response.status
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.socket.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # A refused one's connection has ended.
+            self.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self.socket.close()
 
@@ -79,8 +84,8 @@ class Viewer:
         wait_until(lambda: self.num_events >= num_events, f"{num_events} events for a viewer")
 
     def _read(self) -> None:
-        with suppress(OSError, EOFError):
-            for _ in Wire(self.socket).response().events():
+        with suppress(OSError, EOFError, ValueError):  # A refusal is no event.
+            for _ in self._response.events():
                 self.num_events += 1
 
 

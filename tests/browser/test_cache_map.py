@@ -109,9 +109,9 @@ def test_ten_viewers_see_the_same(small: ServerProcess, open_map: OpenPage) -> N
 
 def test_a_viewer_too_many_is_told_and_comes_in_later(small: ServerProcess, open_page: OpenPage) -> None:
     with ExitStack() as stack:
-        readers = [stack.enter_context(Viewer(small)) for _ in range(64)]
-        for reader in readers:
-            reader.wait_for(1)
+        # Viewers that have just left may count for a moment.
+        while stack.enter_context(Viewer(small)).status == 200:
+            pass
         page = open_page(small.port, "#cache", expected=LOST)
         expect(page.locator(".monitor .status")).to_contain_text("Reconnecting: 64 viewers watch this server")
     expect(page.locator(".monitor .status")).to_contain_text("Live")
@@ -280,7 +280,7 @@ new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((en
 
 def test_quantiles_are_those_of_the_values_between_two_events(small: ServerProcess, open_map: OpenPage) -> None:
     page = open_map(small.port)
-    before, after = [5, 5, 5, 5], [5, 15, 25, 5]  # Ten values up to 2, then ten up to 4, as bounds are 1, 2 and 4.
+    before, after = [5, 5, 5, 5], [5, 15, 15, 5]  # Ten values up to 2, then ten up to 4, as bounds are 1, 2 and 4.
     script = "async (counts) => (await import(new URL('ui/plots.js', document.baseURI).href)).quantile(...counts)"
     histograms = [{"bounds": [1, 2, 4], "counts": counts} for counts in (before, after)]
     found = [page.evaluate(script, [*histograms, share]) for share in (0.25, 0.5, 0.75, 1.0)]
