@@ -45,7 +45,14 @@ class FakeProcess:
 
     def _to_front(self, message: api_protocol.FromApi) -> None:
         data = protocol.encode(message)
-        asyncio.get_running_loop().call_soon(lambda: self.alive and self.requests.on_message(api_protocol.decode_from_api(data)))
+        asyncio.get_running_loop().call_soon(lambda: self.alive and self._handle(api_protocol.decode_from_api(data)))
+
+    def _handle(self, message: Any) -> None:
+        """As processes.ApiProcess does."""
+        if isinstance(message, api_protocol.Watch):
+            self.requests.watch(message.is_watching)
+        else:
+            self.requests.on_message(message)
 
     def _to_api(self, message: api_protocol.ToApi) -> None:
         data = protocol.encode(message)

@@ -1,7 +1,9 @@
 """The monitor over a fake engine: what viewers know is what the engine has, through crashes; it asks only while there are viewers."""
 
 import asyncio
+import itertools
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from server import protocol
 from server.api_protocol import Shown
 from server.errors import Overloaded
 from server.generation import monitor, viewers
+from server.generation.arrivals import Arrivals
+from server.generation.engine_client import EngineClient
 from server.generation.viewers import Viewer
 from tests.support.cache_client import CacheClient
 from tests.support.fake_engine import FakeEngine, Served, serve
@@ -47,25 +50,193 @@ class Watching:
         self.viewer = viewer
         self.cache, self.stats = CacheClient(), list[dict[str, Any]]()
         self.reads = True
-        self.parser = EventParser()
+        self.num_compared = 0
+        self._parser = EventParser()
         viewer.listen(self.wake)
 
     def wake(self) -> None:
         if self.reads:
-            for event in self.parser.feed(b"".join(self.viewer.take())):
+            for event in self._parser.feed(b"".join(self.viewer.take())):
                 data = json.loads(event.data or "")
                 self.cache.take(data) if event.kind == "cache" else self.stats.append(data)
 
+    async def compare(self, client: EngineClient) -> None:
+        """Compares its state with a dump, if it has been shown the same view."""
+        dump = json.loads(await client.cache_dump())
+        await until(lambda: (self.cache.engine, self.cache.view) >= (dump["engine"], dump["view"]))
+        if (self.cache.engine, self.cache.view) == (dump["engine"], dump["view"]):
+            assert self.cache.problems(dump) == []
+            self.num_compared += 1
 
-async def ask(served: Served, **fields: Any) -> None:
+
+async def ask(served: Served, number: int) -> None:
+    """A request whose id says which one it is."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as http:
-        assert (await http.post("/v1/completions", json=BODY | fields)).status_code == 200
+        headers = {"x-request-id": f"request-{number}"}
+        response = await http.post("/v1/completions", json=BODY | {"prompt": "abc" * (1 + number % 5)}, headers=headers)
+        assert response.status_code == 200
 
 
-async def same(served: Served, watching: Watching) -> None:
-    """Compares the viewer's state with a dump."""
-    dump = json.loads(await served.client.cache_dump())
-    await until(lambda: (watching.cache.engine, watching.cache.view) >= (dump["engine"], dump["view"]))
-    if watching.cache.view == dump["view"]:
-        assert watching.cache.problems(dump) == []
-        watching.compared = getattr(watching, "compared", 0) + 1  # type: ignore[attr-defined]
+async def test_viewers_know_what_the_engine_has_through_crashes(tokenizer_folder: Path) -> None:
+    """One that does not always read as well."""
+    engine = FakeEngine(crash_after=[150, 200, 300])
+    served = await ready(engine, tokenizer_folder)
+    steady, slow = (Watching(served.client.viewers.join()) for _ in range(2))
+    requests = [asyncio.create_task(ask(served, number)) for number in range(30)]
+    rng = random.Random(1)
+    while not all(request.done() for request in requests):
+        slow.reads = rng.random() < 0.5
+        await steady.compare(served.client)
+        if slow.reads:
+            await slow.compare(served.client)
+    await asyncio.gather(*requests)
+    slow.reads = True
+    for watching in (steady, slow):
+        await watching.compare(served.client)
+        assert watching.cache.engine == 3 and not watching.cache.sequences and watching.num_compared > 3
+    assert steady.cache.num_whole >= 4 and slow.cache.num_whole > steady.cache.num_whole / 2
+    assert len(engine.runs) == 4
+
+
+async def test_sequences_have_the_ids_of_their_requests(tokenizer_folder: Path) -> None:
+    served = await ready(FakeEngine(), tokenizer_folder)
+    watching = Watching(served.client.viewers.join())
+    request = asyncio.create_task(ask(served, 7))
+    await until(lambda: watching.cache.sequences)
+    (sequence,) = watching.cache.sequences.values()
+    assert (sequence["request"], sequence["state"], sequence["num_prompt"]) == ("request-7", "running", len("abc" * 3))
+    await request
+
+
+async def test_the_engine_is_asked_only_while_there_are_viewers(tokenizer_folder: Path) -> None:
+    engine = FakeEngine()
+    served = await ready(engine, tokenizer_folder)
+    await ask(served, 0)
+    assert engine.looks == []
+    watching = Watching(served.client.viewers.join())
+    await until(lambda: len(engine.looks) > 5)
+    served.client.viewers.members.remove(watching.viewer)
+    await until(lambda: served.client.monitor._watching is None or served.client.monitor._watching.done())
+    asked = len(engine.looks)
+    await ask(served, 1)
+    assert len(engine.looks) == asked
+
+
+async def test_the_engine_is_asked_again_when_it_has_answered(tokenizer_folder: Path) -> None:
+    engine = FakeEngine()
+    served = await ready(engine, tokenizer_folder)
+    held: list[Callable[[], None]] = []
+    engine.defer = held.append
+    Watching(served.client.viewers.join())
+    await until(lambda: engine.looks)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(engine.looks) == 1
+    held.pop()()
+    await until(lambda: len(engine.looks) == 2)
+
+
+async def test_a_pause_lies_between_two_looks(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, pauses = FakeEngine(), list[tuple[float, int]]()
+    served = await ready(engine, tokenizer_folder)
+    sleep = asyncio.sleep
+
+    async def passes(seconds: float) -> None:
+        pauses.append((seconds, len(engine.looks)))
+        await sleep(0)
+
+    monkeypatch.setattr(monitor, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(monitor.asyncio, "sleep", passes)
+    Watching(served.client.viewers.join())
+    while len(pauses) < 20:
+        await sleep(0)
+    assert {seconds for seconds, _ in pauses} == {0.1} and max(asked for _, asked in pauses) > 10
+    assert all(after - before <= 1 for (_, before), (_, after) in itertools.pairwise(pauses))
+
+
+async def test_counts_come_at_once_and_then_once_a_second(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = await ready(FakeEngine(), tokenizer_folder)
+    now = [100.0]
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
+    watching = Watching(served.client.viewers.join())
+    await until(lambda: watching.stats)
+    await ask(served, 0)
+    assert len(watching.stats) == 1
+    now[0] += monitor.STATS_SECONDS
+    await until(lambda: len(watching.stats) == 2)
+    first, second = (stats["totals"] for stats in watching.stats)
+    assert (first["prompt_tokens"], first["generation_tokens"], first["requests"]) == (0, 0, {})
+    assert (second["prompt_tokens"], second["generation_tokens"], second["requests"]) == (3, 40, {"length": 1})
+    assert watching.stats[1]["multi_head_ratio"] == 4 and watching.stats[1]["status"] == "ready"
+    assert sum(watching.stats[1]["time_to_first_token"]["counts"]) == 1
+    assert sum(watching.stats[1]["inter_token_latency"]["counts"]) == 39
+
+
+async def test_viewers_see_how_the_engine_is_loaded(tokenizer_folder: Path) -> None:
+    served = serve(tokenizer_folder, FakeEngine(defer=lambda call: None))
+    watching = Watching(served.client.viewers.join())
+    await until(lambda: watching.stats)
+    assert watching.stats[0]["status"] == "starting" and "num_pages" not in watching.stats[0] and not watching.cache.cells
+
+
+def test_a_viewer_that_does_not_read_holds_one_event_of_each_kind() -> None:
+    asked: list[None] = []
+    arrivals = Arrivals()
+    arrivals._is_scheduled = True  # Nothing is called: this connection does not take anything.
+    viewer = Viewer(arrivals, lambda: asked.append(None))
+    viewer.show(Shown(b"changes before the first whole state"))
+    assert viewer.take() == []
+    viewer.show(Shown(b"whole", True))
+    for number in range(1000):
+        viewer.show(Shown(b"changes %d" % number))
+        viewer.show(Shown(stats=b"stats %d" % number))
+    assert not asked, "a viewer that takes nothing costs no whole state"
+    assert viewer.take() == [b"stats 999"] and len(asked) == 1
+    viewer.show(Shown(b"changes that mean nothing without those before"))
+    assert viewer.take() == [] and len(asked) == 1
+    viewer.show(Shown(b"whole again", True))
+    assert viewer.take() == [b"whole again"]
+    viewer.show(Shown(b"changes"))
+    assert viewer.take() == [b"changes"] and len(asked) == 1
+
+
+async def test_viewers_are_limited_in_number(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "MAX_VIEWERS", 2)
+    served = await ready(FakeEngine(), tokenizer_folder)
+    first = served.client.viewers.join()
+    served.client.viewers.join()
+    with pytest.raises(Overloaded, match="2 viewers"):
+        served.client.viewers.join()
+    served.client.viewers.members.remove(first)
+    served.client.viewers.join()
+
+
+async def test_viewers_of_several_api_processes(tokenizer_folder: Path) -> None:
+    fleet = await FakeFleet(tokenizer_folder, FakeEngine(crash_after=[100])).ready()
+    members = fleet.served.client.viewers.members
+    watching = [Watching(process.client.viewers.join()) for process in fleet.processes for _ in range(2)]
+    requests = [asyncio.create_task(process.http.post("/v1/completions", json=BODY)) for process in fleet.processes for _ in range(5)]
+    while not all(request.done() for request in requests):
+        for viewer, process in zip(watching, [fleet.processes[0], *fleet.processes, fleet.processes[1]], strict=True):
+            await viewer.compare(process.client)
+    assert [viewer.cache.engine for viewer in watching] == [1] * 4 and min(viewer.num_compared for viewer in watching) > 1
+    assert len(members) == 2
+    one, other = fleet.processes
+    for viewer in watching[:2]:
+        one.client.viewers.members.remove(viewer.viewer)
+    await until(lambda: members == [other.requests])
+    sent = len(one.sent)
+    await watching[2].compare(other.client)
+    assert len(one.sent) == sent
+    other.die()
+    assert members == []
+
+
+async def test_ended_viewers_have_nothing_more_to_take(tokenizer_folder: Path) -> None:
+    served = await ready(FakeEngine(), tokenizer_folder)
+    watching = Watching(served.client.viewers.join())
+    woken: list[None] = []
+    watching.viewer.listen(lambda: woken.append(None))
+    served.client.viewers.end()
+    await until(lambda: woken)
+    assert watching.viewer.ended
