@@ -106,6 +106,12 @@ class ServerSection(Section):
     metrics_aliases: bool = Field(
         False, description="show metrics under vLLM's names too, with the label model_name, for dashboards and autoscalers made for vLLM"
     )
+    tracing_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]\S*$",
+        description="base URL, like http://localhost:4318, of an OpenTelemetry collector that gets a trace of each request by OTLP over "
+        "HTTP; needs onehead[tracing]; default: none",
+    )
     trusted_proxies: Networks = Field(
         (), description="networks, like 10.0.0.0/8, of proxies whose X-Forwarded-For names the client; default: none is believed"
     )

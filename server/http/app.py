@@ -27,6 +27,7 @@ from server.http.routes import RouteTable
 from server.http.streams import StreamPublisher, StreamRoutes
 from server.http.tgi.generate import TgiRoutes
 from server.http.tokens import TokenRoutes
+from server.http.tracing import Tracing
 from server.http.ui import ui_routes
 
 log = logging.getLogger("onehead.api")
@@ -62,7 +63,8 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_disconnected)
     app.add_exception_handler(Exception, _unexpected)
-    door = FrontDoor(app, table, generation, section, keys, AllowedHosts(section.allowed_hosts, address))
+    tracing = Tracing(section.tracing_endpoint, names.shown) if section.tracing_endpoint else None
+    door = FrontDoor(app, table, generation, section, keys, AllowedHosts(section.allowed_hosts, address), tracing)
     return door
 
 

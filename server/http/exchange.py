@@ -6,6 +6,7 @@ path, from which FrontDoor removes server.root_path, and the log's request id.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -21,6 +22,12 @@ _KEY = "onehead"
 """Key of the Exchange in an ASGI scope."""
 NO_CALLER = ""
 """The caller where no API key is needed: all such requests may share cached prefixes."""
+
+
+CLIENT_GONE = 499
+"""Status, in the access log, of a request whose client disconnected before any other was sent."""
+Trace = Callable[["Exchange"], None]
+"""Called with an Exchange that has ended."""
 
 
 class Dialect(Enum):
@@ -76,6 +83,10 @@ class Exchange:
     """Whether the request is a resumable one of another process, whose stream this process goes on with."""
     outlives_response: bool = False
     """Whether a task of a resumable stream continues after the response, and calls `release` itself."""
+    status: int = CLIENT_GONE
+    """Of the response."""
+    trace: Trace | None = None
+    """Records the request when it has ended, where that is asked for (server/http/tracing.py)."""
     refused_status: int | None = None
     """The status that the connection sent in place of the application, for the access log."""
     chunks: Chunks | None = None
@@ -84,9 +95,12 @@ class Exchange:
     """Whether FrontDoor.decide has been called."""
 
     def release(self) -> None:
-        """Ends the reservation, if there is one. Idempotent."""
+        """Ends the reservation, if there is one, and the request's trace. Idempotent."""
         if self.reservation is not None:
             self.reservation.close()
+        trace, self.trace = self.trace, None
+        if trace is not None:
+            trace(self)
 
     @property
     def reserved(self) -> Reservation:

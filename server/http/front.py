@@ -23,29 +23,36 @@ from server.generation.request import speeds
 from server.http.client_address import client_address, client_group
 from server.http.connection import SAFETY_HEADERS
 from server.http.errors import refusal
-from server.http.exchange import NO_CALLER, Exchange, exchange_of, task_name
+from server.http.exchange import CLIENT_GONE, NO_CALLER, Exchange, exchange_of, task_name
 from server.http.hosts import AllowedHosts
 from server.http.keys import UNNAMED, Keys
 from server.http.routes import Access, Route, RouteTable
+from server.http.tracing import Tracing
 from server.logs import request_id as current_request_id
 
 access = logging.getLogger("onehead.access")
 
 RAW_SAFETY_HEADERS = tuple((name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items())
 STREAMS = "/v1/streams/"
-CLIENT_GONE = 499
-"""Status in the access log if the client disconnected before the end of the response."""
 
 
 class FrontDoor:
     """Wraps the application; see the module."""
 
     def __init__(
-        self, app: ASGIApp, table: RouteTable, generation: Generation, section: ServerSection, keys: Keys, hosts: AllowedHosts
+        self,
+        app: ASGIApp,
+        table: RouteTable,
+        generation: Generation,
+        section: ServerSection,
+        keys: Keys,
+        hosts: AllowedHosts,
+        tracing: Tracing | None = None,
     ) -> None:
         self.app = app
         self.table = table
         self.client = generation.client
+        self.tracing = tracing
         self.api_keys = keys
         self._metrics_keys = {section.metrics_key: UNNAMED} if section.metrics_key else None
         self._hosts = hosts
@@ -89,13 +96,16 @@ class FrontDoor:
         exchange.request_id = _request_id(scope)
         exchange.dialect = self.table.dialect(path)
         route = self.table.find(path, scope["method"])
+        generates = scope["method"] == "POST" and route is not None and route.generates
+        if generates and self.tracing is not None:
+            exchange.trace = self.tracing.of(scope)
         try:
             self._hosts.check(scope)
             self._identify(scope, exchange, route)
             if not path.isprintable():
                 # A router's pattern ignores a final line end, so that it would route another path than the one checked here.
                 raise NotFound("no such route; GET /docs lists those there are")
-            if scope["method"] == "POST" and route is not None and route.generates:
+            if generates:
                 keys = [value for name, value in scope["headers"] if name == b"idempotency-key"]
                 key = b",".join(keys) if keys else None
                 exchange.reservation = self.client.reserve(exchange.caller, exchange.client, exchange.terms, key)
@@ -158,12 +168,11 @@ class LoggedResponse:
         self._exchange = exchange
         self._send = send
         self._client = client
-        self._status = CLIENT_GONE
         self._complete = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self._exchange.status = message["status"]
             own = list(message.get("headers", []))
             named = {name.lower() for name, _ in own}
             own.append((b"x-request-id", self._exchange.request_id.encode()))
@@ -178,7 +187,7 @@ class LoggedResponse:
     def log(self, route: Route | None) -> None:
         """Writes the access log's line of the request, at level debug for probes."""
         exchange = self._exchange
-        status = exchange.refused_status or (self._status if self._complete else CLIENT_GONE)
+        status = exchange.refused_status or (exchange.status if self._complete else CLIENT_GONE)
         milliseconds = round((time.monotonic() - exchange.received) * 1e3, 1)
         method = self._scope["method"]
         path = self._scope["path"]
