@@ -12,7 +12,8 @@ import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -45,7 +46,11 @@ class TopSettings(BaseSettings):
     key: Annotated[str, Field(min_length=1, pattern="^[ -~]+$")] | None = Field(
         None, description="key of the API, where the server needs one; in the environment (ONEHEAD_KEY) other users cannot read it"
     )
+    sort: Literal["id", "state", "output", "tokens", "pages", "preemptions"] = Field(
+        "id", description="what the requests are sorted by at first; tokens: tokens a second"
+    )
     once: bool = Field(False, description="print one frame and end; for scripts: without colours, and as wide as COLUMNS says, else 80")
+    config: Path | None = Field(None, description="TOML file of these options")
 
 
 @dataclass
@@ -75,7 +80,8 @@ async def top(settings: TopSettings) -> int:
     console = Console()
     if not settings.once and not (console.is_terminal and sys.stdin.isatty()):
         raise UsageError("standard input and output are no terminal to draw on; --once prints one frame")
-    screen = Screen(Look(settings.url, console.width, ascii_only=not console.encoding.startswith("utf")))
+    sort = next(letter for letter, (words, _) in SORTS.items() if words.startswith(settings.sort))
+    screen = Screen(Look(settings.url, console.width, sort=sort, ascii_only=not console.encoding.startswith("utf")))
     try:
         await (_print_once(settings, screen, console) if settings.once else _live(settings, screen, console))
     except (OSError, ReplyError) as error:

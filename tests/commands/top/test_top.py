@@ -8,10 +8,11 @@ import sys
 import termios
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from commands.top.top import TopSettings
 from tests.support.fake_monitor import FakeMonitor
 from tests.support.paths import ROOT
 
@@ -163,6 +164,20 @@ async def test_columns_of_the_environment_are_taken() -> None:
         _, out, _ = await once(fake.port, "--once", COLUMNS="200")
     assert max(map(len, out.splitlines())) == 200
     assert "req-000" in out
+
+
+@pytest.mark.parametrize("sort", get_args(TopSettings.model_fields["sort"].annotation))
+async def test_a_frame_is_sorted_as_asked(sort: str) -> None:
+    fake = FakeMonitor()
+    async with fake.serving():
+        status, out, _ = await once(fake.port, "--once", "--sort", sort)
+    rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ +(running|waiting|prefill)", line)]
+    values = [row[("id", "state", "", "", "", "output", "tokens", "pages", "preemptions").index(sort)] for row in rows]
+    assert status == 0 and len(values) == 15
+    if sort == "state":
+        assert values[:3] == ["waiting"] * 3
+    else:
+        assert values == sorted(values, key=float, reverse=sort != "id")
 
 
 @pytest.mark.parametrize("given", [("--key", "the key"), ("ONEHEAD_KEY", "the key")])
