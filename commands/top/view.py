@@ -116,7 +116,7 @@ def _latencies(monitor: Monitor, look: Look) -> Text:
     before, now = monitor.span(QUANTILE_SECONDS)
     base = before if look.height else None
     found = []
-    for words, name in (("TTFT", "time_to_first_token"), ("inter-token", "inter_token_latency"), ("step", "step_time")):
+    for words, name in (("TTFT", "time_to_first_token"), ("ITL", "inter_token_latency"), ("step", "step_time")):
         values = quantiles(getattr(base, name) if base else None, getattr(now, name), (0.5, 0.95))
         found.append((words, _pair(values)))
     span = ("since", "start") if base is None else ("in", f"{now.time - before.time:.0f} s")

@@ -15,6 +15,7 @@ import pytest
 from commands.top.top import TopSettings
 from tests.support.fake_monitor import FakeMonitor
 from tests.support.paths import ROOT
+from tests.support.processes import ServerProcess
 
 SECONDS = 30.0
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -156,6 +157,16 @@ async def test_one_frame_for_scripts_is_plain() -> None:
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) == 80
     assert len(re.findall(r"^ *\d+ +(running|waiting|prefill)", out, re.MULTILINE)) == 15
+
+
+async def test_a_real_server_is_shown(embedded_server: ServerProcess) -> None:
+    stream = embedded_server.stream("def", max_new_tokens=2000, ignore_eos=True)
+    stream.response()
+    status, out, errors = await once(embedded_server.port, "--once")
+    stream.close()
+    assert (status, errors) == (0, "")
+    assert "embedded on cpu  ready" in out and "of 512 pages in use" in out and "running 1 " in out
+    assert len(re.findall(r"^ *\d+ +(running|prefill) +\d", out, re.MULTILINE)) == 1
 
 
 async def test_columns_of_the_environment_are_taken() -> None:
