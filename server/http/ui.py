@@ -21,7 +21,6 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
     "cross-origin-embedder-policy": "require-corp",
-    "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
 
@@ -36,6 +35,8 @@ def ui_routes() -> list[Route]:
         body, suffix = files[name]
         tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
         headers = {**HEADERS, "etag": tag}
+        if "sec-fetch-dest" in http.headers:  # A secure context: in others a browser logs that it ignores the policy.
+            headers["cross-origin-opener-policy"] = "same-origin"
         if tag in http.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(body, media_type=TYPES[suffix], headers=headers)

@@ -73,14 +73,9 @@ export class Api {
       throw error;
     });
     const { properties } = (await this.#document).components.schemas[body];
-    return new Map(Object.entries(properties).map(([name, schema]) => [name, fieldOf(schema)]));
+    const kindOf = (schema) => (schema.anyOf ?? [schema]).find((kind) => kind.type !== "null"); // Every optional field takes null.
+    return new Map(Object.entries(properties).map(([name, schema]) => [name, { ...kindOf(schema), description: schema.description ?? "" }]));
   }
-}
-
-/** A field's schema without the null that every optional field takes, and its description. */
-function fieldOf(schema) {
-  const kinds = (schema.anyOf ?? [schema]).filter((kind) => kind.type !== "null");
-  return { ...kinds[0], description: schema.description ?? "" };
 }
 
 /** The ApiError of a refused request, in either of the server's dialects. */

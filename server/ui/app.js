@@ -2,7 +2,7 @@
    shown first; the cache's is mounted while its tab is shown, because it reads a live stream. */
 
 import { Api } from "./api.js";
-import { el } from "./dom.js";
+import { button, el } from "./dom.js";
 import { History } from "./history.js";
 import { load, save } from "./store.js";
 
@@ -25,9 +25,7 @@ async function showTab() {
   const before = shown;
   shown = mode;
   for (const other of MODES) {
-    const tab = byId(`tab-${other}`);
-    tab.setAttribute("aria-selected", String(other === mode));
-    tab.tabIndex = other === mode ? 0 : -1;
+    Object.assign(byId(`tab-${other}`), { ariaSelected: String(other === mode), tabIndex: other === mode ? 0 : -1 });
     byId(`panel-${other}`).hidden = other !== mode;
   }
   if (before === "cache") (await import("./monitor.js")).unmount();
@@ -37,9 +35,7 @@ async function showTab() {
 
 /** The view of a mode, mounted on first use. */
 function view(mode) {
-  if (!views.has(mode)) {
-    views.set(mode, import(`./${mode}.js`).then(({ mount }) => mount(byId(`panel-${mode}`), api, history)));
-  }
+  if (!views.has(mode)) views.set(mode, import(`./${mode}.js`).then(({ mount }) => mount(byId(`panel-${mode}`), api, history)));
   return views.get(mode);
 }
 
@@ -56,11 +52,8 @@ function onTabKey(event) {
 
 function setTheme(theme) {
   const [sign, name] = THEMES[theme];
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  byId("theme").textContent = sign;
-  byId("theme").title = `Theme: ${name}`;
-  byId("theme").setAttribute("aria-label", `Theme: ${name}. Change`);
+  document.documentElement.dataset.theme = theme;
+  Object.assign(byId("theme"), { textContent: sign, title: `Theme: ${name}`, ariaLabel: `Theme: ${name}. Change` });
   document.dispatchEvent(new Event("themechange"));
 }
 
@@ -95,15 +88,13 @@ async function showModel() {
     const [first] = (await api.json("v1/models")).data;
     api.model = first.id;
     model.dataset.state = "ready";
-    model.replaceChildren(
-      el("span", { class: "name", text: first.id, title: first.id }),
-      el("span", { class: "quiet", text: `${first.max_model_len.toLocaleString("en")} tokens` }),
-    );
+    const context = `${first.max_model_len.toLocaleString("en")} tokens`;
+    model.replaceChildren(el("span", { class: "name", text: first.id, title: first.id }), el("span", { class: "quiet", text: context }));
   } catch (error) {
     model.dataset.state = "waiting";
     const text = error.status === 401 ? "an API key is needed" : "waiting for the server";
     model.replaceChildren(el("span", { class: "name", text }));
-    if (error.status === 401) model.append(el("button", { type: "button", text: "Enter key", on: { click: showModel } }));
+    if (error.status === 401) model.append(button("Enter key", showModel));
     else setTimeout(showModel, MODEL_RETRY);
   }
 }
@@ -144,9 +135,7 @@ function start() {
     event.preventDefault();
     byId("key").close("use");
   });
-  for (const close of document.querySelectorAll("dialog [data-close]")) {
-    close.addEventListener("click", () => close.closest("dialog").close());
-  }
+  document.addEventListener("click", ({ target }) => target.dataset?.close !== undefined && target.closest("dialog").close());
   document.querySelector(".tabs").addEventListener("keydown", onTabKey);
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", showTab);

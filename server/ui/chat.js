@@ -2,9 +2,9 @@
 
 import { blank, button, el, textArea } from "./dom.js";
 import { SettingsError } from "./settings.js";
+import { NUM_TOP } from "./tokens.js";
 import { Work } from "./work.js";
 
-const NUM_TOP = 5;
 const EMPTY = "A conversation begins with your message.";
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
 const ADVICE =
@@ -45,42 +45,39 @@ class Chat {
       form: () => ({ system: this.#system.area.value, messages: this.#messages }),
       setForm: (form) => this.#setForm(form),
       title: () => this.#messages.findLast((message) => message.role === "user")?.content ?? "",
-      done: () => this.#offerChoices(),
+      done: () => this.#offer(),
       advice: (error) => (error.message.includes("chat template") ? ADVICE : ""),
     });
   }
 
   /** The request: `again` asks for another answer to the same messages, as an empty draft does. */
   #body(again) {
-    const messages = this.#isNew(again) ? [...this.#settled(), this.#drafted()] : this.#messages;
+    const drafted = this.#drafted(again);
+    const messages = drafted.length > 0 ? [...this.#settled(), ...drafted] : this.#messages;
     if (messages.length === 0) throw new SettingsError("Write a message first.");
     const system = this.#system.area.value;
     const first = system === "" ? [] : [{ role: "system", content: system }];
     return { messages: [...first, ...messages], logprobs: true, top_logprobs: NUM_TOP };
   }
 
-  #isNew(again) {
-    return !again && this.#draft.area.value !== "";
+  /** The message that is sent now, if there is one. */
+  #drafted(again) {
+    const content = this.#draft.area.value;
+    return again || content === "" ? [] : [{ role: "user", content }];
   }
 
-  #drafted() {
-    return { role: "user", content: this.#draft.area.value };
-  }
-
-  /** The messages with the chosen answer. */
+  /** The messages with the chosen answer, unless it failed before its first word. */
   #settled() {
-    const pane = this.#answers[this.#chosen];
-    if (pane === undefined) return this.#messages;
-    const calls = pane.toolCalls;
-    const message = { role: "assistant", content: pane.text };
-    return [...this.#messages, calls.length > 0 ? { ...message, tool_calls: calls } : message];
+    const { text = "", toolCalls: calls = [] } = this.#answers[this.#chosen] ?? {};
+    if (text === "" && calls.length === 0) return this.#messages;
+    return [...this.#messages, { role: "assistant", content: text, ...(calls.length > 0 ? { tool_calls: calls } : {}) }];
   }
 
   /** Puts the panes of a new answer below the conversation, after the draft if it is sent now. */
   #place(panes, again) {
-    if (this.#isNew(again)) {
-      const drafted = this.#drafted();
-      this.#settle([drafted]);
+    const drafted = this.#drafted(again);
+    if (drafted.length > 0) {
+      this.#settle(drafted);
       this.#draft.area.value = "";
     }
     this.#turns.querySelector(".blank")?.remove();
@@ -94,41 +91,39 @@ class Chat {
   #settle(added) {
     this.#messages = [...this.#settled(), ...added];
     const kept = this.#answers[this.#chosen];
-    if (kept !== undefined) {
-      kept.setChoice(null);
-      this.#last.replaceChildren(kept.element);
-    }
-    this.#answers = [];
-    this.#last = null;
+    kept?.setChoice(null);
+    if (kept !== undefined) this.#last.replaceChildren(kept.element);
+    [this.#answers, this.#last] = [[], null];
     this.#turns.append(...added.map(turnOf));
   }
 
-  #offerChoices() {
-    this.#answers.forEach((pane, index) => {
-      if (this.#answers.length > 1) pane.setChoice(index === this.#chosen, () => {
-        this.#chosen = index;
-        this.#offerChoices();
-      });
+  /** Offers what an ended answer leaves to do: to choose it, to give the results of its tool calls. */
+  #offer() {
+    this.#choose(this.#chosen);
+    for (const [index, pane] of this.#answers.entries()) {
       if (pane.toolCalls.length > 0) pane.offerResults((results) => {
         this.#chosen = index;
         this.#settle(results);
         this.work.again();
       });
-    });
+    }
+  }
+
+  #choose(chosen) {
+    this.#chosen = chosen;
+    if (this.#answers.length > 1) this.#answers.forEach((pane, index) => pane.setChoice(index === chosen, () => this.#choose(index)));
   }
 
   #setForm({ system, messages }) {
     this.work.reset();
     this.#system.area.value = system;
-    this.#messages = messages;
-    this.#answers = [];
-    this.#last = null;
+    [this.#messages, this.#answers, this.#last] = [messages, [], null];
     this.#turns.replaceChildren(...(messages.length > 0 ? messages.map(turnOf) : [blank(EMPTY)]));
   }
 }
 
 /** A message that is no longer running. */
 function turnOf({ role, content, tool_calls: calls = [] }) {
-  const text = [content ?? "", ...calls.map((call) => `${call.function.name}(${call.function.arguments})`)].filter((part) => part !== "");
-  return el("div", { class: `turn ${role}` }, el("span", { class: "who", text: NAMES[role] ?? role }), el("div", { class: "said", text: text.join("\n") }));
+  const text = [content, ...calls.map((call) => `${call.function.name}(${call.function.arguments})`)].filter((part) => part).join("\n");
+  return el("div", { class: `turn ${role}` }, el("span", { class: "quiet", text: NAMES[role] ?? role }), el("div", { class: "said", text }));
 }

@@ -1,9 +1,9 @@
 /* Mode "Complete": a prompt in, its continuation out. */
 
 import { blank, el, textArea } from "./dom.js";
+import { NUM_TOP } from "./tokens.js";
 import { Work } from "./work.js";
 
-const NUM_TOP = 5;
 const EXAMPLE = "def fibonacci(n):\n    ";
 
 /** Mounts the mode into its panel. Returns its view. */

@@ -36,6 +36,16 @@ export function textArea(label, properties = {}) {
   return { area, label: el("label", { htmlFor: area.id, text: label }) };
 }
 
+/** A row of choices, of which the first is chosen; `choose` is called with the text of another one. */
+export function radios(label, texts, choose) {
+  const name = newId("radios");
+  const choices = texts.map((text, index) => {
+    const input = el("input", { type: "radio", name, checked: index === 0, on: { change: () => choose(text) } });
+    return el("label", {}, input, text);
+  });
+  return el("div", { class: "choice", role: "radiogroup", "aria-label": label, title: label }, ...choices);
+}
+
 /** What stands where outputs will be. */
 export function blank(text) {
   return el("p", { class: "blank", text });

@@ -1,9 +1,9 @@
 /* Mode "Fill in the middle": code before, code after, and what the model writes between them, in its place. */
 
 import { blank, el, textArea } from "./dom.js";
+import { NUM_TOP } from "./tokens.js";
 import { Work } from "./work.js";
 
-const NUM_TOP = 5;
 const EXAMPLE = { before: "def add(a, b):\n    ", after: "\n\nprint(add(1, 2))\n" };
 
 /** Mounts the mode into its panel. Returns its view. */

@@ -3,8 +3,8 @@
    An entry is {mode, at, title, form, outputs}: what the mode needs to restore itself. Long texts and old entries are left out, so that
    it stays small. */
 
-import { button, el } from "./dom.js";
-import { forget, load, save } from "./store.js";
+import { el } from "./dom.js";
+import { load, save } from "./store.js";
 
 const MAX_ENTRIES = 50;
 const MAX_CHARS = 20_000;
@@ -17,7 +17,7 @@ export class History {
   constructor() {
     this.dialog = document.getElementById("history");
     document.getElementById("history-clear").addEventListener("click", () => {
-      forget("history");
+      save("history", null);
       this.#render();
     });
   }
@@ -43,16 +43,12 @@ export class History {
   }
 
   #item(entry) {
-    const open = button("", () => {
+    const open = () => {
       this.dialog.close();
       this.onOpen(entry);
-    });
-    const when = new Date(entry.at);
-    open.append(
-      el("span", { class: "quiet" }, NAMES[entry.mode], " · ", el("time", { dateTime: when.toISOString(), text: when.toLocaleString() })),
-      el("span", { class: "what", text: entry.title }),
-      el("span", { class: "what quiet", text: entry.outputs[0] ?? "" }),
-    );
-    return el("li", {}, open);
+    };
+    const lines = [`${NAMES[entry.mode]} · ${new Date(entry.at).toLocaleString()}`, entry.title, entry.outputs[0] ?? ""];
+    const spans = lines.map((text, index) => el("span", { class: ["quiet", "what", "what quiet"][index], text }));
+    return el("li", {}, el("button", { type: "button", on: { click: open } }, ...spans));
   }
 }

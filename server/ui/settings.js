@@ -5,15 +5,14 @@ import { button, el, newId } from "./dom.js";
 import { load, save } from "./store.js";
 
 const FIRST = ["max_tokens", "temperature", "top_p", "seed", "stop", "tools", "tool_choice"];
+const FORMAT = "structured_outputs"; // Has fields of its own, one for each kind of constraint.
 /** Fields that the page itself fills in, or that change what an answer looks like to a program. */
 const OWN = new Set([
   "prompt", "suffix", "messages", "model", "stream", "stream_options", "resumable", "n", "best_of", "echo", "request_id", "logprobs",
-  "top_logprobs", "logprob_token_ids", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "response_format",
-  "structured_outputs", "max_completion_tokens", "truncate_prompt_tokens", "token_healing", "continue_final_message",
+  "top_logprobs", "logprob_token_ids", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "response_format", FORMAT,
+  "max_completion_tokens", "truncate_prompt_tokens", "token_healing", "continue_final_message",
 ]);
 const WITHOUT_EFFECT = /chang\w+ nothing|not supported|not stored|only text is supported/i;
-const FORMATS = { "": "Any text", json: "JSON schema", regex: "Regular expression" };
-const EXAMPLES = { json: '{"type": "object", "properties": {"name": {"type": "string"}}}', regex: "[a-z]+@[a-z]+\\.com" };
 const MAX_RANGE = 100; // A field with a wider range gets no slider.
 
 /** What a user typed is no value of its field. */
@@ -35,20 +34,23 @@ export class Settings {
   /** Makes the controls of a request body. Throws ApiError if the server does not give its schema. */
   async show(api, body) {
     const fields = await api.fields(body);
-    const shown = [...fields].filter(([name, field]) => !OWN.has(name) && isChoosable(field));
-    const controls = new Map(shown.map(([name, field]) => [name, this.#control(name, field)]));
-    const first = FIRST.filter((name) => controls.has(name));
-    const rest = [...controls.keys()].filter((name) => !first.includes(name));
-    const elements = (names) => names.map((name) => controls.get(name));
-    const format = fields.has("structured_outputs") ? [this.#format()] : [];
-    this.fields.replaceChildren(...elements(first), ...format,
-      el("details", { class: "more" }, el("summary", { text: "More parameters" }), el("div", { class: "fields" }, ...elements(rest))),
-      button("Reset all", () => this.restore({})));
+    const names = [...fields.keys()].filter((name) => !OWN.has(name));
+    const controls = (chosen, from = fields, group = "") =>
+      chosen.filter((name) => isChoosable(from.get(name))).map((name) => this.#control(name, from.get(name), group));
+    const more = (title, ...inner) => el("details", { class: "more" }, el("summary", { text: title }), el("div", { class: "fields" }, ...inner));
+    const formats = fields.has(FORMAT) ? await api.fields("StructuredOutputs") : new Map();
+    this.fields.replaceChildren(...controls(FIRST), more("Output format", ...controls([...formats.keys()], formats, FORMAT)),
+      more("More parameters", ...controls(names.filter((name) => !FIRST.includes(name)))), button("Reset all", () => this.restore({})));
   }
 
   /** The fields that are set, with their values. Throws SettingsError. */
   get values() {
-    return Object.assign({}, ...this.#controls.map((control) => control.read()));
+    const values = {};
+    for (const { name, group, read } of this.#controls) {
+      const value = read();
+      if (value !== undefined) (group === "" ? values : (values[group] ??= {}))[name] = value;
+    }
+    return values;
   }
 
   /** What the controls hold, to be restored. */
@@ -62,68 +64,37 @@ export class Settings {
     save(this.name, this.#values);
   }
 
-  #keep(name, text) {
-    if (text === "") delete this.#values[name];
-    else this.#values[name] = text;
-    save(this.name, this.#values);
-  }
-
-  /** A labelled control. `parse(text)` gives the value of what was typed, and throws an Error with words if it is none. */
-  #control(name, field) {
+  /** A field's name, description and input, and a slider where its range is small. */
+  #control(name, field, group) {
     const kind = kindOf(field);
-    const input = kind.input(field);
-    const description = el("p", { class: "about", id: newId("about"), hidden: true, text: field.description });
-    input.id = newId("field");
-    input.name = name;
-    const reset = button("×", () => set(""), { class: "info reset", title: `Reset ${name}`, "aria-label": `Reset ${name}` });
+    const input = Object.assign(kind.input(field), { id: newId("field"), name });
+    const about = el("p", { class: "quiet about", id: newId("about"), hidden: true, text: field.description });
+    const reset = button("×", () => set(""), { class: "info spread", title: `Reset ${name}`, "aria-label": `Reset ${name}` });
     const slider = sliderOf(field, name);
-    const show = () => {
-      input.value = this.#values[name] ?? "";
-      reset.hidden = input.value === "";
+    const show = (text = this.#values[group + name] ?? "") => {
+      if (input.value !== text) input.value = text;
+      if (slider !== null) slider.value = text || defaultOf(field) || slider.min;
+      reset.hidden = text === "";
       input.classList.remove("invalid");
-      if (slider !== null) slider.value = input.value || defaultOf(field) || slider.min;
     };
     const set = (text) => {
-      this.#keep(name, text);
+      this.#values[group + name] = text;
+      save(this.name, this.#values);
       show();
     };
-    input.addEventListener("input", () => {
-      this.#keep(name, input.value);
-      reset.hidden = input.value === "";
-      if (slider !== null && input.value !== "") slider.value = input.value;
-    });
+    input.addEventListener("input", () => set(input.value));
     slider?.addEventListener("input", () => set(slider.value));
-    this.#controls.push({ show, read: () => readField(name, input, kind, field) });
+    this.#controls.push({ name, group, show, read: () => readField(name, input, kind, field) });
     show();
     return el("div", { class: "field" },
-      el("div", { class: "head" }, el("label", { htmlFor: input.id, text: name }), aboutButton(name, description), reset),
-      description, slider === null ? input : el("div", { class: "pair" }, slider, input));
-  }
-
-  /** The constraint on the output: a kind, and its schema or expression. */
-  #format() {
-    const kind = el("select", { id: newId("format") }, ...Object.entries(FORMATS).map(([value, text]) => el("option", { value, text })));
-    const text = el("textarea", { spellcheck: false, "aria-label": "Schema or expression of the output" });
-    const show = () => {
-      kind.value = this.#values["format.kind"] ?? "";
-      text.value = this.#values["format.text"] ?? "";
-      text.hidden = kind.value === "";
-      text.placeholder = EXAMPLES[kind.value] ?? "";
-      text.classList.remove("invalid");
-    };
-    kind.addEventListener("input", () => {
-      this.#keep("format.kind", kind.value);
-      show();
-    });
-    text.addEventListener("input", () => this.#keep("format.text", text.value));
-    this.#controls.push({ show, read: () => readFormat(kind.value, text) });
-    show();
-    return el("div", { class: "field" }, el("div", { class: "head" }, el("label", { htmlFor: kind.id, text: "Output format" })), kind, text);
+      el("div", { class: "head" }, el("label", { htmlFor: input.id, text: name }), aboutButton(name, about), reset),
+      about, slider === null ? input : el("div", { class: "pair" }, slider, input));
   }
 }
 
 function isChoosable(field) {
-  return field.const === undefined && field.maxItems !== 0 && field.maxProperties !== 0 && !WITHOUT_EFFECT.test(field.description);
+  const isFixed = field === undefined || "const" in field || field.maxItems === 0 || field.maxProperties === 0;
+  return !isFixed && !WITHOUT_EFFECT.test(field.description);
 }
 
 /** The default in a description's words, such as 16 of "Default: 16."; empty if it names none. */
@@ -131,11 +102,11 @@ function defaultOf(field) {
   return /Default: (?:the checkpoint's [^;]*, else\s)?(-?\d+(?:\.\d+)?|true|false)/.exec(field.description)?.[1] ?? "";
 }
 
-function aboutButton(name, description) {
+function aboutButton(name, about) {
   const self = button("i", () => {
-    description.hidden = !description.hidden;
-    self.setAttribute("aria-expanded", String(!description.hidden));
-  }, { class: "info", title: description.textContent, "aria-label": `About ${name}`, "aria-expanded": "false", "aria-controls": description.id });
+    about.hidden = !about.hidden;
+    self.setAttribute("aria-expanded", String(!about.hidden));
+  }, { class: "info", title: about.textContent, "aria-label": `About ${name}`, "aria-expanded": "false", "aria-controls": about.id });
   return self;
 }
 
@@ -152,16 +123,16 @@ function sliderOf(field, name) {
 function kindOf(field) {
   const choices = field.enum ?? (field.type === "boolean" ? ["true", "false"] : null);
   if (choices !== null) return { input: () => choiceInput(choices, field), parse: (text) => (field.type === "boolean" ? text === "true" : text) };
-  if (field.type === "number" || field.type === "integer") return { input: () => numberInput(field), parse: parseNumber };
+  if (field.type === "number" || field.type === "integer") return { input: numberInput, parse: parseNumber };
   const lines = (placeholder) => () => el("textarea", { spellcheck: false, placeholder });
-  if (field.type === "array" && field.items?.type === "string") return { input: lines("one a line; \\n is a line end"), parse: parseTexts };
-  if (field.type === "array" && field.items?.type === "integer") return { input: lines("numbers, such as 5, 17"), parse: parseNumbers };
-  if (field.type === "string") return { input: () => el("input", { type: "text", spellcheck: false }), parse: (text) => text };
+  if (field.items?.type === "string") return { input: lines("one a line; \\n is a line end"), parse: parseTexts };
+  if (field.items?.type === "integer") return { input: lines("numbers, such as 5, 17"), parse: parseNumbers };
+  if (field.type === "string") return { input: lines(""), parse: (text) => text };
   return { input: lines(field.type === "array" ? "[…] as JSON" : "{…} as JSON"), parse: parseJson };
 }
 
 function choiceInput(choices, field) {
-  const unset = el("option", { value: "", text: defaultOf(field) === "" ? "default" : `default: ${defaultOf(field)}` });
+  const unset = el("option", { value: "", text: `default${defaultOf(field) && ": "}${defaultOf(field)}` });
   return el("select", {}, unset, ...choices.map((text) => el("option", { value: text, text })));
 }
 
@@ -170,38 +141,31 @@ function numberInput(field) {
     placeholder: defaultOf(field) || "default" });
 }
 
+/** The value of what was typed, undefined for nothing. Throws SettingsError. */
 function readField(name, input, kind, field) {
-  input.classList.remove("invalid");
-  if (input.value === "" && !input.validity?.badInput) return {};
   try {
-    return { [name]: kind.parse(input.value, field) };
+    if (!input.checkValidity()) throw new Error(input.validationMessage);
+    return input.value === "" ? undefined : kind.parse(input.value, field);
   } catch (error) {
     input.classList.add("invalid");
     throw new SettingsError(`${name}: ${error.message}`);
   }
 }
 
-function parseNumber(text, field) {
+function parseNumber(text, { type }) {
   const value = Number(text);
-  if (text === "" || !Number.isFinite(value)) throw new Error("must be a number");
-  if (field.type === "integer" && !Number.isSafeInteger(value)) throw new Error("must be a whole number that a browser can hold exactly");
-  if (value < field.minimum || value > field.maximum) throw new Error(`must be from ${least(field)} to ${most(field)}`);
-  if (value <= field.exclusiveMinimum) throw new Error(`must be above ${field.exclusiveMinimum}`);
-  if (value >= field.exclusiveMaximum) throw new Error(`must be below ${field.exclusiveMaximum}`);
+  if (type === "integer" && !Number.isSafeInteger(value)) throw new Error("must be a whole number that a browser can hold exactly");
   return value;
 }
 
-/** One text a line, with \n, \t and \\ for what a line cannot hold. */
+/** One text a line, with \n, \t, \r and \\ for what a line cannot hold. */
 function parseTexts(text) {
   const escapes = { n: "\n", t: "\t", r: "\r", "\\": "\\" };
   return text.split("\n").filter((line) => line !== "").map((line) => line.replace(/\\([ntr\\])/g, (_, letter) => escapes[letter]));
 }
 
 function parseNumbers(text) {
-  return text.split(/[\s,]+/).filter((word) => word !== "").map((word) => {
-    if (!/^\d+$/.test(word)) throw new Error(`${word} is not a whole number`);
-    return Number(word);
-  });
+  return text.split(/[\s,]+/).filter((word) => word !== "").map((word) => parseNumber(word, { type: "integer" }));
 }
 
 function parseJson(text) {
@@ -209,17 +173,5 @@ function parseJson(text) {
     return JSON.parse(text);
   } catch (error) {
     throw new Error(`is not JSON: ${error.message}`, { cause: error });
-  }
-}
-
-function readFormat(kind, text) {
-  text.classList.remove("invalid");
-  if (kind === "") return {};
-  try {
-    if (text.value.trim() === "") throw new Error("is empty");
-    return { structured_outputs: kind === "json" ? { json: parseJson(text.value) } : { regex: text.value } };
-  } catch (error) {
-    text.classList.add("invalid");
-    throw new SettingsError(`Output format: ${error.message}`);
   }
 }

@@ -30,10 +30,9 @@ function pythonValue(value, indent) {
   if (typeof value === "boolean") return value ? "True" : "False";
   if (typeof value !== "object") return JSON.stringify(value);
   const inner = indent + INDENT;
-  const items = Array.isArray(value)
-    ? value.map((item) => pythonValue(item, inner))
-    : Object.entries(value).map(([key, item]) => `${JSON.stringify(key)}: ${pythonValue(item, inner)}`);
-  const [open, close] = Array.isArray(value) ? "[]" : "{}";
+  const isList = Array.isArray(value);
+  const items = Object.entries(value).map(([key, item]) => `${isList ? "" : `${JSON.stringify(key)}: `}${pythonValue(item, inner)}`);
+  const [open, close] = isList ? "[]" : "{}";
   if (items.length === 0) return open + close;
   return `${open}\n${items.map((item) => `${inner}${item},\n`).join("")}${indent}${close}`;
 }

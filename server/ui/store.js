@@ -11,21 +11,13 @@ export function load(name, fallback) {
   }
 }
 
-/** Saves a value. Returns whether there was room for it. */
+/** Saves a value; null removes it. Returns whether there was room for it. */
 export function save(name, value) {
   try {
-    localStorage.setItem(PREFIX + name, JSON.stringify(value));
+    if (value === null) localStorage.removeItem(PREFIX + name);
+    else localStorage.setItem(PREFIX + name, JSON.stringify(value));
     return true;
   } catch {
     return false;
-  }
-}
-
-/** Removes what was saved under a name. */
-export function forget(name) {
-  try {
-    localStorage.removeItem(PREFIX + name);
-  } catch {
-    // Nothing was kept.
   }
 }

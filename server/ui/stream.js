@@ -10,7 +10,6 @@ const GIVE_UP_MS = 60_000;
 const SILENT_MS = 1500;
 
 export class Stream {
-  #api;
   #abort = new AbortController();
   #id = null;
   #lastEvent = null;
@@ -19,9 +18,7 @@ export class Stream {
 
   /** `onChunk(object)`: each event's JSON. `onState(kind, words)`: `lost`, `waiting` while the engine is away, `resumed`. */
   constructor(api, onChunk, onState) {
-    this.#api = api;
-    this.onChunk = onChunk;
-    this.onState = onState;
+    Object.assign(this, { api, onChunk, onState });
   }
 
   get stopped() {
@@ -33,7 +30,7 @@ export class Stream {
     const watch = setInterval(() => this.#lookWhetherAway(), 500);
     try {
       const sent = { ...body, stream: true, resumable: true };
-      let response = await this.#api.post(path, sent, this.#abort.signal);
+      let response = await this.api.post(path, sent, this.#abort.signal);
       this.#id = response.headers.get("x-stream-id");
       while (response !== null && !(await this.#read(response))) response = await this.#again();
     } catch (error) {
@@ -47,7 +44,7 @@ export class Stream {
   stop() {
     if (this.stopped) return;
     this.#abort.abort();
-    if (this.#id !== null) this.#api.fetch(`v1/streams/${this.#id}`, { method: "DELETE" }).catch(() => {});
+    if (this.#id !== null) this.api.fetch(`v1/streams/${this.#id}`, { method: "DELETE" }).catch(() => {});
   }
 
   /** Reads events. Returns whether the last one came; false where the connection ended before. */
@@ -77,7 +74,7 @@ export class Stream {
     for (let attempt = 0; performance.now() - lostAt < GIVE_UP_MS; attempt += 1) {
       const headers = this.#lastEvent === null ? {} : { "last-event-id": this.#lastEvent };
       try {
-        const response = await this.#api.fetch(`v1/streams/${this.#id}`, { headers, signal: this.#abort.signal });
+        const response = await this.api.fetch(`v1/streams/${this.#id}`, { headers, signal: this.#abort.signal });
         if (response.status === 204) return null;
         if (response.ok) return response;
         if (response.status < 500) throw await errorOf(response);
@@ -95,7 +92,7 @@ export class Stream {
     if (this.#isAway || this.#heardAt === 0 || performance.now() - this.#heardAt < SILENT_MS) return;
     this.#heardAt = performance.now();
     try {
-      const response = await this.#api.fetch("ready");
+      const response = await this.api.fetch("ready");
       if (response.status === 503) this.#say("waiting", `The engine is away (${(await response.json()).status}). The stream goes on by itself.`);
     } catch {
       // The connection of the stream will tell.

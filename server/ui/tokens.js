@@ -11,21 +11,16 @@ const MAX_PIECES_PER_LINE = 500; // A longer line goes on in an element of its o
 const MAX_LINES_PER_BLOCK = 40;
 const FOLLOW_PIXELS = 40;
 const [SHOW_MS, HIDE_MS] = [120, 250];
+/** How many alternatives a request asks for. */
+export const NUM_TOP = 5;
+const SIGNS = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍" };
 
 /** The tokens of a choice in a chunk, in both forms of log-probabilities: [{text, logprob, top: [[text, logprob], ...]}]. */
 export function tokensOf({ logprobs }) {
-  if (logprobs?.content) {
-    return logprobs.content.map((entry) => ({
-      text: entry.token,
-      logprob: entry.logprob,
-      top: entry.top_logprobs.map((other) => [other.token, other.logprob]),
-    }));
-  }
-  return (logprobs?.tokens ?? []).map((text, index) => ({
-    text,
-    logprob: logprobs.token_logprobs[index],
-    top: Object.entries(logprobs.top_logprobs?.[index] ?? {}),
-  }));
+  const entry = ({ token, logprob }) => [token, logprob];
+  if (logprobs?.content) return logprobs.content.map((one) => ({ text: one.token, logprob: one.logprob, top: one.top_logprobs.map(entry) }));
+  const { tokens = [], token_logprobs: scores, top_logprobs: tops } = logprobs ?? {};
+  return tokens.map((text, index) => ({ text, logprob: scores[index], top: Object.entries(tops?.[index] ?? {}) }));
 }
 
 /** Finds which part of the text each token stands for: chunks may hold back text that a stop string could begin with, and a character may
@@ -64,14 +59,14 @@ export class Aligner {
 
 /** The element in which a text grows. */
 export class Output {
-  #queue = [];
-  #block = null;
-  #line = null;
-  #spans = [];
-  #current = -1;
+  #queue;
+  #block;
+  #line;
+  #spans;
+  #current;
   #frame = 0;
   /** The text so far. */
-  text = "";
+  text;
 
   constructor(name) {
     this.element = el("div", {
@@ -80,21 +75,17 @@ export class Output {
       on: {
         keydown: (event) => this.#onKey(event),
         pointermove: (event) => this.#onMove(event),
-        pointerleave: () => card.hideSoon(),
+        pointerleave: () => card.soon(null),
         click: (event) => event.target.tokens && this.#select(this.#spans.indexOf(event.target)),
         blur: () => this.#select(-1),
       },
     });
+    this.clear();
   }
 
   clear() {
     cancelAnimationFrame(this.#frame);
-    this.#queue = [];
-    this.#spans = [];
-    this.#line = this.#block = null;
-    this.#current = -1;
-    this.#frame = 0;
-    this.text = "";
+    [this.#queue, this.#spans, this.#block, this.#line, this.#current, this.#frame, this.text] = [[], [], null, null, -1, 0, ""];
     this.element.replaceChildren();
   }
 
@@ -118,21 +109,18 @@ export class Output {
 
   #add({ text, tokens }, blocks) {
     text.split("\n").forEach((part, index) => {
-      if (index > 0) this.#line = null;
-      if (this.#line === null || this.#line.childElementCount >= MAX_PIECES_PER_LINE) this.#newLine(blocks);
-      if (part !== "") this.#line.append(this.#span(part, tokens));
-      else if (index === 0) this.#line.append(this.#span("", tokens, " nl"));
+      const isFull = this.#line === null || this.#line.childElementCount >= MAX_PIECES_PER_LINE;
+      if (index > 0 || isFull) {
+        if (this.#line === null || this.#block.childElementCount >= MAX_LINES_PER_BLOCK) blocks.append((this.#block = el("div")));
+        this.#block.append((this.#line = el("div")));
+      }
+      if (part !== "" || index === 0) this.#line.append(this.#span(part, tokens));
     });
   }
 
-  #newLine(blocks) {
-    if (this.#block === null || this.#block.childElementCount >= MAX_LINES_PER_BLOCK) blocks.append((this.#block = el("div")));
-    this.#block.append((this.#line = el("div")));
-  }
-
-  #span(text, tokens, more = "") {
+  #span(text, tokens) {
     const span = document.createElement("span");
-    span.className = `t t${tintOf(tokens)}${more}`;
+    span.className = `t t${tintOf(tokens)}${text === "" ? " nl" : ""}`;
     span.textContent = text;
     span.tokens = tokens;
     this.#spans.push(span);
@@ -141,7 +129,7 @@ export class Output {
 
   /** Shows the card where the pointer comes to rest, not where text moves below it. */
   #onMove({ pointerType, movementX, movementY, target }) {
-    if (pointerType !== "touch" && (movementX !== 0 || movementY !== 0) && target.tokens) card.showSoon(target);
+    if (pointerType !== "touch" && (movementX !== 0 || movementY !== 0) && target.tokens) card.soon(target);
   }
 
   #onKey(event) {
@@ -181,27 +169,24 @@ class Card {
   show(span) {
     clearTimeout(this.#timer);
     this.#element ??= this.#make();
-    this.#element.replaceChildren(...span.tokens.slice(0, 4).flatMap(describe), ...(span.tokens.length ? [] : ["No probability came with it."]));
+    this.#element.replaceChildren(...(span.tokens.length === 0 ? ["No probability came with it."] : span.tokens.flatMap(describe)));
     this.#element.hidden = false;
     this.#place(span.getClientRects()[0] ?? span.getBoundingClientRect());
   }
 
-  showSoon(span) {
-    clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => span.isConnected && this.show(span), SHOW_MS);
-  }
-
-  hideSoon() {
-    clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.hide(), HIDE_MS);
-  }
-
   hide() {
+    clearTimeout(this.#timer);
     if (this.#element !== null) this.#element.hidden = true;
   }
 
+  /** Shows the card of a token, or hides it for null, unless something else happens before. */
+  soon(span) {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => (span?.isConnected ? this.show(span) : this.hide()), span === null ? HIDE_MS : SHOW_MS);
+  }
+
   #make() {
-    const keep = { pointerenter: () => clearTimeout(this.#timer), pointerleave: () => this.hideSoon() };
+    const keep = { pointerenter: () => clearTimeout(this.#timer), pointerleave: () => this.soon(null) };
     const made = el("div", { class: "token-card", role: "status", hidden: true, on: keep });
     document.addEventListener("scroll", () => this.hide(), { passive: true });
     document.addEventListener("keydown", (event) => {
@@ -216,9 +201,8 @@ class Card {
   /** Below the token, or above it where there is no room. */
   #place(token) {
     const { width, height } = this.#element.getBoundingClientRect();
-    const left = Math.max(8, Math.min(token.left, innerWidth - width - 8));
     const below = token.bottom + 6;
-    this.#element.style.left = `${left}px`;
+    this.#element.style.left = `${Math.max(8, Math.min(token.left, innerWidth - width - 8))}px`;
     this.#element.style.top = `${below + height < innerHeight ? below : Math.max(8, token.top - height - 6)}px`;
   }
 }
@@ -227,19 +211,11 @@ const card = new Card();
 
 /** A token's probability, and those of the most likely ones. */
 function describe(token) {
-  const rows = new Map(token.top.map(([text, logprob]) => [text, logprob]));
-  rows.set(token.text, token.logprob);
-  const sorted = [...rows].sort((one, other) => other[1] - one[1]).slice(0, 6);
-  return [
-    el("div", { text: `${visible(token.text)}: ${percent(token.logprob)}, log-probability ${token.logprob.toFixed(3)}` }),
-    el("table", {}, el("tbody", {}, ...sorted.map(([text, logprob]) => row(text, logprob, text === token.text)))),
-  ];
-}
-
-function row(text, logprob, chosen) {
-  const share = percent(logprob);
-  const meter = el("meter", { value: Math.exp(logprob), "aria-hidden": "true" });
-  return el("tr", { class: chosen ? "chosen" : null }, el("td", { text: visible(text) }), el("td", { text: share }), el("td", {}, meter));
+  const shares = [...new Map([...token.top, [token.text, token.logprob]])].sort((one, other) => other[1] - one[1]).slice(0, NUM_TOP + 1);
+  const rows = shares.map(([text, logprob]) => el("tr", { class: text === token.text ? "chosen" : null }, el("td", { text: visible(text) }),
+    el("td", { text: percent(logprob) }), el("td", {}, el("meter", { value: Math.exp(logprob), "aria-hidden": "true" }))));
+  const said = `${visible(token.text)}: ${percent(token.logprob)}, log-probability ${token.logprob.toFixed(3)}`;
+  return [el("div", { text: said }), el("table", {}, el("tbody", {}, ...rows))];
 }
 
 function percent(logprob) {
@@ -249,5 +225,5 @@ function percent(logprob) {
 
 /** A token's text with its spaces and line ends made visible. */
 function visible(text) {
-  return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "(no text)";
+  return text.replace(/[ \n\t\r]/g, (sign) => SIGNS[sign]) || "(no text)";
 }

@@ -1,32 +1,35 @@
 /* What every mode has: the buttons, the settings, the outputs side by side, the request as code, and the errors in words.
 
-   A mode gives its editor and turns its form into a body; the bench does the rest. */
+   A mode gives its editor and turns its form into a body; this does the rest. */
 
-import { SettingsError, Settings } from "./settings.js";
-import { button, copyButton, el, newId } from "./dom.js";
+import { button, copyButton, el, radios } from "./dom.js";
 import { Pane } from "./pane.js";
+import { Settings } from "./settings.js";
 import { SNIPPETS } from "./snippets.js";
 import { legend } from "./tokens.js";
 
-const MAX_SIDE_BY_SIDE = 4;
-const SEEDS = 2 ** 31;
+const COUNTS = ["1", "2", "3", "4"];
+const SEEDS = 1_000_000;
+const CONTINUABLE = ["length", "stopped", "stop", "timeout", null];
 
 export class Work {
   #panes = [];
   #lastSeed = null;
+  #count = 1;
   #alert = el("div", { class: "alert", role: "alert", hidden: true });
 
-  /** `mode`: {name, path, schema, editor, body(), continued(body, text), place(panes), form(), setForm(form), title(), done(panes),
-      advice(error)}; the last two are optional, and `continued` is null where an output cannot be continued. */
+  /** `mode`: {name, path, schema, initial settings, stage(actions, alert), body(again), continued(body, text) or null, place(panes, again),
+      form(), setForm(form), title()}, and if it likes {verb, done(), advice(error)}. */
   constructor(panel, api, history, mode) {
     Object.assign(this, { api, history, mode });
     this.settings = new Settings(mode.name, mode.initial);
     this.runButton = button(mode.verb ?? "Run", () => this.run(), { class: "primary", title: "Ctrl+Enter" });
     this.stopButton = button("Stop", () => this.stop(), { title: "Esc", disabled: true });
-    this.continueButton = button("Continue", () => this.continue(), { title: "Alt+C", disabled: true });
+    this.continueButton = button("Continue", () => this.continue(), { title: "Alt+C", disabled: true, hidden: mode.continued === null });
     this.againButton = button("Regenerate", () => this.again(), { title: "Again with the same seed (Alt+R)", disabled: true });
-    const actions = el("div", { class: "actions" }, this.runButton, this.stopButton, mode.continued === null ? null : this.continueButton,
-      this.againButton, this.#sideBySide(), button("Code", () => this.#showCode(), { class: "spread", "aria-haspopup": "dialog" }));
+    const actions = el("div", { class: "actions" }, this.runButton, this.stopButton, this.continueButton, this.againButton,
+      radios("Outputs side by side", COUNTS, (count) => (this.#count = Number(count))),
+      button("Code", () => this.#showCode(), { class: "spread", "aria-haspopup": "dialog" }));
     this.code = el("dialog", { class: "code", "aria-label": "The request as code" });
     panel.replaceChildren(el("div", { class: "work" },
       el("div", { class: "stage" }, ...mode.stage(actions, this.#alert), legend()), this.settings.element), this.code);
@@ -53,15 +56,16 @@ export class Work {
     const body = this.isRunning ? null : this.#body(again);
     if (body === null) return;
     this.#lastSeed = body.seed ?? seed ?? Math.floor(Math.random() * SEEDS);
-    this.#place(this.count, again);
+    this.#place(this.#count, again);
     this.#start(this.#panes.map((pane, index) => [pane, { ...body, seed: this.#lastSeed + index }, false]));
   }
 
   /** Goes on where the outputs ended. */
   continue() {
-    const body = this.isRunning || this.continueButton.disabled ? null : this.#body();
-    if (body === null || this.mode.continued === null) return;
-    this.#start(this.#panes.filter(canContinue).map((pane) => [pane, this.mode.continued(body, pane.text), true]));
+    const body = this.continueButton.disabled || this.mode.continued === null ? null : this.#body();
+    if (body === null) return;
+    const next = (pane, index) => [pane, { ...this.mode.continued(body, pane.text), seed: body.seed ?? this.#lastSeed + index }, true];
+    this.#start(this.#panes.map(next).filter(([pane]) => canContinue(pane)));
   }
 
   stop() {
@@ -94,20 +98,17 @@ export class Work {
   }
 
   async #start(runs) {
-    this.#alert.hidden = true;
-    const all = Promise.all(runs.map(([pane, body, keeps]) => {
-      pane.showSeed(body.seed);
-      return pane.run(this.mode.path, body, keeps);
-    }));
+    const { name, path, done } = this.mode;
+    const all = Promise.all(runs.map(([pane, body, keeps]) => pane.run(path, body, keeps)));
     this.#update();
     await all;
     this.#update();
-    const failed = runs.map(([pane]) => pane).filter((pane) => pane.error);
-    if (failed.length > 0) this.#fail(failed[0].error);
+    const error = runs.map(([pane]) => pane.error).find((found) => found !== null);
+    if (error !== undefined) this.#fail(error);
     const outputs = this.#panes.map((pane) => pane.text);
-    this.history.add({ mode: this.mode.name, title: this.mode.title(), form: this.mode.form(), settings: this.settings.kept,
-      seed: this.#lastSeed, outputs });
-    this.mode.done?.(this.#panes);
+    const settings = this.settings.kept;
+    this.history.add({ mode: name, title: this.mode.title(), form: this.mode.form(), settings, seed: this.#lastSeed, outputs });
+    done?.();
   }
 
   /** The request as the form and the settings say; null if they cannot be sent, which is said. */
@@ -123,8 +124,8 @@ export class Work {
 
   #fail(error) {
     if (error.status === 401) return; // The header says that a key is needed.
-    const advice = error instanceof SettingsError ? "" : (this.mode.advice?.(error) ?? "");
-    this.#alert.replaceChildren(el("p", { text: error.message }), ...(advice === "" ? [] : [el("p", { text: advice })]));
+    const texts = [error.message, this.mode.advice?.(error) ?? ""].filter((text) => text !== "");
+    this.#alert.replaceChildren(...texts.map((text) => el("p", { text })));
     this.#alert.hidden = false;
   }
 
@@ -136,16 +137,6 @@ export class Work {
     this.continueButton.disabled = running || !this.#panes.some(canContinue);
   }
 
-  #sideBySide() {
-    const name = newId("count");
-    this.count = 1;
-    const choices = Array.from({ length: MAX_SIDE_BY_SIDE }, (_, index) => {
-      const input = el("input", { type: "radio", name, checked: index === 0, on: { change: () => (this.count = index + 1) } });
-      return el("label", {}, input, String(index + 1));
-    });
-    return el("div", { class: "choice", role: "radiogroup", "aria-label": "Outputs side by side", title: "Outputs side by side" }, ...choices);
-  }
-
   /** Shows the present request in each language. */
   #showCode() {
     const body = this.#body();
@@ -154,11 +145,7 @@ export class Work {
     const request = { model: this.api.model, ...plain, stream: true };
     const pre = el("pre", { tabIndex: 0, "aria-label": "Code" });
     const write = (language) => (pre.textContent = SNIPPETS[language](this.api.base.href, this.mode.path, request, this.api.hasKey));
-    const name = newId("language");
-    const languages = Object.keys(SNIPPETS).map((language, index) =>
-      el("label", {}, el("input", { type: "radio", name, checked: index === 0, on: { change: () => write(language) } }), language));
-    this.code.replaceChildren(el("h2", { text: "This request as code" }),
-      el("div", { class: "row" }, el("div", { class: "choice", role: "radiogroup", "aria-label": "Language" }, ...languages)), pre,
+    this.code.replaceChildren(el("h2", { text: "This request as code" }), radios("Language", Object.keys(SNIPPETS), write), pre,
       el("div", { class: "row end" }, copyButton("Copy", () => pre.textContent), button("Close", () => this.code.close())));
     write("curl");
     this.code.showModal();
@@ -166,5 +153,5 @@ export class Work {
 }
 
 function canContinue(pane) {
-  return pane.text !== "" && ["length", "stopped", "stop", "timeout", null].includes(pane.finish);
+  return pane.text !== "" && CONTINUABLE.includes(pane.finish);
 }

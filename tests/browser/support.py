@@ -33,8 +33,7 @@ class Mode:
 
     def set(self, **values: Any) -> Self:
         """Types values of parameters, opening what hides them."""
-        for details in ("details.settings", "details.more"):
-            self.panel.locator(details).evaluate("(element) => { element.open = true; }")
+        self.panel.locator("details.settings, details.more").evaluate_all("(all) => all.forEach((one) => (one.open = true))")
         for name, value in values.items():
             field = self.field(name)
             if field.evaluate("(element) => element.tagName") == "SELECT":

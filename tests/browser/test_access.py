@@ -114,11 +114,9 @@ def test_everything_is_done_with_the_keyboard(page: Any, server: ServerProcess) 
     expect(page.get_by_text("Skip to the playground")).to_be_focused()
     page.keyboard.press("Tab")
     expect(page.get_by_role("tab", name="Complete")).to_be_focused()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    expect(page.locator("#panel-chat")).to_be_visible()
-    page.keyboard.press("ArrowRight")
-    expect(page.locator("#panel-complete")).to_be_visible()
+    for panel in ("fill", "chat", "cache", "complete"):
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(f"#panel-{panel}")).to_be_visible()
     expect(page.locator("#panel-complete [name=max_tokens]")).to_be_visible()
     stops = []
     for _ in range(40):

@@ -34,7 +34,7 @@ async def test_the_page_and_its_files_need_no_key(tokenizer_folder: Path) -> Non
 async def test_nothing_but_its_own_files_is_run_or_framed(tokenizer_folder: Path) -> None:
     async with door(tokenizer_folder) as (_, http):
         for path in ("/", "/ui/app.js", "/ui/style.css"):
-            answer = await http.get(path)
+            answer = await http.get(path, headers={"sec-fetch-dest": "document"})
             rules = policy(answer)
             assert rules["default-src"] == rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
             assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
