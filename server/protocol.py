@@ -56,6 +56,13 @@ class Share(Part, frozen=True):
     """Order against the sequences of all clients, before their shares: the lowest is served first."""
 
 
+class Opening(Part, frozen=True):
+    """What has to be generated before a grammar applies: one of these tokens; with `text`, such that the output then ends in that text."""
+
+    tokens: list[int]
+    text: str = ""
+
+
 class Submit(Message, frozen=True):
     """A sequence to generate. `output` holds the tokens it has already: a sequence replayed after a crash continues after them."""
 
@@ -73,6 +80,8 @@ class Submit(Message, frozen=True):
     score_prompt: bool = False
     grammar: str = ""
     """Grammar in llguidance's format; empty for none."""
+    opening: Opening | None = None
+    """What the grammar's part of the output follows; None: the grammar is that of the whole output."""
     healed: str = ""
     """Token healing: text cut off the end of the prompt, which the output must begin with; empty for none."""
     salt: str = ""
@@ -260,6 +269,7 @@ class Begin(msgspec.Struct, tag=True, array_like=True, frozen=True):
     grammar: str
     healed: str
     output: list[int]
+    opening: Opening | None = None
 
 
 class Advance(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -275,6 +285,8 @@ class Guidance(Part, frozen=True):
     """The tokens that may be sampled after the forced ones, as in model.step.Sample.mask; None once the constraint allows everything."""
     forced: list[int] = []
     """Tokens that must follow before the next one is sampled; the constraint is already past them."""
+    is_open: bool = True
+    """False: the output has not generated the grammar's opening, so that the constraint has yet to begin."""
 
 
 class Answer(Part, frozen=True):

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 from server import protocol
 from server.errors import TOO_COMPLEX, ConstraintFailed
-from server.protocol import FOLLOW, SLOW_MASK_SECONDS, Advance, Answer, Begin, Guidance, decode_mask_answer, encode
+from server.protocol import FOLLOW, SLOW_MASK_SECONDS, Advance, Answer, Begin, Guidance, Opening, decode_mask_answer, encode
 
 log = logging.getLogger("onehead.engine")
 
@@ -31,27 +31,36 @@ MAX_SPARES = 8
 class ProcessConstraint:
     """A constraint that a process follows while its sequence runs. Implements server.engine.sequence.Constraint."""
 
-    def __init__(self, processes: "MaskProcesses", grammar: str, healed: str) -> None:
+    def __init__(self, processes: "MaskProcesses", grammar: str, healed: str, opening: Opening | None) -> None:
         self.is_pending = False
         self.is_slow = False
         self._processes = processes
-        self._grammar, self._healed = grammar, healed
+        self._grammar, self._healed, self._opening = grammar, healed, opening
+        self._is_open = opening is None
+        """Whether the grammar's opening has been generated. No process follows it before a token that may complete that."""
         self._output: list[int] = []
         self._pipe: Connection | None = None
         """None while no process follows it."""
         self._answer = Answer(None)
         self._num_lost = 0
 
-    def begin(self, output: list[int]) -> None:
+    def begin(self, output: list[int]) -> bool:
         """Starts to follow; `output` is the sequence's own list, which grows."""
         self._output, self._num_lost, self.is_slow = output, 0, False
+        if self._opening is not None and frozenset(self._opening.tokens).isdisjoint(output):
+            self._is_open = False
+            return False
         self._build()
+        return True
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool:
+        if not self._is_open and self._opening is not None and token not in self._opening.tokens:
+            return False
         if self._pipe is None:
-            self._build()  # Its process was lost between two tokens.
+            self._build()  # It begins, or its process was lost between two tokens.
         else:
             self._ask(self._pipe, Advance(token))
+        return True
 
     def take(self) -> Guidance:
         if self._answer.guidance is not None:
@@ -92,7 +101,7 @@ class ProcessConstraint:
 
     def _build(self) -> None:
         self._pipe = self._processes.acquire(self, fresh=self._num_lost > 0)
-        self._ask(self._pipe, Begin(self._grammar, self._healed, self._output))
+        self._ask(self._pipe, Begin(self._grammar, self._healed, self._output, self._opening))
 
     def _ask(self, pipe: Connection, request: Begin | Advance) -> None:
         self.is_pending = True
@@ -102,6 +111,7 @@ class ProcessConstraint:
 
     def _settle(self, answer: Answer) -> None:
         self._answer, self.is_pending = answer, False
+        self._is_open = answer.guidance is None or answer.guidance.is_open
         self._processes.settled(self)
         if answer.failure and not answer.refused:
             log.error("a constraint failed: %s", answer.failure)
@@ -123,7 +133,9 @@ class MaskProcesses:
 
     def constraint(self, submit: protocol.Submit) -> ProcessConstraint | None:
         """The constraint of a submission; None if it has none."""
-        return ProcessConstraint(self, submit.grammar, submit.healed) if submit.grammar or submit.healed else None
+        if not submit.grammar and not submit.healed:
+            return None
+        return ProcessConstraint(self, submit.grammar, submit.healed, submit.opening)
 
     def collect(self, patience: float) -> None:
         """Receives the answers that are there, and those expected soon for at most `patience` seconds."""

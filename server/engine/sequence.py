@@ -32,11 +32,13 @@ class Constraint(Protocol):
     def is_pending(self) -> bool:
         """Whether the answer to the last `begin` or `advance` is not there yet."""
 
-    def begin(self, output: list[int]) -> None:
-        """Follows this output, a list that grows with the sequence's."""
+    def begin(self, output: list[int]) -> bool:
+        """Follows this output, a list that grows with the sequence's. Returns whether there will be an answer to take."""
 
-    def advance(self, token: int) -> None:
-        """Follows a sampled token, which is the last of the output."""
+    def advance(self, token: int) -> bool:
+        """Follows a sampled token, which is the last of the output. Returns whether there will be an answer to take: a grammar that has
+        yet to begin gives none for most tokens.
+        """
 
     def take(self) -> Guidance:
         """The answer, once it is there. Raises ConstraintFailed."""
@@ -209,8 +211,9 @@ class Sequence:
         sample = None
         if end == self.num_tokens:
             history = self.output + self.forced if self.forced else self.output
-            forbidden = self.forbidden if end - len(self.prompt) < self.min_new_tokens else ()
             mask, sample = self.mask, self._sample
+            # A grammar decides where the output ends.
+            forbidden = self.forbidden if mask is None and end - len(self.prompt) < self.min_new_tokens else ()
             if sample is None or sample.output is not history or sample.forbidden is not forbidden or sample.mask is not mask:
                 sample = self._sample = Sample(self.sampling, self.prompt, history, forbidden, self.num_top, mask, self.num_unseen)
             elif sample.num_unseen != self.num_unseen:
@@ -281,15 +284,13 @@ class Sequence:
         if len(self.output) >= self.max_new_tokens:
             return "length"
         if self.constraint is not None and not was_forced:
-            self.awaits_mask = True
-            self.constraint.advance(token)
+            self.awaits_mask = self.constraint.advance(token)
         return None
 
     def begin_constraint(self) -> None:
         """Has its constraint followed, from now until `end_constraint`."""
         if self.constraint is not None:
-            self.awaits_mask = True
-            self.constraint.begin(self.output)
+            self.awaits_mask = self.constraint.begin(self.output)
 
     def end_constraint(self) -> None:
         """Stops following its constraint, which forgets the tokens that it forced."""
@@ -309,7 +310,8 @@ class Sequence:
         self._force(guidance.forced[: self.max_new_tokens - len(self.output)])
         if guidance.mask is None:
             self.constraint.end()
-            self.constraint, self._is_guided = None, self.sampling.reads_output
+            if guidance.is_open:
+                self.constraint, self._is_guided = None, self.sampling.reads_output
         return None
 
     def _force(self, tokens: list[int]) -> None:

@@ -113,7 +113,8 @@ class Generation:
             raise InvalidRequest(text, param="priority")
         rank = request.priority if terms.priority else 0
         share = protocol.Share(reservation.client, terms.weight, terms.max_running or 0, rank)
-        if request.grammar and (request.min_new_tokens or request.ignore_eos):
+        # Before its opening the text is free; the calls that may follow end it.
+        if request.grammar and ((request.min_new_tokens and request.opening is None) or request.ignore_eos):
             raise InvalidRequest("`min_tokens` and `ignore_eos` cannot be combined with a grammar, which decides where the text ends")
         stop_token_ids = sorted({*request.stop_token_ids, *(() if request.ignore_eos else self.end_token_ids)})
         allowed = int.from_bytes(request.sampling.allowed_tokens, "little")
@@ -137,6 +138,7 @@ class Generation:
             num_top=request.num_top,
             score_prompt=request.score_prompt,
             grammar=request.grammar,
+            opening=request.opening,
             healed=request.healed,
             salt=f"{reservation.caller}:{request.salt}",
             share=share,

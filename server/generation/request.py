@@ -1,6 +1,6 @@
 """Request, Progress and Choice: the internal form of a request, the same for every dialect, and the state of each of its sequences.
 
-Plain data; knows no engine and no text.
+Plain data; knows no engine.
 """
 
 import time
@@ -11,6 +11,8 @@ from itertools import chain
 import msgspec
 
 from server import protocol
+from server.text.call_formats import CallFormat
+from server.text.reply_parser import Calls
 
 _decode_scores = msgspec.msgpack.Decoder(list[protocol.PromptScore]).decode
 
@@ -36,6 +38,11 @@ class Request:
     num_top: int = 0
     score_prompt: bool = False
     grammar: str = ""
+    opening: protocol.Opening | None = None
+    """What the grammar's part of the output follows; None: it is that of the whole output."""
+    form: CallFormat | None = None
+    """How the model writes thoughts and calls, which are taken out of the text; None: all of the output is text."""
+    calls: Calls = "none"
     healed: str = ""
     priority: int = 0
     timeout_s: float | None = None

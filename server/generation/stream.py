@@ -27,6 +27,7 @@ from server.supervision.engine import PlainStream
 from server.supervision.journal import SequenceEvent, Written
 from server.supervision.token_writer import ClientSocket
 from server.text.codec import Detokenizer, StopStrings, TextCodec
+from server.text.reply_parser import CallDelta, Parsed, ReplyParser
 
 log = logging.getLogger("onehead.api")
 
@@ -50,6 +51,9 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     special: bool = False
     finish: str | None = None
     stop: str | int | None = None
+    thought: str = ""
+    """What it adds to a thought, and `calls` to calls of tools, where the model's format for them is known (Request.form)."""
+    calls: tuple[CallDelta, ...] = ()
 
 
 class ChoiceDetokenizer:
@@ -63,6 +67,8 @@ class ChoiceDetokenizer:
         self._stops = StopStrings(choice.request.stop_strings, choice.request.keep_stop)
         self._healed = choice.request.healed
         """The part of the removed end of the prompt (token healing) that is still to be generated again; it is not part of the output."""
+        form = choice.request.form
+        self._parser = None if form is None else ReplyParser(form, choice.request.calls, choice.request.prompt)
 
     def piece(self, token: protocol.Token) -> Piece:
         """The piece of a token. A stop string may set `finish` before the engine does."""
@@ -78,7 +84,8 @@ class ChoiceDetokenizer:
             text = self._strip_healed(self._detokenizer.push(token.token))
         if token.finish is not None:
             text += self._strip_healed(self._detokenizer.flush())
-        text, stop = self._stops.push(text, search=token.index + 1 >= request.min_new_tokens)
+        parsed = Parsed(text) if self._parser is None else self._parser.push(token.token, text, special, token.finish is not None)
+        text, stop = self._stops.push(parsed.text, search=token.index + 1 >= request.min_new_tokens)
         finish = "stop_sequence" if stop is not None else token.finish
         if finish is not None and stop is None:
             text += self._stops.flush()
@@ -86,7 +93,8 @@ class ChoiceDetokenizer:
         if finish == "eos_token" and token.token in request.stop_token_ids:
             reason = token.token
         name = self._codec.decode([token.token]) if special else ""
-        return Piece(index, token.token, text, name, token.logprob, token.top, special, finish, reason)
+        top, thought, calls = token.top, parsed.thought, parsed.calls
+        return Piece(index, token.token, text, name, token.logprob, top, special, finish, reason, thought, calls)
 
     @property
     def is_plain(self) -> bool:
@@ -110,8 +118,11 @@ class ChoiceDetokenizer:
 
     def timeout_piece(self) -> Piece:
         """The last piece of a sequence whose time limit has passed."""
-        text, _ = self._stops.push(self._strip_healed(self._detokenizer.flush()))
-        return Piece(self._choice.index, None, text + self._stops.flush(), finish="timeout")
+        text = self._strip_healed(self._detokenizer.flush())
+        parsed = Parsed(text) if self._parser is None else self._parser.push(None, text, special=False, is_last=True)
+        text, _ = self._stops.push(parsed.text)
+        text += self._stops.flush()
+        return Piece(self._choice.index, None, text, finish="timeout", thought=parsed.thought, calls=parsed.calls)
 
 
 def _error(failed: protocol.Failed) -> RequestError:

@@ -9,9 +9,11 @@ from server.generation.generation import Generation
 from server.http.body import check, read_model, read_value
 from server.http.exchange import Dialect, exchange_of
 from server.http.model_names import ModelNames
+from server.http.openai.chat_fields import plain_messages
 from server.http.pieces import JsonAnswers
 from server.http.routes import Route
 from server.http.token_fields import DetokenizeBody, TokenizeBody
+from server.text.conversation import ChatInput
 from server.text.jobs import Decode, Encode, EncodeChat, EncodeWithPlaces
 
 
@@ -46,8 +48,8 @@ class TokenRoutes:
             return Response(await texts.run(EncodeWithPlaces(body.inputs), client), media_type="application/json")
         self.names.resolve(body.model)
         if body.messages is not None:
-            messages = [message.plain() for message in body.messages]
-            ids = await texts.run(EncodeChat(messages, body.add_generation_prompt is not False), client)
+            given = ChatInput(plain_messages(body.messages), body.add_generation_prompt is not False)
+            ids = await texts.run(EncodeChat(given), client)
         elif body.content is not None:
             ids = await texts.run(Encode(body.content, bare=not body.add_special), client)
             return await self.answers.response({"tokens": iter(ids)})

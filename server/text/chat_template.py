@@ -12,7 +12,7 @@ import re
 import secrets
 import string
 import time
-from collections.abc import Callable, Set
+from collections.abc import Set
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import ConfigurationError, InvalidRequest
 from server.text.codec import TextCodec
+from server.text.conversation import ChatInput, Message
 
 log = logging.getLogger("onehead.chat")
 
@@ -47,10 +48,10 @@ class ChatTemplate:
         # The lesser of two: the first rendering compiles the template, and a busy machine makes any one slow.
         return all(min(self._seconds(messages), self._seconds(messages)) <= CHEAP_SECONDS for messages in conversations)
 
-    def _seconds(self, messages: list[dict[str, str]]) -> float:
+    def _seconds(self, messages: list[dict[str, Any]]) -> float:
         began = time.process_time()
         with contextlib.suppress(InvalidRequest):  # A template may refuse roles and orders of them.
-            self.encode(messages)
+            self.encode(ChatInput(messages))
         return time.process_time() - began
 
     @property
@@ -75,35 +76,36 @@ class ChatTemplate:
             reason = f"cannot be compiled ({type(error).__name__})"
         raise ConfigurationError(f"{self._codec.files.chat_template_place}: the chat template {reason}")
 
-    def around(self, messages: list[dict[str, str]]) -> tuple[list[int], str]:
+    def around(self, messages: list[Message]) -> tuple[list[int], str]:
         """Token ids of a conversation up to the end of its last message, and the text that the template writes after that: more text of
         the message may stand between them. Raises InvalidRequest as `encode` does.
         """
-        place = f"{secrets.randbelow(10**24):024}"  # Digits, as those of _Aside.
-        marked = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + place}]
-        return self.encode(marked, until=place), self.render(marked, True).rpartition(place)[2]
+        place = _nonce()
+        text = self.render(ChatInput([*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + place}]))
+        if text.count(place) != 1:
+            raise InvalidRequest("the model's chat template does not write the last message once, as it is", param="messages")
+        return self.encode(ChatInput(messages, continues=True)), text.partition(place)[2]
 
-    def encode(self, messages: list[dict[str, str]], add_generation_prompt: bool = True, until: str = "") -> list[int]:
-        """Token ids of a conversation, or of what stands before a text in it. Raises InvalidRequest if there is no template or it refuses
-        the messages.
+    def encode(self, given: ChatInput) -> list[int]:
+        """Token ids of a conversation. Raises InvalidRequest if there is no template or it refuses the messages.
 
-        No text of a message becomes a special token, or another added token that the template writes: neither as it stands, nor as the
-        template's filters or the tokenizer's normalizer change it. The conversation has the marks (such tokens, in their order) that it
-        has with harmless text in its place; if not, marks spelt in messages are put aside; if it still has others, it is refused.
+        No text of a message, a tool or a variable becomes a special token, or another added token that the template writes: neither as it
+        stands, nor as the template's filters or the tokenizer's normalizer change it. The conversation has the marks (such tokens, in
+        their order) that it has with harmless text in its place; if not, marks spelt in messages are put aside; if it still has others,
+        it is refused.
         """
-        ids = self._codec.encode_bare(self.render(messages, add_generation_prompt, until))
-        harmless = [_changed(message, self._harmless) for message in messages]
-        if harmless == messages:
+        ids = self._codec.encode_bare(self.render(given))
+        harmless = given.changed(self._harmless)
+        if harmless == given:
             return ids
-        expected = self._codec.encode_bare(self.render(harmless, add_generation_prompt, until))
+        expected = self._codec.encode_bare(self.render(harmless))
         # A template may write a mark in parts, so that its source does not contain it. Added words are no marks.
         marks = self._codec.mark_ids | {id for id in set(expected) & self._codec.added.keys() if not self._codec.added[id].isalnum()}
         wanted = [id for id in expected if id in marks]
         if [id for id in ids if id in marks] == wanted:
             return ids
         aside = _Aside(self._codec, marks)
-        clean = [_changed(message, aside.put) for message in messages]
-        ids, written = aside.encode(self.render(clean, add_generation_prompt, until))
+        ids, written = aside.encode(self.render(given.changed(aside.put)))
         if written != wanted:
             raise InvalidRequest("the model's chat template makes special tokens of text in these messages; remove it", param="messages")
         return ids
@@ -121,18 +123,22 @@ class ChatTemplate:
         filler = next((letter for letter in string.ascii_lowercase if not any(letter in text for text in texts)), "x")
         return re.compile(rf"[<&{re.escape(''.join(sorted(first)))}]|[^\x00-\x7f\s]"), filler
 
-    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool, until: str = "") -> str:
-        """The text of a conversation, or what stands before a text in it. Raises InvalidRequest if there is no template or it refuses the
-        messages.
-        """
-        if not self.exists:
-            raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions instead", param="messages")
+    def render(self, given: ChatInput) -> str:
+        """The text of a conversation. Raises InvalidRequest if there is no template or it refuses the messages."""
         files = self._codec.files
+        if files.chat_template is None:
+            ways_out = "give the server one with --server.chat_template FILE, or send a prompt to /v1/completions"
+            raise InvalidRequest(f"this model has no chat template; {ways_out}", param="messages")
+        for name, value in given.variables.items():
+            if value and not re.search(rf"\b{re.escape(name)}\b", files.chat_template):
+                raise InvalidRequest(f"`chat_template_kwargs`: the model's chat template has no {name!a}", param="chat_template_kwargs")
         tokens: dict[str, Any] = {key: files.special_token(key) or "" for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        end = _nonce() if given.continues else ""
+        messages = given.adapted(files.chat_template)
+        messages[-1] = messages[-1] | {"content": messages[-1]["content"] + end}
+        variables = {"messages": messages, "tools": given.tools or None, "documents": None, **tokens, **given.variables}
         try:
-            prompt = self.compiled.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **tokens
-            )
+            prompt = self.compiled.render(variables, add_generation_prompt=given.add_generation_prompt)
             prompt.encode()  # A lone surrogate cannot be tokenized.
         except Refusal as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
@@ -142,11 +148,13 @@ class ChatTemplate:
             # The template may raise anything; the log gets the error's type alone, since its text may hold messages.
             log.warning("the chat template failed with %s", type(error).__name__)
             raise InvalidRequest("the model's chat template cannot be applied to these messages", param="messages") from None
+        if end not in prompt:
+            text = "the model's chat template does not write the last message's text as it is, so that it cannot be continued"
+            raise InvalidRequest(text, param="continue_final_message")
+        prompt = prompt[: prompt.rfind(end)] if end else prompt
         if len(prompt) > MAX_PROMPT_CHARS:
             raise InvalidRequest(f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters", param="messages")
-        if until and prompt.count(until) != 1:
-            raise InvalidRequest("the model's chat template does not write the last message once, as it is", param="messages")
-        return prompt.partition(until)[0] if until else prompt
+        return prompt
 
 
 class GenerationTag(Extension):
@@ -178,9 +186,9 @@ def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
 
 
-def _changed(message: dict[str, str], change: Callable[[str], str]) -> dict[str, str]:
-    """A message with its texts changed. Roles are fixed words."""
-    return {key: text if key == "role" else change(text) for key, text in message.items()}
+def _nonce() -> str:
+    """A text that no request holds: digits, which no filter turns to upper or lower case."""
+    return f"{secrets.randbelow(10**16):016}"
 
 
 class _Aside:
@@ -190,7 +198,7 @@ class _Aside:
         self._codec = codec
         self._marks = marks
         self._texts: list[str] = []
-        self._nonce = f"{secrets.randbelow(10**16):016}"  # Digits, which no filter turns to upper or lower case.
+        self._nonce = _nonce()
 
     def put(self, text: str) -> str:
         """The text with every mark that the tokenizer finds in it replaced."""

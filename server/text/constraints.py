@@ -1,6 +1,7 @@
 """Constraints on the next token, as bit masks over the vocabulary.
 
-A constraint comes from a grammar (structured output) or from token healing: prompt text that was cut off and must be generated again.
+A constraint comes from a grammar (structured output, calls of tools), which may begin after an opening, or from token healing: prompt
+text that was cut off and must be generated again.
 llguidance does the parsing. Invariant: a mask, and whether a limit is exceeded, depend on the grammar and the output alone. Each grammar
 has already been compiled under the same limits (server.text.grammar).
 """
@@ -20,13 +21,25 @@ class Grammars:
         self.tokenizer = tokenizer
         self._before_mask = before_mask
 
-    def constraint(self, asked: protocol.Begin | protocol.Submit) -> "GrammarConstraint | HealingConstraint":
-        """The constraint of a grammar, or of token healing if there is none, advanced over the output so far. Raises ConstraintFailed."""
+    def constraint(self, asked: protocol.Begin | protocol.Submit) -> "GrammarConstraint | HealingConstraint | None":
+        """The constraint of a grammar, or of token healing if there is none, advanced over the output so far; None before the grammar's
+        opening. Raises ConstraintFailed.
+        """
         self._before_mask()
         if asked.grammar:
-            return GrammarConstraint(self._matcher(asked.grammar), asked.output, self._before_mask)
+            start = 0 if asked.opening is None else self._end_of(asked.opening, asked.output)
+            return None if start is None else GrammarConstraint(self._matcher(asked.grammar), asked.output[start:], self._before_mask)
         matcher = self._matcher(LLMatcher.grammar_from_regex(f"(?s:{_literal(asked.healed)}.*)"))
         return HealingConstraint(self.tokenizer, matcher, asked.healed, asked.output)
+
+    def _end_of(self, opening: protocol.Opening, output: list[int]) -> int | None:
+        """The number of tokens up to the first opening; None without one."""
+        text = opening.text.encode()
+        for end in (index + 1 for index, token in enumerate(output) if token in opening.tokens):
+            # No token is shorter than a byte.
+            if self.tokenizer.decode_bytes(output[max(0, end - len(text)) : end]).endswith(text):
+                return end
+        return None
 
     def _matcher(self, grammar: str) -> LLMatcher:
         matcher = guidance.new_matcher(self.tokenizer, grammar)

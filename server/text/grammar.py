@@ -9,10 +9,12 @@ import json
 import random
 import re
 
+import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from server import guidance
 from server.text import json_schema
+from server.text.call_grammar import CallRules
 
 TRIED_PATHS = 4
 TRIED_TOKENS = 16
@@ -47,8 +49,9 @@ def _grammar(kind: str, text: str, open_objects: bool) -> str:
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if kind == "json":
-        # With flexible whitespace models may write whitespace without end; a key with \u escapes would not be compared with declared ones.
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'})
+        return LLMatcher.grammar_from_json_schema(text, overrides=json_schema.GUIDANCE)
+    if kind == "calls":
+        return LLMatcher.grammar_from_lark(msgspec.json.decode(text, type=CallRules).lark(open_objects))
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":

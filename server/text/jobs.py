@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from server.errors import InvalidRequest
+from server.protocol import Opening
+from server.text.call_formats import CallFormat, format_of, opening_of
 from server.text.chat_template import ChatTemplate
 from server.text.codec import TextCodec
+from server.text.conversation import ChatInput
 from server.text.fim import Filling, FillInTheMiddle
 
 if TYPE_CHECKING:
     from server.text.grammar import GrammarCompiler
-
-Message = dict[str, str]
 
 
 class Texts:
@@ -30,6 +31,12 @@ class Texts:
         self.fim = FillInTheMiddle(codec)
         self.open_objects = open_objects
         self._ends = sorted({*codec.end_token_ids, *end_token_ids})
+
+    @cached_property
+    def calls(self) -> tuple[CallFormat, Opening] | None:
+        """The format in which this model writes calls of tools, and what they begin with; None if it has none."""
+        form = format_of(self.codec)
+        return None if form is None else (form, opening_of(form, self.codec))
 
     @cached_property
     def compiler(self) -> "GrammarCompiler":
@@ -158,15 +165,14 @@ class Prompts(Job, frozen=True):
 class EncodeChat(Job, frozen=True):
     """Token ids of a conversation."""
 
-    messages: list[Message]
-    add_generation_prompt: bool = True
+    given: ChatInput
 
     @property
     def num_chars(self) -> int:
-        return sum(len(text) for message in self.messages for text in message.values())
+        return len(msgspec.json.encode(self.given))
 
-    def run(self, texts: Texts) -> list[int]:
-        return texts.chat_template.encode(self.messages, self.add_generation_prompt)
+    def run(self, texts: Texts) -> Any:
+        return texts.chat_template.encode(self.given)
 
 
 class RenderChat(EncodeChat, frozen=True):
@@ -175,7 +181,7 @@ class RenderChat(EncodeChat, frozen=True):
     Result = str
 
     def run(self, texts: Texts) -> Any:
-        return texts.chat_template.render(self.messages, self.add_generation_prompt)
+        return texts.chat_template.render(self.given)
 
 
 class AskedQuestions(msgspec.Struct):
@@ -204,9 +210,9 @@ class EncodeQuestions(EncodeChat, frozen=True, kw_only=True):
     def run(self, texts: Texts) -> Any:
         codec = texts.codec
         if texts.chat_template.exists:
-            state, end = texts.chat_template.around(self.messages)
+            state, end = texts.chat_template.around(self.given.messages)
         else:
-            text = "\n\n".join(message["content"] for message in self.messages)
+            text = "\n\n".join(message["content"] for message in self.given.messages)
             state, end = codec.opening + codec.encode_plain(text), "\nAnswer:"
         # The space belongs to the label: tokens of words begin with it.
         space = "" if texts.chat_template.exists else " "

@@ -16,6 +16,8 @@ MAX_MULTIPLE = 1000
 """Largest multipleOf without its decimal point (0.25 counts as 25): the lexer has a state for each remainder."""
 MAX_BRANCHES = 64
 """Largest number of branches of a oneOf: each pair of them is compared."""
+GUIDANCE: Any = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
+"""llguidance's options: models may write flexible whitespace without end; a key with \\u would not be compared with declared ones."""
 EXACT = 2**53
 """llguidance reads numbers as floats, which represent integers exactly only below this."""
 _EXACT = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -66,7 +68,7 @@ def prepare(schema: Any, open_objects: bool) -> Node:
         raise SchemaError("has a keyword with a value of the wrong type, or a reference to nothing") from None
 
 
-def _refuse(at: str, value: Any, why: str) -> SchemaError:
+def refuse(at: str, value: Any, why: str) -> SchemaError:
     """The error for a keyword. `at`: its JSON pointer."""
     pointer = json.dumps(at)[1:-1]
     return SchemaError(f"has {pointer.rpartition('/')[2]} {json.dumps(value)[:40]} at {pointer[-60:]}: {why}")
@@ -125,7 +127,7 @@ class _SchemaRewriter:
                 prepared["additionalProperties"] = False
         is_open = prepared.get("additionalProperties") is not False or "patternProperties" in node
         if is_open and node.get("minProperties", 0) > len(required) + 1:
-            raise _refuse(
+            raise refuse(
                 f"{at}/minProperties", node["minProperties"], "it would count names that may repeat; list more names under `required`"
             )
         return prepared | ({"allOf": prepared.get("allOf", []) + besides} if besides else {})
@@ -161,14 +163,14 @@ class _SchemaRewriter:
         a value could satisfy two branches.
         """
         if len(nodes) > MAX_BRANCHES:
-            raise _refuse(at, len(nodes), f"at most {MAX_BRANCHES} branches are supported; use anyOf")
+            raise refuse(at, len(nodes), f"at most {MAX_BRANCHES} branches are supported; use anyOf")
         forms = [self._forms(node) for node in nodes]
         objects = [self._resolved(node).get("properties", {}) for node, form in zip(nodes, forms, strict=True) if form == {"{"}]
         key = ""
         if len(objects) > 1:
             key = next((name for name in objects[0] if not _overlap([self._forms(properties.get(name)) for properties in objects])), "")
         if _overlap([form for form in forms if form != {"{"} or not key] + [{"{"}] * bool(key)):
-            raise _refuse(at, nodes, "one value could satisfy two branches; use anyOf, or give each branch a property with its own const")
+            raise refuse(at, nodes, "one value could satisfy two branches; use anyOf, or give each branch a property with its own const")
         return key
 
     def _forms(self, node: Any) -> set[str]:
@@ -208,18 +210,18 @@ def _overlap(values: list[set[str]]) -> bool:
 def _check(node: Node, at: str) -> None:
     """Raises SchemaError for keyword values that llguidance would read as other values."""
     if "$id" in node and at != "#":
-        raise _refuse(f"{at}/$id", node["$id"], "only the whole schema may have one")
+        raise refuse(f"{at}/$id", node["$id"], "only the whole schema may have one")
     for key in node.keys() & {*_EXACT}:
         text, numbers = json.dumps(node[key], ensure_ascii=False), list[str]()
         json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
         if any(abs(float(number)) >= EXACT for number in numbers):
-            raise _refuse(f"{at}/{key}", node[key], f"numbers from {EXACT} on are not exact; use a text, or leave the bound out")
+            raise refuse(f"{at}/{key}", node[key], f"numbers from {EXACT} on are not exact; use a text, or leave the bound out")
         if re.search(r"(?<!\\)(?:\\\\)*\\u00|\x7f", text):
-            raise _refuse(f"{at}/{key}", node[key], "it holds a control character, which cannot be generated")
+            raise refuse(f"{at}/{key}", node[key], "it holds a control character, which cannot be generated")
     if multiple := abs(node.get("multipleOf", 0)):
         scaled, digits = float(multiple), 0
         while scaled % 1:
             scaled, digits = scaled * 10, digits + 1
         # llguidance computes the digits in this way; if that gives another number than the given one, it would enforce the other.
         if scaled > MAX_MULTIPLE or Decimal(scaled) != Decimal(str(multiple)).scaleb(digits):
-            raise _refuse(f"{at}/multipleOf", multiple, f"only numbers whose digits make up to {MAX_MULTIPLE} are supported")
+            raise refuse(f"{at}/multipleOf", multiple, f"only numbers whose digits make up to {MAX_MULTIPLE} are supported")

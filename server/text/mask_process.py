@@ -44,7 +44,8 @@ def follow(pipe: Connection, grammars: Grammars | None) -> None:
                 raise ConstraintFailed("this model's tokenizer cannot be used for structured output")
             else:
                 constraint = grammars.constraint(request)
-            answer = Answer(Guidance(constraint.mask, constraint.forced), time.process_time() - began)
+            guidance = Guidance(None, is_open=False) if constraint is None else Guidance(constraint.mask, constraint.forced)
+            answer = Answer(guidance, time.process_time() - began)
         except ConstraintFailed as error:
             answer = Answer(None, failure=str(error), refused=True)
         except BaseException:  # A panic of a Rust library is not an Exception.

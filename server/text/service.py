@@ -18,12 +18,14 @@ LONG_TEXT_CHARS = 4096
 MAX_SOURCE_CHARS = 2**16
 CACHED_GRAMMARS = 256
 
-Kind = Literal["json", "regex", "lark", "choice"]
+Kind = Literal["json", "regex", "lark", "choice", "calls"]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A constraint of a request: a JSON schema, a regular expression, a Lark grammar, or a list of texts. `field`: its name in errors."""
+    """A constraint of a request: a JSON schema, a regular expression, a Lark grammar, a list of texts, or the JSON of CallRules. `field`:
+    its name in errors.
+    """
 
     kind: Kind
     value: Any
@@ -57,7 +59,7 @@ class TextService:
     def _is_cheap(self, job: AnyJob) -> bool:
         if not isinstance(job, EncodeChat) or not self.texts.chat_template.exists:
             return True
-        return self.cheap_template and len(job.messages) <= MAX_CHEAP_MESSAGES
+        return self.cheap_template and len(job.given.messages) <= MAX_CHEAP_MESSAGES and not job.given.tools
 
     async def grammar(self, source: Source | None, client: str) -> str:
         """The compiled grammar of a constraint; empty without one. Raises InvalidRequest, Overloaded or Unavailable."""

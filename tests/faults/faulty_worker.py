@@ -237,9 +237,10 @@ class FaultyConstraint:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._constraint, name)
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool:
         self._broken = self._faults.rules.strike(self._rule)
-        self._constraint.advance(token)
+        answers: bool = self._constraint.advance(token)
+        return answers
 
     def take(self) -> Any:
         if self._broken:

@@ -140,14 +140,16 @@ class SlowForcing(Forcing):
         self.left = -1
         self.at = self.world.now + self.world.mask_seconds()
 
-    def begin(self, output: list[int]) -> None:
-        super().begin(output)
+    def begin(self, output: list[int]) -> bool:
+        answers = super().begin(output)
         self._answer_later()
+        return answers
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool:
         assert not self.is_pending, "a token is sampled without its mask"
-        super().advance(token)
+        answers = super().advance(token)
         self._answer_later()
+        return answers
 
     def take(self) -> Guidance:
         assert not self.is_pending, "a mask is taken before it is there"
@@ -162,12 +164,14 @@ class Failing(SlowForcing):
         self.kind = kind
         self.index = at
 
-    def begin(self, output: list[int]) -> None:
+    def begin(self, output: list[int]) -> bool:
         self.followed = output
         self._answer_later()
+        return True
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool:
         self._answer_later()
+        return True
 
     def take(self) -> Guidance:
         assert not self.is_pending, "a mask is taken before it is there"

@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant("a known token is taken for one in flight", Scheduler, "_ready", "self._decoding.know_tokens()", "pass"),
     # --- masks
     Mutant("a mask is taken before it is there", Scheduler, "take_masks", "not s.constraint.is_pending", "True"),
-    Mutant("a row is planned without its mask", Sequence, "append", "self.awaits_mask = True", "pass"),
+    Mutant("a row is planned without its mask", Sequence, "append", "self.awaits_mask = self", "self"),
     Mutant("waiting for a mask is a stall", Worker, "progress", "self._num_idle_beats += self._waits_for_masks", "pass"),
     Mutant("a constraint is followed although its sequence waits", Scheduler, "_stop_running", "sequence.end_constraint()", "pass"),
     # --- guesses

@@ -263,7 +263,10 @@ def _choices(random: Random, priorities: bool, common: list[int]) -> list[Choice
 
 def _mark(choice: Choice, fault: str, random: Random) -> None:
     choice.fault, choice.fails_at = fault, 0 if fault == ENTERING else int(random() * choice.max_new)
-    choice.grammar = f"{fault}:{choice.fails_at + 1}" if fault in GRAMMARS else ""
+    if fault in GRAMMARS:  # A grammar decides where its output ends.
+        choice.grammar, choice.min_new = f"{fault}:{choice.fails_at + 1}", 0
+    else:
+        choice.grammar = ""
 
 
 def _doings(random: Random, resumable: bool) -> list[tuple[float, str, object]]:

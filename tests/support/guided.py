@@ -108,21 +108,25 @@ class Local:
         self.grammars, self.message = grammars, message
         self.failure = ""
 
-    def begin(self, output: list[int]) -> None:
+    def begin(self, output: list[int]) -> bool:
         try:
             self.follower = self.grammars.constraint(replace(self.message, output=output))
         except ConstraintFailed as error:
             self.failure = str(error)
+        return True
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool:
+        assert self.follower is not None, "these requests have no opening"
         try:
             self.follower.advance(token)
         except ConstraintFailed as error:
             self.failure = str(error)
+        return True
 
     def take(self) -> Guidance:
         if self.failure:
             raise ConstraintFailed(self.failure)
+        assert self.follower is not None
         return Guidance(self.follower.mask, self.follower.forced)
 
     def end(self) -> None: ...

@@ -4,15 +4,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
+from server.errors import InvalidRequest
 from server.generation.generation import Generation
-from server.generation.request import with_choices
+from server.generation.request import Request, with_choices
 from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams, Piece
-from server.http.answer import OutputToken
-from server.http.openai.chat_fields import ChatBody
+from server.http.answer import Output, OutputToken
+from server.http.openai.chat_fields import ChatBody, NamedTool
 from server.http.openai.replies import OpenAIReply
 from server.supervision.token_writer import TEXT
+from server.text.call_formats import WRAPPER
+from server.text.call_grammar import CallRules
 from server.text.jobs import EncodeChat
+from server.text.service import Source
+
+
+async def with_calls(generation: Generation, body: ChatBody, request: Request, client: str) -> Request:
+    """The request with what it needs for the model's thoughts and the calls of its tools. Raises RequestError."""
+    known = generation.texts.texts.calls
+    if body.calls == "none":
+        return replace(request, form=known[0]) if known is not None and known[0].thought else request
+    if known is None and body.calls == "auto":
+        text = "`tools`: no format is known in which this model calls functions; set `tool_choice` to required, or to one function"
+        raise InvalidRequest(text, param="tools")
+    form, opening = known or (WRAPPER, None)
+    is_open, choice = body.calls == "auto", body.tool_choice
+    functions = [(tool.function.name, tool.function.parameters) for tool in body.tools or ()]
+    if isinstance(choice, NamedTool):
+        functions = [(name, schema) for name, schema in functions if name == choice.function.name]
+    rules = CallRules(form, functions, body.parallel_tool_calls is not False, is_open)
+    grammar = await generation.texts.grammar(Source("calls", msgspec.json.encode(rules).decode(), "tools"), client)
+    stops = (*request.stop_token_ids, *(stop for stop in form.stops if isinstance(stop, int)))
+    return replace(request, grammar=grammar, opening=opening if is_open else None, form=form, calls=body.calls, stop_token_ids=stops)
 
 
 class ChatReply(OpenAIReply):
@@ -23,17 +48,20 @@ class ChatReply(OpenAIReply):
     def __init__(self, body: ChatBody, model_id: str, generation: Generation, streams: OpenStreams) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__("chatcmpl", kind, model_id, body, generation, streams)
+        self.thoughts = [""] * len(self.outputs)
+        self.calls: list[list[dict[str, Any]]] = [[] for _ in self.outputs]
+        """The calls of each output."""
 
     @classmethod
     async def open(cls, generation: Generation, body: ChatBody, model_id: str, reservation: Reservation) -> "ChatReply":
         """Applies the chat template and starts the sequences. Raises RequestError."""
-        job = EncodeChat([message.plain() for message in body.messages], body.add_generation_prompt is not False)
-        prompt = await generation.tokenize(job, reservation.client, truncated=body.truncate_prompt_tokens is not None)
+        client = reservation.client
+        prompt = await generation.tokenize(EncodeChat(body.chat_input()), client, truncated=body.truncate_prompt_tokens is not None)
         prompt = body.truncated(prompt, generation.max_total_tokens)
-        grammar = await generation.texts.grammar(body.source(), reservation.client)
+        grammar = await generation.texts.grammar(body.source(), client)
         request = body.request(generation.codec, prompt)
-        sampling = replace(request.sampling, bad_words=await body.bad_word_ids(generation, reservation.client))
-        request = replace(request, grammar=grammar, sampling=sampling)
+        sampling = replace(request.sampling, bad_words=await body.bad_word_ids(generation, client))
+        request = await with_calls(generation, body, replace(request, grammar=grammar, sampling=sampling), client)
         return cls(body, model_id, generation, await generation.start(with_choices(request, body.n or 1), reservation))
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -44,21 +72,38 @@ class ChatReply(OpenAIReply):
             for output in self.outputs
         ]
 
+    def take(self, piece: Piece) -> list[OutputToken]:
+        self.thoughts[piece.choice] += piece.thought
+        calls = self.calls[piece.choice]
+        for call in piece.calls:
+            if call.name is not None:
+                id = f"call_{self.streams.reservation.reply_id}-{piece.choice}-{call.index}"
+                calls.append({"id": id, "type": "function", "function": {"name": call.name, "arguments": ""}})
+            calls[call.index]["function"]["arguments"] += call.arguments
+        return super().take(piece)
+
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         output = self.outputs[piece.choice]
         tokens = self.take(piece)
-        if not piece.text and piece.finish is None and not self.body.logprobs and not self.body.return_token_ids:
+        delta: dict[str, Any] = {"reasoning_content": piece.thought} if piece.thought else {}
+        if piece.calls:
+            begun = self.calls[piece.choice]
+            added = [({"function": {"arguments": call.arguments}} if call.name is None else begun[call.index]) for call in piece.calls]
+            delta["tool_calls"] = [{"index": call.index} | more for call, more in zip(piece.calls, added, strict=True)]
+        if piece.text or not delta:
+            delta["content"] = piece.text
+        if not any(delta.values()) and piece.finish is None and not self.body.logprobs and not self.body.return_token_ids:
             return []
         choice = {
             "index": piece.choice,
-            "delta": {"content": piece.text},
+            "delta": delta,
             "logprobs": self._logprobs(tokens),
         }
         choice |= self.ending(output) | self.token_ids(tokens)
         return [self.chunk([choice])]
 
     def plain_chunk(self, choice: int) -> dict[str, Any] | None:
-        if not self.has_plain_chunks:
+        if not self.has_plain_chunks or self.outputs[choice].choice.request.form is not None:
             return None
         return self.chunk([{"index": choice, "delta": {"content": TEXT}} | self.plain_fields(choice)])
 
@@ -66,7 +111,7 @@ class ChatReply(OpenAIReply):
         choices = [
             {
                 "index": output.choice.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "message": self._message(output),
                 "logprobs": self._logprobs(output.tokens),
             }
             | self.ending(output)
@@ -75,6 +120,16 @@ class ChatReply(OpenAIReply):
         ]
         prompt = self.prompt_logprobs(self.outputs[0]) | self.prompt_token_ids(self.outputs[0])
         return self.head | {"choices": choices, "usage": self.usage} | prompt
+
+    def ending(self, output: Output) -> dict[str, Any]:
+        ending = super().ending(output)
+        has_called = self.calls[output.choice.index] and ending["finish_reason"] == "stop"
+        return ending | {"finish_reason": "tool_calls"} if has_called else ending
+
+    def _message(self, output: Output) -> dict[str, Any]:
+        thought, calls = self.thoughts[output.choice.index], self.calls[output.choice.index]
+        message = {"role": "assistant", "content": output.text or (None if calls else ""), "refusal": None}
+        return message | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
         if self.body.num_top is None:

@@ -1,16 +1,25 @@
-"""Request body of /v1/chat/completions, and its messages."""
+"""Request body of /v1/chat/completions, its messages and its tools."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from server.errors import MalformedBody
 from server.generation.request import Request
 from server.http import fields
+from server.http.body import parse
 from server.http.fields import Body, Empty
 from server.http.openai.fields import GenerationBody
 from server.http.openai.llama_cpp_fields import ChatSlotFields, salt, switched_off
 from server.text.codec import TextCodec
+from server.text.conversation import ChatInput
+from server.text.reply_parser import Calls
+
+RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
+"""Variables of chat templates that no request sets by `chat_template_kwargs`."""
+FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class TextPart(Body):
@@ -33,24 +42,115 @@ TextParts = Annotated[Parts, BeforeValidator(_in_parts, fields.Text | Parts)]
 """A text, or a list of parts."""
 
 
-class Message(Body):
-    """A message of a conversation. Images, audio and tools are refused: the models served here read and write text."""
+def _arguments(text: Any) -> Any:
+    """The arguments of a call, which are sent as the text of a JSON object."""
+    try:
+        return parse(text.encode()) if text else {}
+    except (AttributeError, MalformedBody):
+        raise ValueError("`arguments` must be the text of a JSON object") from None
 
-    role: Literal["system", "developer", "user", "assistant"]
-    """The author of the message. The checkpoint's chat template decides which roles may follow each other."""
+
+class CalledFunction(Body):
+    """What a call calls."""
+
+    name: FunctionName
+    """The function's name."""
+    arguments: Annotated[fields.JsonObject, BeforeValidator(_arguments, fields.Text)]
+    """Its arguments, as the text of a JSON object."""
+
+
+class ToolCall(Body):
+    """A call in an assistant's message."""
+
+    id: fields.Name | None = None
+    """The call's id, which the message with its result repeats."""
+    type: Literal["function"] = "function"
+    """Only functions are supported."""
+    index: fields.Count | None = None
+    """Accepted for clients that send the number of a streamed call back; it changes nothing."""
+    function: CalledFunction
+    """The function and its arguments."""
+
+
+class Message(Body):
+    """A message of a conversation. Images and audio are refused: the models served here read and write text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """The author of the message. The checkpoint's chat template decides which roles may follow each other; where it does not know
+    `developer`, that is `system`.
+    """
     content: TextParts | None = None
     """The text, or a list of parts which are joined. Special tokens are not recognised in it. Only an assistant's message may have none."""
     name: str | None = Field(default=None, max_length=256)
-    """The author's name, for chat templates that use it."""
-    tool_calls: list[fields.Json] | None = Empty
-    """Tools are not supported: only an empty list is accepted."""
+    """The author's name, for chat templates that use it; of a `tool`'s message the function's, by default that of the call."""
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128, fail_fast=True)
+    """The calls of an assistant's message. Up to 128."""
+    tool_call_id: fields.Name | None = None
+    """The id of the call whose result a `tool`'s message is."""
+    reasoning_content: fields.Text | None = None
+    """The thought of an assistant's message, for chat templates that use it."""
     annotations: list[fields.Json] | None = Empty
     """Annotations are not supported: only an empty list is accepted."""
 
-    def plain(self) -> dict[str, str]:
-        """The message as a chat template receives it."""
-        content = "".join(part.text for part in self.content or ())
-        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
+    @model_validator(mode="after")
+    def _check_role(self) -> "Message":
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+            raise ValueError("`tool_calls` and `reasoning_content` belong to messages of the role assistant")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("`tool_call_id` belongs to messages of the role tool")
+        if self.role != "assistant" and self.content is None:
+            raise ValueError("`messages`: only an assistant's message may have no content")
+        return self
+
+
+def plain_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """The messages as a chat template receives them. One with a result has the name of the function, by default that of the call."""
+    names: dict[str | None, str] = {}
+    plain = []
+    for message in messages:
+        names |= {call.id: call.function.name for call in message.tool_calls or ()}
+        name = {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
+        content = "".join(part.text for part in message.content or ())
+        plain.append(name | message.model_dump(exclude={"annotations", "type"}, exclude_none=True) | {"content": content})
+    return plain
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: FunctionName
+    """The function's name: up to 64 letters, digits, `_`, `.` and `-`."""
+    description: fields.Text = ""
+    """What it does, for the model."""
+    parameters: fields.JsonObject = Field(default={"type": "object", "properties": {}})
+    """The JSON Schema of its arguments, an object, which calls follow. Default: it takes none."""
+    strict: bool | None = None
+    """Accepted for OpenAI's clients: calls always follow the schema."""
+
+
+class Tool(Body):
+    """A tool that the model may use: a function."""
+
+    type: Literal["function"]
+    """Only functions are supported."""
+    function: Function
+    """The function."""
+
+
+class NamedFunction(Body):
+    """A function by its name."""
+
+    name: FunctionName
+    """The function's name."""
+
+
+class NamedTool(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    """Only functions are supported."""
+    function: NamedFunction
+    """The function."""
 
 
 class Conversation(Body):
@@ -60,13 +160,56 @@ class Conversation(Body):
     """The conversation, oldest message first. 1 to 1024 messages."""
     add_generation_prompt: bool | None = None
     """Whether the chat template begins the assistant's answer after the last message. Default: true."""
-    # Accepted at the values that change nothing.
-    tools: list[fields.Json] | None = Empty
-    """Tools are not supported: only an empty list is accepted."""
-    tool_choice: Literal["none", "auto"] | None = None
-    """Tools are not supported: only `none` and `auto` are accepted."""
-    chat_template_kwargs: dict[fields.Name, fields.Json] | None = Empty
-    """Not supported: only an empty object is accepted."""
+    continue_final_message: bool | None = None
+    """Whether the output continues the last message, an assistant's, as if the model had begun it so; the answer holds what is added. Not
+    with `add_generation_prompt`. Default: false.
+    """
+    chat_template_kwargs: dict[fields.Name, fields.Json] | None = Field(default=None, max_length=64)
+    """Further variables of the chat template, such as `enable_thinking`. One that it does not name is refused unless it is false, 0, null
+    or empty. Up to 64.
+    """
+    tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
+    """Functions that the model may call. Up to 128. Not with `response_format` and `structured_outputs`. Default: none."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """`none`: nothing is called, and the tools are not shown to the model; `auto`: the model decides; `required`: the output is calls; or
+    the function that is called. Default: `auto` with `tools`.
+    """
+
+    @model_validator(mode="after")
+    def _check_conversation(self) -> "Conversation":
+        for name in RESERVED:
+            if name in (self.chat_template_kwargs or {}):
+                raise ValueError(f"`chat_template_kwargs` cannot have {name!a}, which the server sets")
+        last = self.messages[-1]
+        if self.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
+            raise ValueError("`continue_final_message` needs a last message of the role assistant, with content and no calls")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("`continue_final_message` cannot be combined with `add_generation_prompt`")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len({*names}) < len(names):
+            raise ValueError("`tools` has two functions of the same name")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("`tool_choice` required needs `tools`")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"`tool_choice` names the function {self.tool_choice.function.name}, which is not one of `tools`")
+        return self
+
+    @property
+    def calls(self) -> Calls:
+        """Whether the output may have calls, or has to be some."""
+        if not self.tools or self.tool_choice == "none":
+            return "none"
+        return "auto" if self.tool_choice in (None, "auto") else "required"
+
+    def chat_input(self) -> ChatInput:
+        """What the chat template is given."""
+        return ChatInput(
+            plain_messages(self.messages),
+            self.add_generation_prompt is not False and not self.continue_final_message,
+            [] if self.calls == "none" else [tool.model_dump(exclude={"function": {"strict"}}) for tool in self.tools or ()],
+            self.chat_template_kwargs or {},
+            bool(self.continue_final_message),
+        )
 
 
 class TemplateBody(Conversation):
@@ -87,17 +230,15 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
     """Return the log-probability of each output token. Default: false."""
     top_logprobs: fields.NumTop | None = None
     """Return this many most likely tokens at each position of the output; only with `logprobs`. Default: 0."""
-    # Accepted at the values that change nothing.
     parallel_tool_calls: bool | None = None
-    """Tools are not supported: accepted for OpenAI's clients, changes nothing."""
+    """Whether an output may have several calls. Default: true."""
+    # Accepted at the values that change nothing.
     functions: list[fields.Json] | None = Empty
-    """Functions are not supported: only an empty list is accepted."""
+    """OpenAI's older form of `tools` is not supported: only an empty list is accepted."""
     function_call: Literal["none", "auto"] | None = None
-    """Functions are not supported: only `none` and `auto` are accepted."""
+    """OpenAI's older form of `tool_choice` is not supported: only `none` and `auto` are accepted."""
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=16, fail_fast=True)
     """Only text is supported."""
-    continue_final_message: Literal[False] | None = None
-    """Not supported: only false is accepted."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatBody":
@@ -105,8 +246,15 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
             raise ValueError("`max_tokens`, `max_completion_tokens` and `n_predict` differ; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("`top_logprobs` is allowed only with `logprobs`")
-        if any(message.role != "assistant" and message.content is None for message in self.messages):
-            raise ValueError("`messages`: only an assistant's message may have no content")
+        if self.calls == "none":
+            return self
+        if self.source() is not None:
+            raise ValueError("`tools` cannot be combined with `response_format` and `structured_outputs`, unless `tool_choice` is none")
+        for field in ("ignore_eos", "logprob_token_ids", "allowed_token_ids"):
+            if getattr(self, field):
+                raise ValueError(f"`{field}` cannot be combined with `tools`, as calls follow a grammar")
+        if self.min_tokens and self.calls == "required":
+            raise ValueError("`min_tokens` cannot be combined with a `tool_choice` that requires a call, as the call decides where it ends")
         return self
 
     @property

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from server.http import fields
 from server.http.fields import Body, LimitedBody
-from server.http.openai.chat_fields import Message, TextParts
+from server.http.openai.chat_fields import Message, TextParts, plain_messages
 
 MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 400, 255, 10
 
@@ -169,9 +169,9 @@ class DecisionBody(AnyDecisionBody):
     """Accepted for OpenAI's clients; it changes nothing."""
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The input as a conversation."""
-        return [message.plain() for message in self.input]
+        return plain_messages(self.input)
 
     def reply(self, answers: list[dict[str, Any]], id: str, created: int) -> dict[str, Any]:
         """What a reply has of its own."""
@@ -233,7 +233,7 @@ class SystemBody(AnyDecisionBody):
     """1 to 400 questions by their ids, none of which sees another."""
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The state as a conversation."""
         return [{"role": "user", "content": as_text(self.state)}]
 

@@ -22,6 +22,7 @@ from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Reply
 from server.http.openai.decision_fields import AnyQuestion, DecisionBody, SystemBody
 from server.http.openai.fields import MAX_SEQUENCES
+from server.text.conversation import ChatInput
 from server.text.jobs import AskedQuestions, EncodeQuestions
 
 AnyBody = DecisionBody | SystemBody
@@ -77,7 +78,7 @@ class DecisionReply(Reply):
         else:
             messages.append({"role": "user", "content": ""})
         texts = sorted({text for question in questions for texts in question.labels for text in texts})
-        job = EncodeQuestions(messages=messages, questions=[question.text for question in questions], labels=texts)
+        job = EncodeQuestions(ChatInput(messages), questions=[question.text for question in questions], labels=texts)
         asked: AskedQuestions = await generation.tokenize(job, reservation.client)
         ids = dict(zip(texts, map(tuple, asked.labels), strict=True))
         labels = [Labels([[ids[text] for text in texts] for texts in question.labels]) for question in questions]

@@ -118,7 +118,7 @@ class OpenAIRoutes:
         """
         body = await read_model(http, TemplateBody, self.section.max_body_bytes)
         self.names.resolve(body.model)
-        job = RenderChat([message.plain() for message in body.messages], body.add_generation_prompt is not False)
+        job = RenderChat(body.chat_input())
         return await self.answers.json_answers.response({"prompt": await self.generation.texts.run(job, exchange_of(http).client)})
 
     async def props(self) -> Response:

@@ -18,7 +18,7 @@ from server import child_process
 from server.engine import masks
 from server.engine.masks import MAX_ATTEMPTS, MaskProcesses, ProcessConstraint
 from server.errors import ConstraintFailed
-from server.protocol import Begin
+from server.protocol import Begin, Opening
 from server.text import worker_process
 from server.text.codec import TextCodec
 from server.text.constraints import Grammars
@@ -63,8 +63,8 @@ def processes() -> Iterator[MaskProcesses]:
         end.close()
 
 
-def begun(processes: MaskProcesses, grammar: str, output: list[int], healed: str = "") -> ProcessConstraint:
-    constraint = processes.constraint(SimpleNamespace(grammar=grammar, healed=healed))  # type: ignore[arg-type]
+def begun(processes: MaskProcesses, grammar: str, output: list[int], healed: str = "", opening: Opening | None = None) -> ProcessConstraint:
+    constraint = processes.constraint(SimpleNamespace(grammar=grammar, healed=healed, opening=opening))  # type: ignore[arg-type]
     assert constraint is not None
     constraint.begin(output)
     return constraint

@@ -43,7 +43,7 @@ class Forcing:
         self.left -= 1
         return self.left >= 0
 
-    def begin(self, output: list[int]) -> None:
+    def begin(self, output: list[int]) -> bool:
         assert not self.running
         self.running, self.left = True, self.delays()
         self.output: list[int] = []
@@ -56,15 +56,17 @@ class Forcing:
             self.output += self.forced
             if len(known) < len(self.forced):
                 self.forced = self.forced[len(known) :]
-                return
+                break
             self.forced = []
+        return True
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool:
         assert self.running and self.left < 0, "a token is sampled without its mask"
         self.left = self.delays()
         self.output.append(token)
         self.forced = forced_after(self.output)
         self.output += self.forced
+        return True
 
     def take(self) -> Guidance:
         assert self.running and self.left < 0
@@ -161,6 +163,7 @@ class History:
         max_new, min_new = rng.randint(1, 40), rng.choice([0, 0, 3])
         stops = frozenset({0}) if rng.random() < 0.7 else frozenset()
         forces = rng.random() < 0.3
+        min_new = 0 if forces else min_new  # A grammar decides where its output ends.
         self.requests[id] = prompt, max_new, min_new, stops, forces
         done = self.expected(id)[:-1]
         done = done[: rng.randint(0, len(done))] if rng.random() < 0.2 else []  # As after the death of another engine.

@@ -16,6 +16,7 @@ from server import guidance
 from server.engine.masks import MaskProcesses
 from server.errors import InvalidRequest, Overloaded
 from server.text.codec import TextCodec
+from server.text.conversation import ChatInput
 from server.text.jobs import AnyJob, CompileGrammar, Encode, EncodeChat, EncodeWithPlaces, Fill, Texts
 from server.text.workers import Workers
 from tests.support.checkpoints import make_tokenizer
@@ -50,7 +51,7 @@ JOBS: list[AnyJob] = [
     CompileGrammar("regex", "[a-z]{3}", "regex"),
     CompileGrammar("json", '{"type": "object", "properties": {"a": {"type": "integer"}}}', "json"),
 ]
-REFUSED: list[AnyJob] = [EncodeChat([{"role": "user", "content": "x"}]), CompileGrammar("regex", "(", "regex")]
+REFUSED: list[AnyJob] = [EncodeChat(ChatInput([{"role": "user", "content": "x"}])), CompileGrammar("regex", "(", "regex")]
 
 
 async def run(workers: Workers, job: AnyJob, client: str = "a", seconds: float = 5.0) -> Any:
@@ -180,7 +181,7 @@ async def test_an_engine_has_what_it_asked_for_from_the_next_process(workers: Wo
     while alive(forker(workers)):
         await asyncio.sleep(0.005)
     masks = MaskProcesses(workers.grammars)
-    constraint = masks.constraint(SimpleNamespace(grammar=LLMatcher.grammar_from_regex("[ab]+"), healed=""))  # type: ignore[arg-type]
+    constraint = masks.constraint(SimpleNamespace(grammar=LLMatcher.grammar_from_regex("[ab]+"), healed="", opening=None))  # type: ignore[arg-type]
     assert constraint is not None
     constraint.begin([])
     workers.keep_running()
