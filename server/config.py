@@ -89,6 +89,7 @@ class Section(BaseModel):
 class ServerSection(Section):
     model_name: str | None = Field(None, description="the model's name in replies; default: the repository, or the folder's base name")
     served_model_names: Words = Field((), description="further names of the model that requests on /v1 may give, and /v1/models lists")
+    chat_template: File | None = Field(None, description="file of a chat template, in Jinja, that is used in place of the checkpoint's")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log lines shown")
     log_format: Literal["text", "json"] = Field("text", description="log lines for people, or one JSON object each")
     log_prompts: bool = Field(False, description="log the text of prompts")

@@ -65,11 +65,11 @@ def start_message(settings: EngineSettings, section: ServerSection) -> protocol.
     )
 
 
-def read_texts(folder: Path, open_objects: bool) -> Texts:
+def read_texts(folder: Path, section: ServerSection) -> Texts:
     """The tokenizer and chat template of a checkpoint. Raises ConfigurationError, or CheckpointError if the tokenizer does not fit the
     model.
     """
-    codec, spec = TextCodec(folder), read_spec(folder, warn=False)  # The engine reads the spec too, and warns.
+    codec, spec = TextCodec(folder, section.chat_template), read_spec(folder, warn=False)  # The engine reads the spec too, and warns.
     if codec.largest_id >= spec.vocab_size:
         raise CheckpointError(
             f"{codec.path}: has ids up to {codec.largest_id}, expected all below vocab_size {spec.vocab_size} of config.json"
@@ -82,7 +82,7 @@ def read_texts(folder: Path, open_objects: bool) -> Texts:
     gc.collect()
     gc.freeze()  # A collection here or in a child would copy the pages that they share.
     child_process.release_freed_memory()  # Reading frees as much as it keeps.
-    return Texts(codec, open_objects, spec.end_token_ids)
+    return Texts(codec, section.open_objects, spec.end_token_ids)
 
 
 def token_texts(codec: TextCodec) -> TokenTexts | None:
@@ -119,7 +119,7 @@ class SupervisedEngine:
         self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)
         self.client = LocalEngineClient(self.supervisor, self.metrics, section, self._start.options.max_running)
         try:
-            texts = read_texts(settings.model, section.open_objects)
+            texts = read_texts(settings.model, section)
             self.workers.start(texts)  # While this process has no threads that could hold a lock.
         except BaseException:
             self._process.end()

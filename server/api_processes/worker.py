@@ -54,7 +54,7 @@ class Worker:
         begin, loop = self._begin, asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self._link, sock=link)
         try:
-            texts = read_texts(Path(begin.model), self._section.open_objects)
+            texts = read_texts(Path(begin.model), self._section)
             prepared = token_texts(texts.codec)
             if prepared is not None:
                 writer = TokenWriter(link, prepared)

@@ -23,16 +23,18 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 
 class CheckpointFiles:
-    """tokenizer_config.json, generation_config.json and the chat template of one folder, all read at once. Raises CheckpointError."""
+    """tokenizer_config.json, generation_config.json and the chat template of one folder, or `template` in place of that; all are read at
+    once. Raises CheckpointError.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: Path | None = None) -> None:
         self._folder = folder
         self._tokenizer = read_object(folder / "tokenizer_config.json", MOST_LIST_BYTES) or {}
-        self.chat_template_place, template = self._template()
+        self.chat_template_place, source = self._template() if template is None else (str(template), read_text(template, MOST_CONFIG_BYTES))
         generation = read_object(folder / "generation_config.json", MOST_CONFIG_BYTES) or {}
-        if template is not None and (not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS):
+        if (source is not None or template is not None) and (not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS):
             raise CheckpointError(f"{self.chat_template_place}: expected a text of up to {MAX_TEMPLATE_CHARS} characters")
-        self.chat_template: str | None = template
+        self.chat_template: str | None = source
         """The template's source. Errors of it begin with `chat_template_place`, its file and field."""
         self.sampling_defaults = {key: self._number(key, value) for key in BOUNDS if (value := generation.get(key)) is not None}
         """The sampling parameters in generation_config.json, by name."""

@@ -45,8 +45,10 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 class TextCodec:
     """A checkpoint's tokenizer. `encode` recognises special tokens in text; the post-processor decides whether BOS is added."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads tokenizer.json. Raises ConfigurationError if it is missing and cannot be converted from other files, or is invalid."""
+    def __init__(self, folder: Path, template: Path | None = None) -> None:
+        """Reads tokenizer.json; `template` as in CheckpointFiles. Raises ConfigurationError if it is missing and cannot be converted from
+        other files, or is invalid.
+        """
         self.folder = folder
         self.path = tokenizer_path(folder)
         data = read_file(self.path, MOST_TOKENIZER_BYTES)
@@ -63,9 +65,9 @@ class TextCodec:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.added = {id: token.content for id, token in added.items() if token.content.strip()}
         """Id -> text of the tokens besides the vocabulary's own; runs of white space, which some vocabularies add, are left out."""
-        self.files = CheckpointFiles(folder)
-        template = self.files.chat_template or ""
-        self.mark_ids = frozenset(self.special_ids | {id for id, text in self.added.items() if text in template})
+        self.files = CheckpointFiles(folder, template)
+        written = self.files.chat_template or ""
+        self.mark_ids = frozenset(self.special_ids | {id for id, text in self.added.items() if text in written})
         """Ids that untrusted text never becomes: the special tokens and every added token that the chat template writes."""
         end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)

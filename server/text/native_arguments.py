@@ -157,7 +157,8 @@ class RuleWriter:
         least, most = node.get("minItems", 0), node.get("maxItems")
         if most == 0:
             return '"[" "]"'
-        more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+        # A range cannot end at 0.
+        more = "" if most == 1 else f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
         return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
     def _object(self, node: Node, at: str) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.support.checkpoints import make_tokenizer
 
@@ -55,7 +56,7 @@ _FUNCTION_GEMMA = (
 )
 _GEMMA_4 = ("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>")
 PLAIN = (
-    "{%- for message in messages -%}{%- if message.role not in ('user', 'assistant') -%}"
+    "{%- for message in messages -%}{%- if message.role not in ('system', 'user', 'assistant') -%}"
     "{{ raise_exception('no role ' ~ message.role) }}{%- endif -%}"
     "<start_of_turn>{{ message.role }}\n{{ message.content | trim }}<end_of_turn>\n{%- endfor -%}"
     "{%- if add_generation_prompt -%}<start_of_turn>assistant\n{%- endif -%}"
@@ -79,12 +80,23 @@ TOOL_MODELS = {
 }
 
 
+def _spelling_tokenizer() -> Tokenizer:
+    """One that spells `<function_call>`, which is no token of its vocabulary, with two tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["<|endoftext|>", *TURNS], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["<function", "_call>", "_call>\n"] * 9, trainer)
+    return tokenizer
+
+
 def make_tool_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
     """Writes the random checkpoint of one of TOOL_MODELS; token 0 ends a text. -> the folder"""
     from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
     model = TOOL_MODELS[name]
-    tokenizer = make_tokenizer((*TURNS, *model.marks), 290)
+    tokenizer = make_tokenizer((*TURNS, *model.marks), 290) if name != "granite" else _spelling_tokenizer()
     torch.manual_seed(seed)
     config = GPTBigCodeConfig(
         vocab_size=tokenizer.get_vocab_size(),

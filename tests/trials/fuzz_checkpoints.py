@@ -216,7 +216,7 @@ def try_folder(folder: Path) -> dict[str, Any]:
     from server.service import read_texts, start_message
 
     try:
-        read_texts(folder, False)
+        read_texts(folder, ServerSection())
         core, _ = load(start_message(_settings(folder), ServerSection()), lambda *_: None)
     except (CheckpointError, OptionError, OneheadError) as error:
         return {"refused": str(error)}

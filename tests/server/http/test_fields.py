@@ -27,6 +27,7 @@ from tests.support.fake_engine import READY, FakeEngine, Served, serve
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 GREEDY = {"max_tokens": 8, "temperature": 0}
 # What both /v1 bodies take: field -> (what the request has besides, what the field is set to).
 COMMON: dict[str, tuple[dict[str, Any], Any]] = {
@@ -110,6 +111,11 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "add_generation_prompt": ({}, False),
             "n_predict": ({"max_tokens": None}, 3),
             "samplers": ({"top_k": 5, "temperature": 1, "seed": 1}, ["temperature"]),
+            "continue_final_message": ({"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]}, True),
+            "chat_template_kwargs": ({}, {"mood": "calm"}),
+            "tools": ({"tool_choice": "auto"}, [TOOL]),
+            "tool_choice": ({"tools": [TOOL]}, "required"),
+            "parallel_tool_calls": ({"tools": [TOOL], "tool_choice": "required"}, False),
         },
     ),
     FimBody: (
@@ -138,7 +144,14 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
     TemplateBody: (
         "/apply-template",
         {"messages": MESSAGES},
-        {"messages": ({}, [{"role": "user", "content": "ho"}]), "add_generation_prompt": ({}, False)},
+        {
+            "messages": ({}, [{"role": "user", "content": "ho"}]),
+            "add_generation_prompt": ({}, False),
+            "continue_final_message": ({"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]}, True),
+            "chat_template_kwargs": ({}, {"mood": "calm"}),
+            "tools": ({}, [TOOL]),
+            "tool_choice": ({"tools": [TOOL]}, "none"),
+        },
     ),
     DecisionBody: (
         "/v1/decisions",
@@ -237,21 +250,17 @@ OF_OPENAI: dict[str, Any] = {
     "spaces_between_special_tokens": True,
 }
 OF_SLOTS: dict[str, Any] = {"id_slot": 0, "lora": []}
-OF_TEMPLATES: dict[str, Any] = {"tools": [], "tool_choice": "none", "chat_template_kwargs": {}}
 HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
     CompletionBody: OF_OPENAI,
     FimBody: OF_OPENAI,
-    TemplateBody: OF_TEMPLATES | {"model": "tiny"},
+    TemplateBody: {"model": "tiny"},
     ChatBody: OF_OPENAI
-    | OF_TEMPLATES
     | OF_SLOTS
     | {
         "response_fields": [""],
-        "parallel_tool_calls": True,
         "functions": [],
         "function_call": "auto",
         "modalities": ["text"],
-        "continue_final_message": False,
     },
     DecisionBody: {"model": "tiny", "stream": False, "resumable": False, "prompt_cache_key": "x", "safety_identifier": "x"},
     DecisionQuestion: {},
@@ -287,6 +296,13 @@ NOT_HARMLESS = [
     ("/v1/completions", {"service_tier": "priority"}),
     ("/v1/chat/completions", {"continue_final_message": True}),
     ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}),
+    ("/v1/chat/completions", {"chat_template_kwargs": {"messages": []}}),
+    ("/v1/chat/completions", {"tools": [TOOL, TOOL]}),
+    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+    ("/v1/chat/completions", {"tools": [TOOL], "response_format": {"type": "json_object"}}),
+    ("/v1/chat/completions", {"tools": [TOOL], "ignore_eos": True}),
+    ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}),
+    ("/v1/chat/completions", {"functions": [TOOL]}),
     ("/v1/completions", {"use_beam_search": True}),
     ("/v1/completions", {"spaces_between_special_tokens": False}),
     ("/infill", {"samplers": ["mirostat"]}),
@@ -300,6 +316,9 @@ NOT_HARMLESS = [
 # (path, what the request has besides, what is the same as not being said): values of fields that change something at others.
 SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("/v1/chat/completions", {}, {"top_logprobs": 0}),
+    ("/v1/chat/completions", {}, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False}),
+    ("/v1/chat/completions", {}, {"tools": [TOOL], "tool_choice": "none"}),
+    ("/v1/chat/completions", {}, {"continue_final_message": False, "chat_template_kwargs": {"enable_thinking": False}}),
     (
         "/v1/chat/completions",
         {"stream": True, "stream_options": {}},
@@ -316,20 +335,21 @@ SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test tokenizer with marks for the middle, a post-processor that adds a BOS, and a chat template."""
+    """The test tokenizer with marks for the middle and for calls, a post-processor that adds a BOS, and a chat template."""
     from tokenizers import processors
 
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261)
+    tokenizer.add_special_tokens(["<start_function_call>", "<end_function_call>", "<escape>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{{ mood }}{{ tools | length if tools else 0 }}")
     return folder
 
 
 async def observe(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, Any]:
     """Status, and everything that a client or the engine can see of a request, without what differs each time."""
-    engine = FakeEngine(ready=msgspec.structs.replace(READY, vocab_size=261, capacity=512), end_rate=0.1)
+    engine = FakeEngine(ready=msgspec.structs.replace(READY, vocab_size=264, capacity=512), end_rate=0.1)
     served: Served = serve(folder, engine)
     while not served.client.admission.accepting:
         await asyncio.sleep(0)

@@ -210,7 +210,12 @@ def test_bad_bodies_get_openais_error(embedded_server: ServerProcess) -> None:
         ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "`logit_bias` has the key 'x', which is no token id", "logit_bias"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"4096": 1}}, "`logit_bias` holds the token id 4096, which is", "logit_bias"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, "`messages`: only an assistant's", "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "developer", "content": "x"}]}, "refuses these messages: no role", "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "function", "content": "x"}]},
+            "`messages.0.role` is supported only as",
+            "messages.0.role",
+        ),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "`top_logprobs` is allowed", None),
         ("/detokenize", {"tokens": []}, "`tokens` cannot be empty", "tokens"),
         ("/infill", {"input_prefix": "a"}, "`input_suffix` is required", "input_suffix"),

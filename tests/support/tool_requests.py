@@ -1,0 +1,142 @@
+"""Random requests of tools to a server, each whole and streamed, and beside an unconstrained run of the same prompt."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from server.text.call_formats import CallFormat, opening_of
+from server.text.codec import TextCodec
+from tests.support.random_tools import WORDS, Tools, problems
+
+AT_ONCE = 12
+
+
+@dataclass
+class Findings:
+    """Counts of what came, and what was wrong."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+class ToolRequests:
+    """Sends random requests to one server, whose checkpoint has `form`, or none."""
+
+    def __init__(self, url: str, codec: TextCodec, form: CallFormat | None) -> None:
+        self._client = httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=AT_ONCE))
+        self._codec, self._form = codec, form
+        self._opening = None if form is None else opening_of(form, codec)
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        ends = [id for id in range(codec.largest_id + 1) if codec.decode([id]).strip('"}], ') == "" and codec.decode([id]).strip()]
+        marks = [mark for mark in (form.closing, form.quote) if isinstance(mark, int)] if form is not None else []
+        self._closing = [*ends, *marks, *codec.end_token_ids]
+
+    async def run(self, seeds: range, report: Callable[[], object] = lambda: None) -> Findings:
+        """Sends the requests of these seeds."""
+        findings = Findings()
+
+        async def one(seed: int) -> None:
+            async with self._turns:
+                await self._one(seed, findings)
+                report()
+
+        await asyncio.gather(*map(one, seeds))
+        await self._client.aclose()
+        return findings
+
+    def _request(self, seed: int) -> dict[str, Any]:
+        rng = random.Random(seed)
+        tools = Tools(rng).tools()
+        choice: Any = rng.choice(["auto", "auto", "auto", "required", "named"] if self._form else ["required", "named"])
+        bias = {str(id): 3.0 for id in self._closing}
+        if choice == "auto" and self._opening is not None:
+            bias |= {str(id): rng.choice([4.0, 6.0, 8.0]) for id in self._raised()}
+        if choice == "named":
+            choice = {"type": "function", "function": {"name": rng.choice(tools)["function"]["name"]}}
+        messages = [
+            {"role": rng.choice(["user", "user", "developer"]), "content": rng.choice(WORDS) or "hi"},
+            {"role": "user", "content": "?"},
+        ]
+        body = {"messages": messages, "tools": tools, "tool_choice": choice, "max_tokens": 300, "seed": seed, "logit_bias": bias}
+        return body | {"parallel_tool_calls": rng.random() < 0.7, "temperature": rng.choice([0.5, 1.0, 1.5]), "return_token_ids": True}
+
+    def _raised(self) -> list[int]:
+        """The tokens that make an opening likely: all those that spell it, if it is a text."""
+        assert self._opening is not None
+        return self._codec.encode_bare(self._opening.text) if self._opening.text else self._opening.tokens
+
+    async def _one(self, seed: int, findings: Findings) -> None:
+        body = self._request(seed)
+        response = await self._client.post("/v1/chat/completions", json=body)
+        if response.status_code != 200:
+            findings.counts["refused"] += 1
+            findings.wrong.append(f"seed {seed}: {response.status_code} {response.text[:300]}")
+            return
+        answer = response.json()
+        (choice,) = answer["choices"]
+        message, finish = choice["message"], choice["finish_reason"]
+        mode = body["tool_choice"] if isinstance(body["tool_choice"], str) else "named"
+        calls = message.get("tool_calls", [])
+        findings.counts["requests"] += 1
+        findings.counts[f"{mode}: requests"] += 1
+        findings.counts[f"{mode}: calls"] += len(calls) - (finish == "length" and bool(calls))
+        findings.counts["cut by max_tokens"] += finish == "length"
+        wrong = problems(message, finish, body["tools"])
+        if mode == "named" and any(call["function"]["name"] != body["tool_choice"]["function"]["name"] for call in calls):
+            wrong.append("another function than the named one")
+        if not body["parallel_tool_calls"] and len(calls) > 1:
+            wrong.append(f"{len(calls)} calls, none of them parallel")
+        if mode != "auto" and (message["content"] or not calls):
+            wrong.append("something else than calls where they are required")
+        if (streamed := await self._streamed(body)) != (message.get("content") or "", _plain(calls), finish):
+            wrong.append(f"streamed {streamed} is not whole {message, finish}"[:600])
+        if mode == "auto":
+            wrong += await self._beside_unconstrained(body, answer, bool(calls))
+        findings.wrong += [f"seed {seed} ({mode}): {text}" for text in wrong]
+
+    async def _streamed(self, body: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
+        content, finish, calls = "", "", list[list[str]]()
+        async with self._client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                content += choice["delta"].get("content") or ""
+                finish = choice["finish_reason"] or finish
+                for delta in choice["delta"].get("tool_calls", []):
+                    if "id" in delta:
+                        assert delta["index"] == len(calls)
+                        calls.append([delta["function"]["name"], ""])
+                    calls[delta["index"]][1] += delta["function"]["arguments"]
+        return content, [(name, arguments) for name, arguments in calls], finish
+
+    async def _beside_unconstrained(self, body: dict[str, Any], answer: dict[str, Any], has_calls: bool) -> list[str]:
+        """Compares the tokens up to the opening with those of a run without tools and constraint, from the same prompt."""
+        tokens = answer["choices"][0]["token_ids"]
+        kept = {name: body[name] for name in ("max_tokens", "seed", "logit_bias", "temperature", "return_token_ids")}
+        response = await self._client.post("/v1/completions", json=kept | {"prompt": answer["prompt_token_ids"]})
+        free = response.json()["choices"][0]["token_ids"]
+        end = self._end_of_opening(tokens)
+        if (has_calls and end is None) or (not has_calls and end is not None and answer["choices"][0]["finish_reason"] != "length"):
+            return [f"calls: {has_calls}, but the opening ends at {end} of {len(tokens)} tokens"]
+        free = free[: len(tokens) if end is None else end]
+        return [] if tokens[:end] == free else [f"the tokens before a call are {tokens[:end]}, without constraint {free}"]
+
+    def _end_of_opening(self, tokens: list[int]) -> int | None:
+        """The number of tokens up to the first opening; None without one."""
+        assert self._opening is not None
+        text = self._opening.text
+        ends = range(1, len(tokens) + 1)
+        if text:
+            return next((end for end in ends if self._codec.decode(tokens[:end]).endswith(text)), None)
+        return next((end for end in ends if tokens[end - 1] in self._opening.tokens), None)
+
+
+def _plain(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]

@@ -1,0 +1,71 @@
+"""Random functions and prompts for servers with every format of calls: every call has to parse and to satisfy its schema.
+
+    python -m tests.trials.tool_calls [--count 1000] [--first 0] [--format NAME ...] [--kills 0]
+
+The models are random, with the marks of a format in their vocabularies, and with logit_bias for the opening and for what closes something.
+Each request is sent whole and streamed, which has to give the same; under `auto` a third time without tools, from the same prompt: the
+tokens up to the opening have to be the same. `--kills`: times that each server's engine is killed meanwhile. Exit status 1 where
+something is wrong.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from server.text.call_formats import format_of
+from server.text.codec import TextCodec
+from tests.support.processes import ServerProcess, engines
+from tests.support.tool_checkpoints import TOOL_MODELS, make_tool_checkpoint
+from tests.support.tool_requests import Findings, ToolRequests
+
+
+async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: int) -> Findings:
+    codec = TextCodec(folder)
+    due = {len(seeds) * (number + 1) // (kills + 1) for number in range(kills)}
+    num_done = 0
+
+    def report() -> None:
+        nonlocal num_done
+        num_done += 1
+        if num_done in due:
+            for pid in engines(server.process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+    return await ToolRequests(f"http://127.0.0.1:{server.port}", codec, format_of(codec)).run(seeds, report)
+
+
+def run(name: str, seeds: range, kills: int) -> Findings:
+    """The requests of these seeds to a server of a format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_tool_checkpoint(name, Path(folder))
+        server = ServerProcess(path, "--cache.memory", "64MiB", "--engine.max_running", "16")
+        try:
+            return asyncio.run(_findings(server, path, seeds, kills))
+        finally:
+            server.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000, help="requests of each format")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--format", choices=sorted(TOOL_MODELS), nargs="*", default=[])
+    parser.add_argument("--kills", type=int, default=0)
+    options = parser.parse_args()
+    total = Counter[str]()
+    for name in options.format or TOOL_MODELS:
+        findings = run(name, range(options.first, options.first + options.count), options.kills)
+        print(name, json.dumps({**findings.counts, "wrong": len(findings.wrong)}), *findings.wrong[:20], sep="\n  ", flush=True)
+        total += findings.counts + Counter(wrong=len(findings.wrong))
+    print("total", json.dumps(dict(total)))
+    return 1 if total["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
