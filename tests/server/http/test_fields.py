@@ -343,7 +343,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_special_tokens(["<start_function_call>", "<end_function_call>", "<escape>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{{ mood }}{{ tools | length if tools else 0 }}")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{{ mood }}{{ tools | length if tools else '' }}")
     return folder
 
 
