@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ async def test_a_pause_lies_between_two_looks(tokenizer_folder: Path, monkeypatc
         await sleep(0)
 
     monkeypatch.setattr(monitor, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(monitor.asyncio, "sleep", passes)
+    monkeypatch.setattr(asyncio, "sleep", passes)
     Watching(served.client.viewers.join())
     while len(pauses) < 20:
         await sleep(0)
@@ -157,7 +158,7 @@ async def test_a_pause_lies_between_two_looks(tokenizer_folder: Path, monkeypatc
 async def test_counts_come_at_once_and_then_once_a_second(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = await ready(FakeEngine(), tokenizer_folder)
     now = [100.0]
-    monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     watching = Watching(served.client.viewers.join())
     await until(lambda: watching.stats)
     await ask(served, 0)
