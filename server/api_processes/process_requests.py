@@ -92,7 +92,7 @@ class ProcessRequests:
             case api_protocol.Attach():
                 self._attach(message)
             case api_protocol.Scrape(number, True):
-                self._client.monitor.dump(lambda text: self.send(api_protocol.Exposition(number, text)))
+                self._client.monitor.dump().add_done_callback(lambda dump: self.send(api_protocol.Exposition(number, dump.result())))
             case api_protocol.Scrape():
                 self.send(api_protocol.Exposition(message.request, self._client.metrics.exposition()))
 
@@ -144,16 +144,11 @@ class ProcessRequests:
 
     def watch(self, is_watching: bool) -> None:
         """Takes Watch."""
-        monitor = self._client.monitor
-        if self in monitor.viewers.members:
-            monitor.viewers.members.remove(self)
+        viewers = self._client.viewers
+        viewers.shows = [show for show in viewers.shows if show != self.send]
         if is_watching:
-            monitor.viewers.members.append(self)
-            monitor.ask_whole()
-
-    def show(self, shown: api_protocol.Shown) -> None:
-        """Shows it to the viewers of the process."""
-        self.send(shown)
+            viewers.shows.append(self.send)
+            viewers.ask_whole()
 
     def close(self) -> None:
         """The process has ended: ends its requests, but for resumable ones whose events can be made again."""

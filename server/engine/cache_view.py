@@ -6,6 +6,7 @@ nothing that a step needs. Sans-I/O: no clock, randomness, torch or pipe.
 Shape letters: P pages of the pool, N pages listed by sequences, R runs of pages.
 """
 
+from array import array
 from bisect import bisect_left
 from itertools import islice
 from typing import Any, TypeAlias
@@ -39,7 +40,7 @@ class CacheViews:
         self._cells_P = np.zeros(scheduler.limits.num_pages, np.int64)
         self._rows: dict[int, SequenceRow] = {}
         blocks = np.arange(pages_for(scheduler.limits.max_context, layout.page_size)) * layout.page_size << KIND_BITS | OWNED
-        self._cells_of_groups = [np.repeat(blocks, group.num_stacks) for group in layout.groups]
+        self._blocks = [np.repeat(blocks, group.num_stacks) for group in layout.groups]
         """For each group of layers the cells of a sequence's pages, without its id."""
 
     def answer(self, look: Look) -> CacheView:
@@ -58,19 +59,19 @@ class CacheViews:
     def _read(self) -> tuple[Integers, dict[int, SequenceRow]]:
         """The cells of all pages, and a row for each open sequence."""
         scheduler, rows = self._scheduler, {}
-        lists, cells = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        pages_N, positions, ids, counts = array("q"), [np.zeros(0, np.int64)], [0], [0]
         # The smallest id is assigned last, and so stays where a page is shared.
         for sequence in sorted([*scheduler.ended_in_flight, *scheduler.running.values()], key=lambda sequence: -sequence.id):
-            num_pages = 0
-            for pages, positions in zip(sequence.table.pages, self._cells_of_groups, strict=True):
-                first, end = bisect_left(pages, 0), len(pages)  # Those before are DROPPED, which is -1.
-                lists.append(np.array(pages[first:]))
-                cells.append(positions[first:end] | sequence.id << OWNER_SHIFT)
-                num_pages += end - first
-            rows[sequence.id] = _row(sequence, "running", num_pages)
-        pages_N = np.concatenate(lists)
+            before = len(pages_N)
+            for pages, blocks in zip(sequence.table.pages, self._blocks, strict=True):
+                first = bisect_left(pages, 0)  # Those before are DROPPED, which is -1.
+                pages_N += pages[first:]
+                positions.append(blocks[first : len(pages)])
+            ids.append(sequence.id)
+            counts.append(len(pages_N) - before)
+            rows[sequence.id] = _row(sequence, "running", counts[-1])
         cells_P = np.array(scheduler.allocator.kept, np.int64)
-        cells_P[pages_N] = np.concatenate(cells)
+        cells_P[pages_N] = np.concatenate(positions) | np.repeat(np.array(ids) << OWNER_SHIFT, counts)
         cells_P[np.bincount(pages_N, minlength=len(cells_P)) > 1] |= SHARED
         for sequence in islice(scheduler.waiting.values(), MOST_WAITING):
             rows[sequence.id] = _row(sequence, "preempted" if sequence.num_preemptions else "waiting", 0)

@@ -213,9 +213,7 @@ class LocalEngineClient:
         return self.metrics.exposition()
 
     async def cache_dump(self) -> bytes:
-        dump: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.monitor.dump(lambda text: None if dump.done() else dump.set_result(text))
-        return await dump
+        return await asyncio.shield(self.monitor.dump())
 
     def drain(self) -> None:
         """Refuses requests from now on."""

@@ -28,8 +28,8 @@ class Monitor:
     def __init__(self, supervisor: Supervisor, metrics: Metrics, arrivals: Arrivals, status: Callable[[], str]) -> None:
         self._supervisor, self._metrics, self._status = supervisor, metrics, status
         self.viewers = Viewers(arrivals, self.ask_whole)
-        self._dumps: list[Callable[[bytes], object]] = []
-        """What gets the next dump."""
+        self._dump: asyncio.Future[bytes] | None = None
+        """Gets the next dump."""
         self._watching: asyncio.Task[None] | None = None
         self._asked = NONE
         """The engine that has not answered yet, as the number of those that were started before it."""
@@ -42,17 +42,18 @@ class Monitor:
         self._needs_whole, self._stats_due = True, 0.0
         self._begin()
 
-    def dump(self, take: Callable[[bytes], object]) -> None:
-        """Calls `take` once with a dump of the cache, as JSON. Viewers are shown the same state."""
-        self._dumps.append(take)
+    def dump(self) -> "asyncio.Future[bytes]":
+        """Gets a dump of the cache, as JSON, once the engine has answered; not to be cancelled. Viewers are shown the same state."""
+        self._dump = self._dump or asyncio.get_running_loop().create_future()
         self._begin()
+        return self._dump
 
     def _begin(self) -> None:
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        while self.viewers.members or self._dumps:
+        while self.viewers.shows or self._dump:
             self._look()
             if time.monotonic() >= self._stats_due:
                 self._stats_due = time.monotonic() + STATS_SECONDS
@@ -64,7 +65,7 @@ class Monitor:
         engine = self._metrics.num_restarts
         if self._supervisor.state is State.READY and self._asked != engine:
             self._asked = engine
-            self._supervisor.look(Look(NONE if self._needs_whole else self._last_view, bool(self._dumps)))
+            self._supervisor.look(Look(NONE if self._needs_whole else self._last_view, self._dump is not None))
             self._needs_whole = False
 
     def on_view(self, view: CacheView) -> None:
@@ -77,10 +78,9 @@ class Monitor:
             cells = memoryview(view.cells).cast("q").tolist()
             state = {"whole": view.is_whole, "cells": cells, "sequences": view.sequences, "ended": view.ended}
             self.viewers.show(Shown(_event(b"cache", head | state), view.is_whole))
-        if view.dump is not None:
-            text = msgspec.json.encode(head | view.dump)
-            while self._dumps:
-                self._dumps.pop()(text)
+        if view.dump is not None and self._dump is not None:
+            self._dump.set_result(msgspec.json.encode(head | view.dump))
+            self._dump = None
 
     def _stats(self) -> dict[str, Any]:
         stats = {"time": time.time(), "status": self._status(), **self._metrics.stats()}

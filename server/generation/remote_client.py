@@ -227,7 +227,7 @@ class RemoteEngineClient:
                     reservation.repeated.set()
             case api_protocol.Shown():
                 self.viewers.show(message)
-                if not self.viewers.members:
+                if not self.viewers.shows:
                     self.send(api_protocol.Watch(False))
             case _:
                 self._on_answer(message)

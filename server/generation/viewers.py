@@ -5,7 +5,7 @@ takes again, the whole state of the cache is asked for. Events are opaque bytes,
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from server.api_protocol import Shown
 from server.errors import Overloaded
@@ -16,22 +16,18 @@ MAX_VIEWERS = 64
 RETRY_SECONDS = 10
 
 
-class Member(Protocol):
-    """A viewer, or the viewers of another process together."""
-
-    def show(self, shown: Shown) -> None:
-        """Passes on what there is to see."""
-
-
 class Viewer:
     """One connection, as the source of its response's events (http.sse.Source)."""
 
-    def __init__(self, arrivals: Arrivals, ask_whole: Callable[[], None]) -> None:
-        self.ended = False
-        self._arrivals, self._ask_whole = arrivals, ask_whole
+    def __init__(self, viewers: "Viewers") -> None:
+        self._viewers = viewers
         self._stats = self._cache = b""
         self._waits_for_whole, self._is_behind = True, False
         self._wake: Wake = lambda: None
+
+    @property
+    def ended(self) -> bool:
+        return self._viewers.ended
 
     def listen(self, wake: Wake) -> None:
         self._wake = wake
@@ -44,48 +40,45 @@ class Viewer:
         self._stats = self._cache = b""
         if self._is_behind:
             self._is_behind, self._waits_for_whole = False, True
-            self._ask_whole()
+            self._viewers.ask_whole()
         return events
 
     def show(self, shown: Shown) -> None:
+        """Adds what there is to take."""
         self._stats = shown.stats or self._stats
         if shown.is_whole:
             self._cache, self._waits_for_whole, self._is_behind = shown.cache, False, False
         elif shown.cache and not self._waits_for_whole:
             self._is_behind = self._is_behind or bool(self._cache)
             self._cache = b"" if self._is_behind else shown.cache
-        self._arrivals.add(lambda: self._wake())
-
-    def end(self) -> None:
-        """Ends the response."""
-        self.ended = True
-        self._arrivals.add(lambda: self._wake())
+        self._viewers.arrivals.add(lambda: self._wake())
 
 
 class Viewers:
     """The viewers of one process. `ask_whole` is called when one of them needs the whole state of the cache: at first, and after a gap."""
 
     def __init__(self, arrivals: Arrivals, ask_whole: Callable[[], None]) -> None:
-        self._arrivals, self._ask_whole = arrivals, ask_whole
-        self.members: list[Member] = []
+        self.arrivals, self.ask_whole = arrivals, ask_whole
+        self.shows: list[Callable[[Shown], None]] = []
+        """Viewer.show of each, and in a front process what shows it to those of an API process."""
+        self.ended = False
 
     def join(self) -> Viewer:
-        """A new viewer. Raises Overloaded."""
-        if len(self.members) >= MAX_VIEWERS:
+        """A new viewer, until its `show` is removed. Raises Overloaded."""
+        if len(self.shows) >= MAX_VIEWERS:
             text = f"{MAX_VIEWERS} viewers watch this server, which is the limit; try again later"
             raise Overloaded(text, RETRY_SECONDS, code="too_many_viewers")
-        viewer = Viewer(self._arrivals, self._ask_whole)
-        self.members.append(viewer)
-        self._ask_whole()
+        viewer = Viewer(self)
+        self.shows.append(viewer.show)
+        self.ask_whole()
         return viewer
 
     def show(self, shown: Shown) -> None:
-        """Passes on what there is to see."""
-        for member in self.members:
-            member.show(shown)
+        """Shows it to all."""
+        for show in self.shows:
+            show(shown)
 
     def end(self) -> None:
-        """Ends the responses of this process."""
-        for member in self.members:
-            if isinstance(member, Viewer):
-                member.end()
+        """Ends the responses."""
+        self.ended = True
+        self.show(Shown())

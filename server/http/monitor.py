@@ -35,7 +35,7 @@ class MonitorRoutes:
         changes, at most 10 times a second; `stats` has counts and latencies, once a second.
         """
         viewer = self._client.viewers.join()
-        return EventResponse(viewer, partial(self._client.viewers.members.remove, viewer), {}, self._keep_alive)
+        return EventResponse(viewer, partial(self._client.viewers.shows.remove, viewer.show), {}, self._keep_alive)
 
     async def cache(self) -> Response:
         """Show the pages of the KV cache as the engine's own lists have them.

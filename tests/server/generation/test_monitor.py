@@ -17,7 +17,7 @@ from server.errors import Overloaded
 from server.generation import monitor, viewers
 from server.generation.arrivals import Arrivals
 from server.generation.engine_client import EngineClient
-from server.generation.viewers import Viewer
+from server.generation.viewers import Viewer, Viewers
 from tests.support.cache_client import CacheClient
 from tests.support.fake_engine import FakeEngine, Served, serve
 from tests.support.fake_fleet import FakeFleet
@@ -30,6 +30,12 @@ BODY = {"prompt": "abc", "max_tokens": 40, "temperature": 0}
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks as often as the event loop runs."""
     monkeypatch.setattr(monitor, "LOOK_SECONDS", 0)
+
+
+def slowly(callback: Callable[[], None], turns: int = 10) -> None:
+    """Calls it after some turns of the event loop, so that much can be compared between two steps."""
+    loop = asyncio.get_running_loop()
+    loop.call_soon(callback if turns == 0 else lambda: slowly(callback, turns - 1))
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -80,7 +86,7 @@ async def ask(served: Served, number: int) -> None:
 
 async def test_viewers_know_what_the_engine_has_through_crashes(tokenizer_folder: Path) -> None:
     """One that does not always read as well."""
-    engine = FakeEngine(crash_after=[150, 200, 300])
+    engine = FakeEngine(crash_after=[150, 200, 300], defer=slowly)
     served = await ready(engine, tokenizer_folder)
     steady, slow = (Watching(served.client.viewers.join()) for _ in range(2))
     requests = [asyncio.create_task(ask(served, number)) for number in range(30)]
@@ -116,7 +122,7 @@ async def test_the_engine_is_asked_only_while_there_are_viewers(tokenizer_folder
     assert engine.looks == []
     watching = Watching(served.client.viewers.join())
     await until(lambda: len(engine.looks) > 5)
-    served.client.viewers.members.remove(watching.viewer)
+    served.client.viewers.shows.remove(watching.viewer.show)
     await until(lambda: served.client.monitor._watching is None or served.client.monitor._watching.done())
     asked = len(engine.looks)
     await ask(served, 1)
@@ -184,7 +190,7 @@ def test_a_viewer_that_does_not_read_holds_one_event_of_each_kind() -> None:
     asked: list[None] = []
     arrivals = Arrivals()
     arrivals._is_scheduled = True  # Nothing is called: this connection does not take anything.
-    viewer = Viewer(arrivals, lambda: asked.append(None))
+    viewer = Viewer(Viewers(arrivals, lambda: asked.append(None)))
     viewer.show(Shown(b"changes before the first whole state"))
     assert viewer.take() == []
     viewer.show(Shown(b"whole", True))
@@ -208,29 +214,29 @@ async def test_viewers_are_limited_in_number(tokenizer_folder: Path, monkeypatch
     served.client.viewers.join()
     with pytest.raises(Overloaded, match="2 viewers"):
         served.client.viewers.join()
-    served.client.viewers.members.remove(first)
+    served.client.viewers.shows.remove(first.show)
     served.client.viewers.join()
 
 
 async def test_viewers_of_several_api_processes(tokenizer_folder: Path) -> None:
-    fleet = await FakeFleet(tokenizer_folder, FakeEngine(crash_after=[100])).ready()
-    members = fleet.served.client.viewers.members
+    fleet = await FakeFleet(tokenizer_folder, FakeEngine(crash_after=[100], defer=slowly)).ready()
+    front = fleet.served.client.viewers
     watching = [Watching(process.client.viewers.join()) for process in fleet.processes for _ in range(2)]
     requests = [asyncio.create_task(process.http.post("/v1/completions", json=BODY)) for process in fleet.processes for _ in range(5)]
     while not all(request.done() for request in requests):
         for viewer, process in zip(watching, [fleet.processes[0], *fleet.processes, fleet.processes[1]], strict=True):
             await viewer.compare(process.client)
-    assert [viewer.cache.engine for viewer in watching] == [1] * 4 and min(viewer.num_compared for viewer in watching) > 1
-    assert len(members) == 2
+    assert [viewer.cache.engine for viewer in watching] == [1] * 4 and min(viewer.num_compared for viewer in watching) > 2
+    assert len(front.shows) == 2
     one, other = fleet.processes
     for viewer in watching[:2]:
-        one.client.viewers.members.remove(viewer.viewer)
-    await until(lambda: members == [other.requests])
+        one.client.viewers.shows.remove(viewer.viewer.show)
+    await until(lambda: front.shows == [other.requests.send])
     sent = len(one.sent)
     await watching[2].compare(other.client)
     assert len(one.sent) == sent
     other.die()
-    assert members == []
+    assert front.shows == []
 
 
 async def test_ended_viewers_have_nothing_more_to_take(tokenizer_folder: Path) -> None:
