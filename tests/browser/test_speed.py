@@ -1,6 +1,7 @@
 """The page's cost: its first paint and bytes, and 10,000 streamed tokens, of which the last cost no more than the first."""
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -66,4 +67,4 @@ def test_ten_thousand_tokens_do_not_slow_it_down(open_page: OpenPage, server: Se
     print("ms of the main thread for each token, by thousands:", *(f"{part:.3f}" for part in spent))
     assert mode.panel.locator(".t").count() == NUM_TOKENS
     assert mode.text() == "".join(event["choices"][0]["text"] for event in events) or line == NUM_TOKENS
-    assert min(spent[-3:]) < 2 * max(spent[:3])
+    assert median(spent[-3:]) < 2 * median(spent[:3])

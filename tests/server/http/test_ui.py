@@ -46,12 +46,15 @@ async def test_nothing_but_its_own_files_is_run_or_framed(tokenizer_folder: Path
 async def test_a_file_that_is_known_is_not_sent_again(tokenizer_folder: Path) -> None:
     async with door(tokenizer_folder) as (_, http):
         first = await http.get("/ui/app.js")
-        again = await http.get("/ui/app.js", headers={"if-none-match": f'"x", W/{first.headers["etag"]}'})
+        again = await http.get("/ui/app.js", headers={"if-none-match": f'"x", {first.headers["etag"]}'})
         other = await http.get("/ui/app.js", headers={"if-none-match": '"x"'})
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
         assert other.content == first.content and first.headers["cache-control"] == "no-cache"
+        plain = await http.get("/ui/app.js", headers={"accept-encoding": "identity"})
+        assert first.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
+        assert plain.content == first.content and int(first.headers["content-length"]) < len(plain.content) / 2
         head = await http.head("/ui/app.js")
-        assert head.status_code == 200 and head.headers["content-length"] == str(len(first.content))
+        assert head.status_code == 200 and head.headers["content-length"] == first.headers["content-length"]
 
 
 @pytest.mark.parametrize("path", ["/ui/", "/ui/nothing.js", "/ui/../config.py", "/ui/%2e%2e/config.py", "/ui//app.js", "/ui/vendor", "/ui"])
@@ -82,9 +85,11 @@ async def test_it_can_be_turned_off(tokenizer_folder: Path) -> None:
         assert (await http.post("/", json={"inputs": "a"})).status_code == 200
 
 
-def test_it_is_small() -> None:
-    """All files together, and the lines of what is ours."""
+async def test_it_is_small(tokenizer_folder: Path) -> None:
+    """All files together as a browser gets them, and the lines of what is ours."""
     files = [path for path in ui.FOLDER.rglob("*") if path.suffix in ui.TYPES]
-    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
+    async with door(tokenizer_folder) as (_, http):
+        answers = [await http.get(f"/ui/{path.relative_to(ui.FOLDER)}") for path in files]
+    assert sum(int(answer.headers["content-length"]) for answer in answers) <= MAX_BYTES
     lines = [path.read_text().count("\n") for path in files if path.suffix in (".js", ".css") and "vendor" not in path.parts]
     assert sum(lines) <= 2500
