@@ -7,7 +7,8 @@ import { History } from "./history.js";
 import { load, save } from "./store.js";
 
 const MODES = ["complete", "fill", "chat", "cache"];
-const THEMES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
+/** Theme -> its sign, its name, the next theme. */
+const THEMES = { auto: ["◐", "as the system", "light"], light: ["☀", "light", "dark"], dark: ["☾", "dark", "auto"] };
 const MODEL_RETRY = 2000;
 const byId = (id) => document.getElementById(id);
 
@@ -54,14 +55,8 @@ function setTheme(theme) {
   const [sign, name] = THEMES[theme];
   document.documentElement.dataset.theme = theme;
   Object.assign(byId("theme"), { textContent: sign, title: `Theme: ${name}`, ariaLabel: `Theme: ${name}. Change` });
-  document.dispatchEvent(new Event("themechange"));
-}
-
-function nextTheme() {
-  const names = Object.keys(THEMES);
-  const theme = names[(names.indexOf(load("theme", "auto")) + 1) % names.length];
   save("theme", theme);
-  setTheme(theme);
+  document.dispatchEvent(new Event("themechange"));
 }
 
 /** Asks for an API key in a dialog. Resolves to the key, or to null if none is given. */
@@ -128,13 +123,9 @@ history.onOpen = async (entry) => {
 
 function start() {
   setTheme(load("theme", "auto"));
-  byId("theme").addEventListener("click", nextTheme);
+  byId("theme").addEventListener("click", () => setTheme(THEMES[load("theme", "auto")][2]));
   byId("show-shortcuts").addEventListener("click", () => byId("shortcuts").showModal());
   byId("show-history").addEventListener("click", () => history.show());
-  byId("key").querySelector("form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    byId("key").close("use");
-  });
   document.addEventListener("click", ({ target }) => target.dataset?.close !== undefined && target.closest("dialog").close());
   document.querySelector(".tabs").addEventListener("keydown", onTabKey);
   document.addEventListener("keydown", onKey);
