@@ -12,9 +12,7 @@ const ADVICE =
   "start the server again. Complete and Fill in the middle work without one.";
 
 /** Mounts the mode into its panel. Returns its view. */
-export function mount(panel, api, history) {
-  return new Chat(panel, api, history).work;
-}
+export const mount = (panel, api, history) => new Chat(panel, api, history).work;
 
 class Chat {
   /** The messages before the last answer, as the server takes them. */

@@ -16,10 +16,7 @@ export class History {
 
   constructor() {
     this.dialog = document.getElementById("history");
-    document.getElementById("history-clear").addEventListener("click", () => {
-      save("history", null);
-      this.#render();
-    });
+    document.getElementById("history-clear").addEventListener("click", () => save("history", null) && this.#render());
   }
 
   /** Adds an entry; the oldest ones give way where the browser has no room. */

@@ -14,9 +14,7 @@ const INDENT = "    ";
 export const SNIPPETS = { curl, Python: python, JavaScript: javascript };
 
 /** In single quotes a shell takes everything as it is, but for the quote itself. */
-function shellQuoted(text) {
-  return `'${text.replaceAll("'", `'\\''`)}'`;
-}
+const shellQuoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 
 function curl(base, path, body, hasKey) {
   const lines = [`curl -N ${shellQuoted(base + path)}`, `-H 'content-type: application/json'`];

@@ -11,6 +11,7 @@ import { legend } from "./tokens.js";
 const COUNTS = ["1", "2", "3", "4"];
 const SEEDS = 1_000_000;
 const CONTINUABLE = ["length", "stopped", "stop", "timeout", null];
+const canContinue = (pane) => pane.text !== "" && CONTINUABLE.includes(pane.finish);
 
 export class Work {
   #panes = [];
@@ -150,8 +151,4 @@ export class Work {
     write("curl");
     this.code.showModal();
   }
-}
-
-function canContinue(pane) {
-  return pane.text !== "" && CONTINUABLE.includes(pane.finish);
 }
