@@ -44,7 +44,7 @@ export class History {
       this.dialog.close();
       this.onOpen(entry);
     };
-    const lines = [`${NAMES[entry.mode]} · ${new Date(entry.at).toLocaleString()}`, entry.title, entry.outputs[0] ?? ""];
+    const lines = [`${NAMES[entry.mode]} · ${new Date(entry.at).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })}`, entry.title, entry.outputs[0] ?? ""];
     const spans = lines.map((text, index) => el("span", { class: ["quiet", "what", "what quiet"][index], text }));
     return el("li", {}, el("button", { type: "button", on: { click: open } }, ...spans));
   }

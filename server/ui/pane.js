@@ -126,7 +126,7 @@ export class Pane {
     this.#times.shown = performance.now();
     if (first === 0) return;
     const parts = [`${this.#tokens.toLocaleString("en")} token${this.#tokens === 1 ? "" : "s"}`];
-    if (last > first) parts.push(`${((this.#tokens - 1) / (last - first) * 1000).toFixed(0)} tokens/s`);
+    if (last > begun) parts.push(`${(this.#tokens / (last - begun) * 1000).toFixed(0)} tokens/s`);
     parts.push(`first after ${(first - begun).toFixed(0)} ms`);
     if (this.finish !== null) parts.push(ENDINGS[this.finish] ?? this.finish);
     this.#stats.textContent = parts.join(" · ");
