@@ -66,10 +66,10 @@ def test_tokens_that_are_held_back_or_share_a_character_find_their_text(open_pag
         scores = {"tokens": [*tokens], "token_logprobs": [-1.0] * len(tokens), "top_logprobs": [{token: -1.0} for token in tokens]}
         return {"choices": [{"index": 0, "text": text, "logprobs": scores, "finish_reason": None}]}
 
-    held = [event("ab", "ab"), event("", "EN"), event("", "DE"), event("ENDE!", "!"), event("", "bytes:\\xf0"), event("🙂", "bytes:\\x9f")]
+    held = [event("ab", "ab"), event("", "HA"), event("", "LT"), event("HALT!", "!"), event("", "bytes:\\xf0"), event("🙂", "bytes:\\x9f")]
     mode = Mode(open_page(server.port, script=fake_answers([*held, event("x\n\ny", "x\n\n", "y"), event("rest")])), "complete").run()
-    assert mode.text() == "abENDE!🙂x\n\nyrest"
-    assert mode.panel.locator(".output .t").all_text_contents() == ["ab", "EN", "DE", "!", "🙂", "x", "y", "rest"]
+    assert mode.text() == "abHALT!🙂x\n\nyrest"
+    assert mode.panel.locator(".output .t").all_text_contents() == ["ab", "HA", "LT", "!", "🙂", "x", "y", "rest"]
 
 
 def test_stop_ends_the_stream_on_the_server_too(page: Any, server: ServerProcess) -> None:
