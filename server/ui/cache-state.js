@@ -85,7 +85,7 @@ export class CacheState {
 
   #end(sequence, now) {
     this.sequences.delete(sequence.id);
-    this.ended.set(sequence.id, withPhase({ ...sequence, state: "ended", numPages: 0 }, sequence, now));
+    this.ended.set(sequence.id, withPhase({ ...sequence, state: "ended" }, sequence, now));
     if (this.ended.size > MOST_ENDED) this.ended.delete(this.ended.keys().next().value);
   }
 

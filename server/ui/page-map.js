@@ -6,9 +6,7 @@ import { CACHED, FREE, OWNED, SHARED, phaseOf } from "./cache-state.js";
 import { el } from "./dom.js";
 import { colours, watchTheme } from "./theme.js";
 
-const LARGEST_CELL = 26; // CSS pixels.
-const SMALLEST_CELL = 2;
-const TALLEST = 340;
+const [LARGEST_CELL, SMALLEST_CELL, TALLEST] = [26, 2, 340]; // CSS pixels; the last is the map's height.
 const MARKED_CELL = 5; // Device pixels: smaller cells have no gaps and marks.
 const HIGHLIGHT_MS = 350;
 const DIMMED = 0.25;
@@ -56,10 +54,11 @@ export class PageMap {
     this.at = null; // The page under the cursor.
     this.stopping = new AbortController();
     this.isStill = matchMedia("(prefers-reduced-motion: reduce)");
-    this.readout = el("p", { class: "quiet readout", id: "page-map-readout", "aria-live": "polite", text: HINT });
-    this.canvas = el("canvas", { tabIndex: 0, role: "application", "aria-label": LABEL, "aria-describedby": this.readout.id });
+    this.readout = el("p", { class: "quiet readout", text: HINT });
+    this.spoken = el("p", { class: "offscreen", "aria-live": "polite" }); // Unlike the readout it changes only when the cursor moves.
+    this.canvas = el("canvas", { tabIndex: 0, role: "application", "aria-label": LABEL });
     this.cursor = el("div", { class: "cursor", hidden: true });
-    this.frame = el("div", { class: "frame" }, this.canvas, this.cursor);
+    this.frame = el("div", { class: "frame" }, this.canvas, this.cursor, this.spoken);
     this.observer = new ResizeObserver(() => this.layOut());
     this.observer.observe(this.frame);
     watchTheme(() => this.layOut(), this.stopping.signal);
@@ -179,6 +178,7 @@ export class PageMap {
       Object.assign(this.cursor.style, { width: size, height: size, left, top });
     }
     this.#tell();
+    this.spoken.textContent = this.at === null ? "" : this.readout.textContent;
   }
 
   #tell() {

@@ -8,7 +8,7 @@ import { hueOf } from "./theme.js";
 const MOST_ROWS = 200;
 const HINT = "Choose a sequence in the table or a page of it on the map, to follow it through waiting, prefill, generation and preemption.";
 const COLUMNS = [
-  ["Sequence", ({ id }) => id],
+  ["Id", ({ id }) => id],
   ["Request", ({ request }) => request],
   ["State", phaseOf],
   ["Prompt", ({ numPrompt }) => numPrompt],

@@ -153,7 +153,7 @@ def test_leaving_the_tab_ends_its_stream(small: ServerProcess, open_map: OpenPag
 
 def test_by_keyboard_a_sequence_is_found_and_followed(small: ServerProcess, open_map: OpenPage) -> None:
     page = open_map(small.port)
-    readout, panel = page.locator("#page-map-readout"), page.get_by_role("region", name="Followed sequence")
+    readout, panel = page.locator(".monitor .readout"), page.get_by_role("region", name="Followed sequence")
     with closing(small.stream(SHARED_PREFIX, "/generate_stream", max_new_tokens=1500, ignore_eos=True)) as stream:
         events = stream.events()
         next(events)
