@@ -363,7 +363,7 @@ async def observe(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, A
     for submit in engine.submits:
         sampling = submit.sampling if seeded else replace(submit.sampling, seed=0)
         # The fake engine goes on with a submission's own output.
-        submits.append(msgspec.structs.asdict(msgspec.structs.replace(submit, sampling=sampling, output=[])))
+        submits.append(msgspec.structs.asdict(msgspec.structs.replace(submit, sampling=sampling, output=[], request="")))
     return response.status_code, (text, submits)
 
 
