@@ -100,7 +100,6 @@ class Metrics:
         self._with_aliases = with_aliases
         self.registry = CollectorRegistry()
         self._histograms: list[Histogram] = []
-        ProcessCollector(registry=self.registry)
         Info("onehead_build", "Version of the onehead server.", registry=self.registry).info({"version": version("onehead")})
         self._model = {"model_name": model_name}
         self._model_info = Info("onehead_model", "The served model, its dtypes, device and kernels.", registry=self.registry)
@@ -149,6 +148,10 @@ class Metrics:
 
     def _declare_others(self) -> None:
         """Latencies, and metrics that belong to no request."""
+        self.process_registry = CollectorRegistry()
+        """Metrics that are read from /proc, which takes as long as all the others: shown as they were up to a second ago."""
+        self._processes, self._processes_until = "", 0.0
+        ProcessCollector(registry=self.process_registry)
         self._cache_config = Info(
             "onehead_cache_config", "Tokens of a KV cache page, and number of pages, under vLLM's names.", registry=self.registry
         )
@@ -257,7 +260,11 @@ class Metrics:
     def exposition(self) -> bytes:
         """All metrics in the Prometheus text format."""
         self._settle()
-        text = "".join((generate_latest(self.registry).decode(), *(histogram.exposition() for histogram in self._histograms)))
+        if (now := time.monotonic()) >= self._processes_until:
+            self._processes, self._processes_until = generate_latest(self.process_registry).decode(), now + 1
+        text = "".join(
+            (self._processes, generate_latest(self.registry).decode(), *(histogram.exposition() for histogram in self._histograms))
+        )
         return (text + aliases(text) if self._with_aliases else text).encode()
 
     def _gauge(self, name: str, text: str) -> Gauge:

@@ -114,7 +114,7 @@ class SupervisedEngine:
         self.every_second: list[Callable[[], None]] = [self.workers.keep_running]
         """Called once a second."""
         self.metrics = Metrics(name, section.metrics_aliases)
-        ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.registry)
+        ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.process_registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)
         self.client = LocalEngineClient(self.supervisor, self.metrics, section, self._start.options.max_running)

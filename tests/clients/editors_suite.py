@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from threading import Thread
 
 from tests.conftest import CHAT_TEMPLATE
 from tests.support.paths import EMBEDDED
 from tests.support.processes import ServerProcess
+from tests.support.tool_checkpoints import make_tool_checkpoint
 
 PROGRAMS = Path(__file__).parent / "editors"
 SECONDS = 120
@@ -98,36 +99,56 @@ def node(program: str, *arguments: str, folder: Path) -> bool:
     return subprocess.run(["node", str(PROGRAMS / program), *arguments], env=environment, timeout=SECONDS, check=False).returncode == 0
 
 
+class LoggedServer(ServerProcess):
+    """A server whose log is kept."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model, "--engine.max_context", "1024", "--server.model_name", "embedded")
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log: list[str] = []
+        self._reader = Thread(target=lambda: self._log.extend(self.process.stderr or ()))
+        self._reader.start()
+
+    def answered(self) -> list[str]:
+        """Ends the server. Method, path and status of each request."""
+        self.stop()
+        self._reader.join()
+        lines = (re.search(r"onehead\.access: (\S+ \S+ \d+)", line) for line in self._log)
+        return [line[1] for line in lines if line]
+
+
+def run(folder: Path, skipped: Container[str], server: LoggedServer, tools: LoggedServer) -> list[bool]:
+    """Runs what is not skipped; whether all of each client holds."""
+    modules = str(folder / "node_modules")
+    programs = {
+        "llama.vim": lambda: llama_vim(server.url, folder),
+        "llama.vscode": lambda: node("llama_vscode.cjs", server.url, str(folder / "llama.vscode"), tools.url, folder=folder),
+        "@continuedev/core": lambda: node("continue_core.cjs", server.url, str(folder / "continue-core"), folder=folder),
+        "@continuedev/openai-adapters": lambda: node("continue_adapters.mjs", server.url, modules, folder=folder),
+    }
+    return [program() for name, program in programs.items() if name not in skipped]
+
+
 def main() -> int:
     folder = Path(sys.argv[1]).absolute()
     skipped = dict(missing(folder))
+    for name, lacking in skipped.items():
+        print(f"{name}: skipped, for there is no {lacking}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "embedded"
         model.mkdir()
         for file in EMBEDDED.iterdir():
             (model / file.name).symlink_to(file)
         (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-        server = ServerProcess(model, "--engine.max_context", "1024")
-        url, log = f"http://127.0.0.1:{server.port}", list[str]()
-        reader = Thread(target=lambda: log.extend(server.process.stderr or ()))
-        reader.start()
-        programs = {
-            "llama.vim": lambda: llama_vim(url, folder),
-            "llama.vscode": lambda: node("llama_vscode.cjs", url, str(folder / "llama.vscode"), folder=folder),
-            "@continuedev/core": lambda: node("continue_core.cjs", url, str(folder / "continue-core"), folder=folder),
-            "@continuedev/openai-adapters": lambda: node("continue_adapters.mjs", url, str(folder / "node_modules"), folder=folder),
-        }
+        servers = LoggedServer(model), LoggedServer(make_tool_checkpoint("functiongemma", Path(scratch) / "tools"))
         try:
-            held = [program() for name, program in programs.items() if name not in skipped]
+            held = run(folder, skipped, *servers)
         finally:
-            server.stop()
-            reader.join()
-    answered = [line[1] for line in (re.search(r"onehead\.access: (\S+ \S+ \d+)", line) for line in log) if line]
+            answered = [line for server in servers for line in server.answered()]
     refused = [line for line in answered if not line.endswith(" 200")]
-    for name, lacking in skipped.items():
-        print(f"{name}: skipped, for there is no {lacking}")
-    print(f"{len(held)} of {len(programs)} clients were run; {len(refused)} of {len(answered)} requests were not answered with 200")
-    print("\n".join(refused))
+    print(f"{len(held)} clients were run, {len(skipped)} skipped; {len(refused)} of {len(answered)} requests were not answered with 200")
+    for line in refused:
+        print(line)
     return int(not all(held) or bool(refused))
 
 

@@ -1,10 +1,11 @@
-// llama.vscode's own code against a server: node llama_vscode.cjs SERVER FOLDER, the folder of its checkout.
+// llama.vscode's own code against a server: node llama_vscode.cjs SERVER FOLDER TOOLS, the folder of its checkout, and the server of a
+// model that calls tools.
 "use strict";
 const assert = require("assert");
 const path = require("path");
 const { run, standIn } = require("./typescript.cjs");
 
-const [server, folder] = process.argv.slice(2);
+const [server, folder, serverOfTools] = process.argv.slice(2);
 const source = (name) => require(path.join(folder, "src", name));
 const { LlamaServer } = source("llama-server.ts");
 const { Statusbar } = source("statusbar.ts");
@@ -70,8 +71,31 @@ async function agent() {
   assert(!answer.error, JSON.stringify(answer.error));
   assert(text.length && answer.choices[0].message.content === text && answer.choices[0].finish_reason);
 }
+async function agent_with_tools() {
+  const parameters = { type: "object", properties: { command: { enum: ["ls", "pwd"], description: "The command" } }, required: ["command"] };
+  const tool = { type: "function", function: { name: "run_terminal_command", description: "Runs a command", parameters, strict: true } };
+  const details = { endpoint: serverOfTools, model: "embedded", requestConfig: {}, tools: [tool], toolChoice: "auto" };
+  model.endpoint = serverOfTools;
+  app.tools.getTools = () => [tool];
+  const withTools = await client.countToolsPromptTokens(messages, "", details);
+  assert(withTools > (await client.countToolsPromptTokens(messages, "", { ...details, tools: [] })));
+  let calls = 0;
+  for (let i = 0; i < 20; i++) {
+    const answer = await client.getAgentCompletion(messages, false, () => undefined);
+    assert(!answer.error, JSON.stringify(answer.error));
+    if (answer.choices[0].finish_reason === "length") continue; // A call may be cut.
+    for (const call of answer.choices[0].message.tool_calls ?? []) {
+      assert.equal(call.function.name, "run_terminal_command");
+      assert.equal(typeof JSON.parse(call.function.arguments).command, "string");
+      calls += 1;
+    }
+  }
+  assert(calls > 0, "the model has called nothing in 20 answers");
+  model.endpoint = server;
+  app.tools.getTools = () => [];
+}
 async function health() {
   assert.equal(await client.checkHealth("completion", model), "ok");
 }
 
-run("llama.vscode", version, [completion, status_bar, warm_up, edit, chat, token_limits, template_and_tokens, agent, health]);
+run("llama.vscode", version, [completion, status_bar, warm_up, edit, chat, token_limits, template_and_tokens, agent, agent_with_tools, health]);
