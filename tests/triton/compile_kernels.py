@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.devices.blocks import BLOCK, FORMATS
-from model.devices.gpu import EXACT, block_products, products, rows, tiles
+from model.devices.gpu import EXACT, block_products, launches, products, rows, tiles
 from model.devices.gpu import draw as draws
 from model.devices.gpu.attention import kernels, write
 from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
@@ -69,7 +69,8 @@ def compiled(
     )
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options | EXACT)
     counts = {instruction: made.asm["ptx"].count(instruction) for instruction in INSTRUCTIONS}
-    measures = {"counts": counts, "loops": loops(made.asm["ptx"]), "cubin": len(made.asm["cubin"])}
+    measures: dict[str, Any] = {"counts": counts, "loops": loops(made.asm["ptx"]), "cubin": len(made.asm["cubin"])}
+    measures["multiplications"] = sorted(set(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma|fma\.rn\.f32)\S*", made.asm["ptx"])))
     return {"kernel": kernel.__name__, "shared": made.metadata.shared} | measures
 
 
@@ -104,13 +105,29 @@ def compile_products(architecture: int, line: int, stored: bool) -> None:
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     # A router's weights are of 16 bits under rows in float32.
     pointers = POINTERS | (FLOAT8 if stored else {"weight_ptr": "*bf16"})
-    for gated, steps in ((False, (inputs, 1)), (True, (inputs, 1)), (False, (1, outputs))):
-        constants = sizes | {"ACTIVATION": "gelu", "GATED": gated, "STEP_O": steps[0], "STEP_I": steps[1]}
-        tell({"line": line, "architecture": architecture} | compiled(products.product, number, architecture, constants, options, pointers))
+    whole, part = {"PART": inputs, "APART": False}, inputs // 2
+    for gated, steps, parts in (
+        (False, (inputs, 1), whole),
+        (True, (inputs, 1), whole),
+        (False, (1, outputs), whole),
+        (False, (inputs, 1), {"PART": part, "APART": False}),
+        (False, (inputs, 1), {"PART": part, "APART": True}),
+    ):
+        constants = sizes | {"ACTIVATION": "gelu", "GATED": gated, "STEP_O": steps[0], "STEP_I": steps[1]} | parts
+        written = pointers | ({"y_ptr": "*fp32"} if parts["APART"] else {})
+        made = compiled(products.product, number, architecture, constants, options, written)
+        tell({"line": line, "part": parts["PART"], "architecture": architecture} | made)
+    compile_join(architecture, number, outputs, {} if stored else {"scale_ptr": None})
     compile_norms(architecture, number, inputs)
     constants = {"COLUMNS": VOCABULARY, "BLOCK": 4096}
     tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}, POINTERS | {"logits_ptr": "*fp32"}))
     compile_draws(architecture, number)
+
+
+def compile_join(architecture: int, number: str, outputs: int, absent: dict[str, Any]) -> None:
+    """The joining of a product's parts."""
+    constants = {"OUTPUTS": outputs, "PARTS": 4, "ACTIVATION": "gelu", "BLOCK_Y": launches.JOINED_AT_ONCE} | absent
+    tell({"architecture": architecture} | compiled(products.join, number, architecture, constants, {}, POINTERS))
 
 
 def compile_draws(architecture: int, number: str) -> None:
@@ -161,9 +178,7 @@ def compile_blocks(architecture: int, form: str) -> None:
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         made = compiled(block_products.block_product, number, architecture, constants, options, pointers)
         tell({"rows": tile.rows, "number": number, "architecture": architecture} | made)
-    constants = {"OUTPUTS": outputs, "PARTS": 4, "BLOCK_Y": block_products.JOINED_AT_ONCE}
-    joined = compiled(block_products.join, "bf16", architecture, constants, {}, BLOCKS | {"sums_ptr": "*fp32"})
-    tell({"architecture": architecture} | joined)
+    compile_join(architecture, "bf16", outputs, {"scale_ptr": None})
     for without_ids in ({}, {"ids_ptr": None}):
         constants = stored | without_ids | {"BLOCK_N": block_products.OUTPUTS, "BLOCK_I": block_products.INPUTS}
         tell({"architecture": architecture} | compiled(block_products.dequantize, "bf16", architecture, constants, {}, BLOCKS))

@@ -216,10 +216,12 @@ def test_a_matrix_is_filled_in_any_pieces(form: BlockFormat, monkeypatch: pytest
 
 
 def test_parts_depend_on_the_matrix_alone_and_give_a_gpu_enough_programs() -> None:
-    from model.devices.gpu.block_products import FLOAT32_TILE, TILES, choose, num_parts
+    from model.devices.gpu.block_products import FLOAT32_TILE, INPUTS, OUTPUTS, PROGRAMS, TILES, choose
+    from model.devices.gpu.tiles import part_of
 
     shapes = {(6400, 6144): 4, (6144, 6144): 4, (24576, 6144): 1, (6144, 24576): 4, (2304, 2048): 4, (50257, 2048): 1, (8, 8): 1}
-    assert {shape: num_parts(*shape) for shape in shapes} == shapes
+    parts = {(outputs, inputs): part_of(inputs, -(-outputs // OUTPUTS), PROGRAMS, INPUTS) for outputs, inputs in shapes}
+    assert {shape: -(-shape[1] // part) for shape, part in parts.items()} == shapes
     assert {choose(rows, 2, False) for rows in (1, 16, 17, 33, 300)} == set(TILES)
     assert {choose(rows, 2, True) for rows in (1, 300)} == {TILES[-1]} and choose(1, 4, False) is choose(300, 4, True) is FLOAT32_TILE
 

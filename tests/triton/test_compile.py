@@ -103,13 +103,17 @@ def check_products(wanted: list[tuple[int, int]], cache: Path, stored: str = "")
     """Compiles (architecture, line of the products' table)."""
     found = compiled([f"{architecture}:product{line}{stored}" for architecture, line in wanted], cache)
     products = [made for made in found if made["kernel"] == "product"]
-    assert len(products) == 3 * len(wanted) and {made["kernel"] for made in found} == {"product", *BY_ROWS}
+    assert len(products) == 5 * len(wanted) and {made["kernel"] for made in found} == {"product", "join", *BY_ROWS}
     for made in found:
         if made["kernel"] in VECTORISED:
             assert made["counts"]["ld.global.v4.b32"] > 0 and not made["counts"]["ld.global.b16"] + made["counts"]["ld.global.b32"], made
     for made in products:
         _, size, tile = tiles.TABLE[made["line"]]
         check_instruction(made, tile.rows, size)
+    for line in {made["line"] for made in products}:
+        # Parts that are summed one after another, or apart, are multiplied by the same instructions: a row's bits are the same.
+        parts = [made for made in products if made["line"] == line and made["part"] < products[0]["part"]]
+        assert len({frozenset(made["multiplications"]) for made in parts}) == 1, parts
 
 
 BLOCK_SHARED_KIB = SHARED_KIB | {86: 99, 89: 99}

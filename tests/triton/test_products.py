@@ -1,6 +1,7 @@
 """The GPU's products and summaries under Triton's interpreter: torch's numbers, and a row's own bits wherever it lies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from model.checkpoint.families import read_spec
 from model.devices.gpu.device import GpuDevice, order
-from model.devices.gpu.tiles import TABLE, choose
+from model.devices.gpu.tiles import TABLE, choose, part_of
 from model.layers import ACTIVATIONS
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
@@ -22,6 +23,15 @@ NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}
 DTYPES = pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
 SIZES = [(1, 16, 16), (70, 96, 40), (5, 33, 301), (129, 130, 64)]
 """(rows, inputs, outputs): whole tiles and parts of some."""
+
+
+@contextmanager
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory that is allocated holds NaN: what a kernel does not write shows."""
+    allocate = Tensor.new_empty
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "new_empty", lambda x, *args, **kwargs: allocate(x, *args, **kwargs).fill_(torch.nan))
+        yield
 
 
 def matrices(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,6 +134,51 @@ def test_a_products_row_has_the_same_bits_at_every_place(dtype: torch.dtype) -> 
     x, weight, bias = matrices(1, 140, 40, dtype)
     most = choose(40, x.element_size()).rows + 5  # A tile and the beginning of the next.
     check_invariance(lambda x: multiply(x, weight, bias, "silu", True), x[0], most)
+
+
+PARTED = 1100, 40
+"""Inputs and outputs of a matrix whose inputs are divided into two parts, one of which is not whole."""
+
+
+@DTYPES
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_parts_are_summed_to_torchs_product_in_one_program_as_in_several(
+    num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from model.devices.gpu import launches
+
+    x, weight, bias = matrices(num_rows, *PARTED, dtype)
+    scale = torch.logspace(-1, 1, PARTED[1])
+    expected = F.gelu(F.linear(x[:, 0].double(), weight[0].double()) * scale + bias.double())
+    joined, found = launches.join_parts, []
+    for programs, num_joined in ((1, 0), (1000, 1)):
+        calls: list[Tensor] = []
+        monkeypatch.setattr(launches, "_num_programs", lambda device, programs=programs: programs)
+        monkeypatch.setattr(launches, "join_parts", lambda *args, calls=calls: (calls.append(args[0]), joined(*args)))
+        with poisoned(monkeypatch):
+            found.append(launches.multiply(x, weight, bias, "gelu", scale_O=scale))
+        assert [len(sums) for sums in calls] == [2] * num_joined and near(found[-1][:, 0], expected, NEAR[dtype])
+    assert torch.equal(*found)
+
+
+@DTYPES
+def test_a_row_of_a_product_in_parts_has_the_same_bits_at_every_place(dtype: torch.dtype) -> None:
+    """Alone in parts apart, in two tiles of rows one after another."""
+    from model.devices.gpu.launches import multiply
+
+    x, weight, bias = matrices(1, *PARTED, dtype)
+    check_invariance(lambda x: multiply(x, weight, bias, "silu"), x[0], choose(PARTED[1], x.element_size()).rows + 2)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "parts"), [(2304, 2048, 2), (2048, 2048, 2), (8192, 2048, 1), (2048, 8192, 2), (256, 2048, 4), (49152, 2048, 1)]
+)
+def test_only_matrices_with_few_tiles_are_divided(outputs: int, inputs: int, parts: int) -> None:
+    from model.devices.gpu.launches import PARTED_PROGRAMS
+
+    tile = choose(outputs, 2)
+    part = part_of(inputs, -(-outputs // tile.columns), PARTED_PROGRAMS, tile.depth)
+    assert -(-inputs // part) == parts and part % tile.depth == 0
 
 
 def test_the_number_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,21 +23,19 @@ from torch import Tensor
 
 from model.devices.blocks import BLOCK
 from model.devices.gpu import EXACT
-from model.devices.gpu.launches import in_place
+from model.devices.gpu.launches import in_place, join_parts
+from model.devices.gpu.tiles import part_of
 
 OUTPUTS, INPUTS = 64, 128
 """Of a tile, at most. Storage is rounded up to them."""
 PROGRAMS = 384
 """As many are wanted at least: three for each of the 58 to 132 processors of most GPUs."""
-LEAST_PART = 512
-"""Inputs of a part, below which a program's beginning and end would be most of it."""
 MOST_ROWS = 512
 """Up to so many rows are multiplied by the kernel, whose time grows with each tile of rows; for more the matrix is dequantized once."""
 ROWS_AT_ONCE = 512
 """Of a launch: bounds the memory of partial sums where tiles are fixed."""
 DEQUANTIZED_AT_ONCE = 2**24
 """Weights: 32 MiB in 16 bits, which the caches of large GPUs hold."""
-JOINED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +133,6 @@ def block_product(
     tl.store(y_ptrs, sum_OT.to(y_ptr.dtype.element_ty), mask=(row_T < num_rows)[None, :] & (column_O < OUTPUTS)[:, None])
 
 
-@triton.jit(do_not_specialize=["num_sums"])
-def join(sums_ptr, bias_ptr, y_ptr, num_sums, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_Y: tl.constexpr):
-    """Program i: elements of y [T, O], each the sum of its parts in their order, plus its bias."""
-    index_Y = tl.program_id(0) * BLOCK_Y + tl.arange(0, BLOCK_Y)
-    there_Y = index_Y < num_sums
-    sum_Y = tl.load(sums_ptr + index_Y, mask=there_Y, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        sum_Y += tl.load(sums_ptr + part * num_sums.to(tl.int64) + index_Y, mask=there_Y, other=0.0)
-    if bias_ptr is not None:
-        sum_Y += tl.load(bias_ptr + index_Y % OUTPUTS, mask=there_Y, other=0.0).to(tl.float32)
-    tl.store(y_ptr + index_Y, sum_Y.to(y_ptr.dtype.element_ty), mask=there_Y)
-
-
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def dequantize(
     numbers_ptr, scales_ptr, minima_ptr, ids_ptr, y_ptr, first_row, num_rows,
@@ -174,11 +159,6 @@ def dequantize(
         tl.store(y_ptrs + 16, w_Nj, mask=there_N[:, None] & (input_j + 16 < INPUTS)[None, :])
 
 
-def num_parts(num_outputs: int, num_inputs: int) -> int:
-    """Into how many parts the inputs of a product are divided."""
-    return max(1, min(-(-PROGRAMS // -(-num_outputs // OUTPUTS)), num_inputs // LEAST_PART))
-
-
 def choose(num_rows: int, itemsize: int, fixed_tile: bool) -> Tile:
     """The tile of a product of x with so many rows of numbers of this size."""
     if itemsize == 4:
@@ -202,9 +182,8 @@ def multiply_blocks(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None =
 def _multiply(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: Tensor, tile: Tile) -> None:
     numbers_Nj, scales_BN, minima_BN, num_outputs, num_inputs = weights
     num_rows, (num_blocks, stored_rows) = len(x_TI), scales_BN.shape
-    parts = num_parts(num_outputs, num_inputs)
-    part = -(-num_blocks * BLOCK // INPUTS // parts) * INPUTS
-    parts = -(-num_blocks * BLOCK // part)
+    part = part_of(num_inputs, -(-num_outputs // OUTPUTS), PROGRAMS, INPUTS)
+    parts = -(-num_inputs // part)
     sums = y_TO if parts == 1 else y_TO.new_empty(parts, num_rows, num_outputs, dtype=torch.float32)
     # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
     upcast = x_TI.device.type == "cpu" and x_TI.dtype is torch.bfloat16
@@ -214,7 +193,7 @@ def _multiply(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: 
         tile.rows, tile.outputs, tile.inputs, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     if parts > 1:
-        join[(-(-y_TO.numel() // JOINED_AT_ONCE),)](sums, bias_O, y_TO, y_TO.numel(), num_outputs, parts, JOINED_AT_ONCE, **EXACT)
+        join_parts(sums, None, bias_O, y_TO)
 
 
 def _multiply_dequantized(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: Tensor) -> None:

@@ -16,14 +16,17 @@ from torch import Tensor
 
 from model.devices.gpu import EXACT
 from model.devices.gpu import rows as kernels
-from model.devices.gpu.products import product
-from model.devices.gpu.tiles import choose
+from model.devices.gpu.products import join, product
+from model.devices.gpu.tiles import choose, part_of
 from model.layers import Branch
 
 ADDRESS_MULTIPLE = 16
 PROGRAMS_PER_PROCESSOR = 2
 """One computes while the other loads its next tile."""
 INTERPRETED_PROGRAMS = 3
+PARTED_PROGRAMS = 128
+"""Programs, below which a matrix's inputs are divided into parts. Of the matrix alone, not of the GPU: parts determine the order of sums."""
+JOINED_AT_ONCE = 1024
 GATE_BLOCK = 1024
 SUMMARY_BLOCK = 4096
 
@@ -45,15 +48,31 @@ def multiply(
     if not num_rows:
         return y_TGO
     tile = choose(num_outputs, x_TGI.element_size())
-    num_tiles = -(-num_rows // tile.rows) * -(-num_outputs // tile.columns)
+    tiles_of_row, num_programs = -(-num_outputs // tile.columns), _num_programs(x_TGI.device)
+    num_tiles = -(-num_rows // tile.rows) * tiles_of_row
+    part = num_inputs
+    if num_groups == 1 and not gated:  # Else there are more tiles.
+        part = part_of(num_inputs, tiles_of_row, PARTED_PROGRAMS, tile.depth)
+    apart = part < num_inputs and num_tiles < num_programs
+    parts = -(-num_inputs // part) if apart else 1
+    sums = y_TGO.new_empty(parts, num_rows, num_outputs, dtype=torch.float32) if apart else y_TGO
     # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
     upcast = x_TGI.device.type == "cpu" and x_TGI.dtype is torch.bfloat16
-    product[(min(num_tiles, _num_programs(x_TGI.device)), num_groups)](
-        x_TGI, weight_GOI, scale_O, bias_O, y_TGO, num_rows,
-        num_groups, num_inputs, num_outputs, *weight_GOI.stride(), activation, gated, upcast,
+    product[(min(num_tiles, num_programs), num_groups, parts)](
+        x_TGI, weight_GOI, scale_O, bias_O, sums, num_rows,
+        num_groups, num_inputs, num_outputs, *weight_GOI.stride(), part, apart, activation, gated, upcast,
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
+    if apart:
+        join_parts(sums, scale_O, bias_O, y_TGO, activation)
     return y_TGO
+
+
+def join_parts(sums: Tensor, scale_O: Tensor | None, bias_O: Tensor | None, y: Tensor, activation: str = "none") -> None:
+    """Adds the sums [parts, T, O] of a product's parts in their order, and makes y [T, O] of them."""
+    parts, _, num_outputs = sums.shape
+    grid = (-(-y.numel() // JOINED_AT_ONCE),)
+    join[grid](sums, scale_O, bias_O, y, y.numel(), num_outputs, parts, activation, JOINED_AT_ONCE, **EXACT)
 
 
 def multiply_float8(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -2,7 +2,9 @@
 
 Invariant (batch-invariant): an element of y is one sequence of multiplications and sums over the inputs in float32, independent of the
 index of its row, the row's place in the tile, and the number of rows and programs. Programs share out the tiles; which one computes a tile
-does not affect it. The kernel knows nothing of layers and steps.
+does not affect it. Where a matrix has few tiles, its inputs are divided into parts (split-K), whose sums are added in their order: by
+one program after another part, or, where that leaves a GPU idle, by `join` over the sums of programs with one part each. Both round alike.
+The kernels know nothing of layers and steps.
 
 x [T, G, I] and y [T, G, O] are contiguous; W [G, O, I] has strides, as latent queries multiply by columns of the stored matrix. t is a
 scale for each output channel, for weights in float8. Widths that are no multiples of a block are padded by masks.
@@ -47,15 +49,40 @@ def _scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS: tl.constexpr):
     return sum_TO
 
 
+@triton.jit
+def _sums(
+    begin, end, x_ptrs, there_T1, first_ptr, column_O, index_I,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP_O: tl.constexpr, STEP_I: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums over inputs begin .. end - 1, and gated those of the rows that the gate multiplies."""
+    sum_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
+    opened_TO = sum_TO
+    for first in range(begin, end, BLOCK_I):
+        x_TI = tl.load(x_ptrs + first, mask=there_T1 & (index_I[None, :] < INPUTS - first), other=0.0)
+        x_TI = x_TI.to(tl.float32) if UPCAST else x_TI
+        block_ptr = first_ptr + first * STEP_I
+        w_IO = _weights(block_ptr, column_O, index_I, INPUTS - first, OUTPUTS, STEP_O, STEP_I, x_TI)
+        sum_TO = tl.dot(x_TI, w_IO, sum_TO, input_precision="ieee")
+        if GATED:
+            block_ptr += OUTPUTS * STEP_O
+            w_IO = _weights(block_ptr, column_O, index_I, INPUTS - first, OUTPUTS, STEP_O, STEP_I, x_TI)
+            opened_TO = tl.dot(x_TI, w_IO, opened_TO, input_precision="ieee")
+    return sum_TO, opened_TO
+
+
 # Triton would otherwise compile other kernels for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows,
     GROUPS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP_G: tl.constexpr, STEP_O: tl.constexpr, STEP_I: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
+    PART: tl.constexpr, APART: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, g): of group g's y tiles p, p + programs, ... Gated, W has OUTPUTS rows for the gate, then as many that it multiplies."""
+    """Program (p, g): of group g's y tiles p, p + programs, ... Gated, W has OUTPUTS rows for the gate, then as many that it multiplies.
+
+    Inputs are summed in parts of PART. Program (p, 0, i), where they are APART: of part i's sums, in float32 [parts, T, O].
+    """
     group = tl.program_id(1).to(tl.int64)
     num_row_tiles = tl.cdiv(num_rows, BLOCK_T)
     index_I = tl.arange(0, BLOCK_I)
@@ -68,20 +95,47 @@ def product(
         rows_T = row_T.to(tl.int64)
         x_ptrs = x_ptr + (rows_T * GROUPS + group)[:, None] * INPUTS + index_I[None, :]
         first_ptr = weight_ptr + group * STEP_G
-        sum_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
-        opened_TO = sum_TO
-        for first in range(0, INPUTS, BLOCK_I):
-            x_TI = tl.load(x_ptrs + first, mask=there_T1 & (index_I[None, :] < INPUTS - first), other=0.0)
-            x_TI = x_TI.to(tl.float32) if UPCAST else x_TI
-            block_ptr = first_ptr + first * STEP_I
-            w_IO = _weights(block_ptr, column_O, index_I, INPUTS - first, OUTPUTS, STEP_O, STEP_I, x_TI)
-            sum_TO = tl.dot(x_TI, w_IO, sum_TO, input_precision="ieee")
-            if GATED:
-                block_ptr += OUTPUTS * STEP_O
-                w_IO = _weights(block_ptr, column_O, index_I, INPUTS - first, OUTPUTS, STEP_O, STEP_I, x_TI)
-                opened_TO = tl.dot(x_TI, w_IO, opened_TO, input_precision="ieee")
-        sum_TO = activated(_scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS), ACTIVATION)
+        if APART:
+            begin = tl.program_id(2) * PART
+            sum_TO, _ = _sums(
+                begin, min(begin + PART, INPUTS), x_ptrs, there_T1, first_ptr, column_O, index_I,
+                INPUTS, OUTPUTS, STEP_O, STEP_I, False, UPCAST, BLOCK_T, BLOCK_O, BLOCK_I,
+            )  # fmt: skip
+            rows_T += tl.program_id(2).to(tl.int64) * num_rows
+        elif PART < INPUTS:
+            sum_TO = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
+            for begin in range(0, INPUTS, PART):
+                part_TO, _ = _sums(
+                    begin, min(begin + PART, INPUTS), x_ptrs, there_T1, first_ptr, column_O, index_I,
+                    INPUTS, OUTPUTS, STEP_O, STEP_I, False, UPCAST, BLOCK_T, BLOCK_O, BLOCK_I,
+                )  # fmt: skip
+                sum_TO += part_TO
+        else:
+            sum_TO, opened_TO = _sums(
+                0, INPUTS, x_ptrs, there_T1, first_ptr, column_O, index_I,
+                INPUTS, OUTPUTS, STEP_O, STEP_I, GATED, UPCAST, BLOCK_T, BLOCK_O, BLOCK_I,
+            )  # fmt: skip
+        if not APART:
+            sum_TO = activated(_scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS), ACTIVATION)
         if GATED:
             sum_TO *= _scaled(opened_TO, scale_ptr, bias_ptr, column_O + OUTPUTS, 2 * OUTPUTS)
         y_ptrs = y_ptr + (rows_T * GROUPS + group)[:, None] * OUTPUTS + column_O[None, :]
         tl.store(y_ptrs, sum_TO.to(y_ptr.dtype.element_ty), mask=there_T1 & (column_O[None, :] < OUTPUTS))
+
+
+@triton.jit(do_not_specialize=["num_sums"])
+def join(
+    sums_ptr, scale_ptr, bias_ptr, y_ptr, num_sums,
+    OUTPUTS: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_Y: tl.constexpr,
+):  # fmt: skip
+    """Program i: elements of y [T, O], each of the sum of its parts in their order."""
+    index_Y = tl.program_id(0) * BLOCK_Y + tl.arange(0, BLOCK_Y)
+    there_Y, column_Y = index_Y < num_sums, index_Y % OUTPUTS
+    sum_Y = tl.zeros([BLOCK_Y], tl.float32)
+    for part in tl.static_range(PARTS):
+        sum_Y += tl.load(sums_ptr + part * num_sums.to(tl.int64) + index_Y, mask=there_Y, other=0.0)
+    if scale_ptr is not None:
+        sum_Y *= tl.load(scale_ptr + column_Y).to(tl.float32)
+    if bias_ptr is not None:
+        sum_Y += tl.load(bias_ptr + column_Y).to(tl.float32)
+    tl.store(y_ptr + index_Y, activated(sum_Y, ACTIVATION).to(y_ptr.dtype.element_ty), mask=there_Y)

@@ -1,4 +1,4 @@
-"""The tile of a product: a table by output columns and dtype size. No torch, no Triton.
+"""The tile of a product: a table by output columns and dtype size; and the parts of its inputs. No torch, no Triton.
 
 Invariant: the tile does not depend on the number of rows. Another tile may use another tensor core instruction or another order of
 summation, so that a row computed alone would differ from the same row in a batch. A single token therefore computes a whole tile's rows;
@@ -37,3 +37,13 @@ TABLE = (
 def choose(columns: int, itemsize: int) -> Tile:
     """The tile of a product with `columns` output columns."""
     return next(tile for most_columns, size, tile in TABLE if columns <= most_columns and itemsize == size)
+
+
+LEAST_PART = 512
+"""Inputs of a part, below which a program's beginning and end would be most of it."""
+
+
+def part_of(num_inputs: int, num_tiles: int, num_programs: int, depth: int) -> int:
+    """Inputs of each of a matrix's parts, a multiple of `depth`: so many that these tiles give that many programs. All, where they do."""
+    parts = max(1, min(-(-num_programs // num_tiles), num_inputs // LEAST_PART))
+    return -(-num_inputs // (parts * depth)) * depth
