@@ -1,19 +1,20 @@
 """Whether kernels and CUDA graphs are right on this device: for a first visit, before anything is timed.
 
 Attention is compared with the reference backend on ragged batches of every published shape of heads, and with batch-invariant kernels
-each sequence alone with all of them together, bit by bit. Decode steps replayed from CUDA graphs are compared with the same steps launched
-kernel by kernel; the contexts change from step to step, so that a replay over an earlier step's lists shows. A case that fails is recorded,
-and the others run.
+each sequence alone with all of them together, bit by bit; so are products, whose parts are summed apart for few rows. Decode steps
+replayed from CUDA graphs are compared with the same steps launched kernel by kernel; the contexts change from step to step, so that a
+replay over an earlier step's lists shows. A case that fails is recorded, and the others run.
 """
 
 import random
 from array import array
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from bench.gpu.attention import NEAR, backend_name
-from bench.gpu.common import Part, engine
+from bench.gpu.common import Part, dependent_launches, engine
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
 from model.decode import DecodeTable
@@ -32,6 +33,9 @@ BATCHES, SMALL_BATCHES = (1, 2, 3, 17, 64, 5), (1, 3)
 LONGEST, SMALL_LONGEST = 2000, 90
 NEAR_LOGPROB = 0.3
 """Largest distance of a log-probability where products are not batch-invariant: cuBLAS rounds otherwise in a padded batch."""
+PRODUCTS, SMALL_PRODUCTS = ((2304, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (3072, 4544)), ((40, 1100),)
+"""Outputs and inputs: StarCoderBase-1B's, and inputs that are no power of two."""
+NUM_ROWS, SMALL_NUM_ROWS = (1, 2, 16, 17, 32, 64, 65, 600), (1, 70)
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "deterministic": {"deterministic": True},
@@ -83,6 +87,31 @@ def check_alone(case: Case) -> None:
     """Raises AssertionError where a sequence's output depends on the others in the batch."""
     for number, together in enumerate(case.run(case.everyone())):
         assert torch.equal(case.run([number])[0], together), f"sequence {number} of {len(case.rows)} depends on the others"
+
+
+@torch.inference_mode()
+def products(part: Part) -> None:
+    """Our products beside float64's; batch-invariant ones by any number of rows, also where their parts are summed apart."""
+    from model.devices.gpu.few_rows import MOST_ROWS, multiply_few
+    from model.devices.gpu.launches import multiply
+
+    dtype = torch.float32 if part.small else torch.bfloat16
+    for outputs, inputs in SMALL_PRODUCTS if part.small else PRODUCTS:
+        name = f"products/{inputs} to {outputs}"
+        with part.guarded(name):
+            torch.manual_seed(0)
+            x = torch.randn((SMALL_NUM_ROWS if part.small else NUM_ROWS)[-1], inputs).to(part.device, dtype)
+            weight, bias = torch.randn(outputs, inputs).to(part.device, dtype) * inputs**-0.5, torch.randn(outputs).to(part.device, dtype)
+            expected = x.double() @ weight.double().T + bias.double()
+            together = multiply(x[:, None], weight[None], bias)[:, 0]
+            worst = 0.0
+            for count in SMALL_NUM_ROWS if part.small else NUM_ROWS:
+                alone = multiply(x[-count:, None], weight[None], bias)[:, 0]
+                assert torch.equal(alone, together[-count:]), f"{count} rows differ from the same among {len(x)}"
+                for y in (alone, multiply_few(x[-count:], weight, bias)) if count <= MOST_ROWS else (alone,):
+                    worst = max(worst, float(((y.double() - expected[-count:]).abs() / (1 + expected[-count:].abs())).max()))
+            assert worst <= NEAR[dtype], f"off by {worst:.2g}"
+            part.note(name, {"distance": worst})
 
 
 def rows_of(contexts: list[int], sample: Sample) -> tuple[Row, ...]:
@@ -140,8 +169,13 @@ def fill(pool: KVPool) -> None:
 
 def measure(part: Part) -> None:
     attention(part)
+    if find_spec("triton") is not None:
+        products(part)
     for name, options in OPTIONS.items():
         if part.small and options:
             continue
         with part.guarded(f"replays/{name}"):
             part.note(f"replays/{name}", replays(part, options))
+    if part.device == "cuda":
+        with part.guarded("replays/dependent launches"), dependent_launches():
+            part.note("replays/dependent launches", replays(part, {}))

@@ -6,15 +6,18 @@ import statistics
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from bench.gpu.common import ROUNDS, Part, engine
+from bench.gpu.common import ROUNDS, Part, dependent_launches, engine
 from cache.layout import pages_for
 from model.step import Row, Sample, SampleError, Sampling, StepPlan, bitmap
 from tests.support.checks import Found
 
 CASES = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (256, 8192))
 """Sequences, and tokens of each when the step is over."""
+FEW = ((1, 1024), (2, 1024), (16, 1024), (32, 1024))
+"""Steps whose products are of few rows: with and without dependent launches, which decide on model.devices.gpu.DEPENDENT_LAUNCHES."""
 SMALL_CASES = ((1, 64), (3, 128))
 PAGE_SIZE = 64
 GREEDY = Sample(Sampling(temperature=0.0), [1], [])
@@ -94,10 +97,23 @@ def measure(part: Part) -> None:
     core, ready = engine(part, part.checkpoint, pages=pages, max_running=max(cases)[0])
     part.note("kernels", ready.kernels)
     for batch, context in cases:
-        name = f"{batch}x{context}"
-        with part.guarded(name):
-            plan = plan_of(context, [GREEDY] * batch)
-            first, *rounds = [median_of(core.runner, plan, 1 if part.small else 5) for _ in range(1 + ROUNDS)]
-            part.note(name, {"seconds": statistics.median(rounds), "spread": [min(rounds), max(rounds)], "first": first})
+        time_step(part, core.runner, batch, context, f"{batch}x{context}")
     with part.guarded("waits"):
         part.note("waits", waits(part, core.runner, ready.vocab_size))
+    if part.device != "cuda":
+        return
+    few = max(batch for batch, _ in FEW)
+    # Beside each other on one engine at a time: graphs keep what they were captured with.
+    for kind, launches in (("", nullcontext()), ("dependent launches ", dependent_launches())):
+        with part.guarded(f"{kind}engine"), launches:
+            core, _ = engine(part, part.checkpoint, pages=few * pages_for(max(FEW)[1], PAGE_SIZE), max_running=few)
+            for batch, context in FEW:
+                time_step(part, core.runner, batch, context, f"few/{kind}{batch}x{context}")
+
+
+def time_step(part: Part, runner: Any, batch: int, context: int, name: str) -> None:
+    """Notes the seconds of a step of so many sequences."""
+    with part.guarded(name):
+        plan = plan_of(context, [GREEDY] * batch)
+        first, *rounds = [median_of(runner, plan, 1 if part.small else 5) for _ in range(1 + ROUNDS)]
+        part.note(name, {"seconds": statistics.median(rounds), "spread": [min(rounds), max(rounds)], "first": first})

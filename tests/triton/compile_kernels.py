@@ -1,5 +1,6 @@
 """`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]... ARCHITECTURE:fastSHAPExBYTES:WINDOW[:fp8]...
-ARCHITECTURE:productLINE[:fp8]... ARCHITECTURE:FORM...`: compiles kernels for GPUs that need not be there.
+ARCHITECTURE:productLINE[:fp8]... ARCHITECTURE:FORM... ARCHITECTURE:few_rows... ARCHITECTURE:dependent...`: compiles kernels for GPUs
+that need not be there.
 
 As lines of attention's table, or of the products', ship them; as single tokens and chunks of a model of this shape of heads take them;
 with `fp8` over keys, values and weights in float8; with `int8` or `int4` the products of blocks. Prints a line of JSON for each: shared
@@ -9,6 +10,7 @@ memory in bytes, how often each instruction stands in the code, and in each loop
 import json
 import re
 import sys
+from itertools import product
 from typing import Any
 
 import triton
@@ -16,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.devices.blocks import BLOCK, FORMATS
-from model.devices.gpu import EXACT, block_products, launches, products, rows, tiles
+from model.devices.gpu import EXACT, block_products, few_rows, launches, products, rows, tiles
 from model.devices.gpu import draw as draws
 from model.devices.gpu.attention import kernels, write
 from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
@@ -26,9 +28,10 @@ from model.devices.gpu.attention.fast import decode_sizes_of
 from model.devices.gpu.drawing import DRAW_WARPS, FILTER_WARPS
 
 MULTIPLIES = "mma.sync", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32"
-LOADS = "cp.async.c", "ld.global.v4.b32", "ld.global.b16", "ld.global.b32"
+LOADS = "cp.async.c", "ld.global.L1::evict_first", "ld.global.v4.b32", "ld.global.b16", "ld.global.b32"
+WAITS = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 CONVERTS = "cvt.rn.f32.u", "cvt.rn.f32.s", "cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16"
-INSTRUCTIONS = *MULTIPLIES, *LOADS, *CONVERTS
+INSTRUCTIONS = *MULTIPLIES, *LOADS, *CONVERTS, *WAITS
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
 SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 576)
@@ -47,6 +50,9 @@ BLOCKS = POINTERS | {"numbers_ptr": "*u8", "scales_ptr": "*fp16", "minima_ptr": 
 FLOATS = "factor", "epsilon", "offset", "scale"
 WIDTHS = 2048, 2304
 """Inputs and outputs of the products: StarCoderBase-1B's."""
+FEW_ROWS_SHAPES = (2304, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (3072, 4544)
+"""Outputs and inputs: StarCoderBase-1B's, and inputs that are no power of two."""
+FEW_ROWS_KINDS = "few_rows", "dependent"
 BLOCK_WIDTHS = 6144, 6400
 """Those of the products of blocks: granite-20b-code's."""
 VOCABULARY = 50257
@@ -130,6 +136,21 @@ def compile_join(architecture: int, number: str, outputs: int, absent: dict[str,
     tell({"architecture": architecture} | compiled(products.join, number, architecture, constants, {}, POINTERS))
 
 
+def compile_few_rows(architecture: int, dependent: bool) -> None:
+    """Products of one row and of several, alone and in parts; and the kernels beside which launches may be dependent."""
+    told = {"architecture": architecture, "dependent": dependent}
+    for shape, row in product(FEW_ROWS_SHAPES, (1, 16, 32)):
+        outputs, inputs = shape
+        rows_T, outputs_O, inputs_I = few_rows.piece_of(row, outputs, inputs)
+        blocks = {"BLOCK_T": rows_T, "BLOCK_O": outputs_O, "BLOCK_I": inputs_I, "APART": inputs > inputs_I, "UPCAST": False}
+        constants = blocks | {"INPUTS": inputs, "OUTPUTS": outputs, "ACTIVATION": "gelu_tanh", "DEPENDENT": dependent}
+        pointers = POINTERS | ({"y_ptr": "*fp32"} if inputs > inputs_I else {})
+        tell({"rows": rows_T} | told | compiled(few_rows.few_rows, "bf16", architecture, constants, {"num_warps": 4}, pointers))
+    if dependent:
+        compile_norms(architecture, "bf16", 2048, dependent=True)
+        compile_fast(architecture, 0, 0, False, 2, dependent=True)
+
+
 def compile_draws(architecture: int, number: str) -> None:
     """The draw of all rows, the one of adjusted rows, and what comes before and after that."""
     columns: dict[str, Any] = {"COLUMNS": VOCABULARY, "BLOCK_B": draws.BLOCK}
@@ -147,12 +168,12 @@ def compile_draws(architecture: int, number: str) -> None:
         tell({"architecture": architecture} | compiled(kernel, number, architecture, constants, {"num_warps": warps}, pointers))
 
 
-def compile_norms(architecture: int, number: str, columns: int) -> None:
+def compile_norms(architecture: int, number: str, columns: int, *, dependent: bool = False) -> None:
     """A branch that has a norm, as gemma3's; two branches and biases, as falcon's; a norm alone; of heads; a gate."""
     pointers = "branch_ptr", "branch_weight_ptr", "branch_bias_ptr", "other_ptr", "bias_ptr"
     sizes = {"COLUMNS": columns, "BLOCK": columns}
     for centred, present in ((False, ("branch_ptr", "branch_weight_ptr")), (True, ("branch_ptr", "other_ptr", "bias_ptr")), (False, ())):
-        constants = sizes | {"CENTRED": centred} | {name: None for name in pointers if name not in present}
+        constants = sizes | {"CENTRED": centred, "DEPENDENT": dependent} | {name: None for name in pointers if name not in present}
         tell({"architecture": architecture} | compiled(rows.add_norm, number, architecture, constants, {}))
     constants = {"COLUMNS": 256, "BLOCK": 256, "CENTRED": False, "query_bias_ptr": None, "key_bias_ptr": None}
     tell({"architecture": architecture} | compiled(rows.norm_heads, number, architecture, constants, {"num_warps": 1}))
@@ -204,7 +225,7 @@ def compile_attention(architecture: int, line: int, window: int, stored: bool) -
         tell({"line": line, "turns": not others, "window": window, "architecture": architecture} | found)
 
 
-def compile_fast(architecture: int, shape: int, window: int, stored: bool, size: int) -> None:
+def compile_fast(architecture: int, shape: int, window: int, stored: bool, size: int, *, dependent: bool = False) -> None:
     """The decode kernel for every class of rows, and the kernel for many tiles."""
     heads, columns = SHAPES[shape]
     num_d, num_r = LATENT.get(columns, (columns, 0))
@@ -218,6 +239,7 @@ def compile_fast(architecture: int, shape: int, window: int, stored: bool, size:
     for decoding in {(each.groups, each.keys): each for each in classes}.values():
         # In a captured step without a window, else beside chunks.
         sizes = decode_sizes_of(heads, (num_d, num_r, num_d), decoding) | constants | ({} if window else {"tokens_ptr": None})
+        sizes |= {"DEPENDENT": dependent}
         found = compiled(decode, NUMBERS[size], architecture, sizes, decoding.options, pointers)
         tell(told | {"rows": decoding.rows, "groups": decoding.groups, "size": size} | found)
     chunks = choose_chunks(columns, size, 64)
@@ -234,6 +256,8 @@ def main() -> None:
             compile_blocks(int(architecture), line)
         elif line.startswith("product"):
             compile_products(int(architecture), int(line.removeprefix("product")), plain != wanted)
+        elif line in FEW_ROWS_KINDS:
+            compile_few_rows(int(architecture), line == "dependent")
         elif line.startswith("fast"):
             shape, size = line.removeprefix("fast").split("x")
             compile_fast(int(architecture), int(shape), int(window[0]), plain != wanted, int(size))

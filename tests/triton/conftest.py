@@ -60,3 +60,15 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return handle(multiply(builder, *rows, *options).data[..., 0, :], d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiply_rows)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write is NaN."""
+    new_empty = torch.Tensor.new_empty
+
+    def new(x: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        made = new_empty(x, *size, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() and made.numel() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new)

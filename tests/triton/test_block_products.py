@@ -42,18 +42,6 @@ FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["by rows", "fixed"]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel does not write is NaN."""
-    new_empty = Tensor.new_empty
-
-    def new(self: Tensor, *size: Any, **options: Any) -> Tensor:
-        made = new_empty(self, *size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(Tensor, "new_empty", new)
-
-
 @pytest.fixture(autouse=True)
 def shipped_tile(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The tile of float32. In its place is a larger one, as the interpreter's time is in the number of tiles."""

@@ -14,23 +14,11 @@ from model.layers import Rotation
 from tests.support.attention_cases import Case, captured_plan
 from tests.triton.test_kernels import NEAR
 
-pytestmark = pytest.mark.usefixtures("interpreter", "poison")
+pytestmark = pytest.mark.usefixtures("interpreter", "poisoned")
 
 SHAPES = [(16, 128, None), (48, 128, None), (71, 64, None), (8, 256, None), (4, 256, None), (16, 576, 512), (128, 576, 512)]
 """(query heads, columns of a key, of the value that is its beginning)"""
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated for outputs holds NaN."""
-    usual = torch.Tensor.new_empty
-
-    def new_empty(x: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
-        made = usual(x, *size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() and made.numel() else made
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
 
 
 def single(case: Case) -> Case:

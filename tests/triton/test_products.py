@@ -1,7 +1,6 @@
 """The GPU's products and summaries under Triton's interpreter: torch's numbers, and a row's own bits wherever it lies."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,12 @@ from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 
 # An exponential that is too large, and NaN's arithmetic: numpy warns of what a GPU does in silence.
-pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [pytest.mark.usefixtures("interpreter", "poisoned"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}
 DTYPES = pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
 SIZES = [(1, 16, 16), (70, 96, 40), (5, 33, 301), (129, 130, 64)]
 """(rows, inputs, outputs): whole tiles and parts of some."""
-
-
-@contextmanager
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory that is allocated holds NaN: what a kernel does not write shows."""
-    allocate = Tensor.new_empty
-    with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "new_empty", lambda x, *args, **kwargs: allocate(x, *args, **kwargs).fill_(torch.nan))
-        yield
 
 
 def matrices(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,8 +145,7 @@ def test_parts_are_summed_to_torchs_product_in_one_program_as_in_several(
         calls: list[Tensor] = []
         monkeypatch.setattr(launches, "_num_programs", lambda device, programs=programs: programs)
         monkeypatch.setattr(launches, "join_parts", lambda *args, calls=calls: (calls.append(args[0]), joined(*args)))
-        with poisoned(monkeypatch):
-            found.append(launches.multiply(x, weight, bias, "gelu", scale_O=scale))
+        found.append(launches.multiply(x, weight, bias, "gelu", scale_O=scale))
         assert [len(sums) for sums in calls] == [2] * num_joined and near(found[-1][:, 0], expected, NEAR[dtype])
     assert torch.equal(*found)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.devices.gpu import EXACT
+from model.devices.gpu import EXACT, dependent
 from model.devices.gpu import rows as kernels
 from model.devices.gpu.products import join, product
 from model.devices.gpu.tiles import choose, part_of
@@ -25,7 +25,7 @@ PROGRAMS_PER_PROCESSOR = 2
 """One computes while the other loads its next tile."""
 INTERPRETED_PROGRAMS = 3
 PARTED_PROGRAMS = 128
-"""Programs, below which a matrix's inputs are divided into parts. Of the matrix alone, not of the GPU: parts determine the order of sums."""
+"""Of a tile of rows, below which a matrix's inputs are divided into parts. Not of the GPU at hand: parts determine the order of sums."""
 JOINED_AT_ONCE = 1024
 GATE_BLOCK = 1024
 SUMMARY_BLOCK = 4096
@@ -86,8 +86,9 @@ def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, off
     y, columns = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     if x.numel():
         kernels.add_norm[(x.numel() // columns,)](
-            x, None, None, None, None, None, y, weight_D, bias_D, 1.0, epsilon, offset, columns, CENTRED=centred, **_block(columns)
-        )
+            x, None, None, None, None, None, y, weight_D, bias_D, 1.0, epsilon, offset, columns, CENTRED=centred,
+            **dependent(x.device), **_block(columns),
+        )  # fmt: skip
     return y
 
 
@@ -101,7 +102,8 @@ def add_norm(x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: 
     if x_TD.numel():
         kernels.add_norm[(len(x_TD),)](
             x_TD, branch_TD, weight_D, bias_D, *others_TD, sum_TD, y_TD, next_norm.weight, next_norm.bias, scale,
-            next_norm.epsilon, next_norm.offset, x_TD.shape[1], CENTRED=next_norm.centred, **_block(x_TD.shape[1]),
+            next_norm.epsilon, next_norm.offset, x_TD.shape[1], CENTRED=next_norm.centred, **dependent(x_TD.device),
+            **_block(x_TD.shape[1]),
         )  # fmt: skip
     return sum_TD, y_TD
 

@@ -1,9 +1,9 @@
 """What a GPU computes otherwise than the decoder's modules say: modules and functions that replace a decoder's.
 
-By default norms, with the sums before them, and gates are our Triton kernels, and products cuBLAS's; TritonProducts replaces linear layers,
-heads and the tied head too. Replacements hold the same parameters as what they replace. Invariant of everything but cuBLAS's products
-(batch-invariant): a row of a result depends on that row of x alone, bit for bit. Products of float8 are not replaced: they are by
-our kernel in any case; those of int8 and int4 are block_modules.py's.
+By default norms, with the sums before them, and gates are our Triton kernels, and products cuBLAS's, but for those of a single row;
+TritonProducts replaces linear layers, heads and the tied head too. Replacements hold the same parameters as what they replace. Invariant
+of everything but CublasProducts' products (batch-invariant): a row of a result depends on that row of x alone, bit for bit. Products of
+float8 are not replaced: they are by our kernel in any case; those of int8 and int4 are block_modules.py's.
 
 Shape letters: T tokens, S rows whose logits are wanted, H query heads, D hidden size, V vocabulary, c columns of the latent, p of a
 head without position, v of a head's value.
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from model.attention import HeadProjections, MultiQueryAttention
 from model.decoder import Block, Decoder
+from model.devices import gpu
+from model.devices.gpu.few_rows import MOST_ROWS, MOST_WEIGHTS, multiply_few
 from model.devices.gpu.launches import add_norm, gate, multiply, norm, norm_heads, softmax
 from model.devices.products import Products
 from model.devices.replacement import FusedLinear, NormReplacement, replace_modules
@@ -53,17 +55,25 @@ class GpuEmbedding(Embedding):
         return multiply(x_SD[:, None], self.weight[None])[:, 0]
 
 
-class GeluLinear(FusedLinear):
-    """Replaces a Linear and the tanh form of GELU after it: cuBLAS applies that in the product, which takes no longer for it."""
+class CublasLinear(nn.Module):
+    """Replaces a Linear. Few rows are multiplied by our kernel: one of them, and more where launches are dependent."""
+
+    activation = "none"
+    """Applied to the product. The tanh form of GELU by cuBLAS, which takes no longer for it."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self._has_kernel = self.weight.itemsize == 2 and self.weight.numel() <= MOST_WEIGHTS
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        if x_TD.device.type == "cpu":  # Where torch's epilogue is another form of GELU.
-            return F.gelu(F.linear(x_TD, self.weight, self.bias), approximate="tanh")
-        return torch._addmm_activation(self.bias, x_TD, self.weight.t(), use_gelu=True)
+    def forward(self, x: Tensor) -> Tensor:
+        if self._has_kernel and 0 < len(x) <= (MOST_ROWS if gpu.DEPENDENT_LAUNCHES else 1):
+            return multiply_few(x, self.weight, self.bias, self.activation)
+        if self.activation == "none":
+            return F.linear(x, self.weight, self.bias)
+        if x.device.type == "cpu":  # Where torch's epilogue is another form of GELU.
+            return F.gelu(F.linear(x, self.weight, self.bias), approximate="tanh")
+        return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
 
 
 class GpuNorm(NormReplacement):
@@ -88,13 +98,14 @@ class GpuHeads(HeadProjections):
 
 
 NORMS: dict[type[nn.Module], Any] = {LayerNorm: GpuNorm, RMSNorm: GpuNorm}
-REPLACEMENTS = NORMS | {Linear: GpuLinear, Router: GpuRouter, Embedding: GpuEmbedding, HeadProjections: GpuHeads}
+CUBLAS = NORMS | {Linear: CublasLinear}
+TRITON = NORMS | {Linear: GpuLinear, Router: GpuRouter, Embedding: GpuEmbedding, HeadProjections: GpuHeads}
 
 
 class CublasProducts(Products):
     """cuBLAS's products, or quantized ones. Sums and the norms after them, norms of heads, and gates are one launch each."""
 
-    replacements = NORMS
+    replacements = CUBLAS
 
     def finish(self, decoder: Decoder) -> None:
         super().finish(decoder)
@@ -112,7 +123,7 @@ class TritonProducts(CublasProducts):
     """All products too by our kernels."""
 
     batch_invariant = True
-    replacements = REPLACEMENTS
+    replacements = TRITON
 
     def finish(self, decoder: Decoder) -> None:
         super().finish(decoder)
@@ -125,6 +136,7 @@ def _fuse_activation(mlp: MLP) -> None:
     """Into one launch with the gate's product, or with the matrix product where cuBLAS has that."""
     if mlp.gated:
         mlp.between = partial(gate, activation=mlp.activation)
-    elif type(mlp.up) is Linear and mlp.up.bias is not None and mlp.activation == "gelu_tanh":
-        mlp.set_submodule("up", GeluLinear(mlp.up))
-        mlp.between = None
+        return
+    up: nn.Module = mlp.up
+    if isinstance(up, CublasLinear) and up.bias is not None and mlp.activation == "gelu_tanh":
+        up.activation, mlp.between = mlp.activation, None

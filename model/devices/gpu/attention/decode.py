@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from model.devices.gpu.attention.write import slot_of, store
+from model.devices.gpu.dependent import begin
 
 
 @triton.jit
@@ -189,20 +190,20 @@ def decode(
     factor, HEADS: tl.constexpr, NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_H: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, i): tile % TILES of the heads of row tile // TILES, over split i of the row's keys."""
     TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     tile, number = tl.program_id(0), tl.program_id(1)
     row = (tile // TILES).to(tl.int64)
+    begin(DEPENDENT)
     position = tl.load(positions_ptr + row)
     low, high, num_splits = _share(position, number, split, most_splits, GROUPS * BLOCK_N, WINDOW)
     if position < 0 or number >= num_splits:
         return
     token = row if tokens_ptr is None else tl.load(tokens_ptr + row).to(tl.int64)
     if cosine_ptr is not None:
-        cosine_ptr += token * ((NUM_D + NUM_R) // 2)
-        sine_ptr += token * ((NUM_D + NUM_R) // 2)
+        cosine_ptr, sine_ptr = cosine_ptr + token * ((NUM_D + NUM_R) // 2), sine_ptr + token * ((NUM_D + NUM_R) // 2)
     table_ptr = tables_ptr + row * table_stride + stack
     if number == num_splits - 1:
         store(
