@@ -9,6 +9,7 @@ Shape letters: R lines of the table, F fields of a line, N settings of a draw, W
 
 from array import array
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 from msgspec.structs import replace
@@ -38,6 +39,16 @@ def table_widths(layout: CacheLayout, num_keys: int) -> list[int]:
     return [aligned(pages_for(num_keys, layout.page_size) * group.num_stacks) for group in layout.groups]
 
 
+def lines_of(rows: Sequence[Row], num_decoding: int) -> list[int]:
+    """For each token of these rows its line in a DecodeTable of them, which begins with so many lines of others."""
+    draws, others = count(num_decoding), count(num_decoding + sum(row.sample is not None for row in rows))
+    return [
+        next(draws if place == len(row.tokens) - 1 and row.sample is not None else others)
+        for row in rows
+        for place in range(len(row.tokens))
+    ]
+
+
 class DecodeTable:
     """The lines of at most `most_rows` sequences of at most `most_tokens` tokens. Columns have values for the next step."""
 
@@ -65,19 +76,22 @@ class DecodeTable:
 
     @classmethod
     def of(cls, layout: CacheLayout, rows: Sequence[Row], sources: Sequence[int], decode: "DecodeStep | None" = None) -> "DecodeTable":
-        """A table of the lines of `decode`, then of these rows of the same step, each of which computes one token. `sources`: see
-        `sources_R`. A row that draws nothing has settings of some draw.
+        """A table of the lines of `decode`, then of the last tokens of those of these rows of the same step that draw, then of all other
+        tokens, whose draws mean nothing. So lines that draw are numbered as draws are. `sources` of the rows' last tokens: see `sources_R`.
         """
         num_decoding, longest = (0, 0) if decode is None else (len(decode), decode.num_keys)
-        table = cls(layout, num_decoding + len(rows), max([longest, *(row.start + 1 for row in rows)]))
+        ends = [row.start + len(row.tokens) for row in rows]
+        table = cls(layout, num_decoding + sum(len(row.tokens) for row in rows), max([longest, *ends]))
         if decode is not None:
             table.ids, table.pages, table.samples = decode.ids[:], decode.pages[:], decode.samples[:]
             table.fields_FR[:, :num_decoding], table.settings_RN[:num_decoding] = decode.fields_FR, decode.settings_RN
             table._num_needing = sum(map(needs_more, decode.samples)) if decode.needs_samples else 0
             decode.copy_tables(table.tables)
-        for row, source in zip(rows, sources, strict=True):
-            assert len(row.tokens) == 1
-            table.append(row.sequence, row.pages, row.sample or NO_SAMPLE, row.start, row.tokens[0], source)
+        for row, end, source in zip(rows, ends, sources, strict=True):
+            if row.sample is not None:
+                table.append(row.sequence, row.pages, row.sample, end - 1, row.tokens[-1], source)
+        for row in rows:
+            table._extend(row, len(row.tokens) - (row.sample is not None))
         return table
 
     def __len__(self) -> int:
@@ -96,6 +110,17 @@ class DecodeTable:
             known = listed[: table.shape[1]]
             table[line, : len(known)] = known
         return line
+
+    def _extend(self, row: Row, count: int) -> None:
+        """Adds lines of a row's first tokens, which are those of no sequence's draw."""
+        lines = slice(len(self.ids), len(self.ids) + count)
+        self.ids += [NO_LINE] * count
+        self.pages += [row.pages] * count
+        self.samples += [NO_SAMPLE] * count
+        self.positions_R[lines], self.tokens_R[lines] = range(row.start, row.start + count), row.tokens[:count]
+        for table, listed in zip(self.tables, row.pages, strict=True):
+            known = listed[: table.shape[1]]
+            table[lines, : len(known)] = known
 
     def on_pages(self, line: int, num_known: Sequence[int]) -> None:
         """Takes over the pages that a line's sequence has got after the first `num_known` of each group."""

@@ -1,7 +1,8 @@
-"""CudaGraphs: CUDA graphs of decode-only steps, by bucket of batch size and of context length.
+"""CudaGraphs: CUDA graphs of steps of few tokens, by bucket of their number and of context length.
 
 Most steps of a server compute one token for each row and draw after it, in about a hundred small launches. Such a step is captured once
-for each bucket over static tensors; a step replays the smallest graph that it fits in, and fills it up with padding. Invariant: nothing is
+for each bucket over static tensors; a step replays the smallest graph that it fits in, and fills it up with padding. So does a mixed step
+of decode rows and short chunks of prompts, each of whose tokens is a row of its own. Invariant: nothing is
 captured while requests are served; what a replay reads was copied into place by the same step, after the replay before it. Where the
 device has kernels for it, a captured step ends with the draw of all its rows. It knows nothing of requests, penalties and filters.
 
@@ -20,20 +21,26 @@ import torch
 from torch import Tensor
 
 from cache.layout import CacheLayout, pages_for
-from model.decode import NO_LINE, NUM_FIELDS, DecodeStep, Numbers, aligned, table_widths
+from model.decode import NO_LINE, NUM_FIELDS, DecodeStep, DecodeTable, Numbers, aligned, table_widths
 from model.decoder import Decoder
 from model.devices.backend import Backend
 from model.devices.device import Device, RowDraws, Stream, is_lack_of_memory
 from model.draw_words import NUM_SETTINGS
 from model.sampling import Captured
-from model.step import PENDING
+from model.step import PENDING, Row, StepPlan
 
 log = logging.getLogger("onehead.engine")
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512, 768, 1024)
 """Not 192: cuBLAS takes longer for 192 rows than for 256 (measured on an H100)."""
 FOUND = 4096
-"""Pairs of a size and a number of pages for which the graph is remembered."""
+"""Sizes and numbers of pages for which the graph is remembered."""
+LEAST_SEVERAL = 32
+"""The smallest size of mixed steps. Smaller ones are padded."""
+MOST_KEYS_AGAIN = 2**17
+"""Keys that the chunks of a mixed step may read again because each token reads its own: 64 MiB of a layer for 128 columns, some 15 us from
+an H100's L2. Tiles, which read them for several tokens at once, need a launch kernel by kernel, some 70 us of the host for a layer.
+"""
 
 
 class Shape(Protocol, Hashable):
@@ -54,10 +61,12 @@ class ListedBackend(Backend, Protocol):
     def contexts(self, longest: int) -> Sequence[int]:
         """Upper ends of the buckets of context lengths, up to the bucket of the longest context."""
 
-    def shape(self, num_keys: int, num_rows: int) -> Shape | None:
-        """The bucket of steps of so many rows with contexts of up to `num_keys`. None where a step has to be launched kernel by kernel."""
+    def shape(self, num_keys: int, num_rows: int, several: bool = False) -> Shape | None:
+        """The bucket of steps of so many rows with contexts of up to `num_keys`. None where a step has to be launched kernel by kernel.
+        `several`: rows may be of one sequence, where that makes a difference.
+        """
 
-    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], num_keys: int) -> Any:
+    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], shape: Any) -> Any:
         """The plan of a step, for `run`: the position of each row (NO_LINE: padding), and for each group of layers its page table."""
 
 
@@ -135,7 +144,8 @@ class CudaGraphs:
         """Captures these steps, each in every batch size that it fits in. The largest come first: the others reuse their memory. Steps
         that cannot be captured are launched kernel by kernel. Raises the error of a broken device.
         """
-        found = ((step, self._bucket(step.num_keys, size)) for step in steps for size in self.sizes if size >= len(step))
+        asked = [(step, size, several) for step in steps for several in (False, True) for size in self._sizes(several) if size >= len(step)]
+        found = ((step, self._bucket(step.num_keys, size, several)) for step, size, several in asked)
         packed = [(bucket, self._pack(step, bucket)) for step, bucket in found if bucket is not None]
         packed.sort(key=lambda pair: -pair[0].num_numbers)
         if packed:
@@ -159,18 +169,22 @@ class CudaGraphs:
             log.warning("%d CUDA graphs are missing; such steps are launched kernel by kernel, which is slower", num_failed)
         self._find.cache_clear()
 
-    def _captured_for(self, size: int, num_pages: int) -> tuple[Bucket, Callable[[], None], Lists] | None:
+    def _sizes(self, several: bool) -> list[int]:
+        """Numbers of rows for which steps are captured."""
+        return [size for size in self.sizes if size >= LEAST_SEVERAL] or self.sizes[-1:] if several else self.sizes
+
+    def _captured_for(self, size: int, num_pages: int, several: bool) -> tuple[Bucket, Callable[[], None], Lists] | None:
         """The graph for steps of this size whose longest context has so many pages."""
-        bucket = self._bucket(num_pages * self._layout.page_size, size)
+        bucket = self._bucket(num_pages * self._layout.page_size, size, several)
         return None if bucket is None or (found := self._replays.get(bucket.shape)) is None else (bucket, *found)
 
     @property
     def num_captured(self) -> int:
         return len(self._replays)
 
-    def _bucket(self, num_keys: int, size: int) -> Bucket | None:
+    def _bucket(self, num_keys: int, size: int, several: bool) -> Bucket | None:
         """The bucket of steps of `size` rows, padding included; None where there is none."""
-        shape = self._backend.shape(num_keys, size)
+        shape = self._backend.shape(num_keys, size, several)
         if shape is None:
             return None
         widths = table_widths(self._layout, shape.num_keys)
@@ -190,7 +204,7 @@ class CudaGraphs:
         """The step itself, over static tensors."""
         size, (positions_B, ids_B, sources_B) = shape.num_rows, lists.fields_FB
         ids_B = torch.where(sources_B >= 0, self._drawn_S[sources_B.clamp(min=0)], ids_B)
-        attend = partial(self._backend.run, self._backend.listed(positions_B, lists.tables_BW, shape.num_keys))
+        attend = partial(self._backend.run, self._backend.listed(positions_B, lists.tables_BW, shape))
         # Every table of positions has one for 0.
         x_BD = self._decoder(ids_B, positions_B.clamp(min=0), attend)
         logits_BV = self._decoder.logits(x_BD)
@@ -203,11 +217,24 @@ class CudaGraphs:
         else:
             self._draws.draw(self._logits_BV[:size], lists.settings_BN, self._drawn_S, x_BD)
 
-    def find(self, step: DecodeStep) -> "Callable[[], Replayed] | None":
-        """A function that replays this step; None where no graph fits."""
-        if len(step) > self.sizes[-1]:
+    def step_of(self, plan: StepPlan, sources_of: Callable[[Sequence[Row]], Sequence[int]]) -> DecodeStep | None:
+        """A step with a row for each token; None where these may not be rows of a graph. `sources_of`: those of listed rows."""
+        num_tokens, num_keys = 0 if plan.decode is None else len(plan.decode), 0
+        for row in plan.listed:
+            if row.scoring is not None or row.drafts or (row.sample is None and len(row.tokens) == 1):
+                return None
+            num_tokens += len(row.tokens)
+            num_keys += (len(row.tokens) - 1) * (row.start + len(row.tokens))
+        if num_tokens > self.sizes[-1] or num_keys > MOST_KEYS_AGAIN:
             return None
-        captured = self._find(self.sizes[bisect_left(self.sizes, len(step))], pages_for(step.num_keys, self._layout.page_size))
+        return DecodeTable.of(self._layout, plan.listed, sources_of(plan.listed), plan.decode).advance()
+
+    def find(self, step: DecodeStep, several: bool = False) -> "Callable[[], Replayed] | None":
+        """A function that replays this step; None where no graph fits. `several`: whether rows are of one sequence."""
+        sizes = self._sizes(several)
+        if len(step) > sizes[-1]:
+            return None
+        captured = self._find(sizes[bisect_left(sizes, len(step))], pages_for(step.num_keys, self._layout.page_size), several)
         if captured is None:
             return None
         bucket, replay, lists = captured

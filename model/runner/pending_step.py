@@ -3,11 +3,12 @@
 Invariant: `result` reads only what was copied to the host for this step. It decides nothing, and knows no device.
 """
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
 
 from torch import Tensor
 
+from model.decode import lines_of
 from model.devices.device import Event
 from model.sampling import NOT_FINITE_STATES, Draws, Scores
 from model.step import Row, SampledToken, SampleError, StepResult
@@ -28,7 +29,17 @@ class PendingStep:
         self.finite_T: Tensor | None = None
         """Whether the states of each token are finite; None where draws tell it."""
         self.event: Event | None = None
+        self._lines: list[int] | None = None
+        """For each token of the rows its line, where tokens are lines of a DecodeStep (see `lines_of`)."""
         self._result: StepResult | None = None
+
+    @classmethod
+    def of_lines(cls, rows: Sequence[Row], num_decoding: int) -> "PendingStep":
+        """A step that has a line for each token of these rows, after those of the rows that decode."""
+        counts = (len(row.tokens) for row in rows)
+        pending = cls(rows, [*accumulate(counts, initial=num_decoding)][:-1], num_decoding)
+        pending._lines = lines_of(rows, num_decoding)
+        return pending
 
     @property
     def done(self) -> bool:
@@ -44,12 +55,16 @@ class PendingStep:
         return self._result
 
     def _read(self) -> StepResult:
-        drawn, accepted = self._drawn()
+        outcomes = [] if self.draws is None else self.draws.read()
+        drawn, accepted = self._drawn(iter(outcomes))
         scored: dict[int, list[SampledToken]] = {}
         for indices, scores in self.scores:
             for index, score in zip(indices, scores.read(), strict=True):
                 scored.setdefault(index, []).append(score)
         finite_T = [] if self.finite_T is None else self.finite_T.tolist()
+        if self._lines is not None:
+            finite_S = finite_T or [outcome is not NOT_FINITE_STATES for outcome in outcomes]
+            finite_T = [*finite_S[: self.num_decoding], *(finite_S[line] for line in self._lines)]
         if not all(finite_T):
             spans = [(i, 1) for i in range(self.num_decoding)]
             spans += [(first, len(row.tokens)) for row, first in zip(self.rows, self.firsts, strict=True)]
@@ -59,9 +74,10 @@ class PendingStep:
                     accepted.pop(i, None)
         return StepResult(tuple(drawn), scored, accepted)
 
-    def _drawn(self) -> tuple[list[SampledToken | SampleError | None], dict[int, list[SampledToken]]]:
+    def _drawn(
+        self, draws: Iterator[SampledToken | SampleError]
+    ) -> tuple[list[SampledToken | SampleError | None], dict[int, list[SampledToken]]]:
         """What every row draws, and its accepted drafts."""
-        draws = iter(() if self.draws is None else self.draws.read())
         drawn: list[SampledToken | SampleError | None] = [*islice(draws, self.num_decoding)]
         accepted: dict[int, list[SampledToken]] = {}
         for row, places in zip(self.rows, self.samples, strict=True):

@@ -175,10 +175,13 @@ class ModelRunner:
         pages = all_in_page_0(self.pool.layout, longest)
         for sampling in (GREEDY, Sampling(), Sampling(top_p=0.9), Sampling(top_p=0.9, presence_penalty=1.0), SORTING):
             self.run(StepPlan((Row(0, [0], longest - 1, pages, Sample(sampling, (), ())),)))
+        # A step of few tokens would be captured. Its kernels also serve where there is no graph: behind long prompts, and with scores.
+        graphs, self._graphs = self._graphs, None
         for num_singles, chunk in product({1, self._most_rows}, {2, len(self._drawn_S) - self._most_rows}):
             if num_singles and (count := min(chunk, longest)) > 1:
                 singles = [Row(1 + i, [0], longest - 1, pages, Sample(GREEDY, (), ())) for i in range(num_singles)]
                 _try(self, StepPlan((Row(0, [0] * count, 0, all_in_page_0(self.pool.layout, count), None), *singles)))
+        self._graphs = graphs
         self.pool.clear(self.device.upload([0]))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -221,15 +224,15 @@ class ModelRunner:
         """Launches a step by a CUDA graph; None where there is none for it."""
         if self._graphs is None or self._stream is None:
             return None
-        step = plan.decode
-        if step is None or plan.listed:
-            if any(len(row.tokens) != 1 or row.sample is None or row.scoring is not None for row in plan.listed):
-                return None
-            step = DecodeTable.of(self.pool.layout, plan.listed, self._sources(plan.listed), step).advance()
-        replay = self._graphs.find(step)
-        if replay is None:
+        step, listed = plan.decode, plan.listed
+        if step is None or listed:
+            step = self._graphs.step_of(plan, self._sources)
+        several = any(len(row.tokens) > 1 for row in listed)
+        if step is None or (replay := self._graphs.find(step, several)) is None:
             return None
         pending = PendingStep((), (), len(step))
+        if several:
+            pending = PendingStep.of_lines(listed, 0 if plan.decode is None else len(plan.decode))
         self._stream.enqueue(partial(self._replay, plan, step, pending, replay))
         self._drawn_ids = step.ids
         pending.event = self._stream.mark()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from cache.layout import CacheLayout
-from model.decode import NO_LINE, DecodeTable
-from model.step import PENDING, Sample, Sampling
+from model.decode import NO_LINE, DecodeTable, lines_of
+from model.step import PENDING, Row, Sample, Sampling
 
 LAYOUT = CacheLayout.of(3, [None, 4, 4], 2)
 MOST_ROWS, MOST_TOKENS = 5, 20
@@ -123,3 +123,23 @@ def test_rows_follow_the_lines_of_a_step() -> None:
         for group, listed_RW in enumerate(both.table.tables):
             end = (row.start // 2 + 1) * LAYOUT.groups[group].num_stacks
             assert listed_RW[line, :end].tolist() == list(row.pages[group][:end])
+
+
+def test_each_token_of_a_row_is_a_line_and_those_that_draw_come_first() -> None:
+    def pages(id: int, count: int) -> "list[array[int]]":
+        return [array("q", range(id * 100, id * 100 + -(-count // 2) * group.num_stacks)) for group in LAYOUT.groups]
+
+    table = DecodeTable(LAYOUT, MOST_ROWS, MOST_TOKENS)
+    table.append(9, pages(9, 8), Sample(Sampling(seed=4), [1], []), 7, 3, PENDING)
+    draws = Sample(Sampling(top_p=0.5), [1], [2])
+    rows = [Row(0, [5, 6, 7], 4, pages(0, 7), None), Row(1, [8, 9, 10], 0, pages(1, 3), draws), Row(2, [PENDING], 6, pages(2, 7), draws)]
+    step = DecodeTable.of(LAYOUT, rows, [PENDING, PENDING, 11], table.advance()).advance()
+    assert step.ids == [9, 1, 2, NO_LINE, NO_LINE, NO_LINE, NO_LINE, NO_LINE] and step.needs_samples and step.num_keys == 8
+    assert step.positions_R.tolist() == [7, 2, 6, 4, 5, 6, 0, 1] and step.fields_FR[1].tolist() == [3, 10, PENDING, 5, 6, 7, 8, 9]
+    assert step.sources_R.tolist() == [PENDING, PENDING, 11, *[PENDING] * 5]
+    assert lines_of(rows, 1) == [3, 4, 5, 6, 7, 1, 2]
+    for line, row in enumerate([rows[1], rows[2], *[rows[0]] * 3, *[rows[1]] * 2], start=1):
+        for group, listed in enumerate(step.table.tables):
+            assert listed[line, : len(row.pages[group])].tolist() == list(row.pages[group])
+    # The draws of the step after it are those of the lines that draw.
+    assert step.table.sources_R[:3].tolist() == [0, 1, 2]

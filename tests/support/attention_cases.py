@@ -149,11 +149,11 @@ class Case:
 
 
 def captured_plan(backend: Any, rows: Sequence[Row], num_rows: int) -> Any:
-    """A captured step's plan of these rows of one token, padded to `num_rows`; None where it is not captured."""
+    """A captured step's plan of the tokens of these rows, padded to `num_rows`; None where it is not captured."""
     layout = backend.pool.layout
     step = DecodeTable.of(layout, rows, [PENDING] * len(rows)).advance()
-    shape = backend.shape(step.num_keys, num_rows)
+    shape = backend.shape(step.num_keys, num_rows, len(step) > len(rows))
     if shape is None:
         return None
     singles = unpacked(torch.from_numpy(packed(step, shape, layout)), shape, layout)
-    return backend.listed(singles.positions_B, singles.tables_BW, shape.num_keys)
+    return backend.listed(singles.positions_B, singles.tables_BW, shape)

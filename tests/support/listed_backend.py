@@ -33,11 +33,11 @@ class ListedReference:
     def contexts(self, longest: int) -> list[int]:
         return [min(num_keys, longest) for num_keys in classes(self.pool.page_size, longest)]
 
-    def shape(self, num_keys: int, num_rows: int) -> Shape | None:
+    def shape(self, num_keys: int, num_rows: int, several: bool = False) -> Shape | None:
         return shape_of(num_keys, num_rows, self.pool.page_size)
 
-    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], num_keys: int) -> Singles:
-        return Singles(positions_B, tuple(tables_BW), num_keys)
+    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], shape: Shape) -> Singles:
+        return Singles(positions_B, tuple(tables_BW), shape.num_keys)
 
     def run(self, plan: Any, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None) -> Tensor:
         if not isinstance(plan, Singles):

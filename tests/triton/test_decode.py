@@ -38,16 +38,18 @@ def launch(case: Case, chosen: list[int], num_rows: int, layer: int = 0, backend
     """The outputs of these rows as a captured step computes them, padded to `num_rows` rows whose inputs are NaN."""
     backend = backend or case.backend("triton-fast", pool or case.pool())
     plan = captured_plan(backend, [case.rows[i] for i in chosen], num_rows)
-    padding = num_rows - len(chosen)
+    num_tokens = sum(len(case.rows[i].tokens) for i in chosen)
+    padding = num_rows - num_tokens
     parts = ([case.inputs[i][part] for i in chosen] for part in range(3))
     q_THd, k_Td, v_Tv = (torch.cat([*part, torch.full_like(part[0], torch.nan).repeat_interleave(padding, 0)]) for part in parts)
-    position_T = torch.tensor([case.rows[i].start for i in chosen] + [0] * padding)
+    positions = [case.rows[i].start + place for i in chosen for place in range(len(case.rows[i].tokens))]
+    position_T = torch.tensor(positions + [0] * padding)
     for scratch in (backend.tiles.partial, backend.tiles.peaks, backend.tiles.sums):
         scratch.fill_(torch.nan)
     o_THv = backend.run(plan, layer, q_THd, k_Td, v_Tv, case.rotation(position_T))
     assert not backend.counters.any()
-    assert o_THv[len(chosen) :].isnan().all()
-    return o_THv[: len(chosen)]
+    assert o_THv[num_tokens:].isnan().all()
+    return o_THv[:num_tokens]
 
 
 def turned(rotation: Rotation | None, x_nhd: torch.Tensor) -> torch.Tensor:
@@ -102,6 +104,43 @@ def test_every_class_of_rows_with_and_without_windows(
     case.rotate(interleaved=False)
     pool = case.pool()
     check(case, pool, launch(case, case.everyone(), 5, layer, pool=pool), layer)
+
+
+def chunks(num_heads: int, key_dim: int, value_dim: int | None, dtype: torch.dtype, window: int | None = None) -> Case:
+    """Chunks of prompts and single tokens, some of them at the beginning of a context."""
+    return Case(23, num_heads, key_dim, value_dim, 64, window, 300, dtype, None, kernels="triton-fast")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "key_dim", "value_dim", "window"),
+    [(16, 128, None, None), (16, 128, None, 20), (8, 256, None, None), (16, 576, 512, None)],
+)
+@torch.inference_mode()
+def test_tokens_of_chunks_as_single_tokens_are_attention_in_float64(
+    num_heads: int, key_dim: int, value_dim: int | None, window: int | None, dtype: torch.dtype
+) -> None:
+    """Each sees those before it that the same step stores; the same bits alone and in company; and TritonBackend's bits as of chunks."""
+    case, layer = chunks(num_heads, key_dim, value_dim, dtype, window), 1 if window else 0
+    if value_dim is None:
+        case.rotate(interleaved=dtype is torch.float32)
+    num_tokens = sum(len(row.tokens) for row in case.rows)
+    assert num_tokens > len(case.rows) + 3
+    pool = case.pool()
+    together = launch(case, case.everyone(), num_tokens + 5, layer, pool=pool)
+    check(case, pool, together, layer)
+    shortest = min(case.everyone(), key=lambda i: len(case.rows[i].tokens))
+    first = sum(len(row.tokens) for row in case.rows[:shortest])
+    count = len(case.rows[shortest].tokens)
+    assert torch.equal(launch(case, [shortest], count + 1, layer), together[first : first + count])
+    usual = case.pool()
+    backend = case.backend("triton", usual)
+    padded = [torch.cat([torch.cat(parts), torch.full_like(parts[0][:1], torch.nan)]) for parts in zip(*case.inputs, strict=True)]
+    position_T = torch.tensor([row.start + place for row in case.rows for place in range(len(row.tokens))] + [0])
+    by_lines = backend.run(captured_plan(backend, case.rows, num_tokens + 1), layer, *padded, case.rotation(position_T))[:num_tokens]
+    assert torch.equal(by_lines, torch.cat(case.run(case.everyone(), layer, "triton")))
+    for ours, theirs in ((pool.keys_LPSd, usual.keys_LPSd), (pool.values_LPSv, usual.values_LPSv)):
+        assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 128])

@@ -93,7 +93,7 @@ def launches(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def capture(decoder: Decoder, launches: Launches) -> int:
-    """Captures steps of one and of two rows for each class of contexts. -> how many could be captured"""
+    """Captures steps of one and of two rows for each class of contexts, the latter also of one sequence. -> how many were"""
     spec = decoder.spec
     layout = CacheLayout.of(spec.num_layers, spec.windows, 16)
     sizes = layout.pages_per_block * 40, spec.key_dim, spec.value_dim
@@ -110,7 +110,7 @@ def by_layer(decoder: Decoder, launches: Launches) -> list[list[str]]:
     for block in decoder.blocks:
         block.register_forward_pre_hook(lambda *_: firsts.append(len(launches.names)))
         block.register_forward_hook(lambda *_: ends.append(len(launches.names)))
-    assert capture(decoder, launches) == 2 * NUM_CLASSES
+    assert capture(decoder, launches) == 3 * NUM_CLASSES
     return [launches.names[first:end] for first, end in zip(firsts, ends, strict=True)]
 
 
@@ -139,10 +139,13 @@ GEMMA3 = ["mm", "norm_heads", "mm", "add_norm", "mm", "gate", "mm", "add_norm"]
     ids=["gpt_bigcode", "gemma3", "falcon", "falcon with two norms", "llama"],
 )
 def test_a_layer_launches_what_it_needs(config: dict[str, Any], expected: list[str], most: int, tmp_path: Path, launches: Launches) -> None:
-    """With that of attention seven for gpt_bigcode, and twelve allowed for gemma3. Products of one row are ours, one launch as well."""
+    """With that of attention seven for gpt_bigcode, and twelve allowed for gemma3. Products of one row are ours, one launch as well; a step with
+    several rows of a sequence stores all keys first.
+    """
     layers = by_layer(decoder_of(tmp_path, config), launches)
-    singles, pairs = ([names for names in layers if ("few_rows" in names) is single] for single in (True, False))
-    assert len(singles) == len(pairs) and outside_attention(pairs, 1) == expected and len(expected) <= most
+    singles, others = ([names for names in layers if ("few_rows" in names) is single] for single in (True, False))
+    assert outside_attention(others, 2) == expected and len(expected) <= most
+    assert 2 * len(singles) == len(others) and sum(names.count("attention") for names in others) == 3 * len(singles)
     unfused = [name for name in outside_attention(singles, 1) if name != "gelu"]  # Any activation is applied in ours.
     assert unfused == ["few_rows" if name in CUBLAS else name for name in expected if name != "gelu"]
 

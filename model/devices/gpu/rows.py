@@ -9,7 +9,7 @@ Shape letters: T tokens, D columns of a normed row, N columns of a block of logi
 import triton
 import triton.language as tl
 
-from model.devices.gpu.dependent import begin
+from model.devices.gpu.dependency import begin
 from model.devices.gpu.products import activated
 
 

@@ -1,6 +1,7 @@
 """The runner that launches, over a stream that is late: tokens taken on the device, captured steps, and what a step leaves behind."""
 
 import random
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from cache.layout import pages_for
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
+from model.decode import DecodeTable
 from model.devices import find_device
 from model.devices.products import Products
 from model.runner.pending_step import PendingStep
 from model.runner.runner import ModelRunner, largest_step
-from model.step import SampledToken, Sampling, StepPlan
+from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, StepPlan
 from server.engine.core import EngineCore
 from server.engine.scheduler import Limits, Scheduler, TokenEvent
 from tests.model.test_decoder import CPU, finish, load, make_core, make_pool
@@ -138,7 +141,63 @@ def test_a_step_larger_than_any_captured_is_launched_piece_by_piece(tmp_path: Pa
     assert isinstance(runner, ModelRunner) and runner.capture(PAGE) == 9  # 1 to 64 rows; contexts of a page.
     core.scheduler.submit(0, [5, 6, 7], 40, Sampling(temperature=0.0))
     finish(core)
-    assert stream.num_replays == PAGE - 3 and stream.num_enqueued == 40
+    # The prompt, and tokens up to the end of the first page.
+    assert stream.num_replays == 1 + PAGE - 3 and stream.num_enqueued == 40
+
+
+def test_short_chunks_of_prompts_beside_single_tokens_are_captured(tmp_path: Path) -> None:
+    """Whole prompts, parts of one, and their prefixes that were cached; unless what they read again would take too long."""
+    checkpoint = make_checkpoint(SHAPES[1], tmp_path)
+    stream = RecordingStream()
+    core, expected = overlapped(tmp_path, stream, captured=True), make_core(checkpoint, 60, 8, page_size=PAGE)
+    outputs: dict[int, list[int]] = {}
+    launched = stream.num_enqueued - stream.num_replays  # To warm up.
+    for id in range(6):
+        for one in (core, expected):
+            one.scheduler.submit(id, [5 + id, *range(20, 28 + 20 * id)], 30, Sampling(temperature=0.7, seed=id))
+        for _ in range(3):
+            for event in core.step():
+                assert isinstance(event, TokenEvent) and isinstance(event.drawn, SampledToken)
+                outputs.setdefault(event.id, []).append(event.drawn.token)
+    for id, tokens in finish(core).items():
+        outputs.setdefault(id, []).extend(tokens)
+    assert outputs == finish(expected)
+    assert stream.num_enqueued - stream.num_replays == launched
+
+
+@pytest.mark.parametrize("num_chunk", [3, 64])
+def test_a_chunk_without_finite_states_fails_alone(num_chunk: int, tmp_path: Path) -> None:
+    """Also one that draws nothing. As captured, so launched."""
+    make_checkpoint(SHAPES[1], tmp_path)
+    stream = RecordingStream()
+    runner: Any = overlapped(tmp_path, stream, captured=True).runner
+    runner.pool.keys_LPSd[:, 1].fill_(torch.nan)
+    greedy = Sample(Sampling(temperature=0.0), [1], [])
+
+    def row(id: int, num_tokens: int, first_page: int, sample: Sample | None) -> Row:
+        num_pages = pages_for(PAGE + num_tokens, PAGE)
+        pages = [array("q", range(first_page, first_page + num_pages * group.num_stacks)) for group in runner.pool.layout.groups]
+        return Row(id, [7] * num_tokens, PAGE, pages, sample)
+
+    decode = DecodeTable.of(runner.pool.layout, [row(0, 1, 20, greedy)], [PENDING]).advance()
+    rows = row(1, num_chunk, 1, None), row(2, 4, 10, greedy), row(3, 2, 1, greedy), row(4, 5, 30, None)
+    before = stream.num_replays
+    drawn = runner.run(StepPlan(rows, decode=decode)).drawn
+    assert stream.num_replays - before == (num_chunk == 3)
+    assert [type(one) for one in drawn] == [SampledToken, SampleError, SampledToken, SampleError, type(None)]
+
+
+def test_what_chunks_would_read_again_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(SHAPES[1], tmp_path)
+    replays = []
+    for most in (3, 2):
+        monkeypatch.setattr("model.runner.cuda_graphs.MOST_KEYS_AGAIN", most * 4)
+        core = overlapped(tmp_path, stream := RecordingStream(), captured=True)
+        before = stream.num_replays
+        core.scheduler.submit(0, [5, 6, 7, 8], 5, Sampling(temperature=0.0))
+        finish(core)
+        replays.append(stream.num_replays - before)
+    assert replays == [5, 4]
 
 
 def test_nothing_is_captured_for_a_backend_without_lists(tmp_path: Path) -> None:

@@ -81,16 +81,16 @@ class TritonBackend:
         """The longest context of each class."""
         return [min(num_keys, longest) for num_keys in classes(self.pool.page_size, longest)]
 
-    def shape(self, num_keys: int, num_rows: int) -> Shape | None:
-        """See ListedBackend. Also None if the scratch memory is too small for one wave."""
+    def shape(self, num_keys: int, num_rows: int, several: bool = False) -> Shape | None:
+        """See ListedBackend. Also None if the scratch memory is too small for one wave. Keys are stored before any is read in any case."""
         shape = shape_of(num_keys, num_rows, self.pool.page_size)
         if shape is None or any(self._num_tiles(num_rows) * splits > self.capacity for splits in self._splits(shape.num_keys)):
             return None
         return shape
 
-    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], num_keys: int) -> Singles:
+    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], shape: Shape) -> Singles:
         """The plan of a step of single tokens whose numbers are on the device."""
-        return Singles(positions_B, tuple(tables_BW), num_keys)
+        return Singles(positions_B, tuple(tables_BW), shape.num_keys)
 
     def _num_tiles(self, num_rows: int) -> int:
         return num_rows * pages_for(self.num_heads, self.configuration.rows)
@@ -100,7 +100,7 @@ class TritonBackend:
         return [most_splits(num_keys, group.window, self.configuration) for group in self.pool.layout.groups]
 
     def run(self, plan: Plan, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None) -> Tensor:
-        return self.attend(plan, layer, self._store(plan, layer, *in_rows(q_THd, k_Td, v_Tv), rotation))
+        return self.attend(plan, layer, self.store(plan, layer, *in_rows(q_THd, k_Td, v_Tv), rotation))
 
     def attend(self, plan: Plan, layer: int, q_THd: Tensor) -> Tensor:
         """The second part of `run`: attention of rotated queries, contiguous in each token, over stored keys and values. The outputs of
@@ -132,7 +132,7 @@ class TritonBackend:
                 )  # fmt: skip
         return o_THv
 
-    def _store(self, plan: Plan, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None) -> Tensor:
+    def store(self, plan: Plan, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None) -> Tensor:
         """Stores keys and values. -> q_THd, rotated; rows of padding are undefined."""
         place = self.pool.layout.places[layer]
         group, (keys, values) = self.pool.layout.groups[place.group], self.pool.layer(layer)

@@ -4,8 +4,9 @@ A program computes one tile of a token's heads over one split of its keys. Each 
 with sums of its own that are joined after the loop, so that the loop needs few barriers; with one group all warps share the keys. The
 number of a block's page is loaded one block ahead: a load that waits for another is not pipelined well.
 
-The new key lies in the last split, whose program stores it before it reads it. Every tile of heads stores it, the same bytes. The last
-program of a tile to finish, which an atomic counter tells, adds up the splits in their order and sets the counter back to 0.
+The new key lies in the last split, whose program stores it before it reads it, unless all keys of the step are stored already. Every tile
+of heads stores it, the same bytes. The last program of a tile to finish, which an atomic counter tells, adds up the splits in their order
+and sets the counter back to 0.
 
 Invariant: a token's output depends on its own sequence, and on the tile sizes, `split` and `most_splits`, which all rows of a step share.
 Its inputs of a step are each row's position and page table, so that captured steps need no other lists. A row at a position below 0 is
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from model.devices.gpu.attention.write import slot_of, store
-from model.devices.gpu.dependent import begin
+from model.devices.gpu.dependency import begin
 
 
 @triton.jit
@@ -194,8 +195,7 @@ def decode(
 ):  # fmt: skip
     """Program (tile, i): tile % TILES of the heads of row tile // TILES, over split i of the row's keys."""
     TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    tile, number = tl.program_id(0), tl.program_id(1)
-    row = (tile // TILES).to(tl.int64)
+    tile, number, row = tl.program_id(0), tl.program_id(1), (tl.program_id(0) // TILES).to(tl.int64)
     begin(DEPENDENT)
     position = tl.load(positions_ptr + row)
     low, high, num_splits = _share(position, number, split, most_splits, GROUPS * BLOCK_N, WINDOW)
@@ -205,12 +205,13 @@ def decode(
     if cosine_ptr is not None:
         cosine_ptr, sine_ptr = cosine_ptr + token * ((NUM_D + NUM_R) // 2), sine_ptr + token * ((NUM_D + NUM_R) // 2)
     table_ptr = tables_ptr + row * table_stride + stack
-    if number == num_splits - 1:
-        store(
-            token, slot_of(position, table_ptr, num_stacks, PAGE), k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr,
-            k_stride, v_stride, NUM_D + NUM_R, BLOCK_KEY, NUM_V, BLOCK_V, VALUE_IN_KEY, INTERLEAVED,
-        )  # fmt: skip
-        tl.debug_barrier()
+    if k_ptr is not None:  # noqa: SIM102  # The compiler's condition, around the program's.
+        if number == num_splits - 1:
+            store(
+                token, slot_of(position, table_ptr, num_stacks, PAGE), k_ptr, v_ptr, cosine_ptr, sine_ptr, keys_ptr, values_ptr,
+                k_stride, v_stride, NUM_D + NUM_R, BLOCK_KEY, NUM_V, BLOCK_V, VALUE_IN_KEY, INTERLEAVED,
+            )  # fmt: skip
+            tl.debug_barrier()
     head_H, cols_V = tile % TILES * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_V)
     # Rows after the last head repeat that one and are not stored.
     read_H, stored_HV = tl.minimum(head_H, HEADS - 1), (head_H < HEADS)[:, None] & (cols_V < NUM_V)[None, :]

@@ -8,7 +8,7 @@ Shape letters: T tokens of the step, B rows of one token, H query heads, d colum
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -76,6 +76,7 @@ class FastBackend:
             words.append(joined(lists))
         step, num_decoding = batch.plan.decode, len(batch.firsts) - len(listed)
         if singles:
+            singles.sort(key=lambda pair: pair[0].sample is None)  # In a table, rows that draw come first.
             step = DecodeTable.of(layout, [row for row, _ in singles], [PENDING] * len(singles), step).advance()
         if step is not None:
             shape = Shape(len(step), step.num_keys)
@@ -95,12 +96,13 @@ class FastBackend:
         """The longest context of each class."""
         return self.tiles.contexts(longest)
 
-    def shape(self, num_keys: int, num_rows: int) -> Shape | None:
-        return shape_of(num_keys, num_rows, self.pool.page_size)
+    def shape(self, num_keys: int, num_rows: int, several: bool = False) -> Shape | None:
+        shape = shape_of(num_keys, num_rows, self.pool.page_size)
+        return None if shape is None else replace(shape, several=several)
 
-    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], num_keys: int) -> StepLists:
+    def listed(self, positions_B: Tensor, tables_BW: Sequence[Tensor], shape: Shape) -> StepLists:
         """The plan of a step of single tokens whose numbers are on the device."""
-        return StepLists((), Singles(positions_B, tuple(tables_BW), num_keys))
+        return StepLists((), Singles(positions_B, tuple(tables_BW), shape.num_keys, several=shape.several))
 
     def run(self, plan: StepLists, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None = None) -> Tensor:
         q_THd, k_Td, v_Tv = in_rows(q_THd, k_Td, v_Tv)
@@ -109,12 +111,16 @@ class FastBackend:
         else:
             o_THv = q_THd.new_empty(len(q_THd), self.num_heads, self.tiles.columns[2])
         if plan.singles is not None:
-            self._decode(plan.singles, layer, q_THd, k_Td, v_Tv, rotation, o_THv)
+            new: tuple[Tensor, Tensor] | None = k_Td, v_Tv
+            if plan.singles.several:
+                q_THd, new, rotation = self.tiles.store(plan.singles, layer, q_THd, k_Td, v_Tv, rotation), None, None
+            self._decode(plan.singles, layer, q_THd, new, rotation, o_THv)
         return o_THv
 
     def _decode(
-        self, rows: Singles, layer: int, q_THd: Tensor, k_Td: Tensor, v_Tv: Tensor, rotation: Rotation | None, o_THv: Tensor
+        self, rows: Singles, layer: int, q_THd: Tensor, new: tuple[Tensor, Tensor] | None, rotation: Rotation | None, o_THv: Tensor
     ) -> None:
+        """`new`: keys and values to be stored; None where all are, and queries are rotated."""
         place, num_rows, tiles = self.pool.layout.places[layer], len(rows.positions_B), self.tiles
         group, tables_BW = self.pool.layout.groups[place.group], rows.tables_BW[place.group]
         keys, values = self.pool.layer(layer)
@@ -125,10 +131,12 @@ class FastBackend:
         # A window may begin within a block.
         seen = min(rows.num_keys, (group.window or rows.num_keys) + configuration.groups * configuration.keys - 1)
         cosine_Tr, sine_Tr = (None, None) if rotation is None else (rotation.cosine_Tr, rotation.sine_Tr)
+        k_Td, v_Tv = new or (None, None)
+        strides = [0 if x is None else x.stride(0) for x in (q_THd, k_Td, v_Tv)]
         decode[(num_tiles, min(most_splits, pages_for(seen, configuration.split)))](
             q_THd, k_Td, v_Tv, cosine_Tr, sine_Tr, keys, values, o_THv, rows.tokens_B, rows.positions_B, tables_BW,
-            tiles.partial, tiles.peaks, tiles.sums, self.counters, q_THd.stride(0), k_Td.stride(0), v_Tv.stride(0), tables_BW.stride(0),
-            place.stack, group.num_stacks, configuration.split, most_splits, tiles.factor,
+            tiles.partial, tiles.peaks, tiles.sums, self.counters, *strides, tables_BW.stride(0), place.stack,
+            group.num_stacks, configuration.split, most_splits, tiles.factor,
             WINDOW=group.window or 0, INTERLEAVED=rotation is not None and rotation.interleaved,
             **decode_sizes_of(self.num_heads, tiles.columns, configuration), **tiles.sizes, **configuration.options,
             **dependent(keys.device),

@@ -27,6 +27,8 @@ class Shape:
     num_rows: int
     num_keys: int
     """The longest context of the class."""
+    several: bool = False
+    """Whether sequences may have several rows, where the kernels of a step with one for each are others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Singles:
     """The longest context that launches are made for."""
     tokens_B: Tensor | None = None
     """Index of each row's token among the step's; None: the row's own."""
+    several: bool = False
+    """Whether a row may read the keys of another: then all are stored before any is read."""
 
 
 def class_of(num_keys: int, page_size: int) -> int:
