@@ -137,6 +137,7 @@ def test_messages_tools_reasoning_and_errors_are_text(open_page: OpenPage, serve
 def test_the_models_name_and_schemas_are_text(open_page: OpenPage, server: ServerProcess) -> None:
     page = open_page(server.port, "ui/icon.svg", expected=("status of 404",))  # The browser asks for /favicon.ico.
     document = json.loads(server.get("/openapi.json")[1])
+    number = 0
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": CORPUS[number], "max_model_len": 1}]}))
 
     def answer(route: Any) -> None:
