@@ -1,15 +1,16 @@
-"""What viewers of /monitor cost a server: output tokens a second with so many of them and with none, in turns.
+"""What viewers of /monitor cost a server: output tokens a second, and its processor time a token, with so many and with none, in turns.
 
     python -m bench.viewers --output FILE [--viewers 10] [--rounds 5] [--streams 8,32] [--seconds 8] [-- SERVE_OPTIONS]
 
 One server; in each round every case is measured without viewers and with them, in alternating order. Viewers are bare sockets in a process
-of its own, which reads and discards what comes: on a machine whose processors are all busy its work counts too. With `--tree FOLDER` a
-second server, of another checkout, is measured in turns with this one, both without viewers.
+of its own, which reads and discards what comes: on a machine whose processors are all busy its work counts too, though not as processor
+time of the server. With `--tree FOLDER` a second server, of another checkout, is measured in turns with this one, both without viewers.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import selectors
 import socket
 import statistics
@@ -21,6 +22,7 @@ from typing import Any
 
 from bench.two_trees import Server, body, tokens
 from tests.support.paths import ROOT
+from tests.support.processes import children
 from tests.support.report import progress, show
 from tests.support.wire import http_request
 
@@ -62,32 +64,40 @@ class Readers:
             self.num_bytes = int(self._process.communicate()[0])
 
 
-async def rate(port: int, streams: int, seconds: float) -> float:
-    """Output tokens a second of so many clients, each of which sends one request after the other until the time is over."""
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process and of all its descendants."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(map(processor_seconds, children(pid)))
+
+
+async def rate(server: Server, streams: int, seconds: float) -> tuple[float, float]:
+    """Output tokens a second of so many clients, each of which sends one request after the other until the time is over; and microseconds
+    of the server's processor time for each token.
+    """
     end, numbers = time.perf_counter() + seconds, iter(range(10**9))
 
     async def client() -> int:
         total = 0
         while time.perf_counter() < end:
-            total += await tokens(port, *body("plain", next(numbers)))
+            total += await tokens(server.port, *body("plain", next(numbers)))
         return total
 
-    began = time.perf_counter()
+    began, used = time.perf_counter(), processor_seconds(server.process.pid)
     total = sum(await asyncio.gather(*[client() for _ in range(streams)]))
-    return total / (time.perf_counter() - began)
+    return total / (time.perf_counter() - began), (processor_seconds(server.process.pid) - used) / total * 1e6
 
 
-def measure(options: argparse.Namespace, cases: dict[str, tuple[int, int]]) -> dict[int, dict[str, list[float]]]:
-    """For each number of streams the rates of each case, which is a port and a number of viewers."""
-    results: dict[int, dict[str, list[float]]] = {streams: {name: [] for name in cases} for streams in options.streams}
+def measure(options: argparse.Namespace, cases: dict[str, tuple[Server, int]]) -> dict[int, dict[str, list[tuple[float, float]]]]:
+    """For each number of streams the figures of `rate` of each case, which is a server and a number of viewers."""
+    results: dict[int, dict[str, list[tuple[float, float]]]] = {streams: {name: [] for name in cases} for streams in options.streams}
     with progress() as bar:
         task = bar.add_task("rounds", total=(options.rounds + 1) * len(options.streams))
         for number in range(options.rounds + 1):
             for streams, found in results.items():
                 for name in list(cases)[:: 1 if number % 2 else -1]:
-                    port, count = cases[name]
-                    with Readers(port, count) as readers:
-                        measured = asyncio.run(rate(port, streams, options.seconds))
+                    server, count = cases[name]
+                    with Readers(server.port, count) as readers:
+                        measured = asyncio.run(rate(server, streams, options.seconds))
                     assert not count or readers.num_bytes > 1000 * count, f"{count} viewers have read {readers.num_bytes} bytes"
                     if number:  # The first round warms up.
                         found[name].append(measured)
@@ -114,8 +124,8 @@ def main() -> None:
     options, serve_options = arguments()
     servers = {tree: Server(tree, options.model, serve_options) for tree in ([options.tree] if options.tree else []) + [ROOT]}
     try:
-        cases = {f"{options.viewers} viewers": (servers[ROOT].port, options.viewers)} if options.tree is None else {}
-        cases |= {f"none, {tree.name}" if options.tree else "none": (server.port, 0) for tree, server in servers.items()}
+        cases = {f"{options.viewers} viewers": (servers[ROOT], options.viewers)} if options.tree is None else {}
+        cases |= {f"none, {tree.name}" if options.tree else "none": (server, 0) for tree, server in servers.items()}
         results = measure(options, cases)
     finally:
         for server in servers.values():
@@ -125,9 +135,13 @@ def main() -> None:
     rows = []
     for streams, found in results.items():
         (first, one), (second, other) = found.items()
-        ratio = statistics.median(a / b for a, b in zip(one, other, strict=True))
-        rows.append([streams, f"{statistics.median(one):.0f}", f"{statistics.median(other):.0f}", f"{ratio:.3f}"])
-    show(["streams", first, second, f"{first} / {second}"], rows)
+        for place, what in enumerate(("tokens/s", "processor us/token")):
+            ones, others = ([pair[place] for pair in pairs] for pairs in (one, other))
+            ratio = statistics.median(a / b for a, b in zip(ones, others, strict=True))
+            rows.append(
+                [f"{streams} streams, {what}", f"{statistics.median(ones):.0f}", f"{statistics.median(others):.0f}", f"{ratio:.3f}"]
+            )
+    show(["", first, second, f"{first} / {second}"], rows)
 
 
 if __name__ == "__main__":
