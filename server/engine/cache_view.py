@@ -25,7 +25,7 @@ MOST_WAITING = 1000
 """Waiting sequences in a view, so that a long queue does not hold up steps."""
 OWNED, SHARED = 2, 3
 """Kinds of pages; an unowned one is 1 if it is cached, else 0."""
-KIND_BITS, OWNER_SHIFT = 2, 32
+KIND_BITS, OWNER_SHIFT = 2, 28
 """A cell is what a page holds in one number: its kind in the lowest bits, then the position of its first token, then its owner's id."""
 POSITIONS = (1 << OWNER_SHIFT) - 1
 
