@@ -35,7 +35,7 @@ class Chat {
       schema: "ChatBody",
       initial: { max_tokens: "256" },
       verb: "Send",
-      continued: null,
+      continued: (body, content) => ({ ...body, messages: [...body.messages, { role: "assistant", content }], continue_final_message: true }),
       stage: (actions, alert) => [el("div", { class: "row" }, system, clear), this.#turns, alert,
         el("div", { class: "card" }, el("div", { class: "editor" }, this.#draft.label, this.#draft.area), actions)],
       body: (again) => this.#body(again),

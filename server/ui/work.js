@@ -19,14 +19,14 @@ export class Work {
   #count = 1;
   #alert = el("div", { class: "alert", role: "alert", hidden: true });
 
-  /** `mode`: {name, path, schema, initial settings, stage(actions, alert), body(again), continued(body, text) or null, place(panes, again),
+  /** `mode`: {name, path, schema, initial settings, stage(actions, alert), body(again), continued(body, text), place(panes, again),
       form(), setForm(form), title()}, and if it likes {verb, done(), advice(error)}. */
   constructor(panel, api, history, mode) {
     Object.assign(this, { api, history, mode });
     this.settings = new Settings(mode.name, mode.initial);
     this.runButton = button(mode.verb ?? "Run", () => this.run(), { class: "primary", title: "Ctrl+Enter" });
     this.stopButton = button("Stop", () => this.stop(), { title: "Esc", disabled: true });
-    this.continueButton = button("Continue", () => this.continue(), { title: "Alt+C", disabled: true, hidden: mode.continued === null });
+    this.continueButton = button("Continue", () => this.continue(), { title: "Alt+C", disabled: true });
     this.againButton = button("Regenerate", () => this.again(), { title: "Again with the same seed (Alt+R)", disabled: true });
     const actions = el("div", { class: "actions" }, this.runButton, this.stopButton, this.continueButton, this.againButton,
       radios("Outputs side by side", COUNTS, (count) => (this.#count = Number(count))),
@@ -63,7 +63,7 @@ export class Work {
 
   /** Goes on where the outputs ended. */
   continue() {
-    const body = this.continueButton.disabled || this.mode.continued === null ? null : this.#body();
+    const body = this.continueButton.disabled ? null : this.#body(true);
     if (body === null) return;
     const next = (pane, index) => [pane, { ...this.mode.continued(body, pane.text), seed: body.seed ?? this.#lastSeed + index }, true];
     this.#start(this.#panes.map(next).filter(([pane]) => canContinue(pane)));

@@ -12,6 +12,7 @@ from tests.browser.conftest import OpenPage
 from tests.browser.support import MODES, Mode, expect, fake_answers, token_event
 from tests.support.paths import EMBEDDED
 from tests.support.processes import ServerProcess
+from tests.support.tool_checkpoints import make_tool_checkpoint
 
 PROMPT = "def fibonacci(n):\n    "
 
@@ -189,6 +190,32 @@ def test_chat_shows_tool_calls_and_sends_their_results(open_page: OpenPage, serv
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
         {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
     ]
+
+
+def test_chat_continues_an_answer(page: Any, server: ServerProcess) -> None:
+    mode = Mode(page, "chat").set(max_tokens=10, temperature=0).write("Hello").run()
+    first = mode.text()
+    mode.press("Continue")
+    expect(mode.panes.locator(".output")).not_to_have_text(first)
+    mode.ended()
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": first}]
+    body = {"messages": messages, "max_tokens": 10, "temperature": 0, "continue_final_message": True}
+    assert mode.text() == first + server.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
+
+
+def test_chat_shows_the_calls_of_a_real_server(open_page: OpenPage, tmp_path: Path) -> None:
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    with ServerProcess(make_tool_checkpoint("functiongemma", tmp_path / "tools"), "--cache.pages", "256") as server:
+        mode = Mode(open_page(server.port), "chat").set(tools=json.dumps(tools), tool_choice="required", max_tokens=200, seed=1)
+        mode.write("What is the weather?").run()
+        expect(mode.panel.locator(".tool strong").first).to_have_text("weather")
+        assert json.loads(mode.panel.locator(".tool pre").first.text_content())["city"] in ("Bern", "Rome")
+        for result in mode.panel.get_by_label("Result of weather").all():
+            result.fill("rain")
+        mode.set(tool_choice="none").press("Send results").ended(2)
+        expect(mode.panel.locator(".turn.tool .said").first).to_have_text("rain")
+        assert mode.panes.nth(1).locator(".note[data-kind=bad]").count() == 0
 
 
 def test_without_a_chat_template_it_says_what_to_do(open_page: OpenPage) -> None:
