@@ -82,6 +82,7 @@ async function showModel() {
   try {
     const [first] = (await api.json("v1/models")).data;
     api.model = first.id;
+    for (const mounted of views.values()) mounted.then((mode) => mode.prepare());
     model.dataset.state = "ready";
     const context = `${first.max_model_len.toLocaleString("en")} tokens`;
     model.replaceChildren(el("span", { class: "name", text: first.id, title: first.id }), el("span", { class: "quiet", text: context }));
@@ -121,17 +122,13 @@ history.onOpen = async (entry) => {
   (await view(entry.mode)).restore(entry);
 };
 
-function start() {
-  setTheme(load("theme", "auto"));
-  byId("theme").addEventListener("click", () => setTheme(THEMES[load("theme", "auto")][2]));
-  byId("show-shortcuts").addEventListener("click", () => byId("shortcuts").showModal());
-  byId("show-history").addEventListener("click", () => history.show());
-  document.addEventListener("click", ({ target }) => target.dataset?.close !== undefined && target.closest("dialog").close());
-  document.querySelector(".tabs").addEventListener("keydown", onTabKey);
-  document.addEventListener("keydown", onKey);
-  window.addEventListener("hashchange", showTab);
-  showTab();
-  showModel();
-}
-
-start();
+setTheme(load("theme", "auto"));
+byId("theme").addEventListener("click", () => setTheme(THEMES[load("theme", "auto")][2]));
+byId("show-shortcuts").addEventListener("click", () => byId("shortcuts").showModal());
+byId("show-history").addEventListener("click", () => history.show());
+document.addEventListener("click", ({ target }) => target.dataset?.close !== undefined && target.closest("dialog").close());
+document.querySelector(".tabs").addEventListener("keydown", onTabKey);
+document.addEventListener("keydown", onKey);
+window.addEventListener("hashchange", showTab);
+showTab();
+showModel();

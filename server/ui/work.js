@@ -34,7 +34,16 @@ export class Work {
     this.code = el("dialog", { class: "code", "aria-label": "The request as code" });
     panel.replaceChildren(el("div", { class: "work" },
       el("div", { class: "stage" }, ...mode.stage(actions, this.#alert), legend()), this.settings.element), this.code);
-    this.ready = this.settings.show(api, mode.schema).catch((error) => this.#fail(error));
+    this.prepare();
+  }
+
+  /** Shows the settings, once; again after the server has refused its schema. */
+  prepare() {
+    this.ready ??= this.settings.show(this.api, this.mode.schema).catch((error) => {
+      this.ready = null;
+      this.#fail(error);
+    });
+    return this.ready;
   }
 
   get isRunning() {
@@ -43,7 +52,7 @@ export class Work {
 
   /** Runs the form as it stands, with new seeds unless one is set. */
   async run() {
-    await this.ready; // A request has the parameters that are shown.
+    await this.prepare(); // A request has the parameters that are shown.
     this.#runWith(null);
   }
 

@@ -137,18 +137,18 @@ def test_messages_tools_reasoning_and_errors_are_text(open_page: OpenPage, serve
 def test_the_models_name_and_schemas_are_text(open_page: OpenPage, server: ServerProcess) -> None:
     page = open_page(server.port, "ui/icon.svg", expected=("status of 404",))  # The browser asks for /favicon.ico.
     document = json.loads(server.get("/openapi.json")[1])
-    number = 0
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": CORPUS[number], "max_model_len": 1}]}))
+    text = ""
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": text, "max_model_len": 1}]}))
 
     def answer(route: Any) -> None:
         for name, schema in document["components"]["schemas"]["CompletionBody"]["properties"].items():
-            schema["description"] = CORPUS[number] + name
+            schema["description"] = text + name
         route.fulfill(json=document)
 
     page.route("**/openapi.json", answer)
-    for number in range(0, len(CORPUS), 9):
+    for text in CORPUS[::9]:
         page.goto(f"http://127.0.0.1:{server.port}/")
-        expect(page.locator("#model .name")).to_contain_text(shown(CORPUS[number]).strip()[:10])
+        expect(page.locator("#model .name")).to_contain_text(shown(text).strip()[:10])
         mode = Mode(page, "complete")
         mode.panel.get_by_role("button", name="About top_p").click()
         mode.press("Code")

@@ -103,3 +103,7 @@ def test_a_key_is_asked_for_once_and_kept_in_memory_only(open_page: OpenPage, em
         expect(page.locator("#model")).to_contain_text("an API key is needed")
         page.get_by_role("button", name="Enter key").click()
         expect(dialog).to_be_visible()
+        page.keyboard.type("secret-key")
+        page.keyboard.press("Enter")
+        expect(page.locator("#model .name")).to_have_text("embedded")
+        expect(mode.field("max_tokens")).to_be_visible()
