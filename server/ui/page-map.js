@@ -127,8 +127,8 @@ export class PageMap {
     context.globalAlpha = isDimmed ? DIMMED : 1;
     square(kind >= OWNED ? of(state.owners[page]) : kind === CACHED ? cached : free, 0);
     context.globalAlpha = 1;
-    if (this.written.has(page)) square(ink, 0);
-    if (this.written.has(page)) square(of(state.owners[page]), Math.max(1, Math.round(size / 5)));
+    const border = grid.gap ? [ink, surface, of(state.owners[page])] : [ink];
+    if (this.written.has(page)) border.forEach((colour, i) => square(colour, i * Math.max(1, Math.round(size / 9))));
     if (grid.gap && kind === CACHED) square(surface, Math.max(1, Math.round(size / 10)));
     if (grid.gap && kind === SHARED) square(surface, Math.ceil(size / 3));
   }
