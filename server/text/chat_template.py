@@ -21,10 +21,11 @@ from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec.structs import replace
 
 from server.errors import ConfigurationError, InvalidRequest
 from server.text.codec import TextCodec
-from server.text.conversation import ChatInput, Message
+from server.text.conversation import ChatInput
 
 log = logging.getLogger("onehead.chat")
 
@@ -76,15 +77,15 @@ class ChatTemplate:
             reason = f"cannot be compiled ({type(error).__name__})"
         raise ConfigurationError(f"{self._codec.files.chat_template_place}: the chat template {reason}")
 
-    def around(self, messages: list[Message]) -> tuple[list[int], str]:
+    def around(self, given: ChatInput) -> tuple[list[int], str]:
         """Token ids of a conversation up to the end of its last message, and the text that the template writes after that: more text of
         the message may stand between them. Raises InvalidRequest as `encode` does.
         """
-        place = _nonce()
-        text = self.render(ChatInput([*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + place}]))
+        place, last = _nonce(), given.messages[-1]
+        text = self.render(replace(given, messages=[*given.messages[:-1], last | {"content": last["content"] + place}]))
         if text.count(place) != 1:
             raise InvalidRequest("the model's chat template does not write the last message once, as it is", param="messages")
-        return self.encode(ChatInput(messages, continues=True)), text.partition(place)[2]
+        return self.encode(replace(given, continues=True)), text.partition(place)[2]
 
     def encode(self, given: ChatInput) -> list[int]:
         """Token ids of a conversation. Raises InvalidRequest if there is no template or it refuses the messages.

@@ -209,8 +209,8 @@ class EncodeQuestions(EncodeChat, frozen=True, kw_only=True):
 
     def run(self, texts: Texts) -> Any:
         codec = texts.codec
-        if texts.chat_template.exists:
-            state, end = texts.chat_template.around(self.given.messages)
+        if texts.chat_template.exists or self.given.variables:
+            state, end = texts.chat_template.around(self.given)
         else:
             text = "\n\n".join(message["content"] for message in self.given.messages)
             state, end = codec.opening + codec.encode_plain(text), "\nAnswer:"

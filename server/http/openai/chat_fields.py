@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from server.errors import MalformedBody
 from server.generation.request import Request
@@ -19,6 +19,16 @@ from server.text.reply_parser import Calls
 
 RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
 """Variables of chat templates that no request sets by `chat_template_kwargs`."""
+
+
+def _not_reserved(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in RESERVED:
+        if name in variables:
+            raise ValueError(f"`chat_template_kwargs` cannot have {name!a}, which the server sets")
+    return variables
+
+
+TemplateVariables = Annotated[dict[fields.Name, fields.Json], Field(max_length=64), AfterValidator(_not_reserved)]
 FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_.-]{1,64}$")]
 
 
@@ -164,7 +174,7 @@ class Conversation(Body):
     """Whether the output continues the last message, an assistant's, as if the model had begun it so; the answer holds what is added. Not
     with `add_generation_prompt`. Default: false.
     """
-    chat_template_kwargs: dict[fields.Name, fields.Json] | None = Field(default=None, max_length=64)
+    chat_template_kwargs: TemplateVariables | None = None
     """Further variables of the chat template, such as `enable_thinking`. One that it does not name is refused unless it is false, 0, null
     or empty. Up to 64.
     """
@@ -177,9 +187,6 @@ class Conversation(Body):
 
     @model_validator(mode="after")
     def _check_conversation(self) -> "Conversation":
-        for name in RESERVED:
-            if name in (self.chat_template_kwargs or {}):
-                raise ValueError(f"`chat_template_kwargs` cannot have {name!a}, which the server sets")
         last = self.messages[-1]
         if self.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
             raise ValueError("`continue_final_message` needs a last message of the role assistant, with content and no calls")

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from server.http import fields
 from server.http.fields import Body, LimitedBody
-from server.http.openai.chat_fields import Message, TextParts, plain_messages
+from server.http.openai.chat_fields import Message, TemplateVariables, TextParts, plain_messages
 
 MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 400, 255, 10
 
@@ -142,6 +142,8 @@ class AnyDecisionBody(LimitedBody):
 
     model: str | None = Field(default=None, max_length=1024)
     """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
+    chat_template_kwargs: TemplateVariables | None = None
+    """Further variables of the chat template, as for chat. Default: none."""
     stream: Literal[False] | None = None
     """Answers are not streamed: only false is accepted."""
     resumable: Literal[False] | None = None

@@ -78,7 +78,11 @@ class DecisionReply(Reply):
         else:
             messages.append({"role": "user", "content": ""})
         texts = sorted({text for question in questions for texts in question.labels for text in texts})
-        job = EncodeQuestions(ChatInput(messages), questions=[question.text for question in questions], labels=texts)
+        job = EncodeQuestions(
+            ChatInput(messages, variables=body.chat_template_kwargs or {}),
+            questions=[question.text for question in questions],
+            labels=texts,
+        )
         asked: AskedQuestions = await generation.tokenize(job, reservation.client)
         ids = dict(zip(texts, map(tuple, asked.labels), strict=True))
         labels = [Labels([[ids[text] for text in texts] for texts in question.labels]) for question in questions]

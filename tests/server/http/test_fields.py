@@ -159,6 +159,7 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
         {
             "input": ({}, [{"role": "system", "content": "x"}]),
             "questions": ({}, [{"type": "predicate", "instructions": "a", "name": "b"}]),
+            "chat_template_kwargs": ({}, {"mood": "calm"}),
             "priority": ({}, -1),
         },
     ),
@@ -179,7 +180,12 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
     SystemBody: (
         "/v1/systemone",
         {"state": "x", "questions": {"q": {"type": "noul"}}},
-        {"state": ({}, {"x": 1}), "questions": ({}, {"p": {"type": "noul"}}), "priority": ({}, -1)},
+        {
+            "state": ({}, {"x": 1}),
+            "questions": ({}, {"p": {"type": "noul"}}),
+            "chat_template_kwargs": ({}, {"mood": "calm"}),
+            "priority": ({}, -1),
+        },
     ),
     SystemQuestion: (
         "/v1/systemone",

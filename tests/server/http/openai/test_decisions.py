@@ -296,6 +296,8 @@ def test_bounds_of_a_request(server: ServerProcess) -> None:
     status, answer = server.post("/v1/decisions", {"input": "x" * 5000, "questions": [YES_NO]})
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
     assert server.post("/v1/decisions", {"input": "x", "questions": [YES_NO], "model": "other"})[0] == 404
+    status, answer = server.post("/v1/systemone", {"state": "x", "questions": {"q": {"type": "noul"}}, "chat_template_kwargs": {"a": 1}})
+    assert status == 400 and "no chat template" in answer["error"]["message"]
     status, answer = server.post("/v1/decisions", {"input": STATE * 9, "questions": [YES_NO] * 200, "timeout_s": 0.01})
     assert status == 504 and answer["error"]["code"] == "queue_timeout"
     wait_until(lambda: metric(server, "onehead_requests_running") == 0, "the sequences were cancelled")
