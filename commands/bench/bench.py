@@ -27,7 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from commands.bench.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reachable, reason
 from commands.bench.comparison import Earlier
-from commands.bench.figures import Interrupted, circumstances, figures
+from commands.bench.figures import Interrupted, circumstances, distributions, figures
+from commands.bench.page import page
 from commands.bench.tables import tables
 from server.config import PREFIX
 
@@ -70,6 +71,9 @@ class Cases(BaseSettings):
         0, ge=0, description="of prompts and arrivals; change it between runs, else the server's prefix cache has the prompts"
     )
     output: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(None, description="JSON file to write the result to")
+    html: Annotated[Path | None, AfterValidator(_in_a_folder)] = Field(
+        None, description="HTML file to draw the result in, with the earlier one of `compare`: one page that needs no other file"
+    )
     compare: Path | None = Field(None, description="JSON file of an earlier result of the same cases, to print beside this one")
     config: Path | None = Field(None, description="TOML file of these options")
 
@@ -251,7 +255,12 @@ async def _run_all(settings: BenchSettings, loads: list[Load], endpoint: Endpoin
 
 def run_of(label: str, outcomes: list[Outcome]) -> dict[str, Any]:
     """One run in the result file."""
-    return {"load": label, "figures": figures(outcomes), "requests": [_raw(outcome) for outcome in outcomes]}
+    return {
+        "load": label,
+        "figures": figures(outcomes),
+        "distributions": distributions(outcomes),
+        "requests": [_raw(outcome) for outcome in outcomes],
+    }
 
 
 def partial_run(label: str, outcomes: list[Outcome]) -> list[dict[str, Any]]:
@@ -278,11 +287,14 @@ def report(settings: Cases, kind: str, info: dict[str, Any], runs: list[dict[str
     for words, count in reasons.most_common():
         print(f"onehead bench: {count} failed: {words}", file=sys.stderr)
     if len(complete) < planned:
-        unwritten = f", and {settings.output} is not written" if settings.output else ""
+        files = [str(file) for file in (settings.output, settings.html) if file]
+        unwritten = f", and {' and '.join(files)} {'is' if len(files) == 1 else 'are'} not written" if files else ""
         print(f"onehead bench: interrupted: {len(complete)} of {planned} runs are complete{unwritten}; {AGAIN}", file=sys.stderr)
         return EXIT_INTERRUPTED
     if settings.output:
         settings.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if settings.html:
+        settings.html.write_text(page(result, earlier), encoding="utf-8")
     return 1 if reasons else 0
 
 

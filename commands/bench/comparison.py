@@ -30,7 +30,9 @@ FIGURES: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("host's part of a step p50, ms", ("step", "host", "p50"), 1e3),
     ("model's part of a step p50, ms", ("step", "compute", "p50"), 1e3),
 )
-NOT_TOLD = {"settings": {"url", "seed", "warmup", "timeout", "concurrency", "rate", "output", "compare", "config", "model", *SAME_CASE}}
+NOT_TOLD = {
+    "settings": {"url", "seed", "warmup", "timeout", "concurrency", "rate", "output", "html", "compare", "config", "model", *SAME_CASE}
+}
 """Settings that may differ between the two results without a note: they select what is run, not how fast it is."""
 
 
@@ -76,7 +78,7 @@ class Earlier:
         """What else is not as it was: of the machine, the server, the commit and the engine's options."""
         found = []
         for part in ("machine", "commit", "server", "settings"):
-            before, now = (dict(_leaves(part, each.get(part))) for each in (self.result, result))
+            before, now = (dict(leaves(part, each.get(part))) for each in (self.result, result))
             untold = {f"{part}.{name}" for name in NOT_TOLD.get(part, ())}
             for name in sorted((before.keys() & now.keys()) - untold):
                 if before[name] != now[name]:
@@ -91,10 +93,10 @@ class Earlier:
             table.add_column(heading, justify="right" if heading in ("now", "earlier", "ratio") else "left")
         for run in runs:
             for words, keys, unit in FIGURES:
-                now, before = _figure(run["figures"], keys), _figure(earlier[run["load"]], keys)
+                now, before = figure(run["figures"], keys), figure(earlier[run["load"]], keys)
                 if now is None and before is None:
                     continue
-                table.add_row(run["load"], words, _cell(now, unit), _cell(before, unit), f"{now / before:.3f}" if now and before else "-")
+                table.add_row(run["load"], words, cell(now, unit), cell(before, unit), f"{now / before:.3f}" if now and before else "-")
         return table
 
 
@@ -109,20 +111,24 @@ def _where(kind: str) -> str:
     return "without a server" if kind == "offline" else "over HTTP"
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Every plain value inside, by its dotted name."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}", inner)
+            yield from leaves(f"{name}.{key}", inner)
     else:
         yield name, value
 
 
-def _figure(figures: Any, keys: tuple[str, ...]) -> float | None:
+def figure(figures: Any, keys: tuple[str, ...]) -> float | None:
+    """One figure of a run; None where it has none."""
     for key in keys:
         figures = figures.get(key) if isinstance(figures, dict) else None
     return figures if isinstance(figures, int | float) else None
 
 
-def _cell(value: float | None, unit: float) -> str:
-    return "-" if value is None else f"{value * unit:.2f}"
+def cell(value: int | float | None, unit: float) -> str:
+    """A figure in its unit, as tables show it."""
+    if value is None or isinstance(value, int):  # None, or a count.
+        return "-" if value is None else str(value)
+    return f"{value * unit:.2f}"

@@ -42,22 +42,37 @@ def spread(values: list[float]) -> dict[str, float] | None:
     return {"mean": sum(values) / len(values), **points, "max": values[-1]}
 
 
+def distributions(outcomes: list[Outcome]) -> dict[str, list[float]]:
+    """Of each latency that has values, its percentiles from the 0th to the 100th, to the microsecond."""
+    found: dict[str, list[float]] = {}
+    for name, values in _latencies(outcomes).items():
+        values = sorted(values)
+        found |= {name: [round(percentile(values, share / 100), 6) for share in range(101)]} if values else {}
+    return found
+
+
+def _latencies(outcomes: list[Outcome]) -> dict[str, list[float]]:
+    """The seconds of the requests that did not fail."""
+    good = [outcome for outcome in outcomes if outcome.failure is None]
+    return {
+        "time_to_first_token": [o.token_times[0] - o.intended for o in good],
+        "inter_token_latency": [later - earlier for o in good for earlier, later in pairwise(o.token_times)],
+        "e2e_latency": [o.end - o.intended for o in good],
+    }
+
+
 def figures(outcomes: list[Outcome]) -> dict[str, Any]:
     """Rates and latencies of a run. Failed requests count as failed and in nothing else but the time they took."""
     good = [outcome for outcome in outcomes if outcome.failure is None]
     wall = max(outcome.end for outcome in outcomes)
     tokens = sum(len(outcome.token_times) for outcome in good)
-    gaps = [later - earlier for o in good for earlier, later in pairwise(o.token_times)]
     return {
         "requests": len(outcomes),
         "failed": len(outcomes) - len(good),
         "seconds": wall,
         "output_tokens_per_second": tokens / wall,
         "requests_per_second": len(good) / wall,
-        "time_to_first_token": spread([o.token_times[0] - o.intended for o in good]),
-        "inter_token_latency": spread(gaps),
-        "e2e_latency": spread([o.end - o.intended for o in good]),
-    }
+    } | {name: spread(values) for name, values in _latencies(outcomes).items()}
 
 
 def machine() -> dict[str, Any]:

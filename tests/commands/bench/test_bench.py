@@ -294,7 +294,7 @@ async def test_events_may_be_cut_anywhere() -> None:
 async def test_the_result_file_holds_all_that_a_later_run_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     async with serving(Exchange.answer) as url:
-        assert await bench(settings_for(url, rate=[200.0], output=output)) == 0
+        assert await bench(settings_for(url, rate=[200.0], output=output, html=tmp_path / "result.html")) == 0
     result = json.loads(output.read_text())
     assert {"command", "date", "machine", "commit", "server", "settings", "runs"} <= result.keys()
     assert result["server"] == INFO and result["machine"]["cpus"] >= 1 and result["settings"]["url"] == url
@@ -304,6 +304,9 @@ async def test_the_result_file_holds_all_that_a_later_run_needs(tmp_path: Path, 
         for request in each["requests"]:
             assert request["tokens"] == 3 and request["failure"] is None
             assert 0 <= request["intended"] <= request["sent"] <= request["first_token"] <= request["end"]
+    drawn = (tmp_path / "result.html").read_text()
+    for each in result["runs"]:
+        assert each["load"] in drawn and f"{each['figures']['output_tokens_per_second']:.2f}" in drawn
     printed = capsys.readouterr()
     assert "tokens/s" in printed.out and "open 200/s" in printed.out and "failed:" not in printed.err
 
@@ -341,19 +344,21 @@ async def interrupt(bench_run: Coroutine[Any, Any, int], until: Callable[[], boo
 
 
 async def test_an_interrupted_bench_shows_what_it_has_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answered, output = [0], tmp_path / "result.json"
+    answered, output, html = [0], tmp_path / "result.json", tmp_path / "result.html"
 
     async def some(exchange: Exchange) -> None:
         answered[0] += 1
         await (exchange.answer() if answered[0] < 8 else exchange.reader.read())  # To the end of the connection.
 
     async with serving(some) as url:
-        assert await interrupt(bench(settings_for(url, concurrency=[1, 1, 2], output=output)), lambda: answered[0] == 8) == 130
+        assert await interrupt(bench(settings_for(url, concurrency=[1, 1, 2], output=output, html=html)), lambda: answered[0] == 8) == 130
     printed = capsys.readouterr()
     rows = [line.split()[:4] for line in printed.out.splitlines() if "closed" in line]
     assert rows[:2] == [["closed", "1", "4", "0"], ["closed", "1*", "3", "0"]] and "*: interrupted" in printed.out
-    words = f"interrupted: 1 of 3 runs are complete, and {output} is not written; nothing is kept, so the same command begins again"
-    assert printed.err.endswith(f"onehead bench: {words}\n") and not output.exists()
+    words = (
+        f"interrupted: 1 of 3 runs are complete, and {output} and {html} are not written; nothing is kept, so the same command begins again"
+    )
+    assert printed.err.endswith(f"onehead bench: {words}\n") and not output.exists() and not html.exists()
 
 
 async def test_a_bench_that_is_interrupted_before_its_first_reply_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -404,6 +409,7 @@ def test_of_the_default_numbers_of_clients_those_with_enough_requests_are_run() 
         (["--rate", "0"], "rate"),
         (["--requests", "8", "--concurrency", "1,9"], "requests"),
         (["--output", "/no/such/folder/result.json"], "output"),
+        (["--html", "/no/such/folder/result.html"], "html"),
     ],
 )
 def test_options_that_cannot_be_are_named(argv: list[str], named: str) -> None:
