@@ -2,32 +2,34 @@
 
     python -m bench.tracing_costs [--rounds 5] [--streams 32]
 
-Both servers run at the same time, and are asked in alternating order. The figure is the median of the rounds' ratios of output tokens per
-second, with tracing over without. Beside it stands the processor time that a request's spans take, in the event loop and in all with their
-export, and each as a share of the time between two requests at the measured rate: that is free of the machine's noise. The collector only
-throws away what it gets: a real one runs elsewhere.
+Both servers run at the same time, and are asked in alternating order. The figures are medians of the rounds' ratios, with tracing over
+without, of output tokens per second and of processor time a token, which other work on the machine disturbs less. Beside them stands the
+processor time that a request's spans take, in the event loop and in all with their export, and as a share of what a request takes. The
+collector only throws away what it gets: a real one runs elsewhere.
 """
 
 import argparse
 import asyncio
+import os
 import statistics
 import time
 from contextlib import ExitStack
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-from bench.two_trees import OUTPUT_TOKENS, Server, rate
+from bench.two_trees import OUTPUT_TOKENS, REQUESTS_PER_STREAM, Server, rate
 from server.generation.clients import EVERYBODY
 from server.generation.request import Choice, Request
 from server.generation.reservation import Reservation
 from server.http.exchange import Exchange
 from server.http.tracing import Tracing
 from server.protocol import Sampling
+from tests.support.processes import children
 from tests.support.report import show
 
 ROOT = Path(__file__).resolve().parent.parent
+Rounds = dict[str, list[float]]
 NUM_REQUESTS, EXPORT_SECONDS = 400, 6.0
 
 
@@ -69,15 +71,26 @@ def seconds_of_spans(endpoint: str) -> tuple[float, float]:
     return loop / NUM_REQUESTS, (time.process_time() - all_began) / NUM_REQUESTS
 
 
-def measure(rounds: int, streams: int, servers: dict[str, Server]) -> dict[str, list[float]]:
-    """Tokens per second of both servers in each round."""
-    found: dict[str, list[float]] = {name: [] for name in servers}
+def processor_seconds(pid: int) -> float:
+    """Of a process and all its child processes, so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(map(processor_seconds, children(pid)))
+
+
+def measure(rounds: int, streams: int, servers: dict[str, Server]) -> tuple[Rounds, Rounds]:
+    """Tokens per second, and processor seconds a token, of both servers in each round."""
+    rates: Rounds = {name: [] for name in servers}
+    costs: Rounds = {name: [] for name in servers}
+    num_tokens = streams * REQUESTS_PER_STREAM * OUTPUT_TOKENS
     for number in range(rounds + 1):
         for name in sorted(servers, reverse=number % 2 == 0):
+            pid = servers[name].process.pid
+            before = processor_seconds(pid)
             tokens_per_second = asyncio.run(rate(servers[name].port, "plain", streams, 1000 * number))
             if number:  # The first round warms up.
-                found[name].append(tokens_per_second)
-    return found
+                rates[name].append(tokens_per_second)
+                costs[name].append((processor_seconds(pid) - before) / num_tokens)
+    return rates, costs
 
 
 def main() -> None:
@@ -95,20 +108,26 @@ def main() -> None:
         for name, extra in (("without", []), ("with", ["--server.tracing_endpoint", endpoint])):
             servers[name] = Server(ROOT, None, ["--cache.pages", "512", *extra])
             stack.callback(servers[name].stop)
-        found = measure(options.rounds, options.streams, servers)
+        rates, costs = measure(options.rounds, options.streams, servers)
     seconds_of_spans(endpoint)  # Warms up.
-    costs = seconds_of_spans(endpoint)
-    ratios = [traced / plain for traced, plain in zip(found["with"], found["without"], strict=True)]
-    rows: list[list[Any]] = [
-        [f"{name} tracing, tokens/s", f"{statistics.median(each):.0f}", _span(each, 0)] for name, each in found.items()
+    loop, all_threads = seconds_of_spans(endpoint)
+    a_request = statistics.median(costs["without"]) * OUTPUT_TOKENS
+    rows = [
+        *([f"{name} tracing, tokens/s", f"{statistics.median(each):.0f}", _span(each, 0)] for name, each in rates.items()),
+        ["tokens/s, with over without", *_ratios(rates)],
+        ["processor time a token, with over without", *_ratios(costs)],
+        ["processor time a request without, ms", f"{a_request * 1e3:.1f}", ""],
+        ["spans of a request, event loop, microseconds", f"{loop * 1e6:.0f}", ""],
+        ["spans of a request, all threads, microseconds", f"{all_threads * 1e6:.0f}", f"{all_threads / a_request:.2%} of a request"],
     ]
-    rows += [["with over without", f"{statistics.median(ratios):.4f}", _span(ratios, 4)]]
-    requests_per_second = statistics.median(found["with"]) / OUTPUT_TOKENS
-    for name, cost in zip(("event loop", "all threads"), costs, strict=True):
-        rows += [[f"{name}, microseconds a request", f"{cost * 1e6:.0f}", ""]]
-        rows += [[f"{name}, share of a processor", f"{cost * requests_per_second:.2%}", ""]]
     show(["", "median", "from, to"], rows)
     collector.kill()
+
+
+def _ratios(found: Rounds) -> tuple[str, str]:
+    """The median of the rounds' ratios, and the smallest and largest."""
+    ratios = [traced / plain for traced, plain in zip(found["with"], found["without"], strict=True)]
+    return f"{statistics.median(ratios):.4f}", _span(ratios, 4)
 
 
 def _span(values: list[float], digits: int) -> str:
