@@ -103,9 +103,9 @@ def error_problem(reply: Reply, openai: bool | None = None) -> str | None:
 
 def answer_problem(reply: Reply) -> str | None:
     """The problem with any answer; None if there is none."""
-    # A request may limit its own time, and be told that this was too little.
+    # A request may limit its own time, and be told that this was too little; or need what HTTP has and this server has not.
     own_limit = reply.status == 504 and b"the request's time limit" in reply.body
-    if not (200 <= reply.status < 500 or own_limit) or reply.status == 429:
+    if not (200 <= reply.status < 500 or own_limit or reply.status in (501, 505)) or reply.status == 429:
         return f"status {reply.status}"
     if reply.status >= 400:
         # An answer to HEAD has no body.
