@@ -4,10 +4,9 @@
 
 Takes turns between requests that Schemathesis makes of the server's own /openapi.json, good ones and bad ones, and raw bytes: damaged
 requests of support/bad_inputs.py, JSON with odd types in every field, broken framing, odd heads, noise. Up to 16 are sent at once. Each
-must get a status from 200 to 499 other than 429 (504 where its own `timeout_s` was over; 501 and 505 for another version of HTTP or another
-transfer encoding), with a body of the dialects' shapes, or no
-answer but the end of its connection where it was no whole request; the engine's process must stay, the canary's answers must be the
-same bytes, and memory must not grow. Writes
+must get a status from 200 to 499 other than 429 (504 where its own `timeout_s` was over; 501 and 505 for another transfer encoding or
+version of HTTP), with a body of the dialects' shapes, or no answer but the end of its connection where it was no whole request; the
+engine's process must stay, the canary's answers must be the same bytes, and memory must not grow. Writes
 fuzz-http.json: counts by kind and status, the slowest, and every failure with its bytes in base64. Exit status 1 for any.
 """
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from server.config import ServeSettings, load
@@ -13,7 +14,7 @@ from server.errors import NotFound
 from server.http.model_names import ModelNames
 from tests.conftest import CHAT_TEMPLATE
 from tests.support.checkpoints import make_tokenizer
-from tests.support.fake_engine import serve
+from tests.support.fake_engine import READY, FakeEngine, serve
 
 
 @pytest.mark.parametrize(
@@ -53,20 +54,27 @@ def test_the_option_is_a_list_and_what_was_given_outlives_the_folder_that_it_is_
 
 
 async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check_it_last(tmp_path: Path) -> None:
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     names = ModelNames.of(("org/name", "alias"), ("org/name",))
-    served = serve(tmp_path, names=names)
+    served = serve(tmp_path, FakeEngine(msgspec.structs.replace(READY, vocab_size=261, max_context=512, capacity=512)), names=names)
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
     inputs: dict[str, Any]
     inputs, messages = {"inputs": "a", "parameters": {"max_new_tokens": 2}}, [{"role": "user", "content": "a"}]
     openai: dict[str, Any] = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": messages, "max_tokens": 2}}
-    tokens = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}}
+    openai |= {path: {"prompt": "a", "max_tokens": 2} for path in ("/v1/fim/completions", "/fim/completions")}
+    openai |= {"/v1/decisions": {"input": "a", "questions": [{"type": "predicate", "instructions": "b"}]}}
+    openai |= {"/v1/systemone": {"state": "a", "questions": {"q": {"type": "noul"}}}}
+    tokens = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}, "/apply-template": {"messages": messages}}
+    of_one_model = {"/": inputs, "/generate": inputs, "/generate_stream": inputs, "/completion": {"prompt": "a", "n_predict": 2}}
+    of_one_model |= {"/tokenize": inputs, "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}}
+    posted = {route.path for route in served.app.table.routes if "POST" in route.methods}
+    assert posted == openai.keys() | tokens.keys() | of_one_model.keys()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as client:
-        for path in ("/", "/generate", "/generate_stream", "/tokenize"):
+        for path, body in of_one_model.items():
             for name in ("http://127.0.0.1:8000", "", "gpt-4", None):
-                assert (await client.post(path, json=inputs | {"model": name})).status_code == 200, path
+                assert (await client.post(path, json=body | {"model": name})).status_code == 200, path
         for path, body in (openai | tokens).items():
             for name in ("org/name", "name", "alias", "", None, "tgi"):
                 answer = await client.post(path, json=body | {"model": name})
