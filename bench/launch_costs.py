@@ -3,7 +3,8 @@
 The real engine core, scheduler, runner, lists and worker, over a fake stream, which does work at once and skips captured work, and a
 decoder and a draw that compute nothing. torch's operations around a captured step (copies) run on a few numbers of a CPU, which takes about
 as long as launching them does. Needs Triton installed, but compiles nothing. Each step computes one token of each sequence, and is launched
-before the previous one is committed. A mixed step computes a prompt besides, of as many tokens as a step may have.
+before the previous one is committed. A mixed step computes a prompt besides, of as many tokens as a step may have, or of so few that it
+is captured.
 """
 
 import argparse
@@ -40,6 +41,9 @@ from tests.support.report import show
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 64
+MOST_CAPTURED = 256
+SHORT = 64, 90
+"""Sequences, and tokens of a prompt beside them, which is short enough for steps of two to be captured."""
 STEP_TOKENS = 4096
 VOCAB_SIZE = 16
 PARTS = "plan", "launch", "result", "commit", "_send_events"
@@ -102,25 +106,27 @@ class NoMasks:
     def collect(self, patience: float) -> None: ...
 
 
-def make_worker(num_sequences: int, num_tokens: int) -> Worker:
-    """With room for so many sequences of so many tokens."""
+def make_worker(num_sequences: int, num_tokens: int, most_captured: int = 0) -> Worker:
+    """With room for so many sequences of so many tokens. At least so many tokens of a step can be captured."""
     spec = read_spec(EMBEDDED_MODEL)
     layout = CacheLayout.of(spec.num_layers, spec.windows, PAGE_SIZE)
     num_pages = num_sequences * layout.most_pages(num_tokens, STEP_TOKENS)
     # Nothing is ever written to it, so that it takes no memory.
     pool = KVPool.allocate(layout, num_pages, spec.key_dim, spec.value_dim, torch.float32, CPU, value_in_key=spec.value_in_key)
     backend = create_backend("triton-fast", pool, spec.attention_scale, spec.num_query_heads)
-    runner = ModelRunner(cast(Any, Nothing(spec)), pool, backend, NoDevice(), Done(), num_sequences, STEP_TOKENS)
+    runner = ModelRunner(cast(Any, Nothing(spec)), pool, backend, NoDevice(), Done(), max(num_sequences, most_captured), STEP_TOKENS)
     runner.capture(num_tokens)
     scheduler = Scheduler(Limits(num_pages, layout, num_tokens, num_sequences, STEP_TOKENS))
     return Worker(cast(Any, Done()), EngineCore(scheduler, runner), cast(MaskProcesses, NoMasks()))
 
 
-def measure(num_sequences: int, context: int, steps: int, mixed: bool = False) -> dict[str, Any]:
-    """Medians of so many steps in microseconds: of each part, and of all that the host does between two launches."""
-    warm_up = steps // 10 + 2
-    longest = max(context + PAGE_SIZE + 2 * (steps + warm_up), STEP_TOKENS if mixed else 0)
-    worker = make_worker(num_sequences + 2 * mixed, longest)
+def measure(num_sequences: int, context: int, steps: int, num_prompt: int = 0) -> dict[str, Any]:
+    """Medians of so many steps in microseconds: of each part, and of all that the host does between two launches. With `num_prompt` tokens
+    of a prompt in each, or of two prompts.
+    """
+    warm_up, mixed = steps // 10 + 2, num_prompt > 0
+    longest = max(context + PAGE_SIZE + 2 * (steps + warm_up), num_prompt + 1)
+    worker = make_worker(num_sequences + 2 * mixed, longest, MOST_CAPTURED if mixed else 0)
     core, seconds = worker.core, {part: list[float]() for part in PARTS}
     scheduler, runner = core.scheduler, cast(Any, core.runner)
     for id in range(num_sequences):
@@ -131,7 +137,7 @@ def measure(num_sequences: int, context: int, steps: int, mixed: bool = False) -
         core.step()
     if mixed:
         for number in range(warm_up + steps + 2):
-            prompt = [number % VOCAB_SIZE, number // VOCAB_SIZE, *([0] * (STEP_TOKENS - num_sequences - 2))]
+            prompt = [number % VOCAB_SIZE, number // VOCAB_SIZE, *([0] * (num_prompt - 2))]
             scheduler.submit(num_sequences + number, prompt, 1, Sampling(temperature=0.0))
     gc.freeze()  # As the engine does before it serves.
     for owner, part in zip((scheduler, runner, PendingStep, scheduler, worker), PARTS, strict=True):
@@ -145,7 +151,7 @@ def measure(num_sequences: int, context: int, steps: int, mixed: bool = False) -
     if not num_sequences <= len(scheduler.running) <= num_sequences + 2 * mixed or mixed != bool(scheduler.waiting):
         raise RuntimeError(f"{len(scheduler.running)} sequences run and {len(scheduler.waiting)} wait, not {num_sequences}")
     parts = {part.lstrip("_"): statistics.median(seconds[part][warm_up:]) * 1e6 for part in PARTS}
-    kind = "mixed" if mixed else "single tokens"
+    kind = f"mixed, {num_prompt}" if mixed else "single tokens"
     return {"sequences": num_sequences, "step of": kind, "context": context} | parts | {"step": statistics.median(whole) * 1e6}
 
 
@@ -159,9 +165,9 @@ def main() -> int:
     torch.set_num_threads(1)
     read = PendingStep.result
     rows = []
-    cases = [(number, False) for number in map(int, options.sequences.split(","))]
-    for num_sequences, mixed in [*cases, (cases[-1][0], True)]:
-        rows.append(measure(num_sequences, options.context, options.steps, mixed))
+    cases = [(number, 0) for number in map(int, options.sequences.split(","))]
+    for num_sequences, num_prompt in [*cases, SHORT, (cases[-1][0], STEP_TOKENS - cases[-1][0])]:
+        rows.append(measure(num_sequences, options.context, options.steps, num_prompt))
         PendingStep.result = read  # type: ignore[method-assign]
     show(rows[0], (row.values() for row in rows), "microseconds of a step")
     if options.output is not None:

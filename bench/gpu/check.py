@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from bench.gpu.attention import NEAR, backend_name
 from bench.gpu.common import Part, dependent_launches, engine
@@ -145,9 +146,32 @@ def replays(part: Part, options: dict[str, Any]) -> dict[str, Any]:
         worst = max(worst, *(abs(a.logprob - b.logprob) for a, b in zip(replayed, launched, strict=True)))
         same &= replayed == launched
     assert worst < NEAR_LOGPROB and (same or not ready.deterministic), (worst, same)
+    worst = max(worst, mixed_steps(runner, plain, longest))
+    assert worst < NEAR_LOGPROB, worst
     for sampling in SAMPLINGS:
         tokens_of(runner, decode_plan(runner, [70] * NUM_SAMPLED, Sample(sampling, [1], [2, 3])))
     return {"kernels": ready.kernels, "logprob_distance": worst, "same_bits": same}
+
+
+def mixed_steps(runner: Any, plain: ModelRunner, longest: int) -> float:
+    """The largest distance of a log-probability between steps of few chunks and single tokens that are replayed, where each token is a row
+    of a graph, and the same launched in tiles.
+    """
+    worst, sample, graphs = 0.0, Sample(Sampling(temperature=0.0), [1], []), runner._graphs
+    for counts in ((3, 1), (1, 1, 7), (20, 1, 1, 9)):
+        if graphs is not None and sum(counts) > graphs.sizes[-1]:
+            continue
+        rows = rows_of([longest] * len(counts), sample)
+        rows = tuple(
+            replace(row, tokens=[*range(3, 3 + n)], start=row.start // (i + 1) // 2)
+            for i, (row, n) in enumerate(zip(rows, counts, strict=True))
+        )
+        plan, before = StepPlan(rows), runner.decoder.num_parts_run
+        replayed = tokens_of(runner, plan)
+        # A replay counts as one part.
+        assert graphs is None or runner.decoder.num_parts_run - before == 1, f"no CUDA graph for chunks of {counts}"
+        worst = max(worst, *(abs(a.logprob - b.logprob) for a, b in zip(replayed, tokens_of(plain, plan), strict=True)))
+    return worst
 
 
 def tokens_of(runner: ModelRunner, plan: StepPlan) -> list[SampledToken]:

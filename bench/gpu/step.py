@@ -18,6 +18,8 @@ CASES = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (256, 8192))
 """Sequences, and tokens of each when the step is over."""
 FEW = ((1, 1024), (2, 1024), (16, 1024), (32, 1024))
 """Steps whose products are of few rows: with and without dependent launches, which decide on model.devices.gpu.DEPENDENT_LAUNCHES."""
+MIXED, SMALL_MIXED = (64, 840, 128), (2, 64, 5)
+"""Sequences, tokens of each, and tokens of a prompt beside all but one of them."""
 SMALL_CASES = ((1, 64), (3, 128))
 PAGE_SIZE = 64
 GREEDY = Sample(Sampling(temperature=0.0), [1], [])
@@ -98,6 +100,7 @@ def measure(part: Part) -> None:
     part.note("kernels", ready.kernels)
     for batch, context in cases:
         time_step(part, core.runner, batch, context, f"{batch}x{context}")
+    time_mixed(part, core.runner)
     with part.guarded("waits"):
         part.note("waits", waits(part, core.runner, ready.vocab_size))
     if part.device != "cuda":
@@ -109,6 +112,23 @@ def measure(part: Part) -> None:
             core, _ = engine(part, part.checkpoint, pages=few * pages_for(max(FEW)[1], PAGE_SIZE), max_running=few)
             for batch, context in FEW:
                 time_step(part, core.runner, batch, context, f"few/{kind}{batch}x{context}")
+
+
+def time_mixed(part: Part, runner: Any) -> None:
+    """Notes the seconds of a step of single tokens and a short prompt: replayed, and launched kernel by kernel."""
+    batch, context, count = SMALL_MIXED if part.small else MIXED
+    single = plan_of(context, [GREEDY] * batch).listed
+    prompt = Row(batch, [1] * count, 0, [array("q", range(pages_for(count, PAGE_SIZE)))], GREEDY)
+    plan = StepPlan((*single[1:], prompt))
+    for kind, graphs in (("replayed", runner._graphs), ("launched", None)):
+        name = f"mixed/{batch}x{context} and {count}/{kind}"
+        with part.guarded(name):
+            kept, runner._graphs = runner._graphs, graphs
+            try:
+                first, *rounds = [median_of(runner, plan, 1 if part.small else 5) for _ in range(1 + ROUNDS)]
+            finally:
+                runner._graphs = kept
+            part.note(name, {"seconds": statistics.median(rounds), "spread": [min(rounds), max(rounds)], "first": first})
 
 
 def time_step(part: Part, runner: Any, batch: int, context: int, name: str) -> None:

@@ -139,8 +139,8 @@ GEMMA3 = ["mm", "norm_heads", "mm", "add_norm", "mm", "gate", "mm", "add_norm"]
     ids=["gpt_bigcode", "gemma3", "falcon", "falcon with two norms", "llama"],
 )
 def test_a_layer_launches_what_it_needs(config: dict[str, Any], expected: list[str], most: int, tmp_path: Path, launches: Launches) -> None:
-    """With that of attention seven for gpt_bigcode, and twelve allowed for gemma3. Products of one row are ours, one launch as well; a
-    step with several rows of a sequence stores all keys first.
+    """With that of attention seven for gpt_bigcode, and twelve allowed for gemma3. Products of one row are ours, one launch as well; a step
+    with several rows of a sequence stores all keys first.
     """
     layers = by_layer(decoder_of(tmp_path, config), launches)
     singles, others = ([names for names in layers if ("few_rows" in names) is single] for single in (True, False))

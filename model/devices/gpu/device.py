@@ -5,6 +5,7 @@ Shape letters: S rows of logits, V vocabulary, F rows whose largest logits are w
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from model.devices.products import Products
 from model.devices.quantization import float8_product
 from model.spec import OptionError
 from model.step import StepPlan
+
+if TYPE_CHECKING:
+    from model.devices.gpu.drawing import KernelDraws
 
 FLOAT8_CAPABILITY = 8, 9
 """Compute capability of the first GPUs that convert float8."""
@@ -83,6 +87,7 @@ class GpuDevice(Device):
         self._is_real = place == "cuda"
         # torch for CUDA brings Triton along on Linux; elsewhere it is missing.
         self._has_kernels = find_spec("triton") is not None
+        self._draws: KernelDraws | None = None
 
     def backend_for(self, pool: KVPool, num_heads: int, deterministic: bool = False) -> str:
         if not self._has_kernels or not attention.supports(pool, num_heads):
@@ -181,7 +186,10 @@ class GpuDevice(Device):
             return None
         from model.devices.gpu.drawing import KernelDraws
 
-        return KernelDraws(num_rows, num_tokens, self.torch_device)
+        # Kept: steps launched kernel by kernel would allocate and clear them each time. The next draw is after this one's results.
+        if self._draws is None or not self._draws.holds(num_rows, num_tokens):
+            self._draws = KernelDraws(num_rows, num_tokens, self.torch_device)
+        return self._draws
 
     def largest(self, logits_FV: Tensor, count: int) -> Tensor:
         """torch's topk chooses among equal logits differently for large batches, so `order` makes them unequal first."""

@@ -32,6 +32,10 @@ class KernelDraws:
         self._parts = torch.empty(num_rows * PART_FIELDS.value * self._num_parts, dtype=torch.int32, device=device)
         self._counters_S = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
+    def holds(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether there is room for so many rows of logits of so many tokens."""
+        return num_rows <= len(self.results_SR) and num_tokens == self._num_tokens
+
     def draw(self, logits_SV: Tensor, settings_SN: Tensor, drawn_S: Tensor | None, states_SD: Tensor | None = None) -> None:
         self._draw(logits_SV, logits_SV, None, settings_SN, drawn_S, states_SD)
 
