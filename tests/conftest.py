@@ -67,8 +67,8 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message.role not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('no role ' ~ message.role) }}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system comes first') }}{% endif %}"
     "# {{ message.role }}: {{ message.content }}<|endoftext|>\n{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"
 )
 

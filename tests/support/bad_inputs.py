@@ -187,7 +187,7 @@ VALUES: list[tuple[str, tuple[str, ...], str, tuple[Any, ...], int, tuple[str, .
     ("B51", OPENAI, "user", ("someone",), OK, ()),
     ("B51", OPENAI, "store", (True,), INVALID, ()),
     ("B52", (GENERATE, COMPLETIONS), "tools", ([], [{"type": "function"}]), INVALID, ("not a known field",)),
-    ("B52", (CHAT,), "tools", ([{"type": "function"}],), INVALID, ("is not supported",)),
+    ("B52", (CHAT,), "tools", ([{"type": "function"}],), INVALID, ("is required",)),
     ("B52", ALL, "image_url", ("http://127.0.0.1:9/",), INVALID, ("not a known field",)),
     ("B52", ALL, "prompt_embeds", ("AAAA",), INVALID, ("not a known field",)),
     ("B52", ALL, "chat_template", ("{{ 1 }}",), INVALID, ("not a known field",)),
@@ -280,7 +280,7 @@ MESSAGES: list[tuple[str, str, Any, int]] = [
     ("B29", "an object", user(SECRET), INVALID),
     ("B56", "no message", [], INVALID),
     ("B56", "an unknown role", [{"role": "root", "content": SECRET}], INVALID),
-    ("B56", "the role of a tool", [{"role": "tool", "content": SECRET, "tool_call_id": "1"}], INVALID),
+    ("B56", "a tool's message without content", [{"role": "tool", "tool_call_id": "1"}], INVALID),
     ("B56", "no role", [{"content": SECRET}], INVALID),
     ("B56", "no content", [{"role": "user"}], INVALID),
     ("B56", "null for content", [user(None)], INVALID),
@@ -290,7 +290,7 @@ MESSAGES: list[tuple[str, str, Any, int]] = [
     ("B56", "1025 messages", [user("")] * 1025, INVALID),
     ("B56", "20,000 messages", [user("")] * 20_000, MALFORMED),
     ("B56", "10^5 messages", [user("")] * 10**5, 413),
-    ("B56", "a role the template refuses", [{"role": "developer", "content": SECRET}], INVALID),
+    ("B56", "an order the template refuses", [user(""), {"role": "system", "content": SECRET}], INVALID),
 ]
 
 
