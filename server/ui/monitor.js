@@ -11,8 +11,7 @@ import { PageMap } from "./page-map.js";
 import { Plots } from "./plots.js";
 import { FollowPanel, SequenceTable } from "./sequences.js";
 
-const FIRST_DELAY_MS = 500;
-const LONGEST_DELAY_MS = 8000;
+const [FIRST_DELAY_MS, LONGEST_DELAY_MS] = [500, 8000]; // Before the stream is opened again.
 const SILENCE_MS = 10_000; // Stats come each second: after this long without an event the connection is dead.
 const CLOCK_MS = 250;
 const LEGEND = ["free", "kept as a prefix", "owned by a sequence", "shared by several", "just written"]; // By kind, as in counts().
@@ -80,9 +79,10 @@ class MonitorView {
   /** Reads the stream, again and again. */
   async #run() {
     for (this.delay = FIRST_DELAY_MS; ; this.delay = Math.min(2 * this.delay, LONGEST_DELAY_MS)) {
-      const reason = await this.#read().catch((error) => error.message);
+      const error = await this.#read().catch((error) => error);
       if (this.stopping.signal.aborted) return;
-      this.#setStatus(`Reconnecting: ${reason ?? "the connection was closed"}`, true);
+      if (error?.status === 401) return this.#setStatus("An API key is needed: open this tab again to enter one", true);
+      this.#setStatus(`Reconnecting: ${error?.message ?? "the connection was closed"}`, true);
       await new Promise((resolve) => setTimeout(resolve, this.delay));
     }
   }

@@ -1,8 +1,10 @@
 """The tab "Cache": the page map and what is around it, on real servers under load."""
 
+import hashlib
 import json
 import random
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -141,6 +143,38 @@ def test_it_reconnects_after_the_connection_was_cut(small: ServerProcess, open_m
         expect(page.locator(".monitor .status")).to_contain_text("Live")
         until(page, "window.states.size")
         compare(page, small)
+
+
+def test_it_reconnects_where_nothing_comes_any_more(small: ServerProcess, open_map: OpenPage) -> None:
+    page = open_map(small.port)
+    small.process.send_signal(signal.SIGSTOP)
+    try:
+        expect(page.locator(".monitor .status")).to_contain_text("Reconnecting: nothing has come for 10 s", timeout=30_000)
+    finally:
+        small.process.send_signal(signal.SIGCONT)
+    expect(page.locator(".monitor .status")).to_contain_text("Live")
+
+
+def test_a_key_is_asked_for_and_not_again_when_none_is_given(tiny_folder: Path, open_page: OpenPage) -> None:
+    digest = hashlib.sha256(b"secret").hexdigest()
+    with ServerProcess(tiny_folder, "--server.api_keys", digest) as server:
+        page = open_page(server.port, "#cache", expected=("status of 401",))
+        dialog, status = page.locator("dialog#key"), page.locator(".monitor .status")
+        for _ in range(2):  # The name of the model is asked for too, and may be refused before or together with the stream.
+            if "An API key is needed" not in (status.text_content() or ""):
+                expect(dialog).to_be_visible()
+                page.keyboard.press("Escape")
+                page.wait_for_timeout(500)
+        expect(status).to_contain_text("An API key is needed")
+        page.wait_for_timeout(1500)  # Longer than the stream would wait before it is opened again.
+        expect(dialog).to_be_hidden()
+        page.get_by_role("tab", name="Chat").click()
+        expect(dialog).to_be_visible()
+        page.locator("#key-value").fill("secret")
+        page.keyboard.press("Enter")
+        page.get_by_role("tab", name="Cache").click()
+        expect(status).to_contain_text("Live")
+        page.close()  # It would miss the server.
 
 
 def test_leaving_the_tab_ends_its_stream(small: ServerProcess, open_map: OpenPage) -> None:
