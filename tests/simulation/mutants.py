@@ -86,7 +86,7 @@ MUTANTS = (
         "the waiting are not told in time", Supervisor, "_tick_without_engine", "if self.recovery_overdue and not was_overdue", "if False"
     ),
     # --- stalls
-    Mutant("beats without progress suffice", Supervisor, "_on_heartbeat", "if beat.progress != self._progress", "if True"),
+    Mutant("beats without progress suffice", Supervisor, "_on_report", "if report.progress != self._progress", "if True"),
     Mutant("silence suffices", Supervisor, "tick", "self._silent_seconds += elapsed", "pass"),
     Mutant("loading may take for ever", Supervisor, "_tick_without_engine", "self._loading_seconds += elapsed", "pass"),
     Mutant("no engine after a pause", Supervisor, "_tick_without_engine", "self._respawn()", "pass"),
