@@ -240,8 +240,10 @@ def compile_fast(architecture: int, shape: int, window: int, stored: bool, size:
         # In a captured step without a window, else beside chunks.
         sizes = decode_sizes_of(heads, (num_d, num_r, num_d), decoding) | constants | ({} if window else {"tokens_ptr": None})
         sizes |= {"DEPENDENT": dependent}
-        found = compiled(decode, NUMBERS[size], architecture, sizes, decoding.options, pointers)
-        tell(told | {"rows": decoding.rows, "groups": decoding.groups, "size": size} | found)
+        # In a mixed step that is captured, keys are stored already.
+        for absent in ({},) if window or stored else ({}, dict.fromkeys(("k_ptr", "v_ptr", "cosine_ptr", "sine_ptr"))):
+            found = compiled(decode, NUMBERS[size], architecture, sizes | absent, decoding.options, pointers)
+            tell(told | {"rows": decoding.rows, "groups": decoding.groups, "size": size} | found)
     chunks = choose_chunks(columns, size, 64)
     sizes = sizes_of(heads, (num_d, num_r, num_d), chunks) | constants | LISTED
     found = compiled(kernels.attend, NUMBERS[size], architecture, sizes, chunks.options, pointers)

@@ -164,3 +164,11 @@ def test_few_launches_stand_behind_the_graph(kind: str, most: int, tmp_path: Pat
         runner.launch(StepPlan(tuple(rows)))
     assert stream.num_replays == 1 and counting.counts.total() == most, counting.counts
     assert counting.counts["copy_"] == 1 and uploads.total() == (most > 1)
+
+
+def test_the_buffers_of_draws_are_kept() -> None:
+    device = GpuDevice("cpu")
+    draws = device.row_draws(8, 100)
+    assert device.row_draws(8, 100) is draws is device.row_draws(1, 100)
+    larger = device.row_draws(9, 100)
+    assert larger is not draws and device.row_draws(8, 100) is larger and device.row_draws(8, 101) is not larger
