@@ -203,7 +203,8 @@ def _cells(monitor: Monitor, row: Row, look: Look) -> Iterator[Text]:
     yield Text(str(row.id), _owner_style(row.id))
     if look.width >= WIDE:
         yield Text(printable(row.request), overflow="ellipsis")
-    prefill = row.state == "running" and row.num_computed < row.num_prompt
+    # The last output token's K/V are stored by the next step. After a crash or a preemption all of them are computed again.
+    prefill = row.state == "running" and row.num_computed < row.num_prompt + max(0, row.num_output - 1)
     yield Text("prefill" if prefill else printable(row.state), STATE_STYLES.get(row.state, ""))
     speed = monitor.tokens_per_second(row)
     for number in (row.num_prompt, row.num_cached, row.num_computed, row.num_output):

@@ -112,6 +112,14 @@ def test_before_the_first_events_it_says_so() -> None:
     assert drawn(Monitor(), Look(URL, 80, 24)) == [f"onehead top  {URL}", "waiting for the first events"]
 
 
+def test_a_sequence_that_is_computed_again_is_in_prefill(engine: MadeUpEngine) -> None:
+    monitor = monitor_of(engine)
+    first, second, *_ = monitor.sequences.values()
+    first.num_computed, second.num_computed = first.num_prompt + first.num_output - 2, second.num_prompt + second.num_output - 1
+    lines = [line.split()[:2] for line in drawn(monitor, Look(URL, 80, 50))]
+    assert [str(first.id), "prefill"] in lines and [str(second.id), "running"] in lines
+
+
 def test_an_idle_server_has_no_rows() -> None:
     engine, monitor = MadeUpEngine(), Monitor()
     monitor.take(Event("cache", msgspec.json.encode(engine.whole())))
