@@ -91,15 +91,23 @@ def _spelling_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def make_tool_tokenizer(name: str, folder: Path) -> Path:
+    """Writes the tokenizer and the chat template of one of TOOL_MODELS; token 0 ends a text. -> the folder"""
+    model = TOOL_MODELS[name]
+    tokenizer = _spelling_tokenizer() if name == "granite" else make_tokenizer((*TURNS, *model.marks), 290)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(model.template)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}))
+    return folder
+
+
 def make_tool_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
-    """Writes the random checkpoint of one of TOOL_MODELS; token 0 ends a text. -> the folder"""
+    """Writes the random checkpoint of one of TOOL_MODELS. -> the folder"""
     from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
-    model = TOOL_MODELS[name]
-    tokenizer = make_tokenizer((*TURNS, *model.marks), 290) if name != "granite" else _spelling_tokenizer()
     torch.manual_seed(seed)
     config = GPTBigCodeConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=290,
         n_positions=POSITIONS,
         n_embd=64,
         n_layer=2,
@@ -110,7 +118,4 @@ def make_tool_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
         initializer_range=0.15,
     )
     GPTBigCodeForCausalLM(config).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(model.template)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}))
-    return folder
+    return make_tool_tokenizer(name, folder)

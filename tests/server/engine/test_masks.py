@@ -243,3 +243,40 @@ def test_a_message_ends_the_wait(processes: MaskProcesses) -> None:
     theirs.send_bytes(b"message")
     processes.wait(ours)
     assert ours.recv_bytes() == b"message"
+
+
+def test_a_grammar_with_an_opening_has_no_process_before_it(processes: MaskProcesses, grammars: Grammars) -> None:
+    constraint = begun(processes, WORDS, output := list[int](), opening=Opening([7]))
+    for token in (20, 21, 8):
+        output.append(token)
+        assert not constraint.advance(token) and not constraint.is_pending
+    assert not processes._selector.get_map()
+    output.append(7)
+    assert constraint.advance(7)
+    settle(processes, constraint)
+    assert constraint.take().mask == first_mask(grammars)
+    follow(processes, constraint, output, 3)
+    constraint.end()
+    # Followed again, as after a preemption or a crash.
+    again = begun(processes, WORDS, output, opening=Opening([7]))
+    settle(processes, again)
+    assert again.take().mask == constraint.take().mask
+
+
+def test_an_opening_that_is_a_text_is_looked_for_after_each_token_that_may_end_it(processes: MaskProcesses, grammars: Grammars) -> None:
+    spelt = grammars.tokenizer.tokenize_str("x(def)")
+    opening = Opening([spelt[-1]], "(def)")
+    constraint = begun(processes, WORDS, output := [spelt[-1]], opening=opening)
+    settle(processes, constraint)
+    assert not constraint.take().is_open and constraint.take().mask is None
+    constraint.end()  # As the sequence does.
+    assert not constraint.advance(spelt[0])
+    output += spelt
+    assert constraint.advance(output[-1])
+    settle(processes, constraint)
+    assert constraint.take().is_open and constraint.take().mask == first_mask(grammars)
+
+
+def first_mask(grammars: Grammars) -> bytes | None:
+    constraint = grammars.constraint(Begin(WORDS, "", []))
+    return None if constraint is None else constraint.mask
