@@ -4,7 +4,11 @@ A format is data, read by the builder of its grammar (call_grammar) and by the p
 token of the vocabulary, and never text that spells it; only a format without such tokens has a text as its opening. It knows no tools.
 """
 
+import re
 from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
 
 from server.protocol import Opening
 from server.text.codec import TextCodec
@@ -37,12 +41,11 @@ class CallFormat:
     thought_head: str = ""
     """What follows `thought` and is no part of the thought."""
 
-    @property
-    def marks(self) -> tuple[Mark, ...]:
-        """All marks that the format has."""
-        return tuple(filter(None, (self.opening, self.closing, self.quote, self.thought, self.thought_end)))
 
-
+_PATTERN = re.compile(r"(?P<space>\\s\*)?(?P<mark>(?:[\w<]|\\[^\w])+>)(?P<before>(?:\w|\\?[: ])*)(?:\(\?P<name>\S+\))?")
+"""An `open_pattern` that is a mark, perhaps after white space, and perhaps with a text and the function's name after it."""
+MARKS = ("opening", "closing", "quote", "thought", "thought_end")
+"""The fields that are marks, where they are not empty."""
 FUNCTION_GEMMA = CallFormat(
     "<start_function_call>", "<end_function_call>", "call:", "", "", quote="<escape>", stops=("<start_function_response>",)
 )
@@ -66,27 +69,56 @@ WRAPPER = CallFormat(begin="[", separator=", ", end="]", is_list=True)
 
 def format_of(codec: TextCodec) -> CallFormat | None:
     """The format of a checkpoint, None for one that has none: all of its marks are in the vocabulary, or its opening in the template."""
-    for known in (FUNCTION_GEMMA, GEMMA_4, JAMBA, GRANITE):
-        found = _with_ids(known, codec)
-        if all(isinstance(mark, int) for mark in found.marks):
-            return found
+    described = _described(codec.files.response_template)
+    for known in filter(None, (described, FUNCTION_GEMMA, GEMMA_4, JAMBA, GRANITE)):
+        ids: dict[str, Any] = {name: codec.token_id(mark) for name in MARKS if (mark := getattr(known, name))}
+        if None not in ids.values():
+            stops = map(codec.token_id, map(str, known.stops))
+            return replace(known, stops=tuple(id for id in stops if id is not None), **ids)
     return GRANITE if codec.is_bytes and str(GRANITE.opening) in (codec.files.chat_template or "") else None
 
 
-def _with_ids(known: CallFormat, codec: TextCodec) -> CallFormat:
-    def found(mark: Mark) -> Mark:
-        id = codec.token_id(str(mark)) if mark else None
-        return mark if id is None else id
+class _Field(msgspec.Struct):
+    """A field of transformers' `response_template`: what begins and ends it in a reply, and how it is read."""
 
-    return replace(
-        known,
-        opening=found(known.opening),
-        closing=found(known.closing),
-        quote=found(known.quote),
-        thought=found(known.thought),
-        thought_end=found(known.thought_end),
-        stops=tuple(id for id in map(found, known.stops) if isinstance(id, int)),
-    )
+    open: str = ""
+    open_pattern: str = ""
+    close: str | list[str] = []
+    content_args: "_Syntax" = msgspec.field(default_factory=lambda: _Syntax())
+    transform: dict[str, Any] = {}
+
+
+class _Syntax(msgspec.Struct):
+    string_delims: list[tuple[str, str]] = []
+
+
+class _Template(msgspec.Struct):
+    fields: dict[str, _Field] = {}
+
+
+def _described(template: Any) -> CallFormat | None:
+    """The format of a `response_template`, if it describes calls in one of the two syntaxes that there are grammars for."""
+    try:
+        fields = msgspec.convert(template or {}, _Template).fields
+    except msgspec.ValidationError:
+        fields = {}
+    calls, thought = fields.get("tool_calls", _Field()), fields.get("reasoning_content", _Field())
+    pattern = _PATTERN.fullmatch(calls.open_pattern or re.escape(calls.open))
+    function, delimiters = calls.transform.get("function"), calls.content_args.string_delims
+    if pattern is None or not isinstance(calls.close, str):
+        return None
+    mark, before = (re.sub(r"\\(.)", r"\1", part) for part in pattern.group("mark", "before"))
+    common: Any = {"closing": calls.close}
+    if isinstance(thought.close, str):
+        begun, bracket, head = thought.open.partition(">")
+        common |= {"thought": begun + bracket, "thought_head": head, "thought_end": thought.close}
+    if function == "{content}" and not before:
+        return CallFormat(mark, separator="\n" if pattern["space"] else "", **common)
+    if function == {"name": "{name}", "arguments": "{content}"} and delimiters and before:
+        ends = fields.get("content", _Field()).close
+        stops = (ends,) if isinstance(ends, str) else tuple(ends)
+        return CallFormat(mark, before=before, after="", tail="", quote=delimiters[0][0], stops=stops, **common)
+    return None
 
 
 def opening_of(known: CallFormat, codec: TextCodec) -> Opening:

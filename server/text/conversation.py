@@ -24,10 +24,10 @@ class ChatInput(msgspec.Struct, frozen=True):
     """Whether the prompt ends with the text of the last message."""
 
     def changed(self, change: Callable[[str], str]) -> "ChatInput":
-        """The input with all of its texts changed but the roles of messages and the names of variables."""
+        """The input with all of its texts changed but the roles of messages."""
         messages = [_changed(message, change) | {"role": message["role"]} for message in self.messages]
-        variables = {name: _changed(value, change) for name, value in self.variables.items()}
-        return msgspec.structs.replace(self, messages=messages, tools=_changed(self.tools, change), variables=variables)
+        tools, variables = _changed(self.tools, change), _changed(self.variables, change)
+        return msgspec.structs.replace(self, messages=messages, tools=tools, variables=variables)
 
     def adapted(self, source: str) -> list[Message]:
         """The messages for a template. Where its source does not name `developer`, that role is `system`. Where it names no tools, they

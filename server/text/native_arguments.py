@@ -44,6 +44,16 @@ OF_TYPES = {
     "object": ("properties", "required", "additionalProperties"),
 }
 """The keywords that are followed, by the type that they are about."""
+KINDS: dict[type, set[str]] = {
+    str: {"string"},
+    int: {"number", "integer"},
+    float: {"number"},
+    bool: {"boolean"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
+}
+"""The types of a value."""
 KEYWORDS = frozenset(("type", "enum", "const", "anyOf", *(name for names in OF_TYPES.values() for name in names)))
 _KEY = re.compile(r'[^\s:,{}\[\]<>"|\\]+')
 
@@ -72,7 +82,7 @@ class RuleWriter:
         types = _types(node)
         if "enum" in node or "const" in node:
             values = [value for value in node.get("enum", [node.get("const")]) if node.get("const", value) == value]
-            return _either(self._literal(value) for value in values if types & _types_of(value))
+            return _either(self._literal(value) for value in values if types & KINDS[type(value)])
         if "anyOf" in node:
             rest = {name: value for name, value in node.items() if name != "anyOf"}
             bare = not rest.keys() - ANNOTATIONS
@@ -203,14 +213,6 @@ def _types(node: Node) -> set[str]:
         return {named} if isinstance(named, str) else set(named)
     about = {kind for kind, names in OF_TYPES.items() if node.keys() & {*names}}
     return about or {*OF_TYPES}
-
-
-def _types_of(value: Any) -> set[str]:
-    if isinstance(value, bool) or value is None:
-        return {"null" if value is None else "boolean"}
-    if isinstance(value, int | float):
-        return {"number", "integer"} if value == int(value) else {"number"}
-    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
 def _either(alternatives: Iterable[str]) -> str:

@@ -17,14 +17,13 @@ from server.text.codec import TextCodec
 from server.text.conversation import ChatInput
 from server.text.reply_parser import Calls
 
-RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
+RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token"}
 """Variables of chat templates that no request sets by `chat_template_kwargs`."""
 
 
 def _not_reserved(variables: dict[str, Any]) -> dict[str, Any]:
-    for name in RESERVED:
-        if name in variables:
-            raise ValueError(f"`chat_template_kwargs` cannot have {name!a}, which the server sets")
+    if taken := RESERVED & variables.keys():
+        raise ValueError(f"`chat_template_kwargs` cannot have {min(taken)!a}, which the server sets")
     return variables
 
 
