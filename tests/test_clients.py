@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -149,6 +149,42 @@ def test_openai_decisions(client: openai.OpenAI) -> None:
     assert caught.value.param == "questions.0.choices" and caught.value.type == "BadRequestError"
 
 
+class SetLight(BaseModel):
+    """Turns a light on or off."""
+
+    room: Literal["kitchen", "hall"]
+    on: bool
+
+
+def test_openai_tools(client: openai.OpenAI) -> None:
+    options: Any = {
+        "model": "embedded",
+        "messages": MESSAGES,
+        "tools": [openai.pydantic_function_tool(SetLight)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 60,
+        "temperature": 0,
+    }
+    (choice,) = client.chat.completions.parse(**options).choices
+    (call,) = choice.message.tool_calls or ()
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert isinstance(call.function.parsed_arguments, SetLight) and SetLight.model_validate_json(call.function.arguments)
+    with client.chat.completions.stream(**options) as stream:
+        whole = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert [(part.function.name, part.function.arguments) for part in whole] == [(call.function.name, call.function.arguments)]
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "It is on."}
+    again = options | {
+        "messages": [*MESSAGES, choice.message, result],
+        "tool_choice": {"type": "function", "function": {"name": "SetLight"}},
+    }
+    assert client.chat.completions.create(**again).choices[0].message.tool_calls
+    with pytest.raises(openai.BadRequestError, match="no format is known in which this model calls functions"):
+        client.chat.completions.create(**options | {"tool_choice": "auto"})
+    answer = client.chat.completions.create(**options | {"tool_choice": "none"})
+    assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
+
+
 def test_openai_errors(client: openai.OpenAI, embedded_server: ServerProcess) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="embedded", prompt="x" * 30_000, max_tokens=1)
@@ -158,7 +194,7 @@ def test_openai_errors(client: openai.OpenAI, embedded_server: ServerProcess) ->
     assert "did you mean `temperature`" in caught.value.message and caught.value.param == "temprature"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="../../etc/passwd", prompt="x")
-    status, body = embedded_server.post("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]})
+    status, body = embedded_server.post("/v1/chat/completions", {"messages": [{"role": "function", "content": "x"}]})
     assert status == 400 and set(body["error"]) == {"message", "type", "param", "code"}
 
 

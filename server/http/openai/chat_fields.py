@@ -66,6 +66,8 @@ class CalledFunction(Body):
     """The function's name."""
     arguments: Annotated[fields.JsonObject, BeforeValidator(_arguments, fields.Text)]
     """Its arguments, as the text of a JSON object."""
+    parsed_arguments: fields.Json = None
+    """Accepted for OpenAI's clients, which send it back; it changes nothing."""
 
 
 class ToolCall(Body):
@@ -100,6 +102,8 @@ class Message(Body):
     """The thought of an assistant's message, for chat templates that use it."""
     annotations: list[fields.Json] | None = Empty
     """Annotations are not supported: only an empty list is accepted."""
+    parsed: fields.Json = None
+    """Accepted for OpenAI's clients, which send it back; it changes nothing."""
 
     @model_validator(mode="after")
     def _check_role(self) -> "Message":
@@ -112,6 +116,11 @@ class Message(Body):
         return self
 
 
+_IN_CALLS = {"index": True, "function": {"parsed_arguments"}}
+NOT_FOR_TEMPLATES: Any = {"annotations": True, "parsed": True, "type": True, "tool_calls": {"__all__": _IN_CALLS}}
+"""Fields of messages that no chat template is given."""
+
+
 def plain_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """The messages as a chat template receives them. One with a result has the name of the function, by default that of the call."""
     names: dict[str | None, str] = {}
@@ -120,7 +129,7 @@ def plain_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
         name = {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
         content = "".join(part.text for part in message.content or ())
-        plain.append(name | message.model_dump(exclude={"annotations", "type"}, exclude_none=True) | {"content": content})
+        plain.append(name | message.model_dump(exclude=NOT_FOR_TEMPLATES, exclude_none=True) | {"content": content})
     return plain
 
 
