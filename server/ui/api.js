@@ -18,6 +18,8 @@ export class ApiError extends Error {
 export class Api {
   #key = null;
   #asking = null;
+  /** Whether the user has given no key: what runs by itself does not ask again. */
+  declined = false;
   #document = null;
   /** The served model's name, once it is known. */
   model = "";
@@ -38,7 +40,7 @@ export class Api {
       const headers = used === null ? init.headers : { ...init.headers, authorization: `Bearer ${used}` };
       const response = await fetch(new URL(path, this.base), { ...init, headers, cache: "no-store" });
       if (response.status !== 401) return response;
-      if (used === this.#key && !(await this.#renewKey())) return response;
+      if (used === this.#key && (this.declined || !(await this.#renewKey()))) return response;
     }
   }
 
@@ -46,7 +48,8 @@ export class Api {
   #renewKey() {
     this.#asking ??= this.askForKey(this.hasKey).then((key) => {
       this.#asking = null;
-      if (key !== null) this.#key = key;
+      this.declined = key === null;
+      this.#key = key ?? this.#key;
       return key !== null;
     });
     return this.#asking;
@@ -61,6 +64,7 @@ export class Api {
 
   /** The answer to a POST of JSON, for its events to be read. Throws ApiError. */
   async post(path, body, signal) {
+    this.declined = false;
     const response = await this.fetch(path, { method: "POST", headers: JSON_TYPE, body: JSON.stringify(body), signal });
     if (!response.ok) throw await errorOf(response);
     return response;

@@ -90,9 +90,14 @@ async function showModel() {
     model.dataset.state = "waiting";
     const text = error.status === 401 ? "an API key is needed" : "waiting for the server";
     model.replaceChildren(el("span", { class: "name", text }));
-    if (error.status === 401) model.append(button("Enter key", showModel));
+    if (error.status === 401) model.append(button("Enter key", enterKey));
     else setTimeout(showModel, MODEL_RETRY);
   }
+}
+
+function enterKey() {
+  api.declined = false;
+  showModel();
 }
 
 /** Shortcuts of the page; a dialog closes itself on Escape. */

@@ -20,12 +20,13 @@ export class SettingsError extends Error {}
 
 export class Settings {
   #controls = [];
-  #values;
+  /** What the controls hold, to be restored: name -> text. */
+  kept;
 
   /** `name` of the mode whose settings these are; `initial` values are those of its first time. */
   constructor(name, initial) {
     this.name = `settings.${name}`;
-    this.#values = load(this.name, initial);
+    this.kept = load(this.name, initial);
     this.fields = el("div", { class: "fields" }, el("p", { class: "quiet", text: "Reading the server's schema…" }));
     this.element = el("details", { class: "card settings", open: matchMedia("(min-width: 1021px)").matches },
       el("summary", { text: "Parameters" }), this.fields);
@@ -53,15 +54,10 @@ export class Settings {
     return values;
   }
 
-  /** What the controls hold, to be restored. */
-  get kept() {
-    return { ...this.#values };
-  }
-
   restore(kept) {
-    this.#values = { ...kept };
+    this.kept = { ...kept };
     for (const control of this.#controls) control.show();
-    save(this.name, this.#values);
+    save(this.name, this.kept);
   }
 
   /** A field's name, description and input, and a slider where its range is small. */
@@ -71,15 +67,15 @@ export class Settings {
     const about = el("p", { class: "quiet about", id: newId("about"), hidden: true, text: field.description });
     const reset = button("×", () => set(""), { class: "info spread", title: `Reset ${name}`, "aria-label": `Reset ${name}` });
     const slider = sliderOf(field, name);
-    const show = (text = this.#values[group + name] ?? "") => {
+    const show = (text = this.kept[group + name] ?? "") => {
       if (input.value !== text) input.value = text;
       if (slider !== null) slider.value = text || defaultOf(field) || slider.min;
       reset.hidden = text === "";
       input.classList.remove("invalid");
     };
     const set = (text) => {
-      this.#values[group + name] = text;
-      save(this.name, this.#values);
+      this.kept[group + name] = text;
+      save(this.name, this.kept);
       show();
     };
     input.addEventListener("input", () => set(input.value));

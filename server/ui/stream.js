@@ -42,7 +42,6 @@ export class Stream {
 
   /** Ends the stream, and its generation on the server. */
   stop() {
-    if (this.stopped) return;
     this.#abort.abort();
     if (this.#id !== null) this.api.fetch(`v1/streams/${this.#id}`, { method: "DELETE" }).catch(() => {});
   }

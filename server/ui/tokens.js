@@ -7,8 +7,7 @@ import { el } from "./dom.js";
 
 const LIMITS = [0.9, 0.6, 0.3, 0.1, 0.02]; // A token less likely than the n-th of these has the tint n.
 const MAX_PIECES_PER_FRAME = 400;
-const MAX_PIECES_PER_LINE = 500; // A longer line goes on in an element of its own: what a frame lays out stays small.
-const MAX_LINES_PER_BLOCK = 40;
+const MAX_PIECES = 400; // Of a block before its last line, and of a line: a longer one goes on in a block of its own.
 const FOLLOW_PIXELS = 40;
 const [SHOW_MS, HIDE_MS] = [120, 250];
 /** How many alternatives a request asks for. */
@@ -61,6 +60,7 @@ export class Aligner {
 export class Output {
   #queue;
   #block;
+  #blockEnd;
   #line;
   #spans;
   #current;
@@ -109,9 +109,12 @@ export class Output {
 
   #add({ text, tokens }, blocks) {
     text.split("\n").forEach((part, index) => {
-      const isFull = this.#line === null || this.#line.childElementCount >= MAX_PIECES_PER_LINE;
+      const isFull = this.#line === null || this.#line.childElementCount >= MAX_PIECES;
       if (index > 0 || isFull) {
-        if (this.#line === null || this.#block.childElementCount >= MAX_LINES_PER_BLOCK) blocks.append((this.#block = el("div")));
+        if (this.#line === null || this.#spans.length >= this.#blockEnd) {
+          blocks.append((this.#block = el("div")));
+          this.#blockEnd = this.#spans.length + MAX_PIECES;
+        }
         this.#block.append((this.#line = el("div")));
       }
       if (part !== "" || index === 0) this.#line.append(this.#span(part, tokens));
