@@ -3,14 +3,14 @@
     python -m bench.tracing_costs [--rounds 5] [--streams 32]
 
 Both servers run at the same time, and are asked in alternating order. The figures are medians of the rounds' ratios, with tracing over
-without, of output tokens per second and of processor time a token, which other work on the machine disturbs less. Beside them stands the
-processor time that a request's spans take, in the event loop and in all with their export, and as a share of what a request takes. The
-collector only throws away what it gets: a real one runs elsewhere.
+without, of output tokens per second, and the processor time of a request in the process that serves HTTP, whose part of what a request
+takes in all processes is what traces can add to: other work on the machine disturbs that less. Beside them stands the processor time
+that the spans of a request take by themselves, in the event loop and with their export. The collector only throws away what it gets: a
+real one runs elsewhere.
 """
 
 import argparse
 import asyncio
-import os
 import statistics
 import time
 from contextlib import ExitStack
@@ -72,25 +72,26 @@ def seconds_of_spans(endpoint: str) -> tuple[float, float]:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process and all its child processes, so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(map(processor_seconds, children(pid)))
+    """Of all threads of a process, so far."""
+    return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-def measure(rounds: int, streams: int, servers: dict[str, Server]) -> tuple[Rounds, Rounds]:
-    """Tokens per second, and processor seconds a token, of both servers in each round."""
-    rates: Rounds = {name: [] for name in servers}
-    costs: Rounds = {name: [] for name in servers}
-    num_tokens = streams * REQUESTS_PER_STREAM * OUTPUT_TOKENS
+def measure(rounds: int, streams: int, servers: dict[str, Server]) -> tuple[Rounds, Rounds, Rounds]:
+    """Of both servers in each round: tokens per second, and processor seconds a request in the process that serves HTTP, and in all."""
+    rates, costs, in_all = (dict[str, list[float]]() for _ in range(3))
+    num_requests = streams * REQUESTS_PER_STREAM
     for number in range(rounds + 1):
         for name in sorted(servers, reverse=number % 2 == 0):
             pid = servers[name].process.pid
-            before = processor_seconds(pid)
+            pids = [pid, *children(pid)]
+            before = [processor_seconds(each) for each in pids]
             tokens_per_second = asyncio.run(rate(servers[name].port, "plain", streams, 1000 * number))
             if number:  # The first round warms up.
-                rates[name].append(tokens_per_second)
-                costs[name].append((processor_seconds(pid) - before) / num_tokens)
-    return rates, costs
+                spent = [processor_seconds(each) - earlier for each, earlier in zip(pids, before, strict=True)]
+                rates.setdefault(name, []).append(tokens_per_second)
+                costs.setdefault(name, []).append(spent[0] / num_requests)
+                in_all.setdefault(name, []).append(sum(spent) / num_requests)
+    return rates, costs, in_all
 
 
 def main() -> None:
@@ -108,15 +109,24 @@ def main() -> None:
         for name, extra in (("without", []), ("with", ["--server.tracing_endpoint", endpoint])):
             servers[name] = Server(ROOT, None, ["--cache.pages", "512", *extra])
             stack.callback(servers[name].stop)
-        rates, costs = measure(options.rounds, options.streams, servers)
+        rates, costs, in_all = measure(options.rounds, options.streams, servers)
     seconds_of_spans(endpoint)  # Warms up.
     loop, all_threads = seconds_of_spans(endpoint)
-    a_request = statistics.median(costs["without"]) * OUTPUT_TOKENS
+    a_request = statistics.median(in_all["without"])
+    added = statistics.median(traced - plain for traced, plain in zip(costs["with"], costs["without"], strict=True))
     rows = [
         *([f"{name} tracing, tokens/s", f"{statistics.median(each):.0f}", _span(each, 0)] for name, each in rates.items()),
         ["tokens/s, with over without", *_ratios(rates)],
-        ["processor time a token, with over without", *_ratios(costs)],
-        ["processor time a request without, ms", f"{a_request * 1e3:.1f}", ""],
+        [
+            "processor time a request, all processes, without, ms",
+            f"{a_request * 1e3:.1f}",
+            _span([1e3 * each for each in in_all["without"]], 1),
+        ],
+        *(
+            [f"the same, API process, {name}, ms", f"{statistics.median(each) * 1e3:.2f}", _span([1e3 * one for one in each], 2)]
+            for name, each in costs.items()
+        ),
+        ["added a request, API process, microseconds", f"{added * 1e6:.0f}", f"{added / a_request:.2%} of a request"],
         ["spans of a request, event loop, microseconds", f"{loop * 1e6:.0f}", ""],
         ["spans of a request, all threads, microseconds", f"{all_threads * 1e6:.0f}", f"{all_threads / a_request:.2%} of a request"],
     ]
