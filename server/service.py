@@ -79,10 +79,12 @@ def read_texts(folder: Path, section: ServerSection) -> Texts:
             f"{folder}: no end-of-sequence token; expected eos_token_id in generation_config.json or config.json, or eos_token in "
             "tokenizer_config.json"
         )
+    texts = Texts(codec, section.open_objects, spec.end_token_ids)
+    _ = texts.calls  # Which may ask for every token of the vocabulary.
     gc.collect()
     gc.freeze()  # A collection here or in a child would copy the pages that they share.
     child_process.release_freed_memory()  # Reading frees as much as it keeps.
-    return Texts(codec, section.open_objects, spec.end_token_ids)
+    return texts
 
 
 def token_texts(codec: TextCodec) -> TokenTexts | None:

@@ -4,8 +4,8 @@
 
 The models are random, with the marks of a format in their vocabularies, and with logit_bias for the opening and for what closes something.
 Each request is sent whole and streamed, which has to give the same; under `auto` a third time without tools, from the same prompt: the
-tokens up to the opening have to be the same. `--kills`: times that each server's engine is killed meanwhile. Exit status 1 where
-something is wrong.
+tokens up to the opening have to be the same. The KV cache holds less than the requests at once need, so that sequences are preempted.
+`--kills`: times that each server's engine is killed meanwhile. Exit status 1 where something is wrong.
 """
 
 import argparse
@@ -23,6 +23,9 @@ from server.text.codec import TextCodec
 from tests.support.processes import ServerProcess, engines
 from tests.support.tool_checkpoints import TOOL_MODELS, make_tool_checkpoint
 from tests.support.tool_requests import Findings, ToolRequests
+
+PAGES = "70"
+"""Fewer than AT_ONCE requests need, so that sequences are preempted."""
 
 
 async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: int) -> Findings:
@@ -44,9 +47,11 @@ def run(name: str, seeds: range, kills: int) -> Findings:
     """The requests of these seeds to a server of a format."""
     with tempfile.TemporaryDirectory() as folder:
         path = make_tool_checkpoint(name, Path(folder))
-        server = ServerProcess(path, "--cache.memory", "64MiB", "--engine.max_running", "16")
+        server = ServerProcess(path, "--cache.pages", PAGES, "--engine.max_running", "16")
         try:
-            return asyncio.run(_findings(server, path, seeds, kills))
+            findings = asyncio.run(_findings(server, path, seeds, kills))
+            findings.counts["preemptions"] = int(server.metric("onehead_preemptions_total"))
+            return findings
         finally:
             server.stop()
 

@@ -104,6 +104,8 @@ class Message(Body):
     """Annotations are not supported: only an empty list is accepted."""
     parsed: fields.Json = None
     """Accepted for OpenAI's clients, which send it back; it changes nothing."""
+    provider_specific_fields: fields.Json = None
+    """Accepted for LiteLLM's clients, which send it back; it changes nothing."""
 
     @model_validator(mode="after")
     def _check_role(self) -> "Message":
@@ -116,8 +118,8 @@ class Message(Body):
         return self
 
 
-_IN_CALLS = {"index": True, "function": {"parsed_arguments"}}
-NOT_FOR_TEMPLATES: Any = {"annotations": True, "parsed": True, "type": True, "tool_calls": {"__all__": _IN_CALLS}}
+NOT_FOR_TEMPLATES: Any = dict.fromkeys(("annotations", "parsed", "provider_specific_fields", "type"), True)
+NOT_FOR_TEMPLATES["tool_calls"] = {"__all__": {"index": True, "function": {"parsed_arguments"}}}
 """Fields of messages that no chat template is given."""
 
 
