@@ -225,4 +225,4 @@ def _unknown_field(path: list[str], schema: type[BaseModel]) -> str:
 
 def _printable(name: str) -> str:
     """A key from a body, shortened and escaped for messages and log lines."""
-    return ascii(name[:64])[1:65]
+    return ascii(name[:64])[1:-1][:64]
