@@ -15,7 +15,7 @@ COPY model model
 COPY server server
 COPY commands commands
 COPY configs configs
-RUN /opt/onehead/bin/pip install --constraint constraints.txt .
+RUN /opt/onehead/bin/pip install --constraint constraints.txt '.[tracing]'
 
 FROM python:3.11-slim-bookworm
 # Triton compiles what launches its kernels on the machine that they run on. Debian keeps no older versions that could be named.
