@@ -36,6 +36,8 @@ async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: in
     def report() -> None:
         nonlocal num_done
         num_done += 1
+        if num_done % 100 == 0:
+            print(f"{num_done} of {len(seeds)} requests", file=sys.stderr, flush=True)
         if num_done in due:
             for pid in engines(server.process.pid):
                 os.kill(pid, signal.SIGKILL)
