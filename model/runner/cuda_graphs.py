@@ -146,7 +146,8 @@ class CudaGraphs:
         """
         asked = [(step, size, several) for step in steps for several in (False, True) for size in self._sizes(several) if size >= len(step)]
         found = ((step, self._bucket(step.num_keys, size, several)) for step, size, several in asked)
-        packed = [(bucket, self._pack(step, bucket)) for step, bucket in found if bucket is not None]
+        # Of a shape once: a backend may have the same for steps with several rows of a sequence.
+        packed = [*{bucket.shape: (bucket, self._pack(step, bucket)) for step, bucket in found if bucket is not None}.values()]
         packed.sort(key=lambda pair: -pair[0].num_numbers)
         if packed:
             self._numbers = torch.zeros(packed[0][0].num_numbers, dtype=torch.int32, device=self._drawn_S.device)
