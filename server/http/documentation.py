@@ -14,7 +14,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic.json_schema import models_json_schema
-from starlette.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 from server.http.exchange import Dialect
@@ -23,6 +24,7 @@ from server.http.openai.decision_fields import DecisionBody, SystemBody
 from server.http.openai.fields import CompletionBody
 from server.http.openai.fim import FimBody
 from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppCompletionBody
+from server.http.packed import PackedBody
 from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody
 from server.http.token_fields import DetokenizeBody, TokenizeBody
@@ -48,11 +50,11 @@ def documentation_routes(app: FastAPI, needs_key: Callable[[str], bool]) -> list
     """Routes of the page and the document of `app`. The page's scripts are served by this server, so that it needs no internet."""
 
     @cache
-    def document() -> dict[str, Any]:
-        return describe(app, needs_key)
+    def document() -> PackedBody:
+        return PackedBody(json.dumps(describe(app, needs_key)).encode(), "application/json")
 
-    async def openapi() -> Response:
-        return JSONResponse(document())
+    async def openapi(http: Request) -> Response:
+        return document().response(http)
 
     async def docs() -> Response:
         return get_swagger_ui_html(

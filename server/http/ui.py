@@ -4,7 +4,6 @@ Invariant: the page runs no script but these files and reaches no other host; it
 relative, so that a reverse proxy may serve it under any prefix. It knows no API.
 """
 
-import gzip
 import hashlib
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from starlette.responses import RedirectResponse, Response
 
 from server.errors import NotFound
 from server.http.exchange import Dialect
+from server.http.packed import PackedBody
 from server.http.routes import Access, Route
 
 FOLDER = Path(__file__).resolve().parent.parent / "ui"
@@ -23,27 +23,24 @@ HEADERS = {
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
     "cross-origin-embedder-policy": "require-corp",
     "cross-origin-resource-policy": "same-origin",
-    "vary": "accept-encoding",
 }
 
 
 def ui_routes() -> list[Route]:
     """Routes of the page and its files, which are read and compressed once."""
-    files = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in FOLDER.rglob("*.*") if path.suffix in TYPES}
-    packed = {name: gzip.compress(body) for name, body in files.items()}
+    paths = [path for path in FOLDER.rglob("*.*") if path.suffix in TYPES]
+    files = {path.relative_to(FOLDER).as_posix(): PackedBody(path.read_bytes(), TYPES[path.suffix]) for path in paths}
 
     def answer(http: Request, name: str) -> Response:
         if name not in files:
             raise NotFound("no such file of the playground")
-        tag = f'W/"{hashlib.sha256(files[name]).hexdigest()[:32]}"'
+        tag = f'W/"{hashlib.sha256(files[name].plain).hexdigest()[:32]}"'
         headers = {**HEADERS, "etag": tag}
         if "sec-fetch-dest" in http.headers:  # A secure context: in others a browser logs that it ignores the policy.
             headers["cross-origin-opener-policy"] = "same-origin"
         if tag in http.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        if "gzip" in http.headers.get("accept-encoding", ""):
-            return Response(packed[name], media_type=TYPES[Path(name).suffix], headers=headers | {"content-encoding": "gzip"})
-        return Response(files[name], media_type=TYPES[Path(name).suffix], headers=headers)
+            return Response(status_code=304, headers=headers | {"vary": "accept-encoding"})
+        return files[name].response(http, headers)
 
     async def page(http: Request) -> Response:
         """Show the playground."""
