@@ -73,7 +73,8 @@ class ToolRequests:
 
     async def _one(self, seed: int, findings: Findings) -> None:
         body = self._request(seed)
-        response = await self._client.post("/v1/chat/completions", json=body)
+        while (response := await self._client.post("/v1/chat/completions", json=body)).status_code == 429:
+            await asyncio.sleep(int(response.headers["retry-after"]))  # Too much is being compiled at once.
         if response.status_code != 200:
             findings.counts["refused"] += 1
             findings.wrong.append(f"seed {seed}: {response.status_code} {response.text[:300]}")
