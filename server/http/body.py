@@ -185,7 +185,7 @@ def _lone_surrogate(value: Any) -> str | None:
 
 def _describe(detail: Any, schema: type[BaseModel]) -> str:
     """The message for pydantic's first error: the field, the bound, and the given value if it is a number."""
-    path = [str(part) for part in detail["loc"]]
+    path = [str(part) for part in detail["loc"] if not str(part).startswith("<")]  # Without tags of unions, such as <word>.
     field, kind, context = ".".join(_printable(part) for part in path), detail["type"], detail.get("ctx", {})
     value = detail["input"]
     given = f". Given: {value}" if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18 else ""
@@ -203,6 +203,7 @@ def _describe(detail: Any, schema: type[BaseModel]) -> str:
         "too_long": "is not supported" if context.get("max_length") == 0 else "supports up to {max_length} items",
         "too_short": "cannot be empty",
         "string_too_short": "cannot be empty",
+        "string_pattern_mismatch": "must match {pattern}",
         "string_too_long": "must have at most {max_length} characters",
         "finite_number": "must be a finite number",
         "literal_error": f"is supported only as {_JSON_NAMES.get(context.get('expected', ''), '{expected}')}",

@@ -169,7 +169,11 @@ class EncodeChat(Job, frozen=True):
 
     @property
     def num_chars(self) -> int:
-        return len(msgspec.json.encode(self.given))
+        try:
+            return len(msgspec.msgpack.encode(self.given))
+        except OverflowError:
+            text = "tools, calls and `chat_template_kwargs` cannot have integers of more than 64 bits"
+            raise InvalidRequest(text, param="messages") from None
 
     def run(self, texts: Texts) -> Any:
         return texts.chat_template.encode(self.given)

@@ -1,12 +1,12 @@
 """Request body of /v1/chat/completions, its messages and its tools."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from server.errors import MalformedBody
+from server.errors import InvalidRequest, MalformedBody
 from server.generation.request import Request
 from server.http import fields
 from server.http.body import parse
@@ -51,12 +51,12 @@ TextParts = Annotated[Parts, BeforeValidator(_in_parts, fields.Text | Parts)]
 """A text, or a list of parts."""
 
 
-def _arguments(text: Any) -> Any:
-    """The arguments of a call, which are sent as the text of a JSON object."""
+def _arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call."""
     try:
         return parse(text.encode()) if text else {}
-    except (AttributeError, MalformedBody):
-        raise ValueError("`arguments` must be the text of a JSON object") from None
+    except MalformedBody:
+        raise InvalidRequest("`arguments` of a call must be the text of a JSON object", param="messages") from None
 
 
 class CalledFunction(Body):
@@ -64,8 +64,8 @@ class CalledFunction(Body):
 
     name: FunctionName
     """The function's name."""
-    arguments: Annotated[fields.JsonObject, BeforeValidator(_arguments, fields.Text)]
-    """Its arguments, as the text of a JSON object."""
+    arguments: fields.Text
+    """Its arguments, as the text of a JSON object. Up to 524,288 characters in all calls of a request."""
     parsed_arguments: fields.Json = None
     """Accepted for OpenAI's clients, which send it back; it changes nothing."""
 
@@ -118,20 +118,30 @@ class Message(Body):
         return self
 
 
+MAX_ARGUMENT_CHARS = 2**19
+"""They are parsed at once, so that more would hold up other requests."""
 NOT_FOR_TEMPLATES: Any = dict.fromkeys(("annotations", "parsed", "provider_specific_fields", "type"), True)
 NOT_FOR_TEMPLATES["tool_calls"] = {"__all__": {"index": True, "function": {"parsed_arguments"}}}
 """Fields of messages that no chat template is given."""
 
 
-def plain_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """The messages as a chat template receives them. One with a result has the name of the function, by default that of the call."""
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as a chat template receives them. One with a result has the name of the function, by default that of the call.
+    Raises InvalidRequest.
+    """
+    if sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ()) > MAX_ARGUMENT_CHARS:
+        text = f"the calls' `arguments` have more than {MAX_ARGUMENT_CHARS} characters in all; leave out the first messages"
+        raise InvalidRequest(text, param="messages")
     names: dict[str | None, str] = {}
     plain = []
     for message in messages:
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
-        name = {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
+        name = {"name": names[message.tool_call_id]} if message.role == "tool" and message.tool_call_id in names else {}
         content = "".join(part.text for part in message.content or ())
-        plain.append(name | message.model_dump(exclude=NOT_FOR_TEMPLATES, exclude_none=True) | {"content": content})
+        given = message.model_dump(exclude=NOT_FOR_TEMPLATES, exclude_none=True)
+        for call in given.get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        plain.append(name | given | {"content": content})
     return plain
 
 
@@ -173,6 +183,12 @@ class NamedTool(Body):
     """The function."""
 
 
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<object>")],
+    Discriminator(lambda value: "<object>" if isinstance(value, dict | NamedTool) else "<word>"),
+]
+
+
 class Conversation(Body):
     """What a chat template is given."""
 
@@ -190,7 +206,7 @@ class Conversation(Body):
     """
     tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
     """Functions that the model may call. Up to 128. Not with `response_format` and `structured_outputs`. Default: none."""
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     """`none`: nothing is called, and the tools are not shown to the model; `auto`: the model decides; `required`: the output is calls; or
     the function that is called. Default: `auto` with `tools`.
     """

@@ -57,8 +57,8 @@ class AnyQuestion(Body):
         return "\n".join([*lines, f"Answer with {how}, and nothing else."])
 
     def answer(self, shares: list[float], mass: float) -> dict[str, Any]:
-        """What the answers of both routes have. `shares`: the probability of each answer among all of them. `mass`: that of all labels
-        together among all texts, of which the likeliest answer's part is the confidence.
+        """Fields common to the answers of both routes. `shares`: the probability of each answer among all of them. `mass`: that of all
+        labels together among all texts, of which the likeliest answer's part is the confidence.
         """
         likeliest = max(shares)
         if self.type == "score":
@@ -176,7 +176,7 @@ class DecisionBody(AnyDecisionBody):
         return plain_messages(self.input)
 
     def reply(self, answers: list[dict[str, Any]], id: str, created: int) -> dict[str, Any]:
-        """What a reply has of its own."""
+        """Fields of the reply that only this route has."""
         return {"answers": answers}
 
 
@@ -194,7 +194,7 @@ class SystemQuestion(AnyQuestion):
 
     @model_validator(mode="after")
     def _check(self) -> "SystemQuestion":
-        given: Any = self.criteria or {}
+        given: Any = {} if self.criteria is None else self.criteria
         if self.type == "score":
             fits, shape = isinstance(given, list) and 2 <= len(given) <= MAX_LEVELS, f"a list of 2 to {MAX_LEVELS} levels"
         elif self.type == "choice":
@@ -230,7 +230,7 @@ class SystemBody(AnyDecisionBody):
     """The body of POST /v1/systemone. Null is the default of every field but `state` and `questions`."""
 
     state: fields.Json
-    """What the questions are about: a text, or any other JSON value, which is written as JSON."""
+    """What the questions are about: a text, or any other JSON value but null, which is written as JSON."""
     questions: dict[fields.Name, SystemQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS)
     """1 to 400 questions by their ids, none of which sees another."""
 
@@ -240,6 +240,6 @@ class SystemBody(AnyDecisionBody):
         return [{"role": "user", "content": as_text(self.state)}]
 
     def reply(self, answers: list[dict[str, Any]], id: str, created: int) -> dict[str, Any]:
-        """What a reply has of its own."""
+        """Fields of the reply that only this route has."""
         by_id = dict(zip(self.questions, answers, strict=True))
         return {"id": f"decision-{id}", "object": "structured_decision", "created": created, "answers": by_id}
