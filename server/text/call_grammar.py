@@ -11,7 +11,7 @@ import msgspec
 from server.text import json_schema
 from server.text.call_formats import CallFormat, Mark
 from server.text.json_schema import Node, SchemaError
-from server.text.native_arguments import RuleWriter
+from server.text.native_arguments import RuleWriter, problem
 
 SPACED = json_schema.GUIDANCE | {"item_separator": ", ", "key_separator": ": "}
 """With spaces as Python's json.dumps writes them, which models have learnt from."""
@@ -46,6 +46,8 @@ class CallRules(msgspec.Struct, frozen=True):
             if prepared.setdefault("type", "object") != "object":
                 raise SchemaError("has another type than object")
             if self.form.quote:
+                if problem(prepared):
+                    raise SchemaError("is no JSON Schema, has a pattern that is not supported, or cannot be satisfied by anything")
                 arguments = RuleWriter(prepared, _written(self.form.quote), f"f{number}_", rules).value(prepared)
             else:
                 arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"

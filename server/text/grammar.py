@@ -44,14 +44,14 @@ def _grammar(kind: str, text: str, open_objects: bool) -> str:
     try:
         if kind == "json":
             text = json.dumps(json_schema.prepare(json_schema.parse(text), open_objects), allow_nan=False)
+        if kind == "calls":
+            return LLMatcher.grammar_from_lark(msgspec.json.decode(text, type=CallRules).lark(open_objects))
     except json.JSONDecodeError:
         raise ValueError("is a text that is not JSON") from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(text, overrides=json_schema.GUIDANCE)
-    if kind == "calls":
-        return LLMatcher.grammar_from_lark(msgspec.json.decode(text, type=CallRules).lark(open_objects))
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
-import llguidance
+from llguidance import LLMatcher, regex_to_lark
 
 from server.text.json_schema import GUIDANCE, Node, refuse
 
@@ -44,16 +44,6 @@ OF_TYPES = {
     "object": ("properties", "required", "additionalProperties"),
 }
 """The keywords that are followed, by the type that they are about."""
-KINDS: dict[type, set[str]] = {
-    str: {"string"},
-    int: {"number", "integer"},
-    float: {"number"},
-    bool: {"boolean"},
-    type(None): {"null"},
-    list: {"array"},
-    dict: {"object"},
-}
-"""The types of a value."""
 KEYWORDS = frozenset(("type", "enum", "const", "anyOf", *(name for names in OF_TYPES.values() for name in names)))
 _KEY = re.compile(r'[^\s:,{}\[\]<>"|\\]+')
 
@@ -70,6 +60,8 @@ class RuleWriter:
 
     def value(self, node: Any, at: str = "#") -> str:
         """The expression of what satisfies a schema. `at`: its JSON pointer. Raises SchemaError."""
+        if isinstance(node, list):
+            raise refuse(at, node, "only one schema for all items is supported")
         if node is False:
             raise refuse(at, node, "no value satisfies it")
         if node is True or not node.keys() - ANNOTATIONS:
@@ -79,16 +71,24 @@ class RuleWriter:
         node = self._merged(node, at)
         for name in sorted(node.keys() - ANNOTATIONS - KEYWORDS):
             raise refuse(f"{at}/{name}", node[name], "calls in this model's format cannot be held to it; leave it out")
-        types = _types(node)
         if "enum" in node or "const" in node:
-            values = [value for value in node.get("enum", [node.get("const")]) if node.get("const", value) == value]
-            return _either(self._literal(value) for value in values if types & KINDS[type(value)])
+            values = [value for value in node.get("enum", [node.get("const")]) if self._takes(node, value)]
+            if not values:
+                raise refuse(at, node, "no value satisfies it")
+            return _either(map(self._literal, values))
         if "anyOf" in node:
             rest = {name: value for name, value in node.items() if name != "anyOf"}
             bare = not rest.keys() - ANNOTATIONS
             branches = enumerate(node["anyOf"])
             return _either(self.value(branch if bare else {"allOf": [branch, rest]}, f"{at}/anyOf/{i}") for i, branch in branches)
+        types = _types(node)
         return _either(self._typed(kind, node, at) for kind in sorted(types - ({"integer"} if "number" in types else set())))
+
+    def _takes(self, node: Node, value: Any) -> bool:
+        """Whether a value that the `enum` or `const` of a schema lists satisfies the other keywords."""
+        others = {name: item for name, item in node.items() if name != "enum"}
+        definitions = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
+        return not problem(definitions | {"allOf": [others, {"const": value}]})
 
     def _rule(self, text: str, terminal: bool = False) -> str:
         name = f"{self._prefix}{len(self._rules)}"
@@ -118,18 +118,26 @@ class RuleWriter:
             node = node[name.replace("~1", "/").replace("~0", "~")]
         return node
 
-    def _merged(self, node: Node, at: str) -> Node:
+    def _merged(self, node: Any, at: str) -> Node:
         """The schema with what it is combined with, by `$ref` or `allOf`, in one object of keywords."""
-        merged = {name: value for name, value in node.items() if name not in ("$ref", "allOf")}
+        if isinstance(node, bool):
+            return {} if node else {"enum": []}
         others = [self._resolved(node["$ref"])] if "$ref" in node else []
-        for other in (*others, *node.get("allOf", ())):
-            for name, value in ({} if other is True else self._merged(other, at)).items():
+        parts = [{name: value for name, value in node.items() if name not in ("$ref", "allOf")}]
+        parts += [self._merged(other, at) for other in (*others, *node.get("allOf", ()))]
+        merged: Node = {}
+        for part in parts:
+            for name, value in part.items():
                 if name == "required":
                     merged[name] = [*merged.get(name, ()), *value]
                 elif merged.get(name, value) == value:
                     merged[name] = value
                 elif name not in ANNOTATIONS:
                     raise refuse(f"{at}/{name}", value, "it is combined with another in a way that is not supported")
+        # It is about names beside the properties of its own part.
+        closed = [part for part in parts if part.get("additionalProperties", True) is not True]
+        if any(part.get("properties", {}) != merged.get("properties", {}) for part in closed):
+            raise refuse(f"{at}/additionalProperties", merged["additionalProperties"], "it is combined with properties of another schema")
         return merged
 
     def _literal(self, value: Any) -> str:
@@ -156,7 +164,7 @@ class RuleWriter:
         if "minLength" in node or "maxLength" in node:
             parts.append(f"/(?s:.{{{node.get('minLength', 0)},{node.get('maxLength', '')}}})/")
         if "pattern" in node:
-            pattern: str = llguidance.regex_to_lark(node["pattern"], "dw")
+            pattern: str = regex_to_lark(node["pattern"], "dw")
             start = "" if pattern.startswith("^") else "(?s:.*)"
             end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
             parts.append(f"/{start}(?:{pattern.removeprefix('^') if not start else pattern}".removesuffix("" if end else "$") + f"){end}/")
@@ -165,6 +173,8 @@ class RuleWriter:
     def _array(self, node: Node, at: str) -> str:
         item = self._rule(self.value(node.get("items", True), f"{at}/items"))
         least, most = node.get("minItems", 0), node.get("maxItems")
+        if most is not None and most < least:
+            raise refuse(at, node, "no value satisfies it")
         if most == 0:
             return '"[" "]"'
         # A range cannot end at 0.
@@ -172,8 +182,8 @@ class RuleWriter:
         return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
     def _object(self, node: Node, at: str) -> str:
-        properties = {name: True for name in node.get("required", ())} | node.get("properties", {})
         others = node.get("additionalProperties", True)
+        properties = dict.fromkeys(node.get("required", ()), others) | node.get("properties", {})
         if not properties:
             if others is False:
                 return '"{" "}"'
@@ -183,7 +193,7 @@ class RuleWriter:
         return self._listed(properties, frozenset(node.get("required", ())), at)
 
     def _listed(self, properties: Node, required: frozenset[str], at: str) -> str:
-        """An object of these properties and no others. `rest`: what may follow a property; `first`: what may begin with it or after it."""
+        """An object of these properties and no others. `rest`: what may follow a property; `first`: the properties from it on."""
         rest, first = "", ""
         for name in sorted(properties, key=str.lower, reverse=True):
             value = self.value(properties[name], f"{at}/properties/{name}")
@@ -193,6 +203,11 @@ class RuleWriter:
             rest = self._rule(f'"," {pair} {rest}' if name in required else f'("," {pair})? {rest}')
         body = self._rule(first)
         return f'"{{" {body} "}}"' if required else f'"{{" ({body})? "}}"'
+
+
+def problem(schema: Node) -> str:
+    """What is wrong with a schema, or that nothing satisfies it, in llguidance's words; empty if it is sound but for unknown keywords."""
+    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": True}))
 
 
 def _json(schema: Node) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 
-KEYS = ["city", "Days", "unit", "x_y", "a", "Zeta", "b2", "na-me", "über"]
+KEYS = ["city", "Days", "unit", "x_y", "a", "Zeta", "b2", "na-me", "über", "城市", "国家"]
 WORDS = ["ok", "Zürich", 'say "hi"', "a\\b", "{x:1}", "<escape>", "line\nbreak", "", "42", "true", "\u20ac\u4f60\U0001f600"]
 WRITABLE = [word for word in WORDS if word != "<escape>"]
 """A text that is forced and spells a special token is refused: llguidance would force that token."""
@@ -36,6 +36,10 @@ class Tools:
         schema = {"type": "object", "properties": {key: self.value(depth + 1) for key in keys}}
         if self.rng.random() < 0.8:
             schema["required"] = [key for key in keys if self.rng.random() < 0.6]
+            if self.rng.random() < 0.2:
+                schema["required"].append("later")
+        if self.rng.random() < 0.3:
+            schema["additionalProperties"] = self.rng.choice([True, {"type": "integer"}])
         return schema
 
     def value(self, depth: int) -> dict[str, Any]:
@@ -49,6 +53,10 @@ class Tools:
             {"type": [rng.choice(["integer", "boolean"]), "null"], "title": "t"},
             {"enum": rng.sample([*WRITABLE, 1, 2.5, None, False, -3], 4)},
             {"const": rng.choice([*WRITABLE, {"a": [1, "b"]}])},
+            {"type": rng.choice(["integer", "string", "boolean", "null"]), "enum": [*WRITABLE, 1.0, 0, 3, True, None]},
+            {"enum": [1, 5, "abcdef", "d"], "minimum": 3, "maxLength": 1},
+            {"enum": ["x", "y", 2], "anyOf": [{"const": "y"}, {"type": "integer"}], "allOf": [{"maximum": 2}]},
+            {"enum": ["2024-02-29", "foo"], "format": "date"},
             {"type": "object", "additionalProperties": {"type": "boolean"}},
         ]
         kind = rng.choice(["simple", "array", "object", "anyOf"] if depth < 3 else ["simple"])

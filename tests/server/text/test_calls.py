@@ -155,6 +155,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": False}}, "no value satisfies it"),
     ({"properties": {"a": {"allOf": [{"type": "string"}, {"type": "number"}]}}}, "combined with another"),
     ({"properties": {"a": {"const": 2**60}}}, "not exact"),
+    ({"properties": {"a": {"items": [{"type": "string"}]}}}, "has items .* at #/properties/a/items: only one schema"),
+    ({"properties": {"a": {"type": ["null", "array"], "minItems": 2, "maxItems": 1}}}, "no value satisfies it"),
+    ({"properties": {"a": {"type": "string", "enum": [1, True]}}}, "no value satisfies it"),
+    ({"properties": {"a": {"allOf": [False]}}}, "no value satisfies it"),
+    ({"properties": {"a": {"required": ["b"], "additionalProperties": False}}}, "no value satisfies it"),
+    (
+        {"properties": {"a": {"properties": {"b": True}, "allOf": [{"additionalProperties": False}]}}},
+        "additionalProperties false .* properties of another",
+    ),
+]
+MALFORMED: list[dict[str, Any]] = [
+    {"properties": {"a": 5}},
+    {"properties": {"a": {"$ref": "#/$defs/x", "minimum": 3}}, "$defs": {"x": {"$ref": "#/$defs/x", "type": "integer"}}},
+    *(
+        {"properties": {"a": schema}, "required": ["a"]}
+        for schema in (
+            {"type": "foo"},
+            {"enum": 5},
+            {"enum": "abc"},
+            {"enum": []},
+            {"type": "array", "minItems": "1"},
+            {"type": "string", "pattern": 5},
+            {"type": "string", "pattern": "(a"},
+            {"type": "string", "minLength": "0,5}b{1,1", "maxLength": 3},
+            {"type": "boolean", "const": 1},
+        )
+    ),
+    {"properties": {"a": {"type": "integer"}}, "required": "a"},
 ]
 
 
@@ -165,6 +193,11 @@ async def test_a_schema_that_cannot_be_followed_is_refused_by_name(gemma: TextCo
     rules = CallRules(form, [("f", schema)], True, True)
     with pytest.raises(InvalidRequest, match=words):
         await Compiler(gemma).compile(Source("calls", msgspec.json.encode(rules).decode(), "tools"))
+
+
+@pytest.mark.parametrize("schema", MALFORMED, ids=str)
+async def test_what_is_no_schema_or_has_no_values_is_refused(gemma: TextCodec, schema: dict[str, Any]) -> None:
+    await test_a_schema_that_cannot_be_followed_is_refused_by_name(gemma, schema, "function f, whose schema is no JSON Schema")
 
 
 async def test_references_one_of_and_defaults_are_followed(gemma: TextCodec) -> None:
