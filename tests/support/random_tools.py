@@ -37,7 +37,7 @@ class Tools:
         if self.rng.random() < 0.8:
             schema["required"] = [key for key in keys if self.rng.random() < 0.6]
             if self.rng.random() < 0.2:
-                schema["required"].append("later")
+                schema["required"].append("later")  # type: ignore[attr-defined]
         if self.rng.random() < 0.3:
             schema["additionalProperties"] = self.rng.choice([True, {"type": "integer"}])
         return schema

@@ -168,7 +168,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 MALFORMED: list[dict[str, Any]] = [
     {"properties": {"a": 5}},
     {"properties": {"a": {"$ref": "#/$defs/x", "minimum": 3}}, "$defs": {"x": {"$ref": "#/$defs/x", "type": "integer"}}},
-    *(
+    *(  # type: ignore[var-annotated]
         {"properties": {"a": schema}, "required": ["a"]}
         for schema in (
             {"type": "foo"},
