@@ -316,9 +316,11 @@ def test_completion_of_llama_cpp(embedded_server: ServerProcess) -> None:
     assert (whole["content"], whole["tokens_predicted"], whole["stop_type"], whole["index"]) == (text, 6, "limit", 0)
     ids = embedded_server.post("/tokenize", {"content": "def add(a, b):", "add_special": True})[1]["tokens"]
     assert embedded_server.post("/completion", body | {"prompt": ids})[1]["content"] == text
-    several = embedded_server.post("/completion", body | {"prompt": ["def add(a, b):", "class A"], "n_cmpl": 2, "n_predict": 10**6})[1]
-    assert [answer["index"] for answer in several] == [0, 1, 2, 3] and several[0]["content"].startswith(text)
+    several = embedded_server.post("/completion", body | {"prompt": ["def add(a, b):", "class A"], "n_cmpl": 2})[1]
+    assert [answer["index"] for answer in several] == [0, 1, 2, 3] and several[0]["content"] == text
     assert several[0]["content"] == several[1]["content"] and several[2]["content"] == several[3]["content"]
+    more_than_fit = embedded_server.post("/completion", body | {"n_predict": 10**6, "stop": [text[-4:]]})[1]
+    assert text.startswith(more_than_fit["content"]) and more_than_fit["stop_type"] == "word"
     events = [
         json.loads(line.removeprefix(b"data: ")) for line in raw_lines(embedded_server, "/completion", body | {"n": 2, "stream": True})
     ]
