@@ -68,7 +68,7 @@ class ChoiceDetokenizer:
         self._healed = choice.request.healed
         """The part of the removed end of the prompt (token healing) that is still to be generated again; it is not part of the output."""
         form = choice.request.form
-        self._parser = None if form is None else ReplyParser(form, choice.request.calls, choice.request.prompt)
+        self._parser = None if form is None else ReplyParser(form, choice.request.calls, choice.request.in_thought)
 
     def piece(self, token: protocol.Token) -> Piece:
         """The piece of a token. A stop string may set `finish` before the engine does."""

@@ -14,7 +14,7 @@ from server.protocol import Opening
 from server.text.codec import TextCodec
 
 Mark = str | int
-"""A text in the table, the id of the token once a checkpoint's vocabulary has been asked; a text that it has no token for stays."""
+"""A mark's text, or its token id after `format_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _described(template: Any) -> CallFormat | None:
         common |= {"thought": begun + bracket, "thought_head": head, "thought_end": thought.close}
     if function == "{content}" and not before:
         return CallFormat(mark, separator="\n" if pattern["space"] else "", **common)
-    if function == {"name": "{name}", "arguments": "{content}"} and delimiters and before:
+    if function == {"name": "{name}", "arguments": "{content}"} and before and delimiters and len({*delimiters[0]}) == 1:
         ends = fields.get("content", _Field()).close
         stops = (ends,) if isinstance(ends, str) else tuple(ends)
         return CallFormat(mark, before=before, after="", tail="", quote=delimiters[0][0], stops=stops, **common)

@@ -1,6 +1,6 @@
 """A conversation as a chat template receives it, and its form for templates that know no tools.
 
-Invariant: roles are fixed words; all else is text of clients, and is changed as a whole. It knows no templates but by their source.
+Invariant: roles are fixed words; all else is text of clients, and is changed as a whole. Of a template it reads only the source text.
 """
 
 import json
@@ -55,7 +55,13 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_changed(item, change) for item in value]
     if isinstance(value, dict):
-        return {change(key): _changed(item, change) for key, item in value.items()}
+        changed: dict[str, Any] = {}
+        for key, item in value.items():
+            name = change(key)
+            while name in changed:  # Different keys stay different.
+                name += str(len(changed))
+            changed[name] = _changed(item, change)
+        return changed
     return value
 
 

@@ -33,25 +33,34 @@ class Parsed(msgspec.Struct, frozen=True, gc=False):
     calls: tuple[CallDelta, ...] = ()
 
 
-class ReplyParser:
-    """Parses one output. `calls`: none are looked for; after an opening mark; or the whole output is calls."""
+def ends_in_thought(form: CallFormat, prompt: Sequence[int]) -> bool:
+    """Whether a prompt has begun a thought."""
+    marks = (form.thought, form.thought_end)
+    return form.thought != "" and next((id for id in reversed(prompt) if id in marks), None) == form.thought
 
-    def __init__(self, form: CallFormat, calls: Calls, prompt: Sequence[int]) -> None:
+
+class ReplyParser:
+    """Parses one output. `calls`: none are looked for; after an opening mark; or the whole output is calls. `in_thought`: whether the
+    prompt has begun a thought.
+    """
+
+    def __init__(self, form: CallFormat, calls: Calls, in_thought: bool) -> None:
         self._form = form
         self._opening = form.opening if calls == "auto" else ""
         self._calls = _CallReader(form) if calls == "required" else None
-        marks = (id for id in reversed(prompt) if id in (form.thought, form.thought_end)) if form.thought else iter(())
-        self._in_thought = next(marks, None) == form.thought != ""
-        """Whether a thought is open, which the prompt may have begun."""
-        self._head = 0
-        """Characters of `thought_head` still to come."""
+        self._in_thought = in_thought
+        self._head = ""
+        """What is left out if the thought begins with it."""
         self._held = ""
-        """The end of the text that may begin an opening."""
+        """The end of the text that may begin an opening, or the beginning of a thought that may be its head's."""
 
     def push(self, token: int | None, text: str, special: bool, is_last: bool) -> Parsed:
         """Takes a token and the text that became final with it. No text is held back after the last one."""
         parsed = self._push(token, text, special)
-        return msgspec.structs.replace(parsed, text=parsed.text + self._flush()) if is_last else parsed
+        if not is_last:
+            return parsed
+        held = self._flush()
+        return Parsed(parsed.text + held.text, parsed.thought + held.thought, parsed.calls)
 
     def _push(self, token: int | None, text: str, special: bool) -> Parsed:
         form = self._form
@@ -59,15 +68,18 @@ class ReplyParser:
             return Parsed(calls=self._calls.push(token, text))
         if token is not None and token == self._opening:
             self._calls = _CallReader(form)
-            return Parsed(self._flush())
+            return self._flush()
         if token is not None and token in (form.thought, form.thought_end):
-            self._in_thought = token == form.thought
-            self._head = len(form.thought_head)
-            return Parsed(self._flush())
+            held = self._flush()
+            self._in_thought, self._head = token == form.thought, form.thought_head
+            return held
         if self._in_thought:
-            skipped = min(self._head, len(text))
-            self._head -= skipped
-            return Parsed(thought=text[skipped:])
+            text, head, self._held = self._held + text, self._head, ""
+            if len(text) < len(head) and head.startswith(text):
+                self._held = text
+                return Parsed()
+            self._head = ""
+            return Parsed(thought=text.removeprefix(head))
         return Parsed(self._until_opening(text, special))
 
     def _until_opening(self, text: str, special: bool) -> str:
@@ -75,7 +87,7 @@ class ReplyParser:
         opening = self._opening
         if not isinstance(opening, str) or not opening:
             return text
-        text = self._flush() + text
+        text, self._held = self._held + text, ""
         if special:
             return text
         if text.endswith(opening):
@@ -87,9 +99,9 @@ class ReplyParser:
                 return text[:-length]
         return text
 
-    def _flush(self) -> str:
-        text, self._held = self._held, ""
-        return text
+    def _flush(self) -> Parsed:
+        held, self._held = self._held, ""
+        return Parsed(thought=held) if self._in_thought else Parsed(held)
 
 
 class _CallReader:
@@ -115,10 +127,9 @@ class _CallReader:
     def _run(self) -> Generator[None, str | int | None, None]:
         form = self._form
         while True:
-            while (yield) != form.before[0]:
-                pass
-            for _ in form.before[1:]:
-                yield
+            seen = ""
+            while seen != form.before:
+                seen = f"{seen}{(yield)}"[-len(form.before) :]
             name, item = "", (yield)
             while item in NAME:
                 name, item = f"{name}{item}", (yield)

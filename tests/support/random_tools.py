@@ -58,6 +58,8 @@ class Tools:
             {"enum": ["x", "y", 2], "anyOf": [{"const": "y"}, {"type": "integer"}], "allOf": [{"maximum": 2}]},
             {"enum": ["2024-02-29", "foo"], "format": "date"},
             {"type": "object", "additionalProperties": {"type": "boolean"}},
+            {"allOf": [{"allOf": [{"type": "integer"}, {"minimum": 1}]}, {"maximum": 9, "title": "t"}], "description": "a few"},
+            {"type": "object", "allOf": [{"required": ["later"]}, {"allOf": [{"additionalProperties": {"type": "integer"}}]}]},
         ]
         kind = rng.choice(["simple", "array", "object", "anyOf"] if depth < 3 else ["simple"])
         if kind == "array":

@@ -44,6 +44,8 @@ class ToolModel:
     marks: tuple[str, ...]
     template: str
     stop: str = ""
+    are_special: bool = True
+    """Whether the marks are special tokens, or only added ones."""
 
 
 _FUNCTION_GEMMA = (
@@ -68,7 +70,7 @@ _JSON_TOOLS = (
     "{%- if add_generation_prompt -%}<start_of_turn>assistant\n{%- endif -%}"
 )
 TOOL_MODELS = {
-    "functiongemma": ToolModel((*_FUNCTION_GEMMA, "<escape>"), _gemma("<escape>", *_FUNCTION_GEMMA), "<start_function_response>"),
+    "functiongemma": ToolModel((*_FUNCTION_GEMMA, "<escape>"), _gemma("<escape>", *_FUNCTION_GEMMA), "<start_function_response>", False),
     "gemma4": ToolModel(
         (*_GEMMA_4, '<|"|>', "<|channel>", "<channel|>"),
         _gemma('<|"|>', *_GEMMA_4, "{% if enable_thinking %}<|channel>thought\n{% endif %}"),
@@ -95,7 +97,10 @@ def make_tool_tokenizer(name: str, folder: Path) -> Path:
     """Writes the tokenizer and the chat template of one of TOOL_MODELS; token 0 ends a text. -> the folder"""
     model = TOOL_MODELS[name]
     tokenizer = _spelling_tokenizer() if name == "granite" else make_tokenizer((*TURNS, *model.marks), 290)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    saved = json.loads(tokenizer.to_str())
+    for token in saved["added_tokens"]:
+        token["special"] = token["content"] not in model.marks or model.are_special
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
     (folder / "chat_template.jinja").write_text(model.template)
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}))
     return folder

@@ -18,26 +18,30 @@ from server.supervision.token_writer import TEXT
 from server.text.call_formats import WRAPPER
 from server.text.call_grammar import CallRules
 from server.text.jobs import EncodeChat
+from server.text.reply_parser import ends_in_thought
 from server.text.service import Source
 
 
 async def with_calls(generation: Generation, body: ChatBody, request: Request, client: str) -> Request:
     """The request with what it needs for the model's thoughts and the calls of its tools. Raises RequestError."""
     known = generation.texts.texts.calls
+    form, opening = known or (WRAPPER, None)
+    if body.calls != "none" or form.thought:
+        request = replace(request, form=form, calls=body.calls, in_thought=ends_in_thought(form, request.prompt))
     if body.calls == "none":
-        return replace(request, form=known[0]) if known is not None and known[0].thought else request
+        return request
     if known is None and body.calls == "auto":
         text = "`tools`: no format is known in which this model calls functions; set `tool_choice` to required, or to one function"
         raise InvalidRequest(text, param="tools")
-    form, opening = known or (WRAPPER, None)
     is_open, choice = body.calls == "auto", body.tool_choice
     functions = [(tool.function.name, tool.function.parameters) for tool in body.tools or ()]
     if isinstance(choice, NamedTool):
         functions = [(name, schema) for name, schema in functions if name == choice.function.name]
     rules = CallRules(form, functions, body.parallel_tool_calls is not False, is_open)
     grammar = await generation.texts.grammar(Source("calls", msgspec.json.encode(rules).decode(), "tools"), client)
-    stops = (*request.stop_token_ids, *(stop for stop in form.stops if isinstance(stop, int)))
-    return replace(request, grammar=grammar, opening=opening if is_open else None, form=form, calls=body.calls, stop_token_ids=stops)
+    # As stop strings do, those of the body end no output that is calls alone.
+    stops = (*(request.stop_token_ids if is_open else ()), *(stop for stop in form.stops if isinstance(stop, int)))
+    return replace(request, grammar=grammar, opening=opening if is_open else None, stop_token_ids=stops)
 
 
 class ChatReply(OpenAIReply):
@@ -123,7 +127,10 @@ class ChatReply(OpenAIReply):
 
     def ending(self, output: Output) -> dict[str, Any]:
         ending = super().ending(output)
-        has_called = self.calls[output.choice.index] and ending["finish_reason"] == "stop"
+        if isinstance(output.stop, int) and output.stop not in (self.body.stop_token_ids or ()):
+            ending["stop_reason"] = None  # A token of the model's format.
+        calls = self.calls[output.choice.index]
+        has_called = calls and ending["finish_reason"] == "stop" and _is_whole(calls[-1]["function"]["arguments"])
         return ending | {"finish_reason": "tool_calls"} if has_called else ending
 
     def _message(self, output: Output) -> dict[str, Any]:
@@ -143,3 +150,12 @@ class ChatReply(OpenAIReply):
 
     def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self.token_name(id), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}
+
+
+def _is_whole(arguments: str) -> bool:
+    """Whether the arguments of a call are not cut, as a stop token of the body may do."""
+    try:
+        msgspec.json.decode(arguments, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return False
+    return True

@@ -17,7 +17,7 @@ from server.text.call_grammar import CallRules
 from server.text.chat_template import ChatTemplate
 from server.text.codec import Detokenizer, TextCodec
 from server.text.conversation import ChatInput
-from server.text.reply_parser import Calls, ReplyParser
+from server.text.reply_parser import Calls, Parsed, ReplyParser, ends_in_thought
 from server.text.service import Source
 from tests.support.inline_workers import Compiler
 from tests.support.random_tools import Tools
@@ -40,7 +40,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 def parsed(codec: TextCodec, form: CallFormat, calls: Calls, tokens: list[int], prompt: tuple[int, ...] = ()) -> tuple[str, str, Any]:
     """What the parser makes of an output: text, thought and calls."""
-    parser, detokenizer = ReplyParser(form, calls, prompt), Detokenizer(codec)
+    parser, detokenizer = ReplyParser(form, calls, ends_in_thought(form, prompt)), Detokenizer(codec)
     text, thought, found = "", "", dict[int, list[str]]()
     for index, token in enumerate(tokens):
         special, is_last = token in codec.special_ids, index == len(tokens) - 1
@@ -147,6 +147,44 @@ def test_thoughts_are_taken_out_also_if_the_prompt_has_begun_one(gemma: TextCode
     assert parsed(gemma, form, "none", [*spelt(gemma, "a<|channel>thought\nb<channel|>c")]) == ("ac", "b", [])
 
 
+@pytest.mark.parametrize("thought", ["I think so", "thought\nI do", "tho", "", "thoughtful", "thought\n"])
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_only_its_head_is_left_out_of_a_thought(gemma: TextCodec, thought: str, size: int) -> None:
+    form = format_of(gemma)
+    assert form is not None and isinstance(form.thought, int) and isinstance(form.thought_end, int)
+    for is_closed in (False, True):
+        parser = ReplyParser(form, "none", in_thought=False)
+        parts = [parser.push(form.thought, "", special=True, is_last=False)]
+        pieces = [thought[at : at + size] for at in range(0, len(thought), size)] or [""]
+        parts += [parser.push(90, text, special=False, is_last=False) for text in pieces[:-1]]
+        parts.append(parser.push(90, pieces[-1], special=False, is_last=not is_closed))
+        if is_closed:
+            parts += [parser.push(form.thought_end, "", special=True, is_last=False), parser.push(90, "Yes", special=False, is_last=True)]
+        assert "".join(part.thought for part in parts) == thought.removeprefix("thought\n")
+        assert "".join(part.text for part in parts) == ("Yes" if is_closed else "")
+
+
+def test_the_text_of_a_token_that_ends_calls_begins_no_further_one(gemma: TextCodec) -> None:
+    form = format_of(gemma)
+    assert form is not None
+    parser = ReplyParser(form, "required", in_thought=False)
+    assert parser.push(90, "call:f{}", special=False, is_last=False).calls
+    assert parser.push(90, "<start_function_response>{}", special=False, is_last=True) == Parsed()
+
+
+def test_a_described_format_has_one_delimiter_of_texts(gemma: TextCodec) -> None:
+    codec = TextCodec(gemma.folder)
+    for end, is_known in (('<|"|>', True), ("<|tool>", False)):
+        calls: dict[str, Any] = {"open_pattern": r"<\|tool>call:(?P<name>\w+)", "close": "<tool|>"}
+        calls |= {
+            "content_args": {"string_delims": [['<|"|>', end]]},
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        }
+        codec.files.response_template = {"fields": {"tool_calls": calls}}
+        form = format_of(codec)
+        assert form is not None and (form.opening == codec.token_id("<|tool>")) == is_known
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"not": {"type": "string"}}}}, "function f, whose schema has not .* at #/properties/a/not"),
     ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "has uniqueItems true at"),
@@ -251,6 +289,19 @@ def test_no_text_of_calls_or_tools_becomes_a_mark(gemma: TextCodec) -> None:
     given, expected = (ChatTemplate(gemma).encode(ChatInput(m, tools=t)) for m, t in ((messages, [tool]), harmless))
     marks = [[id for id in ids if id in gemma.mark_ids] for ids in (given, expected)]
     assert marks[0] == marks[1] and evil in gemma.decode(given)
+
+
+@pytest.mark.parametrize("name", ["functiongemma", "granite"])
+def test_names_of_properties_that_differ_in_letters_alone_are_taken(name: str, tmp_path: Path) -> None:
+    codec = TextCodec(make_tool_tokenizer(name, tmp_path))
+    named = {"城市": "x", "国家": "y", "街道": "z"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {key: {"type": "string"} for key in named}}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": named}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    prompt = codec.decode(ChatTemplate(codec).encode(ChatInput(messages, tools=[tool])))
+    assert all(prompt.count(key) == 2 for key in named)
+    changed = ChatInput([], tools=[{"a": 1, "x1": 2, "b": 3, "x11": 4}]).changed(lambda text: "x" if len(text) == 1 else text)
+    assert sorted(changed.tools[0].values()) == [1, 2, 3, 4]
 
 
 def test_a_message_is_continued(gemma: TextCodec) -> None:

@@ -63,10 +63,36 @@ def test_stop_strings_and_bounds_end_no_call(server: ServerProcess, raised: dict
 
 
 def test_the_engine_refuses_nothing_that_the_fields_allow(server: ServerProcess, raised: dict[str, Any]) -> None:
-    for more in ({"logprobs": True, "top_logprobs": 2}, {"bad_words": ["level"]}, {"repetition_penalty": 1.3}, {"stop_token_ids": [40]}):
+    fields: tuple[dict[str, Any], ...] = (
+        {"logprobs": True, "top_logprobs": 2},
+        {"bad_words": ["level"]},
+        {"repetition_penalty": 1.3},
+        {"stop_token_ids": [40]},
+        {"include_stop_str_in_output": True, "skip_special_tokens": False},
+    )
+    for more in fields:
         (choice,) = chat(server, raised | more)
-        assert choice["message"].get("tool_calls") or choice["finish_reason"] in ("stop", "length")
+        assert choice["finish_reason"] == "tool_calls" and choice["stop_reason"] is None
+        assert [0 <= given["level"] <= 9 for given in arguments(choice)] == [True]
         assert not more.get("logprobs") or choice["logprobs"]["content"]
+
+
+def test_a_call_that_a_stop_token_cuts_is_not_reported_as_whole(server: ServerProcess, raised: dict[str, Any], folder: Path) -> None:
+    (colon,) = TextCodec(folder).encode_bare("{")
+    for more in ({}, {"include_stop_str_in_output": True}):
+        (cut,) = chat(server, raised | {"stop_token_ids": [colon]} | more)
+        assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", colon)
+    (whole,) = chat(server, BODY | {"tool_choice": "required", "parallel_tool_calls": False, "stop_token_ids": [colon]})
+    assert whole["finish_reason"] == "tool_calls" and 0 <= arguments(whole)[0]["level"] <= 9
+
+
+def test_the_token_that_ends_calls_is_neither_a_call_nor_a_stop_of_the_request(server: ServerProcess, folder: Path) -> None:
+    codec = TextCodec(folder)
+    bias = {str(codec.token_id("<start_function_call>")): 100, str(codec.token_id("<start_function_response>")): 60}
+    kept = {"include_stop_str_in_output": True, "skip_special_tokens": False, "return_token_ids": True, "parallel_tool_calls": False}
+    (choice,) = chat(server, BODY | kept | {"logit_bias": bias})
+    assert choice["token_ids"][-1] == codec.token_id("<start_function_response>")
+    assert choice["finish_reason"] == "tool_calls" and choice["stop_reason"] is None and len(arguments(choice)) == 1
 
 
 def test_openais_stream_of_calls(server: ServerProcess, raised: dict[str, Any]) -> None:
