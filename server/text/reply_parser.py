@@ -109,7 +109,7 @@ class _CallReader:
 
     def __init__(self, form: CallFormat) -> None:
         self._form = form
-        self._marks = form.opening, form.closing, form.quote
+        self._marks = form.opening, form.closing, form.quote, *form.stops
         self._names: dict[int, str] = {}
         self._arguments: dict[int, str] = {}
         self._num_calls = 0

@@ -7,6 +7,7 @@ nothing of TGI's dialect.
 
 import json
 import time
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -24,7 +25,7 @@ from server.http.model_names import ModelNames
 from server.http.openai.chat import ChatReply
 from server.http.openai.chat_fields import ChatBody, TemplateBody
 from server.http.openai.completions import CompletionReply
-from server.http.openai.decision_fields import DecisionBody, SystemBody
+from server.http.openai.decision_fields import AnyDecisionBody, DecisionBody, SystemBody
 from server.http.openai.decisions import DecisionReply
 from server.http.openai.fields import CompletionBody, GenerationBody
 from server.http.openai.fim import FimBody, FimReply
@@ -33,6 +34,18 @@ from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppBody, LlamaC
 from server.http.pieces import pieces
 from server.http.routes import Route
 from server.text.jobs import RenderChat
+
+AnyBody = GenerationBody | LlamaCppBody | AnyDecisionBody
+REPLIES: dict[type[AnyBody], Any] = {
+    CompletionBody: CompletionReply,
+    ChatBody: ChatReply,
+    FimBody: FimReply,
+    InfillBody: LlamaCppReply,
+    LlamaCppCompletionBody: LlamaCppReply,
+    DecisionBody: DecisionReply,
+    SystemBody: DecisionReply,
+}
+"""The class of the reply to each body."""
 
 
 class OpenAIRoutes:
@@ -46,19 +59,21 @@ class OpenAIRoutes:
         self.created = int(time.time())
 
     def routes(self) -> list[Route]:
+        generating = partial(Route, methods=("POST",), dialect=Dialect.OPENAI, generates=True, tag="openai")
+        shown = partial(Route, methods=("GET",), dialect=Dialect.OPENAI, tag="openai")
         return [
-            Route("/v1/completions", ("POST",), self.completions, Dialect.OPENAI, generates=True, tag="openai"),
-            Route("/v1/chat/completions", ("POST",), self.chat, Dialect.OPENAI, generates=True, tag="openai"),
-            Route("/v1/fim/completions", ("POST",), self.fim, Dialect.OPENAI, generates=True, tag="openai"),
-            Route("/fim/completions", ("POST",), self.fim, Dialect.OPENAI, generates=True, tag="openai"),
-            Route("/infill", ("POST",), self.infill, Dialect.OPENAI, generates=True, tag="llama.cpp"),
-            Route("/completion", ("POST",), self.llama_cpp_completion, Dialect.OPENAI, generates=True, tag="llama.cpp"),
-            Route("/apply-template", ("POST",), self.apply_template, Dialect.OPENAI, tag="llama.cpp"),
-            Route("/props", ("GET",), self.props, Dialect.OPENAI, tag="llama.cpp"),
-            Route("/v1/decisions", ("POST",), self.decisions, Dialect.OPENAI, generates=True, tag="openai"),
-            Route("/v1/systemone", ("POST",), self.systemone, Dialect.OPENAI, generates=True, tag="openai"),
-            Route("/v1/models", ("GET",), self.models, Dialect.OPENAI, tag="openai"),
-            Route("/v1/models/{name:path}", ("GET",), self.model, Dialect.OPENAI, tag="openai"),
+            generating("/v1/completions", handler=self.completions),
+            generating("/v1/chat/completions", handler=self.chat),
+            generating("/v1/fim/completions", handler=self.fim),
+            generating("/fim/completions", handler=self.fim),
+            generating("/infill", handler=self.infill, tag="llama.cpp"),
+            generating("/completion", handler=self.llama_cpp_completion, tag="llama.cpp"),
+            generating("/apply-template", handler=self.apply_template, generates=False, tag="llama.cpp"),
+            shown("/props", handler=self.props, tag="llama.cpp"),
+            generating("/v1/decisions", handler=self.decisions),
+            generating("/v1/systemone", handler=self.systemone),
+            shown("/v1/models", handler=self.models),
+            shown("/v1/models/{name:path}", handler=self.model),
         ]
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -66,50 +81,35 @@ class OpenAIRoutes:
 
         Prompts are texts or token ids.
         """
-        body = await read_model(http, CompletionBody, self.section.max_body_bytes)
-        delivery = Delivery.of(http, bool(body.stream), body.resumable, sse.DONE)
-        return await self.answers.answer(http, await self.open_completion(body, exchange_of(http).reserved), delivery)
+        return await self._answer(http, CompletionBody)
 
     async def chat(self, http: HttpRequest) -> Response:
         """Write the next message of a conversation.
 
         The checkpoint's own chat template makes the prompt; for a checkpoint without one use /v1/completions.
         """
-        body = await read_model(http, ChatBody, self.section.max_body_bytes)
-        delivery = Delivery.of(http, bool(body.stream), body.resumable, sse.DONE)
-        return await self.answers.answer(http, await self.open_chat(body, exchange_of(http).reserved), delivery)
+        return await self._answer(http, ChatBody)
 
     async def fim(self, http: HttpRequest) -> Response:
         """Fill the gap between two texts, in Mistral's form.
 
         The fields of /v1/completions, answered as a chat completion. Without `suffix` the prompt is continued.
         """
-        body = await read_model(http, FimBody, self.section.max_body_bytes)
-        delivery = Delivery.of(http, bool(body.stream), body.resumable, sse.DONE)
-        self._check(body)
-        reply = await FimReply.open(self.generation, body, self.names.shown, exchange_of(http).reserved)
-        return await self.answers.answer(http, reply, delivery)
+        return await self._answer(http, FimBody)
 
     async def infill(self, http: HttpRequest) -> Response:
         """Fill the gap between two texts.
 
         In llama.cpp's form, for editors. The checkpoint's tokenizer must have fill-in-the-middle tokens.
         """
-        return await self._answer_llama_cpp(http, InfillBody)
+        return await self._answer(http, InfillBody, last=b"")
 
     async def llama_cpp_completion(self, http: HttpRequest) -> Response:
         """Continue one prompt or several, in llama.cpp's form.
 
         With llama.cpp's names and defaults, for its editors. Others use /v1/completions.
         """
-        return await self._answer_llama_cpp(http, LlamaCppCompletionBody)
-
-    async def _answer_llama_cpp(self, http: HttpRequest, schema: type[LlamaCppBody]) -> Response:
-        body = await read_model(http, schema, self.section.max_body_bytes)
-        check_stops("stop", body.stop, self.section.max_stop_strings, param="stop")
-        delivery = Delivery.of(http, bool(body.stream), body.resumable)
-        reply = await LlamaCppReply.open(self.generation, body, self.names.shown, exchange_of(http).reserved)
-        return await self.answers.answer(http, reply, delivery)
+        return await self._answer(http, LlamaCppCompletionBody, last=b"")
 
     async def apply_template(self, http: HttpRequest) -> Response:
         """Show the prompt that the chat template makes of a conversation.
@@ -138,20 +138,14 @@ class OpenAIRoutes:
 
         Each answer's probability is read off the model's logits, as openai's client of decisions reads it.
         """
-        return await self._decide(http, DecisionBody)
+        return await self._answer(http, DecisionBody)
 
     async def systemone(self, http: HttpRequest) -> Response:
         """Answer questions about a state by probabilities.
 
         What POST /v1/decisions does, with questions and answers by their ids.
         """
-        return await self._decide(http, SystemBody)
-
-    async def _decide(self, http: HttpRequest, schema: type[DecisionBody | SystemBody]) -> Response:
-        body = await read_model(http, schema, self.section.max_body_bytes)
-        self.names.resolve(body.model)
-        reply = await DecisionReply.open(self.generation, body, self.names.shown, exchange_of(http).reserved)
-        return await self.answers.answer(http, reply, Delivery.of(http, False, None))
+        return await self._answer(http, SystemBody)
 
     async def models(self) -> Response:
         """List the served model.
@@ -179,18 +173,15 @@ class OpenAIRoutes:
 
     async def response_without_http(self, path: str, value: dict[str, Any], caller: str) -> Any:
         """The JSON value of the response to POST `path` with this body, without HTTP (`onehead batch`). Raises RequestError."""
-        reply: Reply
         for name in ("stream", "resumable"):
             if value.get(name):
                 raise InvalidRequest(f"`{name}` is not supported here: answers are not streamed", param=name)
+        schemas: dict[str, type[AnyBody]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+        if path not in schemas:
+            raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
         reservation = self.generation.client.reserve(caller)
         try:
-            if path == "/v1/chat/completions":
-                reply = await self.open_chat(check(value, ChatBody), reservation)
-            elif path == "/v1/completions":
-                reply = await self.open_completion(check(value, CompletionBody), reservation)
-            else:
-                raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
+            reply = await self._open(check(value, schemas[path]), reservation)
             try:
                 return json.loads(b"".join(pieces(await full_response(reply))))
             finally:
@@ -198,16 +189,17 @@ class OpenAIRoutes:
         finally:
             reservation.close()
 
-    async def open_completion(self, body: CompletionBody, reservation: Reservation) -> CompletionReply:
-        """Checks a completion and starts it. Raises RequestError."""
-        self._check(body)
-        return await CompletionReply.open(self.generation, body, self.names.shown, reservation)
+    async def _answer(self, http: HttpRequest, schema: type[AnyBody], last: bytes = sse.DONE) -> Response:
+        """The response to a request of a route that generates. `last`: bytes that end a stream."""
+        body = await read_model(http, schema, self.section.max_body_bytes)
+        delivery = Delivery.of(http, bool(body.stream), body.resumable, last)
+        return await self.answers.answer(http, await self._open(body, exchange_of(http).reserved), delivery)
 
-    async def open_chat(self, body: ChatBody, reservation: Reservation) -> ChatReply:
-        """Checks a chat completion and starts it. Raises RequestError."""
-        self._check(body)
-        return await ChatReply.open(self.generation, body, self.names.shown, reservation)
-
-    def _check(self, body: GenerationBody) -> None:
-        self.names.resolve(body.model)
-        check_stops("stop", body.stop, self.section.max_stop_strings, param="stop")
+    async def _open(self, body: AnyBody, reservation: Reservation) -> Reply:
+        """Checks a request and starts it. Raises RequestError."""
+        if not isinstance(body, LlamaCppBody):  # It takes any name of a model.
+            self.names.resolve(body.model)
+        if not isinstance(body, AnyDecisionBody):
+            check_stops("stop", body.stop, self.section.max_stop_strings, param="stop")
+        reply: Reply = await REPLIES[type(body)].open(self.generation, body, self.names.shown, reservation)
+        return reply
