@@ -115,11 +115,15 @@ class Generation:
         share = protocol.Share(reservation.client, terms.weight, terms.max_running or 0, rank)
         # Before its opening the text is free; the calls that may follow end it.
         if request.grammar and ((request.min_new_tokens and request.opening is None) or request.ignore_eos):
-            raise InvalidRequest("`min_tokens` and `ignore_eos` cannot be combined with a grammar, which decides where the text ends")
+            raise InvalidRequest(
+                "`min_tokens` and `ignore_eos` cannot be combined with a grammar, as calls of `tools` have; it decides where text ends"
+            )
         stop_token_ids = sorted({*request.stop_token_ids, *(() if request.ignore_eos else self.end_token_ids)})
         allowed = int.from_bytes(request.sampling.allowed_tokens, "little")
         if allowed and request.grammar:
-            raise InvalidRequest("`allowed_token_ids` cannot be combined with a grammar", param="allowed_token_ids")
+            raise InvalidRequest(
+                "`allowed_token_ids` cannot be combined with a grammar, as calls of `tools` have", param="allowed_token_ids"
+            )
         if allowed and request.min_new_tokens and not allowed & ~int.from_bytes(protocol.bitmap(stop_token_ids), "little"):
             raise InvalidRequest(
                 "`allowed_token_ids` holds only tokens that end the text, and `min_tokens` forbids them", param="min_tokens"

@@ -74,6 +74,15 @@ def refuse(at: str, value: Any, why: str) -> SchemaError:
     return SchemaError(f"has {pointer.rpartition('/')[2]} {json.dumps(value)[:40]} at {pointer[-60:]}: {why}")
 
 
+def target(root: Node, reference: str) -> Any:
+    """The schema that a `$ref` names."""
+    node: Any = root
+    for name in unquote(reference).split("/")[1:]:
+        items = {str(i): item for i, item in enumerate(node)} if isinstance(node, list) else node
+        node = items[name.replace("~1", "/").replace("~0", "~")]
+    return node
+
+
 class _SchemaRewriter:
     def __init__(self, root: Node, closing: bool) -> None:
         self._root = root
@@ -153,9 +162,7 @@ class _SchemaRewriter:
         """Follows a chain of references to a schema; an empty one for true and false."""
         for _ in range(64):
             if isinstance(node, dict) and "$ref" in node:
-                names, node = node["$ref"].split("/")[1:], self._root
-                for name in names:
-                    node = node[name.replace("~1", "/").replace("~0", "~")]
+                node = target(self._root, node["$ref"])
         return node if isinstance(node, dict) else {}
 
     def _discriminator(self, nodes: list[Any], at: str) -> str:

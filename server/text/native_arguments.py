@@ -9,11 +9,10 @@ import json
 import re
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import unquote
 
 from llguidance import LLMatcher, regex_to_lark
 
-from server.text.json_schema import GUIDANCE, Node, refuse
+from server.text.json_schema import GUIDANCE, Node, refuse, target
 
 ANNOTATIONS = frozenset(
     [
@@ -109,20 +108,14 @@ class RuleWriter:
     def _reference(self, reference: str) -> str:
         if reference not in self._references:
             self._references[reference] = name = self._rule("")
-            self._rules[name] = self.value(self._resolved(reference), reference)
+            self._rules[name] = self.value(target(self._root, reference), reference)
         return self._references[reference]
-
-    def _resolved(self, reference: str) -> Any:
-        node: Any = self._root
-        for name in unquote(reference).split("/")[1:]:
-            node = node[name.replace("~1", "/").replace("~0", "~")]
-        return node
 
     def _merged(self, node: Any, at: str) -> Node:
         """The schema with what it is combined with, by `$ref` or `allOf`, in one object of keywords."""
         if isinstance(node, bool):
             return {} if node else {"enum": []}
-        others = [self._resolved(node["$ref"])] if "$ref" in node else []
+        others = [target(self._root, node["$ref"])] if "$ref" in node else []
         parts = [{name: value for name, value in node.items() if name not in ("$ref", "allOf")}]
         parts += [self._merged(other, at) for other in (*others, *node.get("allOf", ()))]
         merged: Node = {}

@@ -114,7 +114,7 @@ class Message(Body):
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError("`tool_call_id` belongs to messages of the role tool")
         if self.role != "assistant" and self.content is None:
-            raise ValueError("`messages`: only an assistant's message may have no content")
+            raise ValueError("`content` is required in a message of a role other than assistant")
         return self
 
 
@@ -283,11 +283,8 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
             return self
         if self.source() is not None:
             raise ValueError("`tools` cannot be combined with `response_format` and `structured_outputs`, unless `tool_choice` is none")
-        for field in ("ignore_eos", "logprob_token_ids", "allowed_token_ids"):
-            if getattr(self, field):
-                raise ValueError(f"`{field}` cannot be combined with `tools`, as calls follow a grammar")
-        if self.min_tokens and self.calls == "required":
-            raise ValueError("`min_tokens` cannot be combined with a `tool_choice` that requires a call, as the call decides where it ends")
+        if self.logprob_token_ids:
+            raise ValueError("`logprob_token_ids` cannot be combined with `tools`, as calls follow a grammar")
         return self
 
     @property

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from server.http import fields
 from server.http.fields import Body, LimitedBody
-from server.http.openai.chat_fields import Message, TemplateVariables, TextParts, plain_messages
+from server.http.openai.chat_fields import Message, TemplateVariables, TextParts
 
 MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 400, 255, 10
 
@@ -33,7 +33,7 @@ class AnyQuestion(Body):
 
     @property
     def options(self) -> list[tuple[Any, Any]]:
-        """The possible answers, in their order, each with what it means. Yes and no have no names."""
+        """The possible answers, in their order, each with what it means."""
         raise NotImplementedError
 
     @property
@@ -50,8 +50,9 @@ class AnyQuestion(Body):
     def text(self) -> str:
         """The question as the model reads it."""
         lines, labels = [f"Question: {self.asked.strip()}"], self.labels
-        for (label, *_), option in zip(labels, self.options, strict=True):
-            if parts := " - ".join(as_text(part) for part in option if part not in (None, "")):
+        for (label, *others), option in zip(labels, self.options, strict=True):
+            # Yes and no are their own labels.
+            if parts := " - ".join(as_text(part) for part in option[len(others) :] if part not in (None, "")):
                 lines.append(f"{label}: {parts}")
         how = {"y": "yes or no", "A": "the letter of one of these"}.get(labels[0][0][0], "the number of one of these")
         return "\n".join([*lines, f"Answer with {how}, and nothing else."])
@@ -60,10 +61,10 @@ class AnyQuestion(Body):
         """Fields common to the answers of both routes. `shares`: the probability of each answer among all of them. `mass`: that of all
         labels together among all texts, of which the likeliest answer's part is the confidence.
         """
-        likeliest = max(shares)
+        likeliest, found = max(shares), shares[0]
         if self.type == "score":
-            found: Any = sum(i * share for i, share in enumerate(shares))
-        else:
+            found = sum(i * share for i, share in enumerate(shares))
+        elif self.type == "choice":
             found = self.options[shares.index(likeliest)][0]
         return {"type": self.type, self.type: found, "confidence": likeliest * mass, "label_mass": mass}
 
@@ -124,7 +125,7 @@ class DecisionQuestion(AnyQuestion):
     def options(self) -> list[tuple[Any, Any]]:
         if self.choices is not None:
             return [(choice.value, choice.description) for choice in self.choices]
-        return [(level.label, level.description) for level in self.levels or ()] or [(None, None)] * 2
+        return [(level.label, level.description) for level in self.levels or ()] or [("yes", None), ("no", None)]
 
     def answer(self, shares: list[float], mass: float) -> dict[str, Any]:
         """The answer as openai's client reads it, and the label mass."""
@@ -170,15 +171,6 @@ class DecisionBody(AnyDecisionBody):
     safety_identifier: str | None = Field(default=None, max_length=1024)
     """Accepted for OpenAI's clients; it changes nothing."""
 
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The input as a conversation."""
-        return plain_messages(self.input)
-
-    def reply(self, answers: list[dict[str, Any]], id: str, created: int) -> dict[str, Any]:
-        """Fields of the reply that only this route has."""
-        return {"answers": answers}
-
 
 class SystemQuestion(AnyQuestion):
     """A question about the state."""
@@ -211,18 +203,17 @@ class SystemQuestion(AnyQuestion):
 
     @property
     def options(self) -> list[tuple[Any, Any]]:
+        given = self.criteria or {}
         if self.type == "noul":
-            return [(None, (self.criteria or {}).get(key)) for key in ("true", "false")]
-        return [(level, None) for level in self.criteria] if self.type == "score" else [*self.criteria.items()]
+            return [("yes", given.get("true")), ("no", given.get("false"))]
+        return [(level, None) for level in given] if self.type == "score" else [*given.items()]
 
     def answer(self, shares: list[float], mass: float) -> dict[str, Any]:
         """The answer by the names of its options, or the numbers of its levels."""
         answer, names = super().answer(shares, mass), [name for name, _ in self.options]
-        if self.type == "noul":
-            answer["noul"], names = shares[0], ["yes", "no"]
-        elif self.type == "score":
-            numbers = [*map(str, range(len(names)))]
-            answer["legend"], names = dict(zip(numbers, names, strict=True)), numbers
+        if self.type == "score":
+            answer["legend"] = {str(i): name for i, name in enumerate(names)}
+            names = [*answer["legend"]]
         return answer | {"probabilities": dict(zip(names, shares, strict=True))}
 
 
@@ -233,13 +224,3 @@ class SystemBody(AnyDecisionBody):
     """What the questions are about: a text, or any other JSON value but null, which is written as JSON."""
     questions: dict[fields.Name, SystemQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS)
     """1 to 400 questions by their ids, none of which sees another."""
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The state as a conversation."""
-        return [{"role": "user", "content": as_text(self.state)}]
-
-    def reply(self, answers: list[dict[str, Any]], id: str, created: int) -> dict[str, Any]:
-        """Fields of the reply that only this route has."""
-        by_id = dict(zip(self.questions, answers, strict=True))
-        return {"id": f"decision-{id}", "object": "structured_decision", "created": created, "answers": by_id}

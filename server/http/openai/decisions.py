@@ -14,13 +14,14 @@ from typing import Any
 from server import protocol
 from server.errors import InvalidRequest, QueueTimeout
 from server.generation.admission import RETRY_SECONDS
-from server.generation.generation import Generation
+from server.generation.generation import TOO_LONG, Generation
 from server.generation.price import MAX_SENT_IDS
 from server.generation.request import Request, prompt_tokens
 from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Reply
-from server.http.openai.decision_fields import AnyQuestion, DecisionBody, SystemBody
+from server.http.openai.chat_fields import plain_messages
+from server.http.openai.decision_fields import AnyQuestion, DecisionBody, SystemBody, as_text
 from server.http.openai.fields import MAX_SEQUENCES
 from server.text.conversation import ChatInput
 from server.text.jobs import AskedQuestions, EncodeQuestions
@@ -71,8 +72,11 @@ class DecisionReply(Reply):
     @classmethod
     async def open(cls, generation: Generation, body: AnyBody, model_id: str, reservation: Reservation) -> "DecisionReply":
         """Encodes the questions and starts their sequences. Raises RequestError."""
-        questions: list[AnyQuestion] = [*(body.questions.values() if isinstance(body, SystemBody) else body.questions)]
-        messages = body.messages
+        questions: list[AnyQuestion]
+        if isinstance(body, DecisionBody):
+            questions, messages, field = [*body.questions], plain_messages(body.input), "input"
+        else:
+            questions, messages, field = [*body.questions.values()], [{"role": "user", "content": as_text(body.state)}], "state"
         if messages[-1]["role"] == "user":
             messages[-1]["content"] += "\n\n"
         else:
@@ -86,7 +90,14 @@ class DecisionReply(Reply):
         asked: AskedQuestions = await generation.tokenize(job, reservation.client)
         ids = dict(zip(texts, map(tuple, asked.labels), strict=True))
         labels = [Labels([[ids[text] for text in texts] for texts in question.labels]) for question in questions]
-        most = len(asked.state) + max(map(len, asked.questions))
+        longest = max(len(own) + len(max(of.next, key=len)) for own, of in zip(asked.questions, labels, strict=True))
+        most = len(asked.state) + longest + len(asked.end)
+        if most >= generation.max_total_tokens:
+            raise InvalidRequest(
+                f"`{field}` and a question together must have less than {generation.max_total_tokens} tokens. Given: {most}",
+                param=field,
+                code=TOO_LONG,
+            )
         count = sum(len(of.next) for of in labels)
         if count > MAX_SEQUENCES or count * most > MAX_SENT_IDS:
             raise InvalidRequest(
@@ -116,7 +127,7 @@ class DecisionReply(Reply):
     def full_response(self) -> dict[str, Any]:
         choices, reservation = self.streams.choices, self.streams.reservation
         pieces = (self.pieces[choice.index] for choice in choices)
-        answers = [question.answer(*labels.read(pieces)) for question, labels in self.asked]
+        answers: Any = [question.answer(*labels.read(pieces)) for question, labels in self.asked]
         num_tokens, num_cached = prompt_tokens(choices), sum(choice.num_cached for choice in choices)
         usage = {
             "input_tokens": num_tokens,
@@ -125,4 +136,8 @@ class DecisionReply(Reply):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_tokens,
         }
-        return self.body.reply(answers, reservation.reply_id, reservation.created) | {"model": self.model_id, "usage": usage}
+        head: dict[str, Any] = {}
+        if isinstance(self.body, SystemBody):
+            answers = dict(zip(self.body.questions, answers, strict=True))
+            head = {"id": f"decision-{reservation.reply_id}", "object": "structured_decision", "created": reservation.created}
+        return head | {"answers": answers, "model": self.model_id, "usage": usage}

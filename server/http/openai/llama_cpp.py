@@ -63,9 +63,10 @@ class LlamaCppOutput:
                 return match.start()
         return None
 
-    def counts(self) -> dict[str, int]:
-        """Token counts, in each event."""
-        return {"tokens_predicted": self.num_tokens, "tokens_evaluated": len(self.choice.request.prompt)}
+    def fields(self, content: Any, tokens: list[Any]) -> dict[str, Any]:
+        """The fields of each event and answer, with this text and these tokens."""
+        counts = {"tokens_predicted": self.num_tokens, "tokens_evaluated": len(self.choice.request.prompt)}
+        return {"index": self.choice.index, "content": content, "tokens": tokens, "stop": False, "id_slot": -1} | counts
 
     def timings(self) -> dict[str, float]:
         """Times and speeds of the prompt and of the output."""
@@ -127,15 +128,13 @@ class LlamaCppReply(Reply):
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         output = self.take(piece)
-        tokens = [] if piece.token is None else [piece.token]
-        chunk = {"index": piece.choice, "content": output.next_text(), "tokens": tokens, "stop": False, "id_slot": -1} | output.counts()
+        chunk = output.fields(output.next_text(), [] if piece.token is None else [piece.token])
         return [chunk if output.end is None else self._selected(chunk | self._ending(output, output.end))]
 
     def plain_chunk(self, choice: int) -> dict[str, Any] | None:
         if self.is_cut:
             return None
-        counts = self.outputs[choice].counts() | {"tokens_predicted": COUNT}
-        return {"index": choice, "content": TEXT, "tokens": [TOKEN_ID], "stop": False, "id_slot": -1} | counts
+        return self.outputs[choice].fields(TEXT, [TOKEN_ID]) | {"tokens_predicted": COUNT}
 
     def add_written(self, choice: int, ids: list[int]) -> None:
         output = self.outputs[choice]
@@ -145,10 +144,8 @@ class LlamaCppReply(Reply):
 
     def full_response(self) -> Any:
         answers = [
-            self._selected(
-                {"index": index, "content": output.text, "tokens": [], "id_slot": -1} | output.counts() | self._ending(output, output.end)
-            )
-            for index, output in enumerate(self.outputs)
+            self._selected(output.fields(output.text, []) | self._ending(output, output.end))
+            for output in self.outputs
             if output.end is not None
         ]
         return answers if len(answers) > 1 else answers[0]

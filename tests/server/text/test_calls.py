@@ -243,7 +243,7 @@ async def test_references_one_of_and_defaults_are_followed(gemma: TextCodec) -> 
     assert form is not None
     tree = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/tree"}}, "required": ["v"]}
     schema = {
-        "$defs": {"tree": tree, "day": {"enum": ["Mo", "Tu"], "title": "Day"}},
+        "$defs": {"tree": tree, "day": {"enum": ["Mo", "Tu"], "title": "Day"}, "a day": {"enum": [" "]}},
         "properties": {
             "tree": {"$ref": "#/$defs/tree"},
             "day": {"allOf": [{"$ref": "#/$defs/day"}], "default": "Mo"},
@@ -254,8 +254,10 @@ async def test_references_one_of_and_defaults_are_followed(gemma: TextCodec) -> 
                     {"type": "object", "properties": {"k": {"const": "b"}, "n": {"type": "number"}}, "required": ["k", "n"]},
                 ]
             },
+            "either": {"anyOf": [{"enum": [7]}, {"oneOf": [{"$ref": "#/$defs/a%20day"}, {"type": "null"}]}]},
+            "again": {"$ref": "#/properties/either/anyOf/0"},
         },
-        "required": ["day", "when", "kind"],
+        "required": ["day", "when", "kind", "again"],
     }
     grammar = await Compiler(gemma).compile(
         Source("calls", msgspec.json.encode(CallRules(form, [("f", schema)], False, True)).decode(), "tools")

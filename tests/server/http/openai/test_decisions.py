@@ -293,8 +293,16 @@ def test_what_is_not_supported_is_refused_by_name(schema: Any, body: dict[str, A
 def test_bounds_of_a_request(server: ServerProcess) -> None:
     status, answer = server.post("/v1/decisions", {"input": "x" * 3000, "questions": [YES_NO] * 400})
     assert status == 400 and answer["error"]["param"] == "questions" and "800 prompts of up to" in answer["error"]["message"]
-    status, answer = server.post("/v1/decisions", {"input": "x" * 5000, "questions": [YES_NO]})
-    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    noul = {"q": {"type": "noul", "instructions": "It is."}}
+    bodies: dict[str, dict[str, Any]] = {"input": {"questions": [YES_NO | {"instructions": "It is."}]}, "state": {"questions": noul}}
+    for path, (field, body) in zip(("/v1/decisions", "/v1/systemone"), bodies.items(), strict=True):
+        # Byte by byte: the question, and the space with which both labels begin, are in one of the prompts.
+        most = 4096 - len("\n\nQuestion: It is.\nAnswer with yes or no, and nothing else.\nAnswer: ") - 1
+        assert server.post(path, body | {field: "x" * most})[0] == 200
+        status, answer = server.post(path, body | {field: "x" * (most + 1)})
+        error = answer["error"]
+        assert status == 400 and error["code"] == "context_length_exceeded" and error["param"] == field
+        assert error["message"] == f"`{field}` and a question together must have less than 4096 tokens. Given: 4096"
     assert server.post("/v1/decisions", {"input": "x", "questions": [YES_NO], "model": "other"})[0] == 404
     status, answer = server.post("/v1/systemone", {"state": "x", "questions": {"q": {"type": "noul"}}, "chat_template_kwargs": {"a": 1}})
     assert status == 400 and "no chat template" in answer["error"]["message"]
