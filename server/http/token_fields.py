@@ -30,7 +30,7 @@ class TokenizeBody(Body):
     """Text to tokenize, answered as llama.cpp does: an object with the token ids alone."""
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
     """A conversation to tokenize with the checkpoint's chat template, answered as vLLM does. 1 to 1024 messages."""
-    model: str | None = Field(default=None, max_length=1024)
+    model: fields.Name | None = None
     """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens, such as the beginning of sequence; only with `prompt`. Default: true."""
@@ -60,5 +60,5 @@ class DetokenizeBody(Body):
 
     tokens: fields.TokenIds
     """Token ids to decode, each below the size of the vocabulary."""
-    model: str | None = Field(default=None, max_length=1024)
+    model: fields.Name | None = None
     """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""

@@ -62,10 +62,7 @@ class ChatReply(OpenAIReply):
         client = reservation.client
         prompt = await generation.tokenize(EncodeChat(body.chat_input()), client, truncated=body.truncate_prompt_tokens is not None)
         prompt = body.truncated(prompt, generation.max_total_tokens)
-        grammar = await generation.texts.grammar(body.source(), client)
-        request = body.request(generation.codec, prompt)
-        sampling = replace(request.sampling, bad_words=await body.bad_word_ids(generation, client))
-        request = await with_calls(generation, body, replace(request, grammar=grammar, sampling=sampling), client)
+        request = await with_calls(generation, body, await body.request(generation, client, prompt), client)
         return cls(body, model_id, generation, await generation.start(with_choices(request, body.n or 1), reservation))
 
     def first_chunks(self) -> list[dict[str, Any]]:

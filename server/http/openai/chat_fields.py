@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from server.errors import InvalidRequest, MalformedBody
+from server.generation.generation import Generation
 from server.generation.request import Request
 from server.http import fields
 from server.http.body import parse
 from server.http.fields import Body, Empty
 from server.http.openai.fields import GenerationBody
 from server.http.openai.llama_cpp_fields import ChatSlotFields, salt, switched_off
-from server.text.codec import TextCodec
 from server.text.conversation import ChatInput
 from server.text.reply_parser import Calls
 
@@ -248,7 +248,7 @@ class Conversation(Body):
 class TemplateBody(Conversation):
     """The body of POST /apply-template. Null is the default of every field but `messages`."""
 
-    model: str | None = Field(default=None, max_length=1024)
+    model: fields.Name | None = None
     """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
 
 
@@ -295,8 +295,8 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
     def max_output_tokens(self) -> int | None:
         return next(iter(self._maxima), None)
 
-    def request(self, codec: TextCodec, prompt: list[int]) -> Request:
-        request = super().request(codec, prompt)
+    async def request(self, generation: Generation, client: str, prompt: list[int]) -> Request:
+        request = await super().request(generation, client, prompt)
         sampling = replace(request.sampling, **switched_off(self.samplers))
         return replace(request, sampling=sampling, salt=salt(self.cache_prompt, request.salt))
 

@@ -45,15 +45,12 @@ class CompletionReply(OpenAIReply):
     async def open(cls, generation: Generation, body: CompletionBody, model_id: str, reservation: Reservation) -> "CompletionReply":
         """Encodes the prompts and starts their sequences. Raises RequestError."""
         client = reservation.client
-        grammar = await generation.texts.grammar(body.source(), client)
-        bad_words = await body.bad_word_ids(generation, client)
+        common = await body.request(generation, client, [])  # Once: a list of token ids may be long, and the prompts many.
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-        job = Prompts(texts, body.add_special_tokens is False, body.suffix, default(body.token_healing, not grammar))
+        job = Prompts(texts, body.add_special_tokens is False, body.suffix, default(body.token_healing, not common.grammar))
         truncated = body.suffix is None and body.truncate_prompt_tokens is not None
         made: list[Filling] = await generation.tokenize(job, client, truncated) if texts else []
         filled = iter(made)
-        common = body.request(generation.codec, [])  # Once: a list of token ids may be long, and the prompts many.
-        common = replace(common, grammar=grammar, sampling=replace(common.sampling, bad_words=bad_words))
         requests: list[Request] = []
         prompts: list[str] = []
         for prompt in body.prompt:

@@ -141,7 +141,7 @@ class DecisionQuestion(AnyQuestion):
 class AnyDecisionBody(LimitedBody):
     """Base of the bodies of both routes."""
 
-    model: str | None = Field(default=None, max_length=1024)
+    model: fields.Name | None = None
     """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
     chat_template_kwargs: TemplateVariables | None = None
     """Further variables of the chat template, as for chat. Default: none."""
@@ -166,9 +166,9 @@ class DecisionBody(AnyDecisionBody):
     questions: list[DecisionQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS, fail_fast=True)
     """1 to 400 questions, none of which sees another."""
     # Accepted without effect: fields that clients send by default.
-    prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    prompt_cache_key: fields.Name | None = None
     """Accepted for OpenAI's clients; it changes nothing: prompts that share a prefix share its KV cache anyway."""
-    safety_identifier: str | None = Field(default=None, max_length=1024)
+    safety_identifier: fields.Name | None = None
     """Accepted for OpenAI's clients; it changes nothing."""
 
 

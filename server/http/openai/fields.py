@@ -12,7 +12,6 @@ from server.generation.generation import Generation
 from server.generation.request import Request
 from server.http import fields
 from server.http.fields import Body, Format, LimitedBody, SamplingBody, default
-from server.text.codec import TextCodec
 from server.text.jobs import Spell
 from server.text.service import Source
 
@@ -69,7 +68,7 @@ class StructuredOutputs(Body):
 class GenerationBody(SamplingBody, LimitedBody):
     """Fields of both completions and chat."""
 
-    model: str | None = Field(default=None, max_length=1024)
+    model: fields.Name | None = None
     """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """Divides the logits before sampling. 0: always the most likely token (greedy). Default: the checkpoint's generation_config.json, else
@@ -110,11 +109,11 @@ class GenerationBody(SamplingBody, LimitedBody):
     request_id: Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
     """Becomes the part of the answer's `id` after the hyphen: 1 to 64 letters, digits, `_` and `-`. Default: a random one."""
     # Accepted without effect: fields that clients send by default.
-    user: str | None = Field(default=None, max_length=1024)
+    user: fields.Name | None = None
     """Accepted for OpenAI's clients; it changes nothing."""
-    safety_identifier: str | None = Field(default=None, max_length=1024)
+    safety_identifier: fields.Name | None = None
     """Accepted for OpenAI's clients; it changes nothing."""
-    prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    prompt_cache_key: fields.Name | None = None
     """Accepted for OpenAI's clients; it changes nothing: prompts that share a prefix share its KV cache anyway."""
     metadata: dict[fields.Name, fields.Name] | None = Field(default=None, max_length=16)
     """Accepted for OpenAI's clients; it changes nothing. Up to 16 keys."""
@@ -174,17 +173,13 @@ class GenerationBody(SamplingBody, LimitedBody):
             kept = max(1, capacity - (self.max_output_tokens or 1))
         return prompt if kept is None else prompt[-kept:]
 
-    async def bad_word_ids(self, generation: Generation, client: str) -> list[list[int]]:
-        """The token sequences of `bad_words`. Encoded once for all sequences of a request."""
-        ids: list[list[int]] = await generation.texts.run(Spell(self.bad_words), client) if self.bad_words else []
-        return ids
-
-    def request(self, codec: TextCodec, prompt: list[int]) -> Request:
-        """The internal request, without its bad words. Sampling parameters default to those of generation_config.json, as in vLLM."""
-        defaults = codec.files.sampling_defaults
+    async def request(self, generation: Generation, client: str, prompt: list[int]) -> Request:
+        """The internal request of a prompt. Sampling defaults are those of generation_config.json, as in vLLM. Raises RequestError."""
+        defaults = generation.codec.files.sampling_defaults
         sampling = replace(
             self.sampling(default(self.temperature, defaults.get("temperature", 1.0)), defaults),
             logprob_token_ids=self.logprob_token_ids or [],
+            bad_words=await generation.texts.run(Spell(self.bad_words), client) if self.bad_words else [],
         )
         return Request(
             prompt=prompt,
@@ -199,6 +194,7 @@ class GenerationBody(SamplingBody, LimitedBody):
             skip_special_tokens=default(self.skip_special_tokens, True),
             num_top=max(self.num_top or 0, self.prompt_logprobs or 0),
             score_prompt=self.prompt_logprobs is not None,
+            grammar=await generation.texts.grammar(self.source(), client),
             priority=self.priority or 0,
             timeout_s=self.timeout_s,
             salt=self.cache_salt or "",

@@ -94,7 +94,7 @@ class LlamaCppBody(SlotFields, DeliveryBody):
     response_fields: ResponseFields | None = None
     """Return only these fields of the answer; `a/b` is the field `b` of the object `a`. Default: all."""
     # Accepted without effect: editors send these. `model` is the editor's setting, "" by default.
-    model: str | None = Field(default=None, max_length=1024)
+    model: fields.Name | None = None
     """Accepted for llama.cpp's editors at any value; it changes nothing."""
     t_max_prompt_ms: fields.Count | None = None
     """Accepted for llama.cpp's editors; it changes nothing."""

@@ -97,5 +97,5 @@ class GenerateBody(LimitedBody):
     """Accepted for Hugging Face's clients; it changes nothing."""
     use_cache: bool | None = None
     """Accepted for Hugging Face's clients; it changes nothing: answers are not cached."""
-    model: str | None = Field(default=None, max_length=1024)
+    model: fields.Name | None = None
     """Accepted at any name; it changes nothing: there is one model."""
