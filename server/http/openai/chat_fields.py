@@ -114,7 +114,7 @@ class Message(Body):
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError("`tool_call_id` belongs to messages of the role tool")
         if self.role != "assistant" and self.content is None:
-            raise ValueError("`content` is required in a message of a role other than assistant")
+            raise ValueError("`messages`: only an assistant's message may have no content")
         return self
 
 

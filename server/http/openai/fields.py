@@ -13,7 +13,7 @@ from server.generation.request import Request
 from server.http import fields
 from server.http.fields import Body, Format, LimitedBody, SamplingBody, default
 from server.text.jobs import Spell
-from server.text.service import Source
+from server.text.service import Kind, Source
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
@@ -49,17 +49,14 @@ class StructuredOutputs(Body):
     """A grammar in Lark's syntax (as llguidance reads it) that the output follows."""
 
     def source(self) -> Source:
-        given: list[Source] = []
-        if self.json_ is not None:
-            given.append(Source("json", self.json_, "structured_outputs.json"))
-        if self.json_object:
-            given.append(Source("json", {"type": "object"}, "structured_outputs.json_object"))
-        if self.regex is not None:
-            given.append(Source("regex", self.regex, "structured_outputs.regex"))
-        if self.choice is not None:
-            given.append(Source("choice", self.choice, "structured_outputs.choice"))
-        if self.grammar is not None:
-            given.append(Source("lark", self.grammar, "structured_outputs.grammar"))
+        named: list[tuple[Kind, str, Any]] = [
+            ("json", "json", self.json_),
+            ("json", "json_object", {"type": "object"} if self.json_object else None),
+            ("regex", "regex", self.regex),
+            ("choice", "choice", self.choice),
+            ("lark", "grammar", self.grammar),
+        ]
+        given = [Source(kind, value, f"structured_outputs.{name}") for kind, name, value in named if value is not None]
         if len(given) != 1:
             raise ValueError("`structured_outputs` must have exactly one of json, json_object, regex, choice, grammar")
         return given[0]
