@@ -25,7 +25,8 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, -1, -1))
         self.cached: dict[int, None] = {}
         """Pages without an owner whose contents are kept, ordered by when they were released."""
-        self._owners = [0] * num_pages
+        self.owners = [0] * num_pages
+        """How many owners each page has."""
 
     @property
     def num_available(self) -> int:
@@ -48,7 +49,7 @@ class PageAllocator:
             raise OutOfPages(f"{count} pages asked for, {self.num_available} of {self.num_pages} can be had")
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in taken:
-            self._owners[page] = 1
+            self.owners[page] = 1
         return taken
 
     def _evict(self) -> int:
@@ -58,13 +59,9 @@ class PageAllocator:
         self.on_evict(page)
         return page
 
-    def owners(self, page: int) -> int:
-        """How many owners a page has."""
-        return self._owners[page]
-
     def keep(self, page: int) -> None:
         """Caches this owned page once its last owner releases it. Raises ValueError for a page without an owner."""
-        if self._owners[page] < 1:
+        if self.owners[page] < 1:
             raise ValueError(f"page {page} has no owner, and may hold anything")
         self.kept[page] = 1
 
@@ -80,9 +77,9 @@ class PageAllocator:
         for page in pages:
             if page in self.cached:
                 del self.cached[page]
-            elif self._owners[page] < 1:
+            elif self.owners[page] < 1:
                 raise ValueError(f"page {page} has no owner to share it with")
-            self._owners[page] += 1
+            self.owners[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """Takes one owner from each of these pages and returns those that are free now. Of cached pages the first are reused first.
@@ -90,10 +87,10 @@ class PageAllocator:
         """
         freed = []
         for page in pages:
-            if self._owners[page] < 1:
+            if self.owners[page] < 1:
                 raise ValueError(f"page {page} is released but has no owner")
-            self._owners[page] -= 1
-            if self._owners[page] == 0:
+            self.owners[page] -= 1
+            if self.owners[page] == 0:
                 if self.kept[page]:
                     self.cached[page] = None
                 else:
@@ -106,10 +103,10 @@ class PageAllocator:
         problems = []
         if len(set(self._free)) != len(self._free):
             problems.append("a page is on the free list twice")
-        for page, owners in enumerate(self._owners):
+        for page, owners in enumerate(self.owners):
             if owners < 0:
                 problems.append(f"page {page} has {owners} owners")
-        unowned = {page for page, owners in enumerate(self._owners) if owners == 0}
+        unowned = {page for page, owners in enumerate(self.owners) if owners == 0}
         if unowned != {*self._free, *self.cached} or not self.cached.keys().isdisjoint(self._free):
             wrong = sorted(unowned ^ {*self._free, *self.cached})
             problems.append(f"pages {wrong} are owned, cached or free, but not exactly one of these")

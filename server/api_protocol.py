@@ -237,10 +237,12 @@ class Watch(Message, frozen=True):
 
 
 class Shown(Message, frozen=True):
-    """Server-sent events for viewers, empty where there is none. `is_whole`: that of the cache replaces what viewers know."""
+    """Server-sent events for viewers, empty where there is none: `whole`, the state of the cache, for those that wait for one, and `cache`,
+    what has changed, for the others.
+    """
 
+    whole: bytes = b""
     cache: bytes = b""
-    is_whole: bool = False
     stats: bytes = b""
 
 

@@ -12,7 +12,7 @@ from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
 from model.step import bitmap as bitmap
 
-VERSION = 16
+VERSION = 17
 MAX_FRAME_BYTES = 64 * 2**20
 FOLLOW = b"follow"
 """What the engine sends with its request for a process that follows constraints, whose pipe the message's descriptor is."""
@@ -92,11 +92,9 @@ class Submit(Message, frozen=True):
 
 
 class Look(Message, frozen=True):
-    """Asks how the KV cache is used. Answered by CacheView between two steps. `after`: number of the view that was received last; `dump`:
-    ask for the state as the engine's own lists have it, too.
-    """
+    """Asks how the KV cache is used. Answered by CacheView between two steps. `whole`, `dump`: ask for these parts of it, too."""
 
-    after: int
+    whole: bool
     dump: bool
 
 
@@ -236,21 +234,22 @@ SequenceRow = tuple[int, str, str, int, int, int, int, int, int]
 the prefix cache, computed tokens, output tokens, pages, preemptions."""
 
 
+CacheState = tuple[bytes, list[SequenceRow], list[int]]
+"""Runs of pages, rows of sequences, and ids of sequences that are no longer open: those that have changed, or all. A run is five native
+64-bit integers: the first page, how many there are, their kind (0 free, 1 cached, 2 owned, 3 shared), their owner's id and the first
+position in them (-1 and 0 without an owner)."""
+
+
 class CacheView(Message, frozen=True):
-    """Answers Look: what has changed since the view `after`, or all where that is not the last one of this engine."""
+    """Answers Look: what has changed since this engine's view before. The first one's changes are those of an empty cache."""
 
     number: int
-    """Grows with each view that differs from the one before, and with each whole one."""
+    """Grows by one with each view that differs from the one before."""
     step: int
     """Steps that the engine has committed."""
-    is_whole: bool
-    cells: bytes
-    """Runs of pages, as five native 64-bit integers each: the first page, how many there are, their kind (0 free, 1 cached, 2 owned, 3
-    shared), their owner's id and the first position in them (-1 and 0 without an owner). Pages that a whole view does not list are free.
-    """
-    sequences: list[SequenceRow]
-    ended: list[int]
-    """Ids of sequences that are no longer open."""
+    changes: CacheState
+    whole: CacheState | None
+    """The whole state, if it was asked for; pages that it does not list are free."""
     dump: dict[str, Any] | None
 
 

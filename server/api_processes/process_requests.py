@@ -145,10 +145,10 @@ class ProcessRequests:
     def watch(self, is_watching: bool) -> None:
         """Takes Watch."""
         viewers = self._client.viewers
-        viewers.shows = [show for show in viewers.shows if show != self.send]
         if is_watching:
-            viewers.shows.append(self.send)
-            viewers.ask_whole()
+            viewers.add(self.send)
+        elif self.send in viewers.shows:
+            viewers.shows.remove(self.send)
 
     def close(self) -> None:
         """The process has ended: ends its requests, but for resumable ones whose events can be made again."""

@@ -45,16 +45,19 @@ class CacheViews:
 
     def answer(self, look: Look) -> CacheView:
         """The view that is asked for."""
-        is_whole = look.after != self._number
-        before_P, before = (np.zeros_like(self._cells_P), {}) if is_whole else (self._cells_P, self._rows)
+        before_P, before = self._cells_P, self._rows
         self._cells_P, self._rows = self._read()
-        pages = (self._cells_P != before_P).nonzero()[0]
+        cells = _runs(self._cells_P, self._cells_P != before_P)
         rows = [row for id, row in self._rows.items() if row != before.get(id)]
         ended = list(before.keys() - self._rows.keys())
-        self._number += bool(is_whole or len(pages) or rows or ended)
-        cells = _runs(pages, self._cells_P[pages])
-        dump = self._dump() if look.dump else None
-        return CacheView(self._number, self._scheduler.num_steps, is_whole, cells, rows, ended, dump)
+        self._number += bool(cells or rows or ended)
+        return CacheView(
+            self._number,
+            self._scheduler.num_steps,
+            (cells, rows, ended),
+            (_runs(self._cells_P, self._cells_P), list(self._rows.values()), []) if look.whole else None,
+            self._dump() if look.dump else None,
+        )
 
     def _read(self) -> tuple[Integers, dict[int, SequenceRow]]:
         """The cells of all pages, and a row for each open sequence."""
@@ -81,7 +84,7 @@ class CacheViews:
         """The state as the allocator and the sequences have it, by none of the arrays above."""
         scheduler, allocator = self._scheduler, self._scheduler.allocator
         return {
-            "owners": [allocator.owners(page) for page in range(allocator.num_pages)],
+            "owners": list(allocator.owners),
             "cached": list(allocator.cached),
             "sequences": {
                 str(sequence.id): {
@@ -100,8 +103,10 @@ def _row(sequence: Sequence, state: str, num_pages: int) -> SequenceRow:
     return sequence.id, sequence.request, state, *counts
 
 
-def _runs(pages: Integers, cells: Integers) -> bytes:
-    """The runs of these pages, as CacheView.cells."""
+def _runs(cells_P: Integers, chosen_P: NDArray[Any]) -> bytes:
+    """The runs of the pages for which `chosen_P` is not 0, as in CacheState."""
+    pages = chosen_P.nonzero()[0]
+    cells = cells_P[pages]
     starts_R = ((np.diff(pages, prepend=-2) != 1) | (np.diff(cells, prepend=-1) != 0)).nonzero()[0]
     counts_R, cells_R = np.diff(starts_R, append=len(pages)), cells[starts_R]
     owners_R = (cells_R >> OWNER_SHIFT) - (cells_R < OWNED)

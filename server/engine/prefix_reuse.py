@@ -35,7 +35,7 @@ class PrefixReuse:
         shared = [page for pages in self.prefixes.prefix(blocks) for page in pages]
         needed = sequence.table.missing(sequence.num_tokens, min(sequence.num_tokens, len(blocks) * self._page_size + most)) - len(shared)
         # Cached pages without an owner stop being available.
-        return needed + sum(page != DROPPED and not self._allocator.owners(page) for page in shared)
+        return needed + sum(page != DROPPED and not self._allocator.owners[page] for page in shared)
 
     def begin(self, sequence: Sequence, blocks: list[Block]) -> None:
         """Gives a sequence the pages of cached blocks, and claims the blocks of its tokens that no other sequence has claimed: those that

@@ -1,9 +1,11 @@
 """Viewers: the connections of one process that watch the server, and what each of them has not taken yet.
 
-Invariant: a viewer that does not keep up has at most one event of each kind to take. What it was to take before is dropped, and once it
-takes again, the whole state of the cache is asked for. Events are opaque bytes, the same for all viewers.
+Invariant: after a whole state of the cache, a viewer gets every change, in order. One that does not keep up has at most one event of each
+kind to take: what it was to take before is dropped, and once it takes again, a whole state is asked for, which no other viewer gets. Events
+are opaque bytes.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from server.generation.arrivals import Arrivals, Wake
 MAX_VIEWERS = 64
 """Viewers of one process."""
 RETRY_SECONDS = 10
+STATS_SECONDS = 1.0
 
 
 class Viewer:
@@ -22,7 +25,7 @@ class Viewer:
     def __init__(self, viewers: "Viewers") -> None:
         self._viewers = viewers
         self._stats = self._cache = b""
-        self._waits_for_whole, self._is_behind = True, False
+        self._waits_for_whole = True
         self._wake: Wake = lambda: None
 
     @property
@@ -33,24 +36,23 @@ class Viewer:
         self._wake = wake
 
     def write_natively(self, client: Any) -> None:
-        """Every event comes from Python."""
+        """Does nothing: native code writes tokens alone."""
 
     def take(self) -> list[bytes]:
         events = [event for event in (self._stats, self._cache) if event]
         self._stats = self._cache = b""
-        if self._is_behind:
-            self._is_behind, self._waits_for_whole = False, True
+        if self._waits_for_whole:
             self._viewers.ask_whole()
         return events
 
     def show(self, shown: Shown) -> None:
-        """Adds what there is to take."""
+        """Adds the events that are for this viewer to those that it has to take."""
         self._stats = shown.stats or self._stats
-        if shown.is_whole:
-            self._cache, self._waits_for_whole, self._is_behind = shown.cache, False, False
-        elif shown.cache and not self._waits_for_whole:
-            self._is_behind = self._is_behind or bool(self._cache)
-            self._cache = b"" if self._is_behind else shown.cache
+        if self._waits_for_whole:
+            self._cache, self._waits_for_whole = shown.whole, not shown.whole
+        elif shown.cache:
+            self._waits_for_whole = bool(self._cache)
+            self._cache = b"" if self._waits_for_whole else shown.cache
         self._viewers.arrivals.add(lambda: self._wake())
 
 
@@ -62,6 +64,9 @@ class Viewers:
         self.shows: list[Callable[[Shown], None]] = []
         """Viewer.show of each, and in a front process what shows it to those of an API process."""
         self.ended = False
+        self._stats = Shown()
+        self.stats_due = 0.0
+        """When the last stats event is a second old."""
 
     def join(self) -> Viewer:
         """A new viewer, until its `show` is removed. Raises Overloaded."""
@@ -69,12 +74,23 @@ class Viewers:
             text = f"{MAX_VIEWERS} viewers watch this server, which is the limit; try again later"
             raise Overloaded(text, RETRY_SECONDS, code="too_many_viewers")
         viewer = Viewer(self)
-        self.shows.append(viewer.show)
-        self.ask_whole()
+        self.add(viewer.show)
         return viewer
 
+    def add(self, show: Callable[[Shown], None]) -> None:
+        """Calls `show` with all events from now on, and at once with the last stats event, unless it is outdated. Asks for the whole
+        state of the cache.
+        """
+        if show not in self.shows:
+            self.shows.append(show)
+            if time.monotonic() < self.stats_due:
+                show(self._stats)
+        self.ask_whole()
+
     def show(self, shown: Shown) -> None:
-        """Shows it to all."""
+        """Passes events on to every viewer of this process and, in a front process, to each API process that has any."""
+        if shown.stats:
+            self._stats, self.stats_due = Shown(stats=shown.stats), time.monotonic() + STATS_SECONDS
         for show in self.shows:
             show(shown)
 

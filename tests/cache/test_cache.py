@@ -78,7 +78,7 @@ def test_integrity_sees_what_is_broken() -> None:
     twice._free.append(0)
     assert twice.integrity() != []
     negative = PageAllocator(1)
-    negative._owners[0] = -1
+    negative.owners[0] = -1
     assert negative.integrity() != []
 
 

@@ -30,7 +30,7 @@ class CacheClient:
             self.sequences.clear()
         else:
             self.num_changes += 1
-            if event["engine"] != self.engine or event["view"] <= self.view or event["step"] < self.step:
+            if event["engine"] != self.engine or event["view"] != self.view + 1 or event["step"] < self.step:
                 raise ValueError(f"changes of view {event['view']} after view {self.view} of engine {self.engine}")
         self.engine, self.view, self.step = event["engine"], event["view"], event["step"]
         for first, count, kind, owner, position in zip(*[iter(event["cells"])] * 5, strict=True):

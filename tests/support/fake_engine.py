@@ -6,7 +6,7 @@ callbacks given to `defer`: by default the event loop's next iteration, or a que
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,18 +213,20 @@ class FakeCache:
         self._rows: dict[int, protocol.SequenceRow] = {}
 
     def answer(self, look: protocol.Look, sequences: dict[int, protocol.Submit]) -> protocol.CacheView:
-        is_whole = look.after != self._number
-        before, rows = ({}, {}) if is_whole else (self._owners, self._rows)
+        before, rows = self._owners, self._rows
         self._owners = {id % self._num_pages: id for id in sequences}
         self._rows = {id: _row(submit) for id, submit in sequences.items()}
         changed = [page for page in range(self._num_pages) if self._owners.get(page) != before.get(page)]
-        runs = [[page, 1, 2, self._owners[page], 0] if page in self._owners else [page, 1, 0, -1, 0] for page in changed]
         new = [row for id, row in self._rows.items() if row != rows.get(id)]
         ended = [id for id in rows if id not in self._rows]
-        self._number += bool(is_whole or new or ended)
-        cells = array("q", [number for run in runs for number in run]).tobytes()
+        self._number += bool(new or ended)
+        whole = (self._cells(self._owners), list(self._rows.values()), list[int]()) if look.whole else None
         dump = self._dump() if look.dump else None
-        return protocol.CacheView(self._number, self._number, is_whole, cells, new, ended, dump)
+        return protocol.CacheView(self._number, self._number, (self._cells(changed), new, ended), whole, dump)
+
+    def _cells(self, pages: Iterable[int]) -> bytes:
+        runs = [[page, 1, 2, self._owners[page], 0] if page in self._owners else [page, 1, 0, -1, 0] for page in pages]
+        return array("q", [number for run in runs for number in run]).tobytes()
 
     def _dump(self) -> dict[str, Any]:
         listed = {

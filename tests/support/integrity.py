@@ -14,7 +14,7 @@ def integrity(scheduler: Scheduler) -> list[str]:
     problems = allocator.integrity() + reuse.prefixes.integrity()
     holders = [*scheduler.running.values(), *scheduler.ended_in_flight]
     owners = Counter(page for sequence in holders for page in sequence.table.owned)
-    if len(owners) != allocator.num_owned or any(allocator.owners(page) != number for page, number in owners.items()):
+    if len(owners) != allocator.num_owned or any(allocator.owners[page] != number for page, number in owners.items()):
         problems.append(
             f"page tables list {len(owners)} pages and {allocator.num_owned} are owned, or the numbers of a page's owners differ"
         )

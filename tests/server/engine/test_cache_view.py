@@ -31,8 +31,7 @@ class Watcher:
         self.limits = scheduler.limits
         self.rng = random.Random(seed)
         self.chance = self.rng.choice([0.1, 0.5, 1.0])
-        self.client = CacheClient()
-        self.last = -1
+        self.client, self.joined = CacheClient(), CacheClient()
         self.seen: Counter[str] = Counter()
 
     def maybe(self) -> None:
@@ -41,20 +40,24 @@ class Watcher:
 
     def look(self) -> None:
         """Raises AssertionError where the states differ."""
-        look = Look(-1 if self.rng.random() < 0.05 else self.last, dump=True)
+        look = Look(whole=self.rng.random() < 0.05, dump=True)
         view = protocol.decode_from_engine(protocol.encode(self.views.answer(look)))
         assert isinstance(view, protocol.CacheView) and view.dump is not None
-        assert view.is_whole == (look.after != self.last or self.last == -1)
-        event = event_of(view, self.limits.num_pages)
-        if view.number != self.last:
+        assert (view.whole is not None) == look.whole
+        is_first = self.client.view < 0
+        event = event_of(view, self.limits.num_pages, view.changes, is_first)
+        if view.number != self.client.view:
             self.client.take(event)
         else:
             assert not (event["cells"] or event["sequences"] or event["ended"]), "changes without a number of their own"
             self.seen["no change"] += 1
-        self.last = view.number
         stacks = [group.num_stacks for group in self.limits.layout.groups]
         problems = self.client.problems(view.dump | {"page_size": self.limits.layout.page_size}, stacks)
         assert not problems, problems[:3]
+        if view.whole is not None:
+            self.joined.take(event_of(view, self.limits.num_pages, view.whole, True))
+            assert (self.joined.cells, self.joined.sequences) == (self.client.cells, self.client.sequences)
+            self.seen["whole state"] += 1
         kinds = Counter(cell[0] for cell in self.client.cells)
         self.seen["looks"] += 1
         for name, kind in (("cached pages", CACHED), ("owned pages", OWNED), ("shared pages", SHARED)):
@@ -63,11 +66,15 @@ class Watcher:
             self.seen[f"{sequence['state']} sequence"] += 1
 
 
-def event_of(view: protocol.CacheView, num_pages: int) -> dict[str, Any]:
-    """The event that the front process makes of a view."""
-    cells = memoryview(view.cells).cast("q").tolist()
-    head = {"engine": 0, "view": view.number, "step": view.step, "whole": view.is_whole, "num_pages": num_pages}
-    return head | {"cells": cells, "sequences": view.sequences, "ended": view.ended}
+def event_of(view: protocol.CacheView, num_pages: int, state: protocol.CacheState, is_whole: bool) -> dict[str, Any]:
+    """The event that the front process makes of a view's changes, or of its whole state."""
+    cells, sequences, ended = state
+    head = {"engine": 0, "view": view.number, "step": view.step, "whole": is_whole, "num_pages": num_pages}
+    return head | {"cells": numbers(cells), "sequences": sequences, "ended": ended}
+
+
+def numbers(cells: bytes) -> list[int]:
+    return memoryview(cells).cast("q").tolist()
 
 
 def watched(kind: type[History]) -> Callable[[int], History]:
@@ -101,7 +108,16 @@ def watched(kind: type[History]) -> Callable[[int], History]:
     return Watched
 
 
-KINDS = "no change", "cached pages", "owned pages", "shared pages", "waiting sequence", "running sequence", "preempted sequence"
+KINDS = (
+    "no change",
+    "cached pages",
+    "owned pages",
+    "shared pages",
+    "waiting sequence",
+    "running sequence",
+    "preempted sequence",
+    "whole state",
+)
 
 
 @pytest.mark.parametrize("kind", [History, OverlappedHistory])
@@ -121,25 +137,31 @@ def scheduler_of(num_pages: int, max_running: int = 4) -> Scheduler:
     return Scheduler(Limits(num_pages, one_group(4), 4096, max_running, max(16, max_running)))
 
 
-def test_a_view_that_is_not_the_next_one_is_whole() -> None:
+def test_a_whole_state_is_no_change() -> None:
+    """Its number is that of the changes before it, so that whoever gets it and whoever gets the changes go on with the same next one."""
     scheduler = scheduler_of(8)
     views = CacheViews(scheduler)
-    first = views.answer(Look(-1, dump=False))
-    assert (first.number, first.is_whole, first.cells, first.sequences, first.dump) == (1, True, b"", [], None)
+    assert views.answer(Look(whole=True, dump=False)) == protocol.CacheView(0, 0, (b"", [], []), (b"", [], []), None)
     scheduler.submit(3, [1, 2, 3, 4, 5], 6, Sampling(), request="mine")
-    EngineCore(scheduler, HashModel(one_group(4))).step()
-    for after, whole in ((0, True), (7, True), (3, False)):
-        view = views.answer(Look(after, dump=False))
-        assert view.is_whole is whole and view.step == 1
-        assert (memoryview(view.cells).cast("q").tolist() == [0, 1, 2, 3, 0, 1, 1, 2, 3, 4]) is whole
-        assert (view.sequences == [(3, "mine", "running", 5, 0, 5, 1, 2, 0)]) is whole
+    core = EngineCore(scheduler, HashModel(one_group(4)))
+    core.step()
+    row = (3, "mine", "running", 5, 0, 5, 1, 2, 0)
+    for look, changes in ((Look(whole=False, dump=False), [row]), (Look(whole=True, dump=False), [])):
+        view = views.answer(look)
+        assert (view.number, view.step, view.changes[1], view.changes[2]) == (1, 1, changes, [])
+        for cells, rows, _ in (view.changes, view.whole) if view.whole else (view.changes,):
+            assert (numbers(cells), rows) in (([0, 1, 2, 3, 0, 1, 1, 2, 3, 4], [row]), ([], []))
+        assert (view.whole is not None and view.whole[1] == [row]) is look.whole
+    scheduler.cancel(3)
+    view = views.answer(Look(whole=False, dump=False))
+    assert (view.number, view.changes[1:]) == (2, ([], [3]))
 
 
 def test_a_long_queue_is_cut() -> None:
     scheduler = scheduler_of(8)
     for id in range(MOST_WAITING + 5):
         scheduler.submit(id, [1, 2], 2, Sampling())
-    assert [row[0] for row in CacheViews(scheduler).answer(Look(-1, dump=False)).sequences] == list(range(MOST_WAITING))
+    assert [row[0] for row in CacheViews(scheduler).answer(Look(whole=False, dump=False)).changes[1]] == list(range(MOST_WAITING))
 
 
 def test_reading_pages_leaves_them_to_their_sequences() -> None:
@@ -150,4 +172,4 @@ def test_reading_pages_leaves_them_to_their_sequences() -> None:
     kept = []
     while scheduler.has_work:
         core.step()
-        kept.append(views.answer(Look(-1, dump=True)))
+        kept.append(views.answer(Look(whole=True, dump=True)))

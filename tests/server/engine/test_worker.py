@@ -90,17 +90,17 @@ def test_tokens_come_in_order_with_gauges(engine: Engine) -> None:
 
 
 def test_a_look_is_answered_between_steps_and_by_an_idle_engine(engine: Engine) -> None:
-    engine.send(protocol.Look(-1, dump=False))
-    assert engine.receive() == protocol.CacheView(1, 0, True, b"", [], [], None)
+    engine.send(protocol.Look(whole=False, dump=False))
+    assert engine.receive() == protocol.CacheView(0, 0, (b"", [], []), None, None)
     engine.send(submit(1, [3, 4, 5], 6))
-    engine.send(protocol.Look(1, dump=True))
+    engine.send(protocol.Look(whole=False, dump=True))
     messages = [engine.receive() for _ in range(7)]
     (view,) = (message for message in messages if isinstance(message, protocol.CacheView))
-    assert not view.is_whole and [row[0] for row in view.sequences] == [1] and view.step == messages.index(view)
+    assert view.whole is None and [row[0] for row in view.changes[1]] == [1] and view.step == messages.index(view)
     engine.send(protocol.Cancel(9))
     assert engine.receive() == protocol.Tokens([], protocol.Gauges(0, 0, 0, 0, 0.0, 2, 3))
-    for number in range(3):  # A look makes no report: nothing has changed.
-        engine.send(protocol.Look(view.number + (number > 0), dump=False))
+    for _ in range(3):  # A look makes no report: nothing has changed.
+        engine.send(protocol.Look(whole=False, dump=False))
         assert isinstance(engine.receive(), protocol.CacheView)
     assert not engine.pipe.poll(0.01)
 

@@ -28,8 +28,9 @@ BODY = {"prompt": "abc", "max_tokens": 40, "temperature": 0}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks as often as the event loop runs."""
+    """Looks as often as the event loop runs, for a whole state or a dump too."""
     monkeypatch.setattr(monitor, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(monitor, "WHOLE_SECONDS", 0)
 
 
 def slowly(callback: Callable[[], None], turns: int = 10) -> None:
@@ -101,8 +102,49 @@ async def test_viewers_know_what_the_engine_has_through_crashes(tokenizer_folder
     for watching in (steady, slow):
         await watching.compare(served.client)
         assert watching.cache.engine == 3 and not watching.cache.sequences and watching.num_compared > 3
-    assert steady.cache.num_whole >= 4 and slow.cache.num_whole > steady.cache.num_whole / 2
+    assert steady.cache.num_whole == 4 < slow.cache.num_whole, "a whole state at first and of each new engine, and after a gap"
     assert len(engine.runs) == 4
+
+
+async def test_one_that_joins_or_lags_gets_a_whole_state_and_the_others_go_on(tokenizer_folder: Path) -> None:
+    served = await ready(FakeEngine(defer=slowly), tokenizer_folder)
+    steady, lagging = (Watching(served.client.viewers.join()) for _ in range(2))
+    requests = [asyncio.create_task(ask(served, number)) for number in range(10)]
+    for _ in range(5):
+        await until(lambda: lagging.cache.sequences)
+        lagging.reads = False
+        changes = steady.cache.num_changes
+        await until(lambda changes=changes: steady.cache.num_changes > changes + 2)
+        lagging.reads = True
+        joined = Watching(served.client.viewers.join())
+        await until(lambda joined=joined: joined.cache.num_changes)
+        await joined.compare(served.client)
+        assert joined.cache.num_whole == 1
+        served.client.viewers.shows.remove(joined.viewer.show)
+    await asyncio.gather(*requests)
+    await steady.compare(served.client)
+    assert steady.cache.num_whole == 1 and lagging.cache.num_whole >= 5
+
+
+async def test_whole_states_and_dumps_are_asked_for_once_a_second(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other looks go on; those who wait for a dump get the same one."""
+    monkeypatch.setattr(monitor, "WHOLE_SECONDS", 1.0)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    engine = FakeEngine()
+    served = await ready(engine, tokenizer_folder)
+    watching = [Watching(served.client.viewers.join())]
+    await until(lambda: watching[0].cache.num_whole)
+    watching += [Watching(served.client.viewers.join()) for _ in range(3)]
+    dumps = [asyncio.create_task(served.client.cache_dump()) for _ in range(3)]
+    asked = len(engine.looks)
+    await until(lambda: len(engine.looks) > asked + 20)
+    assert sum(look.whole for look in engine.looks) == 1 and not any(look.dump for look in engine.looks)
+    assert not any(viewer.cache.num_whole for viewer in watching[1:]) and not any(dump.done() for dump in dumps)
+    now[0] += 1
+    assert len({await dump for dump in dumps}) == 1
+    await until(lambda: all(viewer.cache.num_whole == 1 for viewer in watching))
+    assert [(look.whole, look.dump) for look in engine.looks if look.whole or look.dump] == [(True, False), (True, True)]
 
 
 async def test_sequences_have_the_ids_of_their_requests(tokenizer_folder: Path) -> None:
@@ -161,6 +203,25 @@ async def test_a_pause_lies_between_two_looks(tokenizer_folder: Path, monkeypatc
     assert all(after - before <= 1 for (_, before), (_, after) in itertools.pairwise(pauses))
 
 
+async def test_counts_are_made_once_a_second_and_one_that_joins_gets_the_last(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = await ready(FakeEngine(), tokenizer_folder)
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    first = Watching(served.client.viewers.join())
+    await until(lambda: first.stats)
+    now[0] += 0.9
+    joined = [Watching(served.client.viewers.join()) for _ in range(5)]
+    await until(lambda: all(viewer.stats for viewer in joined))
+    assert len(first.stats) == 1 and all(viewer.stats == first.stats for viewer in joined)
+    served.client.viewers.shows.clear()
+    now[0] += 0.2
+    late = Watching(served.client.viewers.join())
+    await until(lambda: late.stats)
+    assert late.stats != first.stats and len(late.stats) == 1
+
+
 async def test_counts_come_at_once_and_then_once_a_second(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = await ready(FakeEngine(), tokenizer_folder)
     now = [100.0]
@@ -169,7 +230,7 @@ async def test_counts_come_at_once_and_then_once_a_second(tokenizer_folder: Path
     await until(lambda: watching.stats)
     await ask(served, 0)
     assert len(watching.stats) == 1
-    now[0] += monitor.STATS_SECONDS
+    now[0] += viewers.STATS_SECONDS
     await until(lambda: len(watching.stats) == 2)
     first, second = (stats["totals"] for stats in watching.stats)
     assert (first["prompt_tokens"], first["generation_tokens"], first["requests"]) == (0, 0, {})
@@ -191,20 +252,20 @@ def test_a_viewer_that_does_not_read_holds_one_event_of_each_kind() -> None:
     arrivals = Arrivals()
     arrivals._is_scheduled = True  # Nothing is called: this connection does not take anything.
     viewer = Viewer(Viewers(arrivals, lambda: asked.append(None)))
-    viewer.show(Shown(b"changes before the first whole state"))
-    assert viewer.take() == []
-    viewer.show(Shown(b"whole", True))
-    for number in range(1000):
-        viewer.show(Shown(b"changes %d" % number))
-        viewer.show(Shown(stats=b"stats %d" % number))
-    assert not asked, "a viewer that takes nothing costs no whole state"
-    assert viewer.take() == [b"stats 999"] and len(asked) == 1
-    viewer.show(Shown(b"changes that mean nothing without those before"))
+    viewer.show(Shown(cache=b"changes before the first whole state"))
     assert viewer.take() == [] and len(asked) == 1
-    viewer.show(Shown(b"whole again", True))
+    viewer.show(Shown(b"whole", b"changes up to it"))
+    for number in range(1000):
+        viewer.show(Shown(b"whole, for another viewer" * (number == 500), b"changes %d" % number))
+        viewer.show(Shown(stats=b"stats %d" % number))
+    assert len(asked) == 1, "a viewer that takes nothing costs no whole state"
+    assert viewer.take() == [b"stats 999"] and len(asked) == 2
+    viewer.show(Shown(cache=b"changes that mean nothing without those before"))
+    assert viewer.take() == [] and len(asked) == 3
+    viewer.show(Shown(b"whole again", b"changes up to it"))
     assert viewer.take() == [b"whole again"]
-    viewer.show(Shown(b"changes"))
-    assert viewer.take() == [b"changes"] and len(asked) == 1
+    viewer.show(Shown(b"whole, for another viewer", b"changes"))
+    assert viewer.take() == [b"changes"] and len(asked) == 3
 
 
 async def test_viewers_are_limited_in_number(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
