@@ -234,10 +234,12 @@ SequenceRow = tuple[int, str, str, int, int, int, int, int, int]
 the prefix cache, computed tokens, output tokens, pages, preemptions."""
 
 
+FREE, CACHED, OWNED, SHARED = range(4)
+"""Kinds of pages: those that hold nothing, that are kept as a prefix without an owner, and that one or several sequences own."""
 CacheState = tuple[bytes, list[SequenceRow], list[int]]
 """Runs of pages, rows of sequences, and ids of sequences that are no longer open: those that have changed, or all. A run is five native
-64-bit integers: the first page, how many there are, their kind (0 free, 1 cached, 2 owned, 3 shared), their owner's id and the first
-position in them (-1 and 0 without an owner)."""
+64-bit integers: the first page, how many there are, their kind, their owner's id and the first position in them (-1 and 0
+without an owner)."""
 
 
 class CacheView(Message, frozen=True):

@@ -1,7 +1,7 @@
 """The events of GET /monitor, and what they say about a server: the pages and sequences of its engine, and rates over the last seconds.
 
-Invariant: the state is that of the last cache event whose changes were all seen; changes of an engine that is not the last whole event's
-are left out. It reads no clock: times are the server's. It knows nothing of terminals.
+Invariant: the state is that of the last cache event that continued it: changes of another engine, or after a view that has not come, are
+left out until the next whole event. It reads no clock: times are the server's. It knows nothing of terminals.
 """
 
 from array import array
@@ -13,9 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from commands.bench.client import Endpoint, ReplyError, refusal, talk
+from server.protocol import FREE, SHARED
 
-FREE, CACHED, OWNED, SHARED = range(4)
-"""Kinds of pages."""
 RATE_SECONDS, QUANTILE_SECONDS = 5.0, 60.0
 """Rates are those of so many seconds, quantiles of latencies too."""
 
@@ -42,10 +41,9 @@ class CacheEvent(msgspec.Struct):
     """Pages and sequences: all of them, or those that have changed."""
 
     engine: int
-    step: int
+    view: int
     whole: bool
     num_pages: int
-    page_size: int
     cells: list[int]
     sequences: list[Row]
     ended: list[int]
@@ -77,18 +75,15 @@ class Stats(msgspec.Struct):
     status: str
     restarts: int
     model: str
-    device: str
-    page_size: int
-    num_pages: int
     running: int
     waiting: int
-    pages_used: int
-    pages_cached: int
-    multi_head_ratio: float
     totals: Totals
     time_to_first_token: Histogram
     inter_token_latency: Histogram
     step_time: Histogram
+    device: str = ""
+    """Empty, as the ratio is 0, while the first engine is loaded."""
+    multi_head_ratio: float = 0.0
 
 
 class Event(NamedTuple):
@@ -132,7 +127,7 @@ class Monitor:
     """What the events of one server have said so far."""
 
     def __init__(self) -> None:
-        self.engine, self.step, self.page_size = -1, 0, 0
+        self.engine = self.view = -1
         self.kinds, self.owners = bytearray(), array("q")
         """Of each page: its kind, and the sequence that owns it, -1 where none does."""
         self.sequences: dict[int, Row] = {}
@@ -142,9 +137,19 @@ class Monitor:
         """Times, and the number of output tokens of each sequence then."""
 
     @property
+    def status(self) -> str:
+        """What the server says of itself."""
+        return self.history[-1].status if self.history else "unknown"
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine's pages and sequences are known, and figures of the server since it was loaded."""
+        return self.engine >= 0 and bool(self.history and self.history[-1].device)
+
+    @property
     def is_complete(self) -> bool:
         """Whether pages, sequences and rates are known."""
-        return self.engine >= 0 and len(self._outputs) == self._outputs.maxlen
+        return self.has_engine and len(self._outputs) == self._outputs.maxlen
 
     def take(self, event: Event) -> None:
         """One event; one with another name is left out. Raises ReplyError where it is not as it should be."""
@@ -158,12 +163,12 @@ class Monitor:
 
     def _take_cache(self, event: CacheEvent) -> None:
         if event.whole:
-            self.engine, self.page_size = event.engine, event.page_size
+            self.engine = event.engine
             self.kinds, self.owners = bytearray(event.num_pages), array("q", [-1]) * event.num_pages
             self.sequences = {}
-        elif event.engine != self.engine:
+        elif (event.engine, event.view) != (self.engine, self.view + 1):
             return
-        self.step = event.step
+        self.view = event.view
         cells = event.cells
         for first, count, kind, owner in zip(cells[::5], cells[1::5], cells[2::5], cells[3::5], strict=True):
             if not 0 <= first <= first + count <= len(self.kinds) or not FREE <= kind <= SHARED:
@@ -176,7 +181,9 @@ class Monitor:
 
     def _take_stats(self, stats: Stats) -> None:
         history = self.history
-        if history and (stats.totals.generation_tokens < history[-1].totals.generation_tokens or stats.time <= history[-1].time):
+        if history and stats.time == history[-1].time:
+            return  # A connection begins with the last figures, which the one before had.
+        if history and (stats.totals.generation_tokens < history[-1].totals.generation_tokens or stats.time < history[-1].time):
             history.clear()  # Another server than before: its counts began at 0.
         history.append(stats)
         while stats.time - history[0].time > QUANTILE_SECONDS:

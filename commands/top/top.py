@@ -22,13 +22,15 @@ from rich.live import Live
 
 from commands.bench.client import Endpoint, ReplyError, reachable, reason
 from commands.top.monitor import Monitor, Refused, events
-from commands.top.view import SORTS, Look, frame
+from commands.top.view import SORTS, Look, frame, printable
 from server.config import PREFIX
 from server.errors import UsageError
 
 REFRESH_SECONDS = 0.25
 SILENCE_SECONDS = 10.0
 """A server sends an event every second; after so many without one the connection is taken for lost."""
+ONCE_SECONDS = 10.0
+"""What --once waits for the state of the KV cache, which does not come while an engine is loaded."""
 RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0)
 """Pauses before a lost connection is made again; the last one is repeated."""
 
@@ -85,14 +87,19 @@ async def top(settings: TopSettings) -> int:
     try:
         await (_print_once(settings, screen, console) if settings.once else _live(settings, screen, console))
     except (OSError, ReplyError) as error:
-        print(f"onehead top: the server at {settings.url} cannot be used: {reason(error)}", file=sys.stderr)
+        print(f"onehead top: the server at {settings.url} cannot be used: {printable(reason(error))}", file=sys.stderr)
         return 1
     return 0
 
 
 async def _print_once(settings: TopSettings, screen: Screen, console: Console) -> None:
-    """Prints a frame as soon as rates are known."""
-    await _follow(settings, screen, lambda: screen.monitor.is_complete)
+    """Prints a frame as soon as rates are known. Raises OSError and ReplyError, also where they are not known in time."""
+    try:
+        async with asyncio.timeout(ONCE_SECONDS):
+            await _follow(settings, screen, lambda: screen.monitor.is_complete)
+    except TimeoutError:
+        text = f"the state of its KV cache has not come for {ONCE_SECONDS:g} s; its status is: {screen.monitor.status}"
+        raise ReplyError(text) from None
     console.print(frame(screen.monitor, screen.look))
 
 

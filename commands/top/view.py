@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commands.top.monitor import CACHED, FREE, OWNED, QUANTILE_SECONDS, RATE_SECONDS, SHARED, Monitor, Row, Stats, quantiles
+from commands.top.monitor import QUANTILE_SECONDS, RATE_SECONDS, Monitor, Row, Stats, quantiles
+from server.protocol import CACHED, FREE, OWNED, SHARED
 
 GLYPHS, ASCII_GLYPHS = "·░█▓", ".:#@"
 """How a page is drawn, by its kind."""
@@ -62,8 +63,9 @@ class Look:
 
 def frame(monitor: Monitor, look: Look) -> RenderableType:
     """Everything that is shown."""
-    if not monitor.history or monitor.engine < 0:
-        return Group(Text(f"onehead top  {look.url}", "bold"), Text(look.notice or "waiting for the first events", "yellow"))
+    if not monitor.has_engine:
+        waiting = f"status: {monitor.status}; waiting for the state of the KV cache"
+        return Group(Text(f"onehead top  {look.url}", "bold"), Text(printable(look.notice or waiting), "yellow"))
     parts = [_heading(monitor, look), *_figures(monitor, look), Text(), *_pages(monitor, look)]
     room = None if look.height is None else max(MIN_ROWS, look.height - len(parts) - TABLE_LINES)
     return Group(*parts, _table(monitor, look, room), *([] if look.height is None else [_keys(look)]))

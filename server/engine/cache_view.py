@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from cache.layout import pages_for
 from server.engine.open_sequences import OpenSequences
 from server.engine.sequence import Sequence
-from server.protocol import CacheView, Look, SequenceRow
+from server.protocol import OWNED, SHARED, CacheView, Look, SequenceRow
 
 Integers: TypeAlias = "NDArray[np.int64]"
 
 MOST_WAITING = 1000
 """Waiting sequences in a view, so that a long queue does not hold up steps."""
-OWNED, SHARED = 2, 3
-"""Kinds of pages; an unowned one is 1 if it is cached, else 0."""
 KIND_BITS, OWNER_SHIFT = 2, 28
 """A cell is what a page holds in one number: its kind in the lowest bits, then the position of its first token, then its owner's id."""
 POSITIONS = (1 << OWNER_SHIFT) - 1
@@ -73,7 +71,7 @@ class CacheViews:
             ids.append(sequence.id)
             counts.append(len(pages_N) - before)
             rows[sequence.id] = _row(sequence, "running", counts[-1])
-        cells_P = np.array(scheduler.allocator.kept, np.int64)
+        cells_P = np.array(scheduler.allocator.kept, np.int64)  # Without an owner, CACHED where it is kept, else FREE.
         cells_P[pages_N] = np.concatenate(positions) | np.repeat(np.array(ids) << OWNER_SHIFT, counts)
         cells_P[np.bincount(pages_N, minlength=len(cells_P)) > 1] |= SHARED
         for sequence in islice(scheduler.waiting.values(), MOST_WAITING):

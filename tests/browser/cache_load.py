@@ -10,12 +10,12 @@ import threading
 from contextlib import suppress
 from typing import Any, Self
 
+from server.protocol import OWNED, SHARED
 from tests.support.processes import DEADLINE, ServerProcess, Stream, wait_until
 from tests.support.wire import Wire, http_request
 
 SHARED_PREFIX = "# one prefix for all of them\n" * 30
 WORDS = ["def", "return", "import", "class", "self", "value", "for", "in", "range", "print", "with", "open", "list", "dict"]
-OWNED, SHARED = 2, 3
 
 
 class Load:

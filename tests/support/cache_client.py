@@ -1,13 +1,14 @@
 """A viewer's state of the KV cache, from the events of /monitor, and its comparison with the engine's own.
 
 Invariant: it takes events as a browser does, one after the other, and raises ValueError for one that cannot follow the one before. It
-imports nothing of the server.
+imports nothing of the server but the numbers of kinds.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-FREE, CACHED, OWNED, SHARED = range(4)
+from server.protocol import CACHED, FREE, OWNED, SHARED
+
 UNOWNED = (-1, 0)
 ROW = "id", "request", "state", "num_prompt", "num_cached", "num_computed", "num_output", "num_pages", "num_preemptions"
 MOST_WAITING = 1000

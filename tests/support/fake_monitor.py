@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from commands.top.monitor import CACHED, FREE, OWNED, Row
+from commands.top.monitor import Row
+from server.protocol import CACHED, FREE, OWNED
 
 BOUNDS = (0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 
@@ -28,7 +29,7 @@ class MadeUpEngine:
 
     def __init__(self, num_pages: int = 512, page_size: int = 64, num_running: int = 12, seed: int = 0) -> None:
         self.rng, self.page_size, self.num_running = random.Random(seed), page_size, num_running
-        self.num_pages, self.engine, self.step, self.num_begun = num_pages, 0, 0, 0
+        self.num_pages, self.engine, self.step, self.view, self.num_begun = num_pages, 0, 0, 0, 0
         self.free, self.cached = list(range(num_pages)), list[int]()
         self.rows: dict[int, Row] = {}
         self.pages: dict[int, list[int]] = {}
@@ -89,34 +90,46 @@ class MadeUpEngine:
         return self.event(True, cells, list(self.rows.values()), [])
 
     def event(self, whole: bool, cells: list[int], rows: list[Row], ended: list[int]) -> dict[str, Any]:
-        where = {"engine": self.engine, "step": self.step, "whole": whole, "num_pages": self.num_pages, "page_size": self.page_size}
+        self.view += not whole
+        where = {"engine": self.engine, "step": self.step, "view": self.view, "whole": whole}
+        where |= {"num_pages": self.num_pages, "page_size": self.page_size}
         return where | {"cells": cells, "sequences": rows, "ended": ended}
 
-    def stats(self, now: float) -> dict[str, Any]:
-        """The stats event at a time."""
+    def stats(self, now: float, is_loading: bool = False) -> dict[str, Any]:
+        """The stats event at a time, also one of a server whose first engine is not ready."""
         states = [row.state for row in self.rows.values()]
         histograms = {name: {"bounds": BOUNDS, "counts": counts, "sum": sum(counts) * 0.02} for name, counts in self.latencies.items()}
+        facts = {"device": "cpu", "page_size": self.page_size, "num_pages": self.num_pages, "multi_head_ratio": 4.0}
         return {
             "time": now,
-            "status": "ready",
+            "status": "starting" if is_loading else "ready",
             "restarts": self.engine,
             "model": "pretrained",
-            "device": "cpu",
-            "page_size": self.page_size,
-            "num_pages": self.num_pages,
             "running": states.count("running"),
             "waiting": states.count("waiting"),
             "pages_used": sum(map(len, self.pages.values())),
             "pages_cached": len(self.cached),
-            "multi_head_ratio": 4.0,
             "totals": self.counts | {"requests": self.ended},
-        } | histograms
+            **({} if is_loading else facts),
+            **histograms,
+        }
 
 
 class FakeMonitor:
-    """Answers GET /monitor of one port with the events of one engine, to every viewer; anything else is 404, and 401 without the key."""
+    """Answers GET /monitor of one port with the events of one engine, to every viewer; anything else is 404, and 401 without the key. With
+    `is_loading` the engine is never ready; a `refusal` is the JSON body of every answer, of status 500.
+    """
 
-    def __init__(self, key: str | None = None, missing: bool = False, tick: float = 0.02, **engine: Any) -> None:
+    def __init__(
+        self,
+        key: str | None = None,
+        missing: bool = False,
+        tick: float = 0.02,
+        is_loading: bool = False,
+        refusal: bytes | None = None,
+        **engine: Any,
+    ) -> None:
+        self.is_loading, self.refusal = is_loading, refusal
         self.engine = MadeUpEngine(**engine)
         self.key, self.missing, self.tick = key, missing, tick
         self.num_connections, self.port = 0, 0
@@ -150,21 +163,26 @@ class FakeMonitor:
         last = time.time()
         while True:
             await asyncio.sleep(self.tick)
-            self.send(event("cache", self.engine.advance()))
+            if not self.is_loading:
+                self.send(event("cache", self.engine.advance()))
             if time.time() - last >= 1:
                 last = time.time()
-                self.send(b": a comment\n\n" + event("stats", self.engine.stats(last)))
+                self.send(b": a comment\n\n" + event("stats", self.engine.stats(last, self.is_loading)))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        if self.key is not None and f"authorization: Bearer {self.key}\r\n" not in head:
+        if self.refusal is not None:
+            writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: %d\r\n\r\n%b" % (len(self.refusal), self.refusal))
+        elif self.key is not None and f"authorization: Bearer {self.key}\r\n" not in head:
             writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n")
         elif self.missing or not head.startswith("GET /monitor "):
             writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
         else:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-            first = event("stats", self.engine.stats(time.time())) + event("cache", self.engine.whole())
+            first = event("stats", self.engine.stats(time.time(), self.is_loading))
+            if not self.is_loading:
+                first += event("cache", self.engine.whole())
             writer.write(f"{len(first):x}\r\n".encode() + first + b"\r\n")
             self.viewers.add(writer)
             with suppress(OSError):

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from commands.bench.client import ReplyError
-from commands.top.monitor import CACHED, FREE, OWNED, SHARED, Event, Histogram, Monitor, quantiles
+from commands.top.monitor import Event, Histogram, Monitor, quantiles
+from server.protocol import CACHED, FREE, OWNED, SHARED
 from tests.support.fake_monitor import MadeUpEngine
 
 
@@ -35,7 +36,6 @@ def test_the_pages_are_the_engines_after_every_event(joined_at: int) -> None:
         take(monitor, "cache", engine.advance())
         assert list(zip(monitor.kinds, monitor.owners, strict=True)) == cells_of(engine)
         assert monitor.sequences == engine.rows
-        assert monitor.step == engine.step
     assert monitor.kinds.count(CACHED) and monitor.kinds.count(OWNED)
 
 
@@ -55,6 +55,37 @@ def test_changes_of_another_engine_wait_for_its_whole_event() -> None:
     take(monitor, "cache", engine.event(True, [1, 1, CACHED, -1, 0], [], []))
     take(monitor, "cache", engine.event(False, [3, 1, OWNED, 5, 0], [], []))
     assert list(monitor.kinds) == [FREE, CACHED, FREE, OWNED]
+
+
+def test_changes_after_a_gap_wait_for_a_whole_event() -> None:
+    engine, monitor = MadeUpEngine(num_pages=4), Monitor()
+    take(monitor, "cache", engine.event(True, [0, 2, OWNED, 0, 0], [], []))
+    engine.event(False, [1, 1, CACHED, -1, 0], [], [])  # Is lost.
+    for _ in range(2):
+        take(monitor, "cache", engine.event(False, [3, 1, OWNED, 5, 0], [], []))
+        assert list(monitor.kinds) == [OWNED, OWNED, FREE, FREE]
+    take(monitor, "cache", engine.event(True, [0, 1, OWNED, 0, 0], [], []))
+    take(monitor, "cache", engine.event(False, [3, 1, OWNED, 5, 0], [], []))
+    assert list(monitor.kinds) == [OWNED, FREE, FREE, OWNED]
+
+
+def test_figures_that_come_twice_count_once() -> None:
+    """A connection that is made again begins with the last ones."""
+    engine, monitor = MadeUpEngine(), Monitor()
+    take(monitor, "cache", engine.whole())
+    for second in (0, 1, 1, 2):
+        take(monitor, "stats", engine.stats(1000.0 + second))
+    assert [stats.time for stats in monitor.history] == [1000.0, 1001.0, 1002.0]
+
+
+def test_figures_of_a_server_that_loads_its_engine() -> None:
+    engine, monitor = MadeUpEngine(), Monitor()
+    for second in range(3):
+        take(monitor, "stats", engine.stats(1000.0 + second, is_loading=True))
+    take(monitor, "cache", engine.whole())
+    assert monitor.status == "starting" and not monitor.is_complete
+    take(monitor, "stats", engine.stats(1003.0))
+    assert monitor.status == "ready" and monitor.is_complete
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
+from commands.top import top
 from commands.top.top import TopSettings
 from tests.support.fake_monitor import FakeMonitor
 from tests.support.paths import ROOT
@@ -95,7 +96,7 @@ async def terminal(port: int, columns: int = 80, lines: int = 24) -> AsyncIterat
 async def test_it_draws_and_sorts_until_q(columns: int, lines: int) -> None:
     fake = FakeMonitor()
     async with fake.serving(), terminal(fake.port, columns, lines) as screen:
-        await screen.shows("pages in use")
+        await screen.shows(":reverse")  # The end of a frame.
         assert ("req-000" in screen.words) == (columns >= 120)
         screen.press("o")
         await screen.until(lambda: "\x1b[7m:output" in screen.text)
@@ -229,6 +230,33 @@ async def test_no_server_is_one_line() -> None:
     assert re.fullmatch(
         rf"onehead top: the server at http://127.0.0.1:{fake.port} cannot be used: .*refused.*\n|.*Connect call failed.*\n", errors
     )
+
+
+async def test_a_frame_that_cannot_be_had_ends_with_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(top, "ONCE_SECONDS", 1.5)
+    fake = FakeMonitor(is_loading=True)
+    async with fake.serving(), asyncio.timeout(SECONDS):
+        assert await top.top(TopSettings(url=f"http://127.0.0.1:{fake.port}", once=True)) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"onehead top: the server at http://127.0.0.1:{fake.port} cannot be used: "
+        "the state of its KV cache has not come for 1.5 s; its status is: starting\n",
+    )
+
+
+async def test_a_server_that_loads_its_engine_is_shown_with_its_status() -> None:
+    fake = FakeMonitor(is_loading=True)
+    async with fake.serving(), terminal(fake.port) as screen:
+        await screen.shows("status: starting; waiting for the state of the KV cache")
+        screen.press("q")
+
+
+async def test_what_a_terminal_would_obey_is_not_written() -> None:
+    fake = FakeMonitor(refusal=b'{"error": "\\u001b]0;title\\u0007\\u001b[2J"}')
+    async with fake.serving():
+        done = await once(fake.port, "--once")
+    words = "GET /monitor is answered with HTTP 500: ?]0;title??[2J"
+    assert done == (1, "", f"onehead top: the server at http://127.0.0.1:{fake.port} cannot be used: {words}\n")
 
 
 async def test_without_a_terminal_it_says_what_to_do() -> None:

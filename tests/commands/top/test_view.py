@@ -109,7 +109,7 @@ def test_a_notice_takes_the_place_of_the_status(engine: MadeUpEngine) -> None:
 
 
 def test_before_the_first_events_it_says_so() -> None:
-    assert drawn(Monitor(), Look(URL, 80, 24)) == [f"onehead top  {URL}", "waiting for the first events"]
+    assert drawn(Monitor(), Look(URL, 80, 24)) == [f"onehead top  {URL}", "status: unknown; waiting for the state of the KV cache"]
 
 
 def test_a_sequence_that_is_computed_again_is_in_prefill(engine: MadeUpEngine) -> None:
