@@ -22,7 +22,7 @@ from server.protocol import OWNED, SHARED, CacheView, Look, SequenceRow
 Integers: TypeAlias = "NDArray[np.int64]"
 
 MOST_WAITING = 1000
-"""Waiting sequences in a view, so that a long queue does not hold up steps."""
+"""Waiting sequences in a view, so that a long queue does not hold up steps; those that were in the view before are kept beside them."""
 KIND_BITS, OWNER_SHIFT = 2, 28
 """A cell is what a page holds in one number: its kind in the lowest bits, then the position of its first token, then its owner's id."""
 POSITIONS = (1 << OWNER_SHIFT) - 1
@@ -74,8 +74,9 @@ class CacheViews:
         cells_P = np.array(scheduler.allocator.kept, np.int64)  # Without an owner, CACHED where it is kept, else FREE.
         cells_P[pages_N] = np.concatenate(positions) | np.repeat(np.array(ids) << OWNER_SHIFT, counts)
         cells_P[np.bincount(pages_N, minlength=len(cells_P)) > 1] |= SHARED
-        for sequence in islice(scheduler.waiting.values(), MOST_WAITING):
-            rows[sequence.id] = _row(sequence, "preempted" if sequence.num_preemptions else "waiting", 0)
+        for id in {*islice(scheduler.waiting, MOST_WAITING), *(self._rows.keys() & scheduler.waiting.keys())}:
+            sequence = scheduler.waiting[id]
+            rows[id] = _row(sequence, "preempted" if sequence.num_preemptions else "waiting", 0)
         return cells_P, rows
 
     def _dump(self) -> dict[str, Any]:

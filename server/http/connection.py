@@ -231,6 +231,9 @@ class Connection(HttpToolsProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1") or (hosts and _HOST.fullmatch(hosts[0]) is None):
             self._reject(400, "invalid_host", "a request must have one `Host` header, with a name or an address and perhaps a port")
+        # An absolute target names the host in the header's place (RFC 9112, section 3.2.2), so only the header's own may stand there.
+        if not self.url.startswith((b"/", b"*")) and [self.url.partition(b"://")[2].partition(b"/")[0]] != hosts:
+            self._reject(400, "invalid_host", "the request's target must be a path, or name the same host as its `Host` header")
 
     def _too_many(self) -> tuple[int, str, str]:
         return 503, "too_many_connections", f"{self.max_connections} connections are open, which is the limit; try again later"

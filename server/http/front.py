@@ -97,11 +97,11 @@ class FrontDoor:
         exchange.dialect = self.table.dialect(path)
         route = self.table.find(path, scope["method"])
         generates = scope["method"] == "POST" and route is not None and route.generates
-        if generates and self.tracing is not None:
-            exchange.trace = self.tracing.of(scope)
         try:
             self._hosts.check(scope)
             self._identify(scope, exchange, route)
+            if generates and self.tracing is not None:
+                exchange.trace = self.tracing.of(scope)
             if not path.isprintable():
                 # A router's pattern ignores a final line end, so that it would route another path than the one checked here.
                 raise NotFound("no such route; GET /docs lists those there are")

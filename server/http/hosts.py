@@ -23,7 +23,9 @@ class AllowedHosts:
         self._checked = bool(allowed) or _is_loopback(address)
 
     def check(self, scope: Scope) -> None:
-        """Raises HostNotAllowed. A request without the header, which HTTP/1.0 allows, is no browser's."""
+        """Raises HostNotAllowed where the request's Host header names another host. A request without that header, which HTTP/1.0 allows,
+        cannot be a browser's and is let through.
+        """
         for name, value in scope["headers"] if self._checked else ():
             if name == b"host" and not self._allows(value.decode("latin-1").lower()):
                 shown = value[:100].decode("latin-1")

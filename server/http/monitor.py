@@ -1,4 +1,4 @@
-"""Routes of those who watch the server: /monitor, and /monitor/cache to compare it with."""
+"""Routes that show the KV cache and statistics: /monitor as events, and /monitor/cache to compare its state of the cache with."""
 
 import asyncio
 from functools import partial

@@ -1,10 +1,13 @@
 """PackedBody: a body that is compressed once, and sent compressed to clients that accept gzip (RFC 9110, section 8.4). Knows no routes."""
 
 import gzip
+import re
 from collections.abc import Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
+
+_ACCEPTS = re.compile(r"(?i)(^|[\s,])gzip\s*(;\s*q=(1|0\.0*[1-9])|,|$)").search
 
 
 class PackedBody:
@@ -17,6 +20,6 @@ class PackedBody:
     def response(self, http: Request, headers: Mapping[str, str] | None = None) -> Response:
         """The response to a request, with these headers."""
         headers = {**(headers or {}), "vary": "accept-encoding"}
-        if "gzip" not in http.headers.get("accept-encoding", ""):
+        if not _ACCEPTS(http.headers.get("accept-encoding", "")):
             return Response(self.plain, media_type=self._media_type, headers=headers)
         return Response(self._packed, media_type=self._media_type, headers=headers | {"content-encoding": "gzip"})

@@ -48,6 +48,7 @@ class Tracing:
         counts, outcomes = speeds(choices), [choice.outcome or "moved" for choice in choices]
         attributes = known | {
             "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "onehead",
             "gen_ai.request.model": self._model,
             "gen_ai.response.finish_reasons": outcomes,
             "gen_ai.usage.input_tokens": counts["prompt_tokens"],

@@ -161,7 +161,21 @@ def test_a_long_queue_is_cut() -> None:
     scheduler = scheduler_of(8)
     for id in range(MOST_WAITING + 5):
         scheduler.submit(id, [1, 2], 2, Sampling())
-    assert [row[0] for row in CacheViews(scheduler).answer(Look(whole=False, dump=False)).changes[1]] == list(range(MOST_WAITING))
+    assert [row[0] for row in CacheViews(scheduler).answer(Look(whole=False, dump=False)).changes[1]] == [*range(MOST_WAITING)]
+
+
+def test_a_sequence_that_waits_behind_a_long_queue_again_is_still_there() -> None:
+    """A preempted one goes to the end of the queue."""
+    scheduler = scheduler_of(8)
+    views, core = CacheViews(scheduler), EngineCore(scheduler, HashModel(one_group(4)))
+    scheduler.submit(7, [1, 2, 3], 6, Sampling())
+    core.step()
+    assert [row[0] for row in views.answer(Look(whole=False, dump=False)).changes[1]] == [7]
+    for id in range(10, 10 + MOST_WAITING):
+        scheduler.submit(id, [1, 2], 2, Sampling())
+    scheduler.waiting.put(scheduler.running.pop(7))
+    _, rows, ended = views.answer(Look(whole=False, dump=False)).changes
+    assert len(rows) == MOST_WAITING + 1 and ended == []
 
 
 def test_reading_pages_leaves_them_to_their_sequences() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from server.errors import ConfigurationError
 from server.http.tracing import Tracing
+from tests.support.bad_inputs import KEY_HASHES, KEYS
 from tests.support.collector import Collector, collecting
 from tests.support.paths import ROOT
 from tests.support.processes import DEADLINE, ServerProcess, Stream
@@ -84,6 +85,7 @@ def test_a_request_is_one_span_with_three_below(
     assert {span.trace for span in found.values()} == {TRACE}
     assert whole.attributes == {
         "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "onehead",
         "gen_ai.request.model": "pretrained",
         "gen_ai.response.finish_reasons": ["length"],
         "gen_ai.usage.input_tokens": num_prompt,
@@ -232,6 +234,19 @@ def test_every_api_process_sends_its_spans() -> None:
         whole = [span for span in collector.spans if span.kind == SERVER_KIND]
         assert {span.attributes["onehead.request_id"] for span in whole} == {f"id-{i}" for i in range(24)}
         assert len(collector.spans) == 96
+
+
+def test_requests_without_a_valid_key_or_host_make_no_spans() -> None:
+    with collecting() as collector:
+        options = ("--server.api_keys", KEY_HASHES, "--cache.pages", "64", "--server.tracing_endpoint", collector.url)
+        with ServerProcess(None, *options) as server:
+            key = {"authorization": f"Bearer {KEYS[0]}"}
+            assert ask(server, "/generate", SHORT, x_request_id="no key") == 401
+            foreign = http_request("POST", "/generate", SHORT, {"x-request-id": "host"} | key).replace(b"127.0.0.1", b"evil.example", 1)
+            assert exchange(server.port, foreign, DEADLINE)[0].status == 403
+            assert ask(server, "/generate", SHORT, x_request_id="both", **key) == 200
+            assert server.stop() == 0
+        assert [span.attributes["onehead.request_id"] for span in collector.spans if span.kind == SERVER_KIND] == ["both"]
 
 
 def test_without_a_collector_it_serves_and_stops(tmp_path: Path) -> None:

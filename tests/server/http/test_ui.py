@@ -57,6 +57,27 @@ async def test_a_file_that_is_known_is_not_sent_again(tokenizer_folder: Path) ->
         assert head.status_code == 200 and head.headers["content-length"] == first.headers["content-length"]
 
 
+@pytest.mark.parametrize(
+    ("accepted", "is_packed"),
+    [
+        ("gzip", True),
+        ("br, GZIP;q=0.5, identity", True),
+        ("deflate,gzip ; q=1.0", True),
+        ("gzip;q=0.001", True),
+        ("gzip;q=0", False),
+        ("gzip; q=0.000, identity", False),
+        ("br", False),
+        ("not-gzip", False),
+        ("", False),
+    ],
+)
+async def test_a_file_is_compressed_for_clients_that_accept_gzip(tokenizer_folder: Path, accepted: str, is_packed: bool) -> None:
+    async with door(tokenizer_folder) as (_, http):
+        answer = await http.get("/ui/app.js", headers={"accept-encoding": accepted})
+        assert (answer.headers.get("content-encoding") == "gzip") is is_packed
+        assert answer.headers["vary"] == "accept-encoding"
+
+
 @pytest.mark.parametrize("path", ["/ui/", "/ui/nothing.js", "/ui/../config.py", "/ui/%2e%2e/config.py", "/ui//app.js", "/ui/vendor", "/ui"])
 async def test_no_other_file_is_served(tokenizer_folder: Path, path: str) -> None:
     async with door(tokenizer_folder) as (_, http):
