@@ -2,8 +2,8 @@
 
     python -m bench.looks [--pages 512,10000,100000] [--sequences 256] [--looks 200]
 
-The pool is nearly full of pages of running sequences, all of which advance between two looks. A whole view is measured beside the changes;
-one is made too when a viewer joins. Milliseconds, medians and the least; bytes of the message.
+The pool is nearly full of pages of running sequences, all of which advance between two looks. "whole" are the
+changes and a whole state beside them, as when a viewer joins. Milliseconds, medians and the least; bytes of the message.
 """
 
 import argparse

@@ -21,7 +21,7 @@ MAX_RATIO = 1e4
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Places values between 0 and 1. `ticks`: values and their words."""
+    """An axis of a chart: maps values from `low` to `high` to places from 0 to 1. `ticks`: marked values, and their words."""
 
     title: str
     low: float
@@ -30,7 +30,7 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Values beyond the ends stand at them."""
+        """The place of a value; that of the nearer end for one beyond the ends."""
         scale: Callable[[float], float] = math.log if self.is_log else float
         value = min(max(value, self.low), self.high)
         return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
@@ -38,7 +38,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line through points. `style` numbers its colour; `is_earlier` draws it dashed."""
+    """A line of a chart, through points (x, y). `style` numbers its colour; `is_earlier` draws it dashed, `has_marks` its points too."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -48,7 +48,7 @@ class Series:
 
     @property
     def classes(self) -> str:
-        """For the page's style sheet."""
+        """The line's classes, by which the page's style sheet colours it."""
         return f"s{self.style % NUM_STYLES}{' earlier' if self.is_earlier else ''}"
 
 

@@ -16,7 +16,7 @@ DUMP_SECONDS = 5.0
 
 
 class MonitorRoutes:
-    """Handlers of these routes."""
+    """Handlers of /monitor and /monitor/cache."""
 
     def __init__(self, client: EngineClient, keep_alive: float) -> None:
         self._client = client
