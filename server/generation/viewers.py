@@ -90,7 +90,7 @@ class Viewers:
     def show(self, shown: Shown) -> None:
         """Passes events on to every viewer of this process and, in a front process, to each API process that has any."""
         if shown.stats:
-            self._stats, self.stats_due = Shown(stats=shown.stats), time.monotonic() + STATS_SECONDS
+            self._stats, self.stats_due = shown, time.monotonic() + STATS_SECONDS
         for show in self.shows:
             show(shown)
 
