@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from commands.bench.bench import prompt_text
-from tests.support.cache_client import CACHED, OWNED, SHARED, CacheClient
+from server.protocol import CACHED, OWNED, SHARED
+from tests.support.cache_client import CacheClient
 from tests.support.live import Ask, Server, exchange
 from tests.support.report import Check, conclude, progress
 from tests.support.wire import http_request

@@ -13,10 +13,10 @@ from server.engine.cache_view import MOST_WAITING, CacheViews
 from server.engine.core import EngineCore
 from server.engine.limits import Limits
 from server.engine.scheduler import Scheduler
-from server.protocol import Look
+from server.protocol import CACHED, OWNED, SHARED, Look
 from tests.server.engine.test_core import OverlappedHistory
 from tests.server.engine.test_scheduler import History, run_histories
-from tests.support.cache_client import CACHED, OWNED, SHARED, CacheClient
+from tests.support.cache_client import CacheClient
 from tests.support.hash_model import HashModel, one_group
 
 SEEDS, MANY = 500, 5000
