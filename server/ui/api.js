@@ -1,30 +1,31 @@
 /* The server's API as the page sees it: requests with the API key, errors in words, server-sent events, the schemas of request bodies.
 
    URLs are relative to the page, so that it works under any prefix. The key is asked for when a request is refused without it, and is
-   kept in this module's memory only. It knows no elements of the page: `askForKey` is given by app.js. */
+   kept in this module's memory only; where none was given, what runs by itself does not ask again, but waits for the event "key". It knows
+   no elements of the page: `askForKey` is given by app.js. */
 
 const JSON_TYPE = { "content-type": "application/json" };
 
-/** An answer that refuses a request: the server's own words, its status and the field at fault. */
+/** An answer that refuses a request: the server's own words and its status. */
 export class ApiError extends Error {
-  constructor(message, status, param = null) {
+  constructor(message, status) {
     super(message);
     this.status = status;
-    this.param = param;
   }
 }
 
 /** One server. `askForKey(refused)` resolves to a key, or null if the user gives none; `refused`: whether the last key was wrong. */
-export class Api {
+export class Api extends EventTarget {
   #key = null;
   #asking = null;
-  /** Whether the user has given no key: what runs by itself does not ask again. */
+  /** Whether the user was asked and gave no key. */
   declined = false;
   #document = null;
   /** The served model's name, once it is known. */
   model = "";
 
   constructor(askForKey) {
+    super();
     this.askForKey = askForKey;
     this.base = new URL(".", document.baseURI);
   }
@@ -40,16 +41,17 @@ export class Api {
       const headers = used === null ? init.headers : { ...init.headers, authorization: `Bearer ${used}` };
       const response = await fetch(new URL(path, this.base), { ...init, headers, cache: "no-store" });
       if (response.status !== 401) return response;
-      if (used === this.#key && (this.declined || !(await this.#renewKey()))) return response;
+      if (used === this.#key && (this.declined || !(await this.renewKey()))) return response;
     }
   }
 
-  /** Asks once for all requests that are refused at the same time. Returns whether a key was given. */
-  #renewKey() {
+  /** Asks for a key, once for all requests that are refused at the same time. Returns whether one was given, which is the event "key". */
+  renewKey() {
     this.#asking ??= this.askForKey(this.hasKey).then((key) => {
       this.#asking = null;
       this.declined = key === null;
       this.#key = key ?? this.#key;
+      if (key !== null) this.dispatchEvent(new Event("key"));
       return key !== null;
     });
     return this.#asking;
@@ -70,14 +72,12 @@ export class Api {
     return response;
   }
 
-  /** The schema of a request body in the server's OpenAPI document, which is fetched once: name of each field -> its Field. */
+  /** The schema of a request body in the server's OpenAPI document, which is kept: name of each field -> its Field. */
   async fields(body) {
-    this.#document ??= this.json("openapi.json").catch((error) => {
-      this.#document = null;
-      throw error;
-    });
-    const { properties } = (await this.#document).components.schemas[body];
-    const kindOf = (schema) => (schema.anyOf ?? [schema]).find((kind) => kind.type !== "null"); // Every optional field takes null.
+    this.#document ??= await this.json("openapi.json");
+    const { properties } = this.#document.components.schemas[body];
+    // Every optional field takes null. Of several kinds the first is offered.
+    const kindOf = (schema) => (schema.anyOf ?? schema.oneOf)?.map(kindOf).find((kind) => kind.type !== "null") ?? schema;
     return new Map(Object.entries(properties).map(([name, schema]) => [name, { ...kindOf(schema), description: schema.description ?? "" }]));
   }
 }
@@ -87,7 +87,7 @@ export async function errorOf(response) {
   const text = await response.text();
   try {
     const { error } = JSON.parse(text);
-    return new ApiError(error.message ?? error, response.status, error.param ?? null);
+    return new ApiError(error.message ?? error, response.status);
   } catch {
     return new ApiError(text.slice(0, 500) || response.statusText, response.status);
   }

@@ -9,46 +9,38 @@ import { load, save } from "./store.js";
 const MODES = ["complete", "fill", "chat", "cache"];
 /** Theme -> its sign, its name, the next theme. */
 const THEMES = { auto: ["◐", "as the system", "light"], light: ["☀", "light", "dark"], dark: ["☾", "dark", "auto"] };
+const ALT = { c: "continue", r: "again", ...Object.fromEntries(MODES.map((mode, index) => [index + 1, `#${mode}`])) };
 const MODEL_RETRY = 2000;
 const byId = (id) => document.getElementById(id);
 
 const api = new Api(askForKey);
-const history = new History();
+const history = new History(openEntry);
 /** Mode -> its view: run(), stop(), continue(), again(), restore(entry); null for a mode that has none of these. */
 const views = new Map();
-let shown = null;
+let [shown, monitor] = [null, null];
 
 /** Shows the tab that the URL names. */
 async function showTab() {
   const named = location.hash.slice(1);
-  const mode = MODES.includes(named) && !byId(`tab-${named}`).hidden ? named : MODES[0];
+  const mode = MODES.includes(named) ? named : MODES[0];
   if (mode === shown) return;
-  const before = shown;
   shown = mode;
   for (const other of MODES) {
-    Object.assign(byId(`tab-${other}`), { ariaSelected: String(other === mode), tabIndex: other === mode ? 0 : -1 });
+    byId(`tab-${other}`).ariaCurrent = other === mode ? "page" : null;
     byId(`panel-${other}`).hidden = other !== mode;
   }
-  if (before === "cache") (await import("./monitor.js")).unmount();
-  if (mode === "cache") (await import("./monitor.js")).mount(byId("panel-cache"), api);
-  else await view(mode);
+  monitor?.destroy();
+  monitor = null;
+  if (mode !== "cache") return view(mode);
+  const { Monitor } = await import("./monitor.js");
+  if (shown === mode) monitor ??= new Monitor(byId("panel-cache"), api);
 }
 
 /** The view of a mode, mounted on first use. */
 function view(mode) {
-  if (!views.has(mode)) views.set(mode, import(`./${mode}.js`).then(({ mount }) => mount(byId(`panel-${mode}`), api, history)));
+  const module = mode === "chat" ? "./chat.js" : "./completions.js";
+  if (!views.has(mode)) views.set(mode, import(module).then(({ [mode]: mount }) => mount(byId(`panel-${mode}`), api, history)));
   return views.get(mode);
-}
-
-/** Moves between tabs with the arrow keys, as tab lists do. */
-function onTabKey(event) {
-  const tabs = MODES.map((mode) => byId(`tab-${mode}`)).filter((tab) => !tab.hidden);
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  if (step === undefined) return;
-  event.preventDefault();
-  const next = tabs[(tabs.indexOf(event.target) + step + tabs.length) % tabs.length];
-  next.focus();
-  location.hash = next.hash;
 }
 
 function setTheme(theme) {
@@ -76,7 +68,7 @@ function askForKey(refused) {
   });
 }
 
-/** Shows the served model, and asks again while the server is loading it or away. */
+/** Shows the served model. Tries again while the server is loading it or away, and once there is a key. */
 async function showModel() {
   const model = byId("model");
   try {
@@ -90,14 +82,10 @@ async function showModel() {
     model.dataset.state = "waiting";
     const text = error.status === 401 ? "an API key is needed" : "waiting for the server";
     model.replaceChildren(el("span", { class: "name", text }));
-    if (error.status === 401) model.append(button("Enter key", enterKey));
-    else setTimeout(showModel, MODEL_RETRY);
+    if (error.status !== 401) return setTimeout(showModel, MODEL_RETRY);
+    model.append(button("Enter key", () => api.renewKey()));
+    api.addEventListener("key", showModel, { once: true });
   }
-}
-
-function enterKey() {
-  api.declined = false;
-  showModel();
 }
 
 /** Shortcuts of the page; a dialog closes itself on Escape. */
@@ -111,28 +99,27 @@ async function onKey(event) {
   else if (shown !== "cache") (await view(shown))[action]?.();
 }
 
-function actionOf({ key, code, ctrlKey, metaKey, altKey, target }) {
+/** What a key does; null for nothing. It goes by what is typed: with Alt some keyboards type characters, such as # by Alt+3. */
+function actionOf({ key, ctrlKey, metaKey, altKey, target }) {
   if (key === "Enter" && (ctrlKey || metaKey)) return "run";
   if (key === "Escape") return "stop";
-  if (altKey && code === "KeyC") return "continue";
-  if (altKey && code === "KeyR") return "again";
-  if (altKey && /^Digit[1-4]$/.test(code)) return `#${MODES[code.slice(-1) - 1]}`;
+  if (altKey && !ctrlKey && !metaKey) return ALT[key.toLowerCase()] ?? null;
   const writes = target.closest("input, textarea, select, [contenteditable]") !== null;
   return key === "?" && !writes ? "shortcuts" : null;
 }
 
 /** Restores an entry of the history in its own tab. */
-history.onOpen = async (entry) => {
+async function openEntry(entry) {
   location.hash = entry.mode;
   (await view(entry.mode)).restore(entry);
-};
+}
 
 setTheme(load("theme", "auto"));
 byId("theme").addEventListener("click", () => setTheme(THEMES[load("theme", "auto")][2]));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(load("theme", "auto")));
 byId("show-shortcuts").addEventListener("click", () => byId("shortcuts").showModal());
 byId("show-history").addEventListener("click", () => history.show());
-document.addEventListener("click", ({ target }) => target.dataset?.close !== undefined && target.closest("dialog").close());
-document.querySelector(".tabs").addEventListener("keydown", onTabKey);
+document.addEventListener("click", ({ target }) => target.closest("[data-close]")?.closest("dialog").close());
 document.addEventListener("keydown", onKey);
 window.addEventListener("hashchange", showTab);
 showTab();

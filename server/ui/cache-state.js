@@ -4,11 +4,12 @@
    It knows nothing of the network, the document and the clock: times are arguments. */
 
 export const [FREE, CACHED, OWNED, SHARED] = [0, 1, 2, 3]; // Kinds of pages.
+export const NUM_HUES = 8; // Sequences are told apart by so many.
 const FIELDS = ["id", "request", "state", "numPrompt", "numCached", "numComputed", "numOutput", "numPages", "numPreemptions"];
 const RUN_INTEGERS = 5;
 const MOST_ENDED = 100; // Ended sequences that can still be looked at.
 
-/** What a sequence is doing: "waiting", "prefill", "generation", "preempted" or "ended". */
+/** What a sequence is doing: "waiting", "prefill", "generation", "preempted" or "ended". Of those that wait, only the first are listed. */
 export function phaseOf(sequence) {
   if (sequence.state !== "running") return sequence.state;
   // The K/V of the last output token are stored by the step after the one that drew it.
@@ -28,8 +29,8 @@ export class CacheState {
 
   /** Applies a cache event. Returns {whole, pages, written}: whether the state was replaced, the pages set, and those written to. */
   apply(event, now) {
-    if (!event.whole && event.engine !== this.engine) {
-      throw new Error(`a change of engine ${event.engine} came after a state of engine ${this.engine}`);
+    if (!event.whole && (event.engine !== this.engine || event.view !== this.view + 1)) {
+      throw new Error(`view ${event.view} of engine ${event.engine} came after view ${this.view} of engine ${this.engine}`);
     }
     if (event.whole) this.#allocate(event.num_pages, event.page_size);
     this.engine = event.engine;
@@ -44,6 +45,11 @@ export class CacheState {
     const counts = [0, 0, 0, 0];
     for (const kind of this.kinds) counts[kind] += 1;
     return counts;
+  }
+
+  /** The hue of the sequence that owns a page. */
+  hueOf(page) {
+    return this.sequences.get(this.owners[page])?.hue ?? 0;
   }
 
   #allocate(numPages, pageSize) {
@@ -69,23 +75,32 @@ export class CacheState {
   /** Returns the tokens whose K/V were stored since the last event: id of their sequence -> [first, end]. */
   #setSequences(event, now) {
     const advanced = new Map();
-    const before = this.sequences;
-    if (event.whole) this.sequences = new Map();
+    const listed = new Set(event.sequences.map(([id]) => id));
+    const gone = event.whole ? [...this.sequences.keys()].filter((id) => !listed.has(id)) : event.ended;
+    for (const id of gone) this.#end(this.sequences.get(id), now);
     for (const values of event.sequences) {
       const sequence = Object.fromEntries(FIELDS.map((field, i) => [field, values[i]]));
-      const old = before.get(sequence.id);
+      const old = this.sequences.get(sequence.id) ?? this.ended.get(sequence.id); // It may have been beyond those that are listed.
       const stored = old?.numComputed ?? sequence.numCached;
       if (sequence.state === "running" && sequence.numComputed > stored) advanced.set(sequence.id, [stored, sequence.numComputed]);
+      sequence.hue = old?.hue ?? this.#rarestHue();
       this.sequences.set(sequence.id, withPhase(sequence, old, now));
+      this.ended.delete(sequence.id);
     }
-    const ended = event.whole ? [...before.keys()].filter((id) => !this.sequences.has(id)) : event.ended;
-    for (const id of ended) this.#end(before.get(id), now);
     return advanced;
+  }
+
+  /** The hue that the fewest open sequences have. */
+  #rarestHue() {
+    const uses = Array(NUM_HUES).fill(0);
+    for (const { hue } of this.sequences.values()) uses[hue] += 1;
+    return uses.indexOf(Math.min(...uses));
   }
 
   #end(sequence, now) {
     this.sequences.delete(sequence.id);
-    this.ended.set(sequence.id, withPhase({ ...sequence, state: "ended" }, sequence, now));
+    const state = sequence.state === "running" ? "ended" : "ended or not listed";
+    this.ended.set(sequence.id, withPhase({ ...sequence, state }, sequence, now));
     if (this.ended.size > MOST_ENDED) this.ended.delete(this.ended.keys().next().value);
   }
 

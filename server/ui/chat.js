@@ -1,18 +1,14 @@
 /* Mode "Chat": a conversation by the checkpoint's chat template. Answers side by side are alternatives: one of them is gone on with. */
 
-import { blank, button, el, textArea } from "./dom.js";
-import { SettingsError } from "./settings.js";
+import { button, el, textArea } from "./dom.js";
 import { NUM_TOP } from "./tokens.js";
 import { Work } from "./work.js";
 
-const EMPTY = "A conversation begins with your message.";
+const blank = () => el("p", { class: "blank", text: "A conversation begins with your message." });
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
-const ADVICE =
-  "A base model has no chat template. Serve an instruction-tuned checkpoint, or put a chat_template.jinja into the checkpoint's folder and " +
-  "start the server again. Complete and Fill in the middle work without one.";
 
 /** Mounts the mode into its panel. Returns its view. */
-export const mount = (panel, api, history) => new Chat(panel, api, history).work;
+export const chat = (panel, api, history) => new Chat(panel, api, history).work;
 
 class Chat {
   /** The messages before the last answer, as the server takes them. */
@@ -20,15 +16,14 @@ class Chat {
   /** The panes of the last answer, of which one is chosen; none before the first. */
   #answers = [];
   #chosen = 0;
-  #system = textArea("System message", { rows: 2, placeholder: "Says how the assistant is to behave" });
+  #system = textArea("System message", { rows: 2, placeholder: "Says how the assistant is to behave", "aria-label": "System message" }).area;
   #draft = textArea("Message", { rows: 2, placeholder: "Write a message; without one, the last answer is given anew" });
-  #turns = el("div", { class: "turns" }, blank(EMPTY));
+  #turns = el("div", { class: "turns" }, blank());
   #last = null;
 
   constructor(panel, api, history) {
-    const clear = button("New conversation", () => this.#setForm({ system: this.#system.area.value, messages: [] }), { class: "plain spread" });
-    const system = el("details", { class: "system" }, el("summary", { text: "System message" }), this.#system.area);
-    this.#system.area.setAttribute("aria-label", "System message");
+    const clear = button("New conversation", () => this.#setForm({ system: this.#system.value, messages: [] }), { class: "plain spread" });
+    const system = el("details", { class: "system" }, el("summary", { text: "System message" }), this.#system);
     this.work = new Work(panel, api, history, {
       name: "chat",
       path: "v1/chat/completions",
@@ -40,11 +35,10 @@ class Chat {
         el("div", { class: "card" }, el("div", { class: "editor" }, this.#draft.label, this.#draft.area), actions)],
       body: (again) => this.#body(again),
       place: (panes, again) => this.#place(panes, again),
-      form: () => ({ system: this.#system.area.value, messages: this.#messages }),
+      form: () => ({ system: this.#system.value, messages: this.#messages }),
       setForm: (form) => this.#setForm(form),
       title: () => this.#messages.findLast((message) => message.role === "user")?.content ?? "",
       done: () => this.#offer(),
-      advice: (error) => (error.message.includes("chat template") ? ADVICE : ""),
     });
   }
 
@@ -52,8 +46,8 @@ class Chat {
   #body(again) {
     const drafted = this.#drafted(again);
     const messages = drafted.length > 0 ? [...this.#settled(), ...drafted] : this.#messages;
-    if (messages.length === 0) throw new SettingsError("Write a message first.");
-    const system = this.#system.area.value;
+    if (messages.length === 0) throw new Error("Write a message first.");
+    const system = this.#system.value;
     const first = system === "" ? [] : [{ role: "system", content: system }];
     return { messages: [...first, ...messages], logprobs: true, top_logprobs: NUM_TOP };
   }
@@ -89,7 +83,7 @@ class Chat {
   #settle(added) {
     this.#messages = [...this.#settled(), ...added];
     const kept = this.#answers[this.#chosen];
-    kept?.setChoice(null);
+    kept?.settle();
     if (kept !== undefined) this.#last.replaceChildren(kept.element);
     [this.#answers, this.#last] = [[], null];
     this.#turns.append(...added.map(turnOf));
@@ -98,13 +92,12 @@ class Chat {
   /** Offers what an ended answer leaves to do: to choose it, to give the results of its tool calls. */
   #offer() {
     this.#choose(this.#chosen);
-    for (const [index, pane] of this.#answers.entries()) {
-      if (pane.toolCalls.length > 0) pane.offerResults((results) => {
-        this.#chosen = index;
-        this.#settle(results);
-        this.work.again();
-      });
-    }
+    this.#answers.forEach((pane, index) => pane.offerResults((results) => {
+      if (this.work.isRunning) return;
+      this.#chosen = index;
+      this.#settle(results);
+      this.work.again();
+    }));
   }
 
   #choose(chosen) {
@@ -114,9 +107,9 @@ class Chat {
 
   #setForm({ system, messages }) {
     this.work.reset();
-    this.#system.area.value = system;
+    this.#system.value = system;
     [this.#messages, this.#answers, this.#last] = [messages, [], null];
-    this.#turns.replaceChildren(...(messages.length > 0 ? messages.map(turnOf) : [blank(EMPTY)]));
+    this.#turns.replaceChildren(...(messages.length > 0 ? messages.map(turnOf) : [blank()]));
   }
 }
 

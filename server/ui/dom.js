@@ -17,18 +17,29 @@ export function el(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Makes a text an element's only content, which costs nothing where it is that already. */
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
 /** A button with a visible name; `properties` as in `el`. */
 export function button(text, onclick, properties = {}) {
   return el("button", { type: "button", text, on: { click: onclick }, ...properties });
 }
 
+/** A number of things in words, such as "1 token" and "2,000 tokens". */
+export const counted = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+
+/** The texts and elements of a text whose code stands between backticks; one backtick is a character as every other. */
+export function withCode(text) {
+  const parts = text.split("`");
+  return parts.length % 2 ? parts.map((part, index) => (index % 2 ? el("code", { text: part }) : part)) : [text];
+}
+
 let lastId = 0;
 
 /** An id that no other element of the page has. */
-export function newId(prefix) {
-  lastId += 1;
-  return `${prefix}-${lastId}`;
-}
+export const newId = (prefix) => `${prefix}-${(lastId += 1)}`;
 
 /** A textarea with a visible label, that grows with its text. */
 export function textArea(label, properties = {}) {
@@ -44,11 +55,6 @@ export function radios(label, texts, choose) {
     return el("label", {}, input, text);
   });
   return el("div", { class: "choice", role: "radiogroup", "aria-label": label, title: label }, ...choices);
-}
-
-/** What stands where outputs will be. */
-export function blank(text) {
-  return el("p", { class: "blank", text });
 }
 
 /** Copies a text to the clipboard, also where the page came over plain HTTP from another machine. Returns whether it could. */
@@ -73,14 +79,4 @@ export function copyButton(name, text, properties = {}) {
     setTimeout(() => (self.textContent = name), 1500);
   }, properties);
   return self;
-}
-
-/** The present value of a CSS colour, such as "var(--accent)", for a canvas. Changes with the event "themechange" of the document. */
-export function colour(css) {
-  const probe = el("span", { hidden: true });
-  probe.style.color = css;
-  document.body.append(probe);
-  const value = getComputedStyle(probe).color;
-  probe.remove();
-  return value;
 }

@@ -1,7 +1,7 @@
 /* The history of runs, in this browser only: a list in a drawer, newest first, with a button that clears it.
 
-   An entry is {mode, at, title, form, outputs}: what the mode needs to restore itself. Long texts and old entries are left out, so that
-   it stays small. */
+   An entry is {mode, at, title, form, settings, seed, outputs}: what the mode needs to restore itself. Long texts and old entries are left
+   out, so that it stays small. */
 
 import { el } from "./dom.js";
 import { load, save } from "./store.js";
@@ -11,10 +11,9 @@ const MAX_CHARS = 20_000;
 const NAMES = { complete: "Complete", fill: "Fill", chat: "Chat" };
 
 export class History {
-  /** Called with the entry that the user opens. */
-  onOpen = () => {};
-
-  constructor() {
+  /** `onOpen` is called with the entry that the user opens. */
+  constructor(onOpen) {
+    this.onOpen = onOpen;
     this.dialog = document.getElementById("history");
     document.getElementById("history-clear").addEventListener("click", () => save("history", null) && this.#render());
   }
@@ -40,12 +39,9 @@ export class History {
   }
 
   #item(entry) {
-    const open = () => {
-      this.dialog.close();
-      this.onOpen(entry);
-    };
-    const lines = [`${NAMES[entry.mode]} · ${new Date(entry.at).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })}`, entry.title, entry.outputs[0] ?? ""];
-    const spans = lines.map((text, index) => el("span", { class: ["quiet", "what", "what quiet"][index], text }));
-    return el("li", {}, el("button", { type: "button", on: { click: open } }, ...spans));
+    const time = new Date(entry.at).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+    const texts = [`${NAMES[entry.mode]} · ${time}`, entry.title, entry.outputs[0] ?? ""];
+    const spans = texts.map((text, index) => el("span", { class: ["quiet", "what", "what quiet"][index], text }));
+    return el("li", {}, el("button", { type: "button", data: { close: "" }, on: { click: () => this.onOpen(entry) } }, ...spans));
   }
 }

@@ -5,92 +5,69 @@
 
 import { errorOf, events } from "./api.js";
 import { CacheState } from "./cache-state.js";
-import { el } from "./dom.js";
-import { drawMultiHead } from "./multi-head.js";
+import { counted, el, setText } from "./dom.js";
+import { MultiHead } from "./multi-head.js";
 import { PageMap } from "./page-map.js";
 import { Plots } from "./plots.js";
 import { FollowPanel, SequenceTable } from "./sequences.js";
 
 const [FIRST_DELAY_MS, LONGEST_DELAY_MS] = [500, 8000]; // Before the stream is opened again.
 const SILENCE_MS = 10_000; // Stats come each second: after this long without an event the connection is dead.
-const CLOCK_MS = 250;
-const LEGEND = ["free", "kept as a prefix", "owned by a sequence", "shared by several", "just written"]; // By kind, as in counts().
+const UNMARKED = "Too small for marks: a shared page has the colour of one of its sequences, a prefix is grey";
+const TITLE = "One key/value head";
+/** By kind, as in counts(). */
+const LEGEND = ["free", "kept as a prefix", "owned by a sequence, in its colour", "shared by several", "just written"];
 
-let [view, style, mounts] = [null, null, 0];
-
-/** Shows the tab in an element; `api` is the page's Api. */
-export async function mount(parent, api) {
-  unmount();
-  const mine = mounts;
-  const href = new URL("monitor.css", import.meta.url).href;
-  style ??= new Promise((done) => document.head.append(el("link", { rel: "stylesheet", href, onload: done, onerror: done })));
-  await style;
-  if (mine === mounts) view = new MonitorView(parent, api);
-}
-
-/** Ends the stream and removes everything. */
-export function unmount() {
-  mounts += 1;
-  view?.destroy();
-  view = null;
-}
-
-const card = (title, ...children) => el("section", { class: "card" }, title, ...children);
-
-class MonitorView {
+export class Monitor {
+  /** Shows the tab in an element; `api` is the page's Api. */
   constructor(parent, api) {
     Object.assign(this, { parent, api, state: new CacheState(), stats: null, followed: null, stopping: new AbortController() });
+    const { signal } = this.stopping;
     const follow = (id) => {
       this.followed = id;
       this.#showState();
     };
     this.status = el("p", { class: "status", role: "status", text: "Connecting" });
     this.facts = el("p", { class: "quiet" });
-    this.mapTitle = el("h2");
-    this.map = new PageMap({ follow, laidOut: () => this.#drawMultiHead() });
+    this.mapTitle = el("h2", { text: TITLE });
+    this.map = new PageMap({ follow, signal, laidOut: () => this.#showMultiHead() });
     this.legend = LEGEND.map((text, kind) => el("li", { data: { kind }, text }));
-    const map = card(this.mapTitle, this.map.frame, el("ul", { class: "keys-of-map quiet" }, ...this.legend), this.map.readout);
+    this.keys = el("ul", { class: "keys-of-map quiet" }, ...this.legend, el("li", { class: "unmarked", text: UNMARKED }));
+    const map = el("section", { class: "card" }, this.mapTitle, this.map.frame, this.keys, this.map.readout);
+    this.multiHead = new MultiHead();
     this.table = new SequenceTable(follow);
     this.panel = new FollowPanel(() => follow(null));
-    this.plots = new Plots();
-    const sequences = el("div", { class: "columns" }, card(this.table.element), this.panel.element);
-    const maps = el("div", { class: "columns" }, map, this.#buildMultiHead());
+    this.plots = new Plots(signal);
+    const sequences = el("div", { class: "columns" }, el("section", { class: "card" }, this.table.element), this.panel.element);
+    const maps = el("div", { class: "columns" }, map, this.multiHead.element);
     this.root = el("div", { class: "monitor" }, el("div", { class: "row" }, this.status, this.facts), maps, sequences, this.plots.element);
     parent.append(this.root);
-    this.clock = setInterval(() => this.#showFollowed(), CLOCK_MS);
     this.#run();
   }
 
+  /** Ends the stream and removes everything. */
   destroy() {
     this.stopping.abort();
-    clearInterval(this.clock);
-    this.map.destroy();
-    this.plots.destroy();
     this.root.remove();
   }
 
-  #buildMultiHead() {
-    const [title, canvas, ratio] = [el("h2"), el("canvas", { "aria-hidden": "true" }), el("span")];
-    const words = el("p", { class: "quiet" });
-    this.multiHead = { title, canvas, ratio, words };
-    return card(title, el("div", { class: "frame" }, canvas, ratio), words);
-  }
-
-  /** Reads the stream, again and again. */
+  /** Reads the stream, again and again: after a delay, or once there is a key. */
   async #run() {
     for (this.delay = FIRST_DELAY_MS; ; this.delay = Math.min(2 * this.delay, LONGEST_DELAY_MS)) {
       const error = await this.#read().catch((error) => error);
       if (this.stopping.signal.aborted) return;
-      if (error?.status === 401) return this.#setStatus("An API key is needed: open this tab again to enter one", true);
-      this.#setStatus(`Reconnecting: ${error?.message ?? "the connection was closed"}`, true);
-      await new Promise((resolve) => setTimeout(resolve, this.delay));
+      const needsKey = error?.status === 401;
+      const trouble = `Reconnecting: ${error?.message ?? "the connection was closed"}`;
+      this.#setStatus(needsKey ? "An API key is needed: Enter key, above" : trouble, true);
+      const wait = (resolve) => (needsKey ? this.api.addEventListener("key", resolve, { once: true }) : setTimeout(resolve, this.delay));
+      await new Promise(wait);
     }
   }
 
   async #read() {
     const silence = new AbortController();
     const fail = () => silence.abort(new Error(`nothing has come for ${SILENCE_MS / 1000} s`));
-    let timer = null;
+    let timer;
     try {
       const response = await this.api.fetch("monitor", { signal: AbortSignal.any([silence.signal, this.stopping.signal]) });
       if (!response.ok) throw await errorOf(response);
@@ -119,6 +96,8 @@ class MonitorView {
   #onStats(stats) {
     this.stats = stats;
     this.plots.add(stats);
+    this.#showPages();
+    this.#showFollowed();
     const isReady = stats.status === "ready";
     this.#setStatus(`${isReady ? "Live" : `Engine: ${stats.status}`}, engine restarts: ${stats.restarts}`, !isReady);
     const pages = stats.num_pages ? ` on ${stats.device}, ${stats.num_pages} pages of ${stats.page_size} tokens` : "";
@@ -126,31 +105,33 @@ class MonitorView {
   }
 
   #setStatus(text, isTroubled) {
-    if (this.status.textContent !== text) this.status.textContent = text;
+    setText(this.status, text);
     this.status.classList.toggle("troubled", isTroubled);
   }
 
-  #showState() {
+  /** Shows the numbers of pages, the same ones everywhere. */
+  #showPages() {
+    if (!this.state.numPages) return;
     const counts = this.state.counts();
-    this.mapTitle.textContent = `One key/value head: ${counts[2] + counts[3]} pages owned`;
-    counts.forEach((count, kind) => (this.legend[kind].textContent = `${count} ${LEGEND[kind]}`));
+    const owned = counts[2] + counts[3];
+    setText(this.mapTitle, `${TITLE}: ${counted(owned, "page")} owned`);
+    counts.forEach((count, kind) => setText(this.legend[kind], `${count} ${LEGEND[kind]}`));
+    this.plots.setPages(owned, counts[1]);
+  }
+
+  #showState() {
+    this.#showPages();
     const followed = this.state.sequences.has(this.followed) ? this.followed : null;
     if (this.map.followed !== followed) this.map.layOut(followed);
     this.table.show(this.state, this.followed);
     this.#showFollowed();
-    this.#drawMultiHead();
+    this.#showMultiHead();
   }
 
-  #drawMultiHead() {
-    const factor = this.stats?.multi_head_ratio;
-    if (!factor || !this.map.grid) return;
-    const { title, canvas, ratio, words } = this.multiHead;
-    const needed = drawMultiHead(canvas, this.state, this.map, factor);
-    const beyond = needed - this.state.numPages;
-    ratio.textContent = `× ${Number(factor.toPrecision(3))}`;
-    title.textContent = `Multi-head attention, same load: ${needed} pages`;
-    const fit = beyond > 0 ? `${beyond} more than there are, the first of them pale` : `${needed} of the ${this.state.numPages} there are`;
-    words.textContent = `With a key and a value for every query head, the same tokens take ${ratio.textContent} the pages: ${fit}.`;
+  #showMultiHead() {
+    if (!this.stats?.multi_head_ratio || !this.map.grid) return;
+    this.keys.classList.toggle("small", this.map.grid.gap === 0);
+    this.multiHead.show(this.state, this.map, this.stats.multi_head_ratio);
   }
 
   #showFollowed() {

@@ -4,7 +4,7 @@
 
 import { CACHED, FREE, OWNED, SHARED, phaseOf } from "./cache-state.js";
 import { el } from "./dom.js";
-import { colours, watchTheme } from "./theme.js";
+import { colours } from "./theme.js";
 
 const [LARGEST_CELL, SMALLEST_CELL, TALLEST] = [26, 2, 340]; // CSS pixels; the last is the map's height.
 const MARKED_CELL = 5; // Device pixels: smaller cells have no gaps and marks.
@@ -48,26 +48,26 @@ function describe(state, page) {
 }
 
 export class PageMap {
-  /** `follow` is told the id of a sequence that is chosen, or null; `laidOut` is called when the grid has changed. */
-  constructor({ follow, laidOut }) {
+  /** `follow` is told the id of a sequence that is chosen, or null; `laidOut` is called when the grid has changed; `signal` ends it. */
+  constructor({ follow, laidOut, signal }) {
     Object.assign(this, { follow, laidOut, state: null, grid: null, followed: null, dirty: new Set(), written: new Set() });
     this.at = null; // The page under the cursor.
-    this.stopping = new AbortController();
     this.isStill = matchMedia("(prefers-reduced-motion: reduce)");
     this.readout = el("p", { class: "quiet readout", text: HINT });
     this.spoken = el("p", { class: "offscreen", "aria-live": "polite" }); // Unlike the readout it changes only when the cursor moves.
-    this.canvas = el("canvas", { tabIndex: 0, role: "application", "aria-label": LABEL });
+    this.canvas = el("canvas", { tabIndex: 0, role: "application", "aria-label": LABEL, on: {
+      pointermove: (event) => this.#place(this.#pageAt(event)),
+      pointerdown: (event) => this.#place(this.#pageAt(event)),
+      pointerleave: () => document.activeElement === this.canvas || this.#place(null),
+      focus: () => this.#place(this.at ?? 0),
+      blur: () => this.#place(null),
+      keydown: (event) => this.#onKey(event),
+      click: () => this.#choose(),
+    } });
     this.cursor = el("div", { class: "cursor", hidden: true });
     this.frame = el("div", { class: "frame" }, this.canvas, this.cursor, this.spoken);
-    this.observer = new ResizeObserver(() => this.layOut());
-    this.observer.observe(this.frame);
-    watchTheme(() => this.layOut(), this.stopping.signal);
-    this.#listen();
-  }
-
-  destroy() {
-    this.stopping.abort();
-    this.observer.disconnect();
+    new ResizeObserver(() => this.layOut()).observe(this.frame);
+    document.addEventListener("themechange", () => this.layOut(), { signal });
   }
 
   /** Shows a state to which an event was applied; `change` is what `apply` returned. */
@@ -115,7 +115,7 @@ export class PageMap {
   /** Kinds are told apart not by colour alone: a prefix is a hollow square, a shared page has a hole, what was just written a border. */
   #drawCell(page) {
     const { context, grid, state } = this;
-    const { surface, ink, free, cached, of } = this.colours;
+    const { surface, ink, free, cached, [`hue-${state.hueOf(page)}`]: hue } = this.colours;
     const [kind, size] = [state.kinds[page], grid.cell - grid.gap];
     const [x, y] = placeOf(page, grid);
     const square = (colour, inset) => {
@@ -125,23 +125,12 @@ export class PageMap {
     const isDimmed = this.followed !== null && kind !== FREE && state.owners[page] !== this.followed;
     square(surface, 0);
     context.globalAlpha = isDimmed ? DIMMED : 1;
-    square(kind >= OWNED ? of(state.owners[page]) : kind === CACHED ? cached : free, 0);
+    square(kind >= OWNED ? hue : kind === CACHED ? cached : free, 0);
     context.globalAlpha = 1;
-    const border = grid.gap ? [ink, surface, of(state.owners[page])] : [ink];
+    const border = grid.gap ? [ink, surface, hue] : [ink];
     if (this.written.has(page)) border.forEach((colour, i) => square(colour, i * Math.max(1, Math.round(size / 9))));
     if (grid.gap && kind === CACHED) square(surface, Math.max(1, Math.round(size / 10)));
     if (grid.gap && kind === SHARED) square(surface, Math.ceil(size / 3));
-  }
-
-  #listen() {
-    const on = (name, listener) => this.canvas.addEventListener(name, listener);
-    on("pointermove", (event) => this.#place(this.#pageAt(event)));
-    on("pointerleave", () => document.activeElement === this.canvas || this.#place(null));
-    on("focus", () => this.#place(this.at ?? 0));
-    on("blur", () => this.#place(null));
-    on("keydown", (event) => this.#onKey(event));
-    on("pointerdown", (event) => this.#place(this.#pageAt(event)));
-    on("click", () => this.#choose());
   }
 
   #onKey(event) {

@@ -1,10 +1,11 @@
 /* One output: a stream, its text, its seed, its speed and how it ended. Knows no inputs. */
 
-import { button, copyButton, el, textArea } from "./dom.js";
+import { button, copyButton, counted, el, textArea, withCode } from "./dom.js";
 import { Stream } from "./stream.js";
 import { Aligner, Output, tokensOf } from "./tokens.js";
 
 const ENDINGS = { stop: "ended by itself", length: "reached max_tokens", timeout: "reached its time limit", tool_calls: "calls a tool" };
+const EMPTY = { failed: "Failed", tool_calls: "" };
 const STATS_MS = 100;
 
 export class Pane {
@@ -12,17 +13,16 @@ export class Pane {
   #stream = null;
   #aligner = new Aligner();
   #calls = new Map();
-  #times = { begun: 0, first: 0, last: 0, shown: 0 };
-  #tokens = 0;
+  #times;
+  #tokens;
   #title = el("h2");
   #stats = el("span", { class: "quiet stats" });
-  #thinking = el("p", { class: "note thinking" });
+  #thinking = el("p", { class: "note" });
   #tools = el("div");
   #note = el("p", { class: "note", role: "status" });
+  #sender = null;
   /** Why the output ended: one of the server's reasons, `stopped`, `failed`, or null while it has not. */
   finish = null;
-  /** What went wrong. */
-  error = null;
 
   constructor(api, name) {
     this.#api = api;
@@ -37,6 +37,11 @@ export class Pane {
     return this.output.text;
   }
 
+  /** Whether the output is worth keeping: it neither failed nor was stopped before its first word. */
+  get hasOutput() {
+    return this.finish !== "failed" && (this.finish !== "stopped" || this.text !== "");
+  }
+
   get isRunning() {
     return this.#stream !== null;
   }
@@ -46,11 +51,11 @@ export class Pane {
     return [...this.#calls.values()].map(({ call }) => call);
   }
 
-  /** Streams the answer to a request. `keeps`: it goes on after the text that is there. What goes wrong is shown, and kept in `error`. */
+  /** Streams the answer to a request. `keeps`: it goes on after the text that is there. What goes wrong is shown. */
   async run(path, body, keeps) {
     if (!keeps) this.output.clear();
-    this.finish = this.error = null;
-    this.#tokens = 0;
+    this.finish = null;
+    this.#tokens = { all: 0, first: 0 };
     this.#times = { begun: performance.now(), first: 0, last: 0, shown: 0 };
     this.#title.textContent = `Seed ${body.seed}`;
     this.#say("", "");
@@ -61,13 +66,12 @@ export class Pane {
       if (this.#stream.stopped) this.finish = "stopped";
     } catch (error) {
       this.finish = "failed";
-      this.error = error;
       this.#say("bad", error.message);
     }
     this.output.append(this.#aligner.flush());
     this.#stream = null;
     this.element.dataset.state = "ended";
-    this.output.element.dataset.empty = "Ended without text";
+    this.output.element.dataset.empty = EMPTY[this.finish] ?? "Ended without text";
     this.#showStats();
   }
 
@@ -80,25 +84,30 @@ export class Pane {
     this.output.append([{ text, tokens: [] }]);
   }
 
-  /** Shows whether the conversation goes on with this answer, with a button that chooses it; null takes that away. */
+  /** Shows whether the conversation goes on with this answer, with a button that chooses it. */
   setChoice(chosen, choose) {
     this.choice?.remove();
-    this.choice = chosen === null ? null : button(chosen ? "Chosen" : "Choose", choose, { class: "plain", "aria-pressed": String(chosen) });
-    if (this.choice !== null) this.actions.prepend(this.choice);
+    this.choice = button(chosen ? "Chosen" : "Choose", choose, { class: "plain", "aria-pressed": String(chosen) });
+    this.actions.prepend(this.choice);
   }
 
-  /** Asks for the results of the tool calls; `send` gets them as messages. */
+  /** Asks for the results of the tool calls that end the answer; `send` gets them as messages. */
   offerResults(send) {
+    if (this.finish !== "tool_calls" || this.#sender !== null) return;
     const results = [...this.#calls.values()].map(({ call, text }) => {
       const { area, label } = textArea(`Result of ${call.function.name}`, { rows: 1 });
       text.after(label, area);
       return () => ({ role: "tool", tool_call_id: call.id, content: area.value });
     });
-    const sender = button("Send results", () => {
-      sender.remove();
-      send(results.map((result) => result()));
-    }, { class: "primary" });
-    this.#tools.append(el("div", { class: "row end tool-send" }, sender));
+    const sender = button("Send results", () => send(results.map((result) => result())), { class: "primary" });
+    this.#tools.append((this.#sender = el("div", { class: "row end tool-send" }, sender)));
+  }
+
+  /** Takes away what the answer offers to do: it is a part of the conversation now. */
+  settle() {
+    this.choice?.remove();
+    this.#sender?.remove();
+    for (const area of this.#tools.querySelectorAll("textarea")) area.disabled = true;
   }
 
   #onChunk(chunk) {
@@ -117,16 +126,18 @@ export class Pane {
     const now = performance.now();
     this.#times.last = now;
     this.#times.first ||= now;
-    this.#tokens += number;
+    this.#tokens.all += number;
+    this.#tokens.first ||= number;
     if (now - this.#times.shown > STATS_MS) this.#showStats();
   }
 
+  /** Shows the number of tokens and their times. The speed is that of the tokens after the first chunk, which waits for its prompt. */
   #showStats() {
     const { begun, first, last } = this.#times;
     this.#times.shown = performance.now();
     if (first === 0) return;
-    const parts = [`${this.#tokens.toLocaleString("en")} token${this.#tokens === 1 ? "" : "s"}`];
-    if (last > begun) parts.push(`${(this.#tokens / (last - begun) * 1000).toFixed(0)} tokens/s`);
+    const parts = [counted(this.#tokens.all, "token")];
+    if (last > first) parts.push(`${((this.#tokens.all - this.#tokens.first) / (last - first) * 1000).toFixed(0)} tokens/s`);
     parts.push(`first after ${(first - begun).toFixed(0)} ms`);
     if (this.finish !== null) parts.push(ENDINGS[this.finish] ?? this.finish);
     this.#stats.textContent = parts.join(" · ");
@@ -134,7 +145,7 @@ export class Pane {
 
   #say(kind, words) {
     this.#note.dataset.kind = kind;
-    this.#note.textContent = words;
+    this.#note.replaceChildren(...withCode(words));
   }
 
   /** Takes a part of a tool call: its name comes first, its arguments grow. */

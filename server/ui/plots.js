@@ -1,8 +1,9 @@
-/* Live plots of the last five minutes, from the stats events of GET /monitor. Rates and quantiles are differences between two events.
-   The numbers at the cursor, or else the latest, are there as text. It knows nothing of the network; uPlot draws. */
+/* Live plots of the last five minutes, from the stats events of GET /monitor, in a part of the page that can be closed. Rates and quantiles
+   are differences between two events. The numbers at the cursor, or else the latest, are there as text. It knows nothing of the network;
+   uPlot draws. */
 
 import { el } from "./dom.js";
-import { colours, watchTheme } from "./theme.js";
+import { colours } from "./theme.js";
 import UPlot from "./vendor/uPlot.js";
 
 const SECONDS = 300;
@@ -45,16 +46,24 @@ const PLOTS = [
   ["Time of a step", duration, 0.01, quantiles("step_time")],
 ];
 
+const PAGES = PLOTS.findIndex(([title]) => title === "Pages");
+
 export class Plots {
-  constructor() {
+  /** `signal` ends it. */
+  constructor(signal) {
     this.events = [];
     this.plots = PLOTS.map((plot) => new Plot(...plot));
-    this.element = el("div", { class: "columns plots" }, ...this.plots.map(({ element }) => element));
-    this.stopping = new AbortController();
-    watchTheme(() => this.plots.forEach((plot) => plot.build()), this.stopping.signal);
+    const columns = el("div", { class: "columns" }, ...this.plots.map(({ element }) => element));
+    this.element = el("details", { class: "plots", open: matchMedia("(min-width: 721px)").matches },
+      el("summary", { text: "Plots of the last five minutes" }), columns);
+    document.addEventListener("themechange", () => this.plots.forEach((plot) => plot.build()), { signal });
     const resize = ({ plot, area }) => plot.setSize({ width: Math.max(1, area.clientWidth), height: HEIGHT });
-    this.observer = new ResizeObserver(() => this.plots.forEach(resize));
-    this.observer.observe(this.element);
+    const observer = new ResizeObserver(() => this.plots.forEach(resize));
+    observer.observe(this.element);
+    signal.addEventListener("abort", () => {
+      observer.disconnect();
+      for (const { plot } of this.plots) plot.destroy();
+    });
   }
 
   /** Adds the values of a stats event. Counts that have become less are another server's, of which there is no event before. */
@@ -65,10 +74,9 @@ export class Plots {
     for (const plot of this.plots) plot.add(stats.time, moment);
   }
 
-  destroy() {
-    this.stopping.abort();
-    this.observer.disconnect();
-    for (const plot of this.plots) plot.plot.destroy();
+  /** Makes the latest numbers of pages those of the map, which changes more often. */
+  setPages(...values) {
+    this.plots[PAGES].setLatest(values);
   }
 }
 
@@ -84,9 +92,16 @@ class Plot {
   }
 
   add(time, moment) {
-    this.data[0].push(time);
-    this.series.forEach(([, value], i) => this.data[i + 1].push(value(moment)));
+    this.data.forEach((values) => values.push(null));
+    this.data[0][this.data[0].length - 1] = time;
     while (this.data[0][0] < time - SECONDS) this.data.forEach((values) => values.shift());
+    this.setLatest(this.series.map(([, value]) => value(moment)));
+  }
+
+  setLatest(values) {
+    const last = this.data[0].length - 1;
+    if (last < 0) return;
+    values.forEach((value, i) => (this.data[i + 1][last] = value));
     this.empty.hidden = this.data.slice(1).some((values) => values.some((value) => value !== null));
     this.plot.setData(this.data);
     this.say(this.plot);

@@ -2,8 +2,7 @@
    its phases in time and its numbers. */
 
 import { phaseOf } from "./cache-state.js";
-import { button, el } from "./dom.js";
-import { hueOf } from "./theme.js";
+import { button, counted, el, setText } from "./dom.js";
 
 const MOST_ROWS = 200;
 const HINT = "Choose a sequence in the table or a page of it on the map, to follow it through waiting, prefill, generation and preemption.";
@@ -43,8 +42,8 @@ export class SequenceTable {
     const compare = (a, b) => sign * (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : a.id - b.id);
     const shown = [...state.sequences.values()].sort(compare).slice(0, MOST_ROWS);
     const rest = state.sequences.size - shown.length;
-    setText(this.caption, `${state.sequences.size || "No"} open sequences${rest ? `, of which ${rest} are not listed` : ""}`);
-    const rows = new Map(shown.map(({ id }) => [id, this.rows.get(id) ?? this.#row(id)]));
+    setText(this.caption, `${counted(state.sequences.size, "open sequence")}${rest ? `, of which ${rest} are not listed` : ""}`);
+    const rows = new Map(shown.map(({ id, hue }) => [id, this.rows.get(id) ?? this.#row(id, hue)]));
     for (const [id, row] of this.rows) if (!rows.has(id)) row.remove();
     this.rows = rows;
     shown.forEach((sequence, i) => {
@@ -55,10 +54,10 @@ export class SequenceTable {
     });
   }
 
-  #row(id) {
+  #row(id, hue) {
     const choose = () => this.follow(id === this.followed ? null : id);
     const name = el("th", { scope: "row" }, button(id, choose, { class: "plain" }));
-    name.style.borderLeftColor = hueOf(id);
+    name.style.borderLeftColor = `var(--hue-${hue})`;
     return el("tr", {}, name, ...COLUMNS.slice(1).map(() => el("td")));
   }
 }
@@ -81,17 +80,17 @@ export class FollowPanel {
     setText(this.title, sequence ? `Sequence ${id}${request ? ` of request ${request}` : ""}` : "Follow a sequence");
     const spans = phases.map(({ phase, since }, i) => ({ phase, seconds: (phases[i + 1]?.since ?? now) - since }));
     this.bar.replaceChildren(...spans.map(({ phase }) => el("span", { data: { phase }, text: phase })));
-    spans.forEach(({ phase, seconds }, i) => (this.bar.children[i].style.flexGrow = phase === "ended" ? 0 : Math.max(seconds, 0.01)));
+    spans.forEach(({ phase, seconds }, i) => (this.bar.children[i].style.flexGrow = isEnd(phase) ? 0 : Math.max(seconds, 0.01)));
     setText(this.words, sequence ? inWords(sequence, spans) : HINT);
   }
 }
 
+const isEnd = (phase) => phase.startsWith("ended");
+
 function inWords({ numPrompt, numCached, numComputed, numOutput, numPages, numPreemptions }, spans) {
-  const phases = spans.map(({ phase, seconds }) => (phase === "ended" ? "ended" : `${phase} ${seconds.toFixed(1)} s`)).join(", then ");
-  const prompt = `Prompt of ${numPrompt} tokens, ${numCached} of them found in the prefix cache.`;
-  return `${phases}. ${prompt} ${numOutput} tokens generated, ${numComputed} stored in ${numPages} pages, ${numPreemptions} preemptions.`;
+  const phases = spans.map(({ phase, seconds }) => (isEnd(phase) ? phase : `${phase} ${seconds.toFixed(1)} s`)).join(", then ");
+  const prompt = `Prompt of ${counted(numPrompt, "token")}, ${numCached} of them found in the prefix cache.`;
+  const stored = `${counted(numOutput, "token")} generated, ${numComputed} stored in ${counted(numPages, "page")}`;
+  return `${phases}. ${prompt} ${stored}, ${counted(numPreemptions, "preemption")}.`;
 }
 
-function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}

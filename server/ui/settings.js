@@ -1,7 +1,7 @@
 /* The controls of a request's parameters, made from the schema in the server's own OpenAPI document: which fields there are, their bounds,
    descriptions and defaults. A field that is not set is not sent. It knows no requests. */
 
-import { button, el, newId } from "./dom.js";
+import { button, el, newId, withCode } from "./dom.js";
 import { load, save } from "./store.js";
 
 const FIRST = ["max_tokens", "temperature", "top_p", "seed", "stop", "tools", "tool_choice"];
@@ -15,9 +15,6 @@ const OWN = new Set([
 const WITHOUT_EFFECT = /chang\w+ nothing|not supported|not stored|only text is supported/i;
 const MAX_RANGE = 100; // A field with a wider range gets no slider.
 
-/** What a user typed is no value of its field. */
-export class SettingsError extends Error {}
-
 export class Settings {
   #controls = [];
   /** What the controls hold, to be restored: name -> text. */
@@ -27,7 +24,7 @@ export class Settings {
   constructor(name, initial) {
     this.name = `settings.${name}`;
     this.kept = load(this.name, initial);
-    this.fields = el("div", { class: "fields" }, el("p", { class: "quiet", text: "Reading the server's schema…" }));
+    this.fields = el("div", { class: "fields" }, el("p", { class: "quiet", text: "The server has not told them yet." }));
     this.element = el("details", { class: "card settings", open: matchMedia("(min-width: 1021px)").matches },
       el("summary", { text: "Parameters" }), this.fields);
   }
@@ -44,7 +41,7 @@ export class Settings {
       more("More parameters", ...controls(names.filter((name) => !FIRST.includes(name)))), button("Reset all", () => this.restore({})));
   }
 
-  /** The fields that are set, with their values. Throws SettingsError. */
+  /** The fields that are set, with their values. Throws an Error that names a field whose text is no value of it. */
   get values() {
     const values = {};
     for (const { name, group, read } of this.#controls) {
@@ -64,7 +61,7 @@ export class Settings {
   #control(name, field, group) {
     const kind = kindOf(field);
     const input = Object.assign(kind.input(field), { id: newId("field"), name });
-    const about = el("p", { class: "quiet about", id: newId("about"), hidden: true, text: field.description });
+    const about = el("p", { class: "quiet", id: newId("about"), hidden: true }, ...withCode(field.description));
     const reset = button("×", () => set(""), { class: "info spread", title: `Reset ${name}`, "aria-label": `Reset ${name}` });
     const slider = sliderOf(field, name);
     const show = (text = this.kept[group + name] ?? "") => {
@@ -137,14 +134,14 @@ function numberInput(field) {
     placeholder: defaultOf(field) || "default" });
 }
 
-/** The value of what was typed, undefined for nothing. Throws SettingsError. */
+/** The value of what was typed, undefined for nothing. Throws an Error that names the field. */
 function readField(name, input, kind, field) {
   try {
     if (!input.checkValidity()) throw new Error(input.validationMessage);
     return input.value === "" ? undefined : kind.parse(input.value, field);
   } catch (error) {
     input.classList.add("invalid");
-    throw new SettingsError(`${name}: ${error.message}`);
+    throw new Error(`${name}: ${error.message}`, { cause: error });
   }
 }
 

@@ -8,42 +8,55 @@ import { ApiError, errorOf, events } from "./api.js";
 const RETRY_MS = [200, 400, 800, 1500, 3000];
 const GIVE_UP_MS = 60_000;
 const SILENT_MS = 1500;
+const RESUMED = "The stream went on; nothing was lost.";
 
 export class Stream {
   #abort = new AbortController();
   #id = null;
   #lastEvent = null;
-  #heardAt = 0;
+  #heardAt = 0; // 0 before the first response, and after the end.
   #isAway = false;
+  /** Whether `stop` was called. */
+  stopped = false;
 
   /** `onChunk(object)`: each event's JSON. `onState(kind, words)`: `lost`, `waiting` while the engine is away, `resumed`. */
   constructor(api, onChunk, onState) {
     Object.assign(this, { api, onChunk, onState });
-  }
-
-  get stopped() {
-    return this.#abort.signal.aborted;
+    this.stopping = new Promise((resolve) => (this.giveUp = resolve));
   }
 
   /** Sends the request and reads its answer to the end, or until `stop`. Throws ApiError if the server refuses or fails it. */
   async run(path, body) {
     const watch = setInterval(() => this.#lookWhetherAway(), 500);
     try {
-      const sent = { ...body, stream: true, resumable: true };
-      let response = await this.api.post(path, sent, this.#abort.signal);
-      this.#id = response.headers.get("x-stream-id");
+      let response = await Promise.race([this.#open(path, body), this.stopping]);
       while (response !== null && !(await this.#read(response))) response = await this.#again();
     } catch (error) {
       if (!this.stopped) throw error instanceof ApiError ? error : new ApiError("The server cannot be reached.", 0);
     } finally {
       clearInterval(watch);
+      this.#heardAt = 0;
     }
   }
 
   /** Ends the stream, and its generation on the server. */
   stop() {
+    this.stopped = true;
+    this.giveUp(null);
+    if (this.#id !== null) this.#end();
+  }
+
+  /** Sends the request. The head of its response says by which id the server can end it: it is waited for even after `stop`. */
+  async #open(path, body) {
+    const response = await this.api.post(path, { ...body, stream: true, resumable: true }, this.#abort.signal);
+    this.#id = response.headers.get("x-stream-id");
+    if (this.stopped) this.#end();
+    return response;
+  }
+
+  #end() {
     this.#abort.abort();
-    if (this.#id !== null) this.api.fetch(`v1/streams/${this.#id}`, { method: "DELETE" }).catch(() => {});
+    this.api.fetch(`v1/streams/${this.#id}`, { method: "DELETE" }).catch(() => {});
   }
 
   /** Reads events. Returns whether the last one came; false where the connection ended before. */
@@ -53,7 +66,7 @@ export class Stream {
       for await (const event of events(response)) {
         this.#heardAt = performance.now();
         if (event.id !== "") this.#lastEvent = event.id;
-        if (this.#isAway) this.#say("resumed", "The stream went on; nothing was lost.");
+        this.#say("resumed", RESUMED);
         if (event.data === "[DONE]") return true;
         if (event.event === "superseded") throw new ApiError("This stream is being read elsewhere.", 409);
         const chunk = JSON.parse(event.data);
@@ -74,7 +87,7 @@ export class Stream {
       const headers = this.#lastEvent === null ? {} : { "last-event-id": this.#lastEvent };
       try {
         const response = await this.api.fetch(`v1/streams/${this.#id}`, { headers, signal: this.#abort.signal });
-        if (response.status === 204) return null;
+        if (response.status === 204) return this.#say("resumed", RESUMED);
         if (response.ok) return response;
         if (response.status < 500) throw await errorOf(response);
       } catch (error) {
@@ -89,17 +102,21 @@ export class Stream {
   /** Asks the server how it is when no event has come for a while, to tell a dead engine from a long prompt. */
   async #lookWhetherAway() {
     if (this.#isAway || this.#heardAt === 0 || performance.now() - this.#heardAt < SILENT_MS) return;
-    this.#heardAt = performance.now();
+    const asked = (this.#heardAt = performance.now());
     try {
       const response = await this.api.fetch("ready");
-      if (response.status === 503) this.#say("waiting", `The engine is away (${(await response.json()).status}). The stream goes on by itself.`);
+      const { status } = await response.json();
+      if (response.status !== 503 || this.#heardAt !== asked) return; // An event may have come meanwhile, or the end.
+      this.#say("waiting", `The engine is away (${status}). The stream goes on by itself.`);
     } catch {
       // The connection of the stream will tell.
     }
   }
 
+  /** Says what has become of the stream; that it was resumed, only after something else. */
   #say(kind, words) {
+    if (kind !== "resumed" || this.#isAway) this.onState(kind, words);
     this.#isAway = kind !== "resumed";
-    this.onState(kind, words);
+    return null;
   }
 }

@@ -167,11 +167,10 @@ export function legend() {
 /** The card beside a token. Escape hides it; it stays while the pointer is on it. */
 class Card {
   #timer = 0;
-  #element = null;
+  #element = this.#make();
 
   show(span) {
     clearTimeout(this.#timer);
-    this.#element ??= this.#make();
     this.#element.replaceChildren(...(span.tokens.length === 0 ? ["No probability came with it."] : span.tokens.flatMap(describe)));
     this.#element.hidden = false;
     this.#place(span.getClientRects()[0] ?? span.getBoundingClientRect());
@@ -179,7 +178,7 @@ class Card {
 
   hide() {
     clearTimeout(this.#timer);
-    if (this.#element !== null) this.#element.hidden = true;
+    this.#element.hidden = true;
   }
 
   /** Shows the card of a token, or hides it for null, unless something else happens before. */

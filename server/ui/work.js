@@ -20,7 +20,7 @@ export class Work {
   #alert = el("div", { class: "alert", role: "alert", hidden: true });
 
   /** `mode`: {name, path, schema, initial settings, stage(actions, alert), body(again), continued(body, text), place(panes, again),
-      form(), setForm(form), title()}, and if it likes {verb, done(), advice(error)}. */
+      form(), setForm(form), title()}, and if it likes {verb, done()}. */
   constructor(panel, api, history, mode) {
     Object.assign(this, { api, history, mode });
     this.settings = new Settings(mode.name, mode.initial);
@@ -29,6 +29,7 @@ export class Work {
     this.continueButton = button("Continue", () => this.continue(), { title: "Alt+C", disabled: true });
     this.againButton = button("Regenerate", () => this.again(), { title: "Again with the same seed (Alt+R)", disabled: true });
     const actions = el("div", { class: "actions" }, this.runButton, this.stopButton, this.continueButton, this.againButton,
+      el("span", { class: "quiet", text: "Outputs", "aria-hidden": "true" }),
       radios("Outputs side by side", COUNTS, (count) => (this.#count = Number(count))),
       button("Code", () => this.#showCode(), { class: "spread", "aria-haspopup": "dialog" }));
     this.code = el("dialog", { class: "code", "aria-label": "The request as code" });
@@ -37,12 +38,16 @@ export class Work {
     this.prepare();
   }
 
-  /** Shows the settings, once; again after the server has refused its schema. */
+  /** Shows the settings, once; again after the server has refused its schema. Returns whether they are there. */
   prepare() {
-    this.ready ??= this.settings.show(this.api, this.mode.schema).catch((error) => {
+    const succeed = () => (this.#alert.hidden = true);
+    const fail = (error) => {
       this.ready = null;
-      this.#fail(error);
-    });
+      const textContent = error.status === 401 ? "An API key is needed: Enter key, above." : error.message;
+      Object.assign(this.#alert, { textContent, hidden: false });
+      return false;
+    };
+    this.ready ??= this.settings.show(this.api, this.mode.schema).then(succeed, fail);
     return this.ready;
   }
 
@@ -50,10 +55,10 @@ export class Work {
     return this.#panes.some((pane) => pane.isRunning);
   }
 
-  /** Runs the form as it stands, with new seeds unless one is set. */
+  /** Runs the form as it stands, with new seeds unless one is set. A request has the parameters that are shown: there is none without. */
   async run() {
-    await this.prepare(); // A request has the parameters that are shown.
-    this.#runWith(null);
+    this.api.declined = false; // The user may have a key now.
+    if (await this.prepare()) this.#runWith(null);
   }
 
   /** The same request with the same seeds: the same outputs, where the server is deterministic. */
@@ -107,18 +112,18 @@ export class Work {
     this.mode.place(this.#panes, again);
   }
 
+  /** Runs requests, and keeps them in the history as they were sent, unless nothing came of them. */
   async #start(runs) {
-    const { name, path, done } = this.mode;
-    const all = Promise.all(runs.map(([pane, body, keeps]) => pane.run(path, body, keeps)));
+    const { mode } = this;
+    const panes = this.#panes;
+    const sent = { mode: mode.name, title: mode.title(), form: mode.form(), settings: { ...this.settings.kept }, seed: this.#lastSeed };
+    const all = Promise.all(runs.map(([pane, body, keeps]) => pane.run(mode.path, body, keeps)));
     this.#update();
     await all;
+    if (panes.some((pane) => pane.hasOutput)) this.history.add({ ...sent, outputs: panes.map((pane) => pane.text) });
+    if (panes !== this.#panes) return; // Something else is shown meanwhile.
     this.#update();
-    const error = runs.map(([pane]) => pane.error).find((found) => found !== null);
-    if (error !== undefined) this.#fail(error);
-    const outputs = this.#panes.map((pane) => pane.text);
-    const settings = this.settings.kept;
-    this.history.add({ mode: name, title: this.mode.title(), form: this.mode.form(), settings, seed: this.#lastSeed, outputs });
-    done?.();
+    mode.done?.();
   }
 
   /** The request as the form and the settings say; null if they cannot be sent, which is said. */
@@ -127,16 +132,9 @@ export class Work {
     try {
       return { ...this.mode.body(again), ...this.settings.values };
     } catch (error) {
-      this.#fail(error);
+      Object.assign(this.#alert, { textContent: error.message, hidden: false });
       return null;
     }
-  }
-
-  #fail(error) {
-    if (error.status === 401) return; // The header says that a key is needed.
-    const texts = [error.message, this.mode.advice?.(error) ?? ""].filter((text) => text !== "");
-    this.#alert.replaceChildren(...texts.map((text) => el("p", { text })));
-    this.#alert.hidden = false;
   }
 
   #update() {
@@ -147,12 +145,13 @@ export class Work {
     this.continueButton.disabled = running || !this.#panes.some(canContinue);
   }
 
-  /** Shows the present request in each language. */
+  /** Shows the present request in each language, with the seed of the output that is shown. */
   #showCode() {
     const body = this.#body();
     if (body === null) return;
     const { logprobs, top_logprobs: _, ...plain } = body;
-    const request = { model: this.api.model, ...plain, stream: true };
+    const seed = this.#lastSeed === null ? {} : { seed: this.#lastSeed };
+    const request = { model: this.api.model, ...seed, ...plain, stream: true };
     const pre = el("pre", { tabIndex: 0, "aria-label": "Code" });
     const write = (language) => (pre.textContent = SNIPPETS[language](this.api.base.href, this.mode.path, request, this.api.hasKey));
     this.code.replaceChildren(el("h2", { text: "This request as code" }), radios("Language", Object.keys(SNIPPETS), write), pre,

@@ -7,7 +7,7 @@ import json
 import random
 import socket
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Self
 
 from server.protocol import OWNED, SHARED
@@ -87,6 +87,13 @@ class Viewer:
         with suppress(OSError, EOFError, ValueError):  # A refusal is no event.
             for _ in self._response.events():
                 self.num_events += 1
+
+
+def stats_of(server: ServerProcess) -> dict[str, Any]:
+    """The first counts that a viewer is sent."""
+    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE)) as connection:
+        connection.sendall(http_request("GET", "/monitor"))
+        return next(dict(json.loads(event.data or "")) for event in Wire(connection).response().events() if event.kind == "stats")
 
 
 def dump_of(server: ServerProcess) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Takes the guides' pictures of the playground anew, from the embedded model: `python -m tests.browser.pictures`.
 
-Fixed seeds and a fixed size give the same texts each time; only speeds and times differ.
+Fixed seeds and a fixed size give the same texts each time; only speeds and times differ, and the moment of the page map.
 """
 
 import io
@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from tests.browser.cache_load import Load
 from tests.browser.support import Mode, playwright
 from tests.support.paths import ROOT
 from tests.support.processes import ServerProcess
@@ -17,6 +18,7 @@ from tests.support.processes import ServerProcess
 FOLDER = ROOT / "docs" / "pictures"
 DESK, PHONE = {"width": 1280, "height": 720}, {"width": 360, "height": 740}
 PROMPT = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
+NAME = "--server.model_name", "onehead-7m"
 SETTINGS: dict[str, Any] = {"max_tokens": 90, "temperature": 0.6, "seed": 7}
 
 
@@ -56,10 +58,29 @@ def take(browser: Any, port: int) -> None:
     save(page, "phone")
 
 
+def take_cache(browser: Any, server: ServerProcess) -> None:
+    """Takes the pictures of the page map, under a load whose requests are the same each time."""
+    pages = {}
+    for scheme in ("light", "dark"):
+        pages[scheme] = browser.new_context(viewport={"width": 1280, "height": 1225}, color_scheme=scheme).new_page()
+        pages[scheme].goto(f"http://127.0.0.1:{server.port}/#cache")
+    with Load(server, 14):
+        pages["light"].wait_for_timeout(60_000)
+        for scheme, page in pages.items():
+            page.locator(".monitor tbody tr").nth(3).get_by_role("button").click()
+            page.mouse.move(1, 1)
+            page.wait_for_timeout(1500)
+            save(page, f"cache-{scheme}")
+
+
 def main() -> int:
     """Returns the exit status."""
-    with ServerProcess(None, "--server.model_name", "onehead-7m", "--cache.pages", "512") as server, playwright.sync_playwright() as driver:
-        take(driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"]), server.port)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        with ServerProcess(None, *NAME, "--cache.pages", "512") as server:
+            take(browser, server.port)
+        with ServerProcess(None, *NAME, "--cache.pages", "104", "--engine.max_running", "12") as server:
+            take_cache(browser, server)
     return 0
 
 

@@ -25,7 +25,7 @@ class Mode:
     def __init__(self, page: Any, name: str) -> None:
         self.page, self.name = page, name
         self.panel = page.locator(f"#panel-{name}")
-        page.get_by_role("tab", name=MODES[name]).click()
+        page.get_by_role("link", name=MODES[name]).click()
         expect(self.field("max_tokens")).to_be_attached()
 
     def field(self, name: str) -> Any:

@@ -111,10 +111,14 @@ def test_everything_is_done_with_the_keyboard(page: Any, server: ServerProcess) 
     page.keyboard.press("Tab")
     expect(page.get_by_text("Skip to the playground")).to_be_focused()
     page.keyboard.press("Tab")
-    expect(page.get_by_role("tab", name="Complete")).to_be_focused()
-    for panel in ("fill", "chat", "cache", "complete"):
-        page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("link", name="Complete")).to_be_focused()
+    page.keyboard.press("Tab")
+    for panel in ("fill", "chat", "cache"):
+        expect(page.locator(f"#tab-{panel}")).to_be_focused()
+        page.keyboard.press("Enter")
         expect(page.locator(f"#panel-{panel}")).to_be_visible()
+        page.keyboard.press("Tab")
+    page.locator("#tab-complete").press("Enter")
     expect(page.locator("#panel-complete [name=max_tokens]")).to_be_visible()
     stops = []
     for _ in range(40):

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.browser.cache_load import SHARED_PREFIX, Load, Viewer, dump_of, state_of
+from tests.browser.cache_load import SHARED_PREFIX, Load, Viewer, dump_of, state_of, stats_of
 from tests.browser.conftest import OpenPage
 from tests.browser.support import TIMEOUT, CuttingProxy, expect
+from tests.browser.test_injections import CORPUS, check_nothing_ran
 from tests.support.paths import ROOT
-from tests.support.processes import ServerProcess, Stream, kill, wait_until
+from tests.support.processes import ServerProcess, kill, wait_until
 
 AXE = ROOT / ".browser" / "axe.min.js"
 SMALL = ("--cache.pages", "48", "--engine.max_running", "12")
@@ -155,34 +156,37 @@ def test_it_reconnects_where_nothing_comes_any_more(small: ServerProcess, open_m
     expect(page.locator(".monitor .status")).to_contain_text("Live")
 
 
-def test_a_key_is_asked_for_and_not_again_when_none_is_given(tiny_folder: Path, open_page: OpenPage) -> None:
+def test_without_a_key_the_map_waits_for_one(tiny_folder: Path, open_page: OpenPage) -> None:
     digest = hashlib.sha256(b"secret").hexdigest()
     with ServerProcess(tiny_folder, "--server.api_keys", digest) as server:
         page = open_page(server.port, "#cache", expected=("status of 401",))
         dialog, status = page.locator("dialog#key"), page.locator(".monitor .status")
-        for _ in range(2):  # The name of the model is asked for too, and may be refused before or together with the stream.
-            if "An API key is needed" not in (status.text_content() or ""):
-                expect(dialog).to_be_visible()
-                page.keyboard.press("Escape")
-                page.wait_for_timeout(500)
-        expect(status).to_contain_text("An API key is needed")
-        page.wait_for_timeout(1500)  # Longer than the stream would wait before it is opened again.
-        expect(dialog).to_be_hidden()
-        page.get_by_role("tab", name="Chat").click()
         expect(dialog).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(status).to_have_text("An API key is needed: Enter key, above")
+        page.wait_for_timeout(1500)  # Longer than the stream would wait before it is opened again.
+        page.get_by_role("link", name="Chat").click()
+        expect(page.locator("#panel-chat").get_by_role("alert")).to_have_text("An API key is needed: Enter key, above.")
+        page.get_by_role("link", name="Cache").click()
+        expect(status).to_contain_text("An API key is needed")
+        expect(dialog).to_be_hidden()  # What runs by itself does not ask again.
+        page.get_by_role("button", name="Enter key").click()
         page.locator("#key-value").fill("secret")
         page.keyboard.press("Enter")
-        page.get_by_role("tab", name="Cache").click()
         expect(status).to_contain_text("Live")
+        expect(page.get_by_role("button", name="Enter key")).to_have_count(0)
+        page.get_by_role("link", name="Chat").click()
+        expect(page.locator("#panel-chat [name=max_tokens]")).to_be_visible()
+        expect(page.locator("#panel-chat").get_by_role("alert")).to_have_count(0)
         page.close()  # It would miss the server.
 
 
 def test_leaving_the_tab_ends_its_stream(small: ServerProcess, open_map: OpenPage) -> None:
     page = open_map(small.port)
     with page.expect_event("requestfailed", lambda request: request.url.endswith("/monitor")):
-        page.get_by_role("tab", name="Chat").click()
+        page.get_by_role("link", name="Chat").click()
     expect(page.locator(".monitor")).to_have_count(0)
-    page.get_by_role("tab", name="Cache").click()
+    page.get_by_role("link", name="Cache").click()
     expect(page.locator(".monitor .status")).to_contain_text("Live")
     expect(page.locator(".monitor")).to_have_count(1)
 
@@ -282,15 +286,89 @@ look();
 """Counts the pixels in the colour of the mark, frame by frame."""
 
 
-def test_names_of_requests_are_text(small: ServerProcess, open_map: OpenPage) -> None:
+def test_texts_of_the_stream_are_text(small: ServerProcess, open_page: OpenPage) -> None:
+    """Ids of requests, which clients choose, and the names of model, device and status: what a server refuses or never has, too."""
+    stats, body = stats_of(small), ""
+    page = open_page(small.port, "ui/icon.svg", expected=("status of 404",))  # The browser asks for /favicon.ico.
+    page.route("**/monitor", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "m", "max_model_len": 1}]}))
+    rows = [[id, text, "running", 1, 0, 1, 0, 1, 0] for id, text in enumerate(CORPUS)]
+    cells = [number for id in range(len(CORPUS)) for number in (id, 1, 2, id, 0)]
+    head = {"engine": 0, "step": 0, "view": 1, "num_pages": len(CORPUS), "page_size": 64, "whole": True, "cells": cells}
+    cache = json.dumps(head | {"sequences": rows, "ended": []})
+    for text in CORPUS[::23]:
+        named = json.dumps(stats | {"model": text, "device": text, "status": text})
+        body = f"event: stats\ndata: {named}\n\nevent: cache\ndata: {cache}\n\n"
+        page.goto(f"http://127.0.0.1:{small.port}/#cache")
+        page.reload()
+        listed = page.locator(".monitor tbody tr")
+        expect(listed).to_have_count(len(CORPUS))
+        assert page.locator(".monitor tbody tr > :nth-child(2)").all_text_contents() == CORPUS
+        assert text in (page.locator(".monitor .row > .quiet").text_content() or "")
+        for number in range(3):
+            listed.nth(50 * number).get_by_role("button").click()
+            assert CORPUS[50 * number] in (page.get_by_role("region", name="Followed sequence").text_content() or "")
+        page.get_by_role("application").focus()
+        expect(page.locator(".monitor .readout")).to_contain_text("Page 0: sequence 0")
+        check_nothing_ran(page)
+
+
+CHANGES = """async (events) => {
+  const { CacheState } = await import(new URL("ui/cache-state.js", document.baseURI).href);
+  const state = new CacheState();
+  const head = { engine: 0, num_pages: 0, page_size: 64, whole: false, cells: [], sequences: [], ended: [] };
+  for (const event of events) state.apply({ ...head, ...event }, 0);
+  return [...state.sequences.values()].map(({ id, hue, phases }) => [id, hue, phases.map(({ phase }) => phase)]);
+}"""
+"""Applies cache events. Returns each open sequence's id, hue and phases."""
+
+
+def row_of(id: int, state: str = "running") -> list[Any]:
+    return [id, "r", state, 1, 0, 1, 1, 1, 0]
+
+
+def test_an_event_that_leaves_a_view_out_is_an_error(page: Any) -> None:
+    whole = {"view": 7, "whole": True}
+    assert page.evaluate(CHANGES, [whole, {"view": 8}, {"view": 9}]) == []
+    for gap in ({"view": 9}, {"view": 7}, {"view": 8, "engine": 1}):
+        with pytest.raises(Exception, match=r"view \d of engine \d came after view 7 of engine 0"):
+            page.evaluate(CHANGES, [whole, gap])
+
+
+def test_open_sequences_have_different_hues_as_long_as_there_are_some(page: Any) -> None:
+    whole = {"view": 1, "whole": True, "sequences": [row_of(8 * number) for number in range(8)]}
+    assert sorted(hue for _, hue, _ in page.evaluate(CHANGES, [whole])) == [*range(8)]
+    later = {"view": 2, "ended": [24], "sequences": [row_of(64)]}
+    held = dict([id, hue] for id, hue, _ in page.evaluate(CHANGES, [whole]))
+    now = dict([id, hue] for id, hue, _ in page.evaluate(CHANGES, [whole, later]))
+    assert now == {id: hue for id, hue in held.items() if id != 24} | {64: held[24]}
+    assert now == dict(
+        [id, hue] for id, hue, _ in page.evaluate(CHANGES, [whole, later, {**whole, "view": 3, "sequences": [*map(row_of, now)]}])
+    )
+
+
+def test_a_waiting_sequence_that_is_no_longer_listed_may_come_back(page: Any) -> None:
+    waiting = row_of(5, "preempted")
+    events = [{"view": 1, "whole": True, "sequences": [row_of(5)]}, {"view": 2, "sequences": [waiting]}, {"view": 3, "ended": [5]}]
+    (found,) = page.evaluate(CHANGES, [*events, {"view": 4, "sequences": [waiting]}])
+    assert found[2] == ["generation", "preempted", "ended or not listed", "preempted"]
+
+
+def test_the_numbers_of_pages_are_the_same_everywhere(small: ServerProcess, open_map: OpenPage) -> None:
     page = open_map(small.port)
-    name = "<img/src=x/onerror=alert(1)>"
-    with closing(Stream(small.port, "/generate_stream", {"inputs": "x", "parameters": LONG}, {"x-request-id": name})) as stream:
-        events = stream.events()
-        next(events)
-        cell = page.locator(".monitor tbody td").first
-        expect(cell).not_to_be_empty()
-        assert page.locator(".monitor img").count() == 0
+    read = """() => {
+      const number = (selector) => Number(/\\d+/.exec(document.querySelector(selector).textContent)[0]);
+      const [pages] = [...document.querySelectorAll(".plots section")].filter((one) => one.querySelector("h2").textContent === "Pages");
+      const [owned, cached] = [...pages.querySelectorAll("p span")].map((span) => Number(/\\d+/.exec(span.textContent)[0]));
+      const kinds = [0, 1, 2, 3].map((kind) => number(`.keys-of-map [data-kind="${kind}"]`));
+      return [number(".monitor h2"), owned, kinds[2] + kinds[3], cached - kinds[1]];
+    }"""
+    with Load(small, 8):
+        until(page, "window.latest.sequences.size > 3")
+        for _ in range(100):
+            owned, plotted, listed, difference = page.evaluate(read)
+            assert owned == plotted == listed and difference == 0
+            page.wait_for_timeout(25)
 
 
 def test_a_hundred_thousand_pages_stay_smooth(tiny_folder: Path, open_page: OpenPage) -> None:

@@ -67,7 +67,7 @@ def check_nothing_ran(page: Any) -> None:
     foreign = "iframe, object, embed, base, form:not([method=dialog]), video, math, #injected, main img, main svg"
     foreign += ", [onerror], [onload], [ontoggle], [onfocus]"
     assert page.locator(foreign).count() == 0
-    assert page.locator("script").count() == 1 and page.locator("link").count() == 2 and page.locator("style").count() == 0
+    assert page.locator("script").count() == 1 and page.locator("link").count() == 4 and page.locator("style").count() == 0
     assert page.locator("meta").count() == 3
 
 
@@ -113,7 +113,18 @@ def test_prompts_parameters_and_code_are_text(page: Any, texts: list[str]) -> No
 
 
 @pytest.mark.parametrize("texts", BATCHES, ids=range(0, len(CORPUS), PER_PAGE))
-def test_messages_tools_reasoning_and_errors_are_text(open_page: OpenPage, server: ServerProcess, texts: list[str]) -> None:
+def test_errors_are_text(open_page: OpenPage, server: ServerProcess, texts: list[str]) -> None:
+    """An error's message has its code between backticks."""
+    page = open_page(server.port, script=fake_answers([{"error": {"message": "`x`".join(texts)}}], "v1/chat/completions"))
+    mode = Mode(page, "chat").write("x").run()
+    note = mode.panes.locator(".note[data-kind=bad]")
+    expect(note).to_contain_text(shown(texts[0]).strip()[:20])
+    assert note.evaluate("(note) => [...note.children].every((child) => child.tagName === 'CODE' && child.children.length === 0)")
+    check_nothing_ran(page)
+
+
+@pytest.mark.parametrize("texts", BATCHES, ids=range(0, len(CORPUS), PER_PAGE))
+def test_messages_tools_and_reasoning_are_text(open_page: OpenPage, server: ServerProcess, texts: list[str]) -> None:
     deltas: list[dict[str, Any]] = [{"content": text, "reasoning_content": text} for text in texts]
     deltas += [
         {"tool_calls": [{"index": index, "id": text, "function": {"name": text, "arguments": text}}]} for index, text in enumerate(texts)
@@ -121,10 +132,9 @@ def test_messages_tools_reasoning_and_errors_are_text(open_page: OpenPage, serve
     events: list[Any] = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": text}]} for delta, text in zip(deltas, texts * 2, strict=True)
     ]
-    events.append({"error": {"message": "".join(texts)}})
+    events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
     page = open_page(server.port, script=fake_answers(events, "v1/chat/completions"))
     mode = Mode(page, "chat").write("".join(texts)).run()
-    expect(page.get_by_role("alert")).to_contain_text(shown(texts[0]).strip()[:20])
     expect(mode.panel.locator(".tool")).to_have_count(len(texts))
     assert mode.panel.locator(".tool strong").all_text_contents() == texts
     assert mode.text() == "".join(texts)
@@ -166,10 +176,10 @@ def test_what_a_real_server_repeats_is_text(open_page: OpenPage, tmp_path: Path)
         page = open_page(server.port, expected=("status of 4",))
         expect(page.locator("#model .name")).to_have_text("<img src=x onerror=window.hit=1>")
         Mode(page, "chat").write(ELEMENTS[0]).run()
-        expect(page.get_by_role("alert")).to_be_visible()
+        expect(page.locator("#panel-chat .note[data-kind=bad]")).to_be_visible()
         mode = Mode(page, "complete").set(stop="\n".join(f"{ELEMENTS[1]}{number}" for number in range(20)))
         mode.run()
-        expect(mode.panel.get_by_role("alert")).to_be_visible()
+        expect(mode.panes.locator(".note[data-kind=bad]")).to_be_visible()
         check_nothing_ran(page)
 
 

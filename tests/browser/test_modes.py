@@ -192,6 +192,28 @@ def test_chat_shows_tool_calls_and_sends_their_results(open_page: OpenPage, serv
     ]
 
 
+def tool_call_events(finish: str) -> list[Any]:
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    return [{"choices": [{"index": 0, "delta": {"tool_calls": [call]}, "logprobs": None, "finish_reason": finish}]}]
+
+
+def test_results_are_asked_for_as_long_as_they_can_be_sent(open_page: OpenPage, server: ServerProcess) -> None:
+    page = open_page(server.port, script=fake_answers(tool_call_events("tool_calls"), "v1/chat/completions"))
+    mode = Mode(page, "chat").write("What is the weather?").run()
+    expect(page.get_by_role("button", name="Send results")).to_have_count(1)
+    mode.write("Never mind.").run(2)
+    expect(page.get_by_role("button", name="Send results")).to_have_count(1)  # Only the last answer's.
+    expect(mode.panes.first.get_by_label("Result of weather")).to_be_disabled()
+    expect(mode.panes.last.get_by_label("Result of weather")).to_be_enabled()
+
+
+def test_results_are_not_asked_for_where_the_calls_were_cut(open_page: OpenPage, server: ServerProcess) -> None:
+    page = open_page(server.port, script=fake_answers(tool_call_events("length"), "v1/chat/completions"))
+    mode = Mode(page, "chat").write("What is the weather?").run()
+    expect(mode.panel.locator(".tool strong")).to_have_text("weather")
+    expect(page.get_by_role("button", name="Send results")).to_have_count(0)
+
+
 def test_chat_continues_an_answer(page: Any, server: ServerProcess) -> None:
     mode = Mode(page, "chat").set(max_tokens=10, temperature=0).write("Hello").run()
     first = mode.text()
@@ -221,10 +243,14 @@ def test_chat_shows_the_calls_of_a_real_server(open_page: OpenPage, tmp_path: Pa
 def test_without_a_chat_template_it_says_what_to_do(open_page: OpenPage) -> None:
     with ServerProcess(EMBEDDED, "--cache.pages", "64") as server:
         page = open_page(server.port, expected=("status of 400",))
-        Mode(page, "chat").write("Hello").run()
-        expect(page.get_by_role("alert")).to_contain_text("this model has no chat template")
-        expect(page.get_by_role("alert")).to_contain_text("chat_template.jinja")
-        Mode(page, "complete").run()
+        chat = Mode(page, "chat").write("Hello").run()
+        expect(chat.panes).to_contain_text("this model has no chat template; give the server one with --server.chat_template FILE")
+        expect(chat.panes.locator(".output")).to_have_attribute("data-empty", "Failed")
+        expect(page.get_by_role("alert")).to_have_count(0)  # It is said once.
+        fill = Mode(page, "fill").run()
+        assert fill.text() != ""
+        page.get_by_role("button", name="History").click()
+        expect(page.locator("#history-list li")).to_have_count(1)  # A failed run is not kept.
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -301,3 +327,90 @@ def test_history_restores_a_run_and_can_be_cleared(page: Any, tmp_path: Path) ->
     page.get_by_role("button", name="Clear history").click()
     expect(entries).to_have_count(0)
     assert page.evaluate("localStorage.getItem('onehead.history')") is None
+
+
+def entries_of(page: Any) -> list[str]:
+    """The titles of the history, newest first."""
+    page.get_by_role("button", name="History").click()
+    titles = [str(entry.locator("span").nth(1).text_content()) for entry in page.locator("#history-list button").all()]
+    page.keyboard.press("Escape")
+    return titles
+
+
+def start_long(mode: Mode) -> None:
+    mode.set(max_tokens=4000, ignore_eos="true").press("Send" if mode.name == "chat" else "Run")
+    expect(mode.panel.locator(".pane[data-state=running] .t").nth(5)).to_be_attached()
+
+
+def test_an_entry_that_is_opened_during_a_run_leaves_both_in_the_history(page: Any) -> None:
+    mode = Mode(page, "complete").write("first").set(max_tokens=8, seed=1).run()
+    text = mode.text()
+    start_long(mode.write("second"))
+    page.get_by_role("button", name="History").click()
+    page.locator("#history-list button").click()
+    expect(mode.panel.locator("textarea").first).to_have_value("first")
+    expect(mode.panel.get_by_role("button", name="Stop", exact=True)).to_be_disabled()
+    page.wait_for_timeout(300)  # The other run has ended.
+    assert mode.text() == text
+    assert entries_of(page) == ["second", "first"]
+
+
+def test_the_history_has_the_prompt_that_was_sent(page: Any) -> None:
+    mode = Mode(page, "complete").write("sent")
+    start_long(mode)
+    mode.write("edited").set(seed=5).press("Stop").ended()
+    page.get_by_role("button", name="History").click()
+    page.locator("#history-list button").click()
+    expect(mode.panel.locator("textarea").first).to_have_value("sent")
+    assert mode.field("seed").input_value() == ""
+
+
+def test_a_new_conversation_during_an_answer_leaves_the_old_one_in_the_history(page: Any) -> None:
+    mode = Mode(page, "chat").write("Hello")
+    start_long(mode)
+    mode.press("New conversation")
+    page.wait_for_timeout(300)
+    expect(mode.panel.locator(".turn, .pane")).to_have_count(0)
+    expect(mode.panel.get_by_role("button", name="Regenerate")).to_be_disabled()
+    assert entries_of(page) == ["Hello"]
+
+
+def test_characters_that_are_typed_with_alt_are_typed(page: Any) -> None:
+    """On a Mac with a British keyboard # is Option and 3."""
+    mode = Mode(page, "complete")
+    press = """([key, code]) => document.querySelector("#panel-complete textarea")
+        .dispatchEvent(new KeyboardEvent("keydown", { key, code, altKey: true, bubbles: true, cancelable: true }))"""
+    for key, code in (("#", "Digit3"), ("ç", "KeyC"), ("®", "KeyR")):
+        assert page.evaluate(press, [key, code])  # It is not taken.
+    expect(mode.panel).to_be_visible()
+    assert not page.evaluate(press, ["3", "Digit3"])
+    expect(page.locator("#panel-chat")).to_be_visible()
+
+
+def test_the_speed_leaves_out_the_wait_for_the_first_token(open_page: OpenPage, server: ServerProcess) -> None:
+    page = open_page(server.port, script=fake_answers([token_event("a ") for _ in range(8)], pause=20))
+    mode = Mode(page, "complete")
+    page.evaluate("window.limit = 0")
+    mode.press("Run")
+    page.wait_for_timeout(1500)
+    page.evaluate("window.limit = 1")
+    expect(mode.panes.locator(".stats")).to_have_text(re.compile(r"^1 token · first after \d+ ms$"))
+    page.evaluate("window.limit = 100")
+    mode.ended()
+    (speed,) = re.findall(r"^8 tokens · (\d+) tokens/s · first after \d{4} ms", mode.panes.locator(".stats").text_content())
+    assert int(speed) > 8
+
+
+def test_the_code_has_the_seed_of_the_output(page: Any) -> None:
+    mode = Mode(page, "complete").run()
+    (seed,) = re.findall(r"\d+", mode.panes.locator("h2").text_content())
+    mode.press("Code")
+    expect(page.locator("dialog.code pre")).to_contain_text(f'"seed": {seed}')
+
+
+def test_code_in_an_error_is_shown_as_code(page: Any) -> None:
+    page.watch.expected.append("status of 400")
+    mode = Mode(page, "complete").set(stop="\n".join(map(str, range(20)))).run()
+    note = mode.panes.locator(".note[data-kind=bad]")
+    expect(note.locator("code")).to_have_text("stop")
+    assert "`" not in note.text_content()
