@@ -67,8 +67,9 @@ def take_cache(browser: Any, server: ServerProcess) -> None:
     with Load(server, 14):
         pages["light"].wait_for_timeout(60_000)
         for scheme, page in pages.items():
-            page.locator(".monitor tbody tr").nth(3).get_by_role("button").click()
-            page.mouse.move(1, 1)
+            if scheme == "dark":  # Where one is followed, the others are pale.
+                page.locator(".monitor tbody tr").nth(3).get_by_role("button").click()
+                page.mouse.move(1, 1)
             page.wait_for_timeout(1500)
             save(page, f"cache-{scheme}")
 
