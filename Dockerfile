@@ -18,9 +18,12 @@ COPY configs configs
 RUN /opt/onehead/bin/pip install --constraint constraints.txt '.[tracing]'
 
 FROM python:3.11-slim-bookworm
-# Triton compiles what launches its kernels on the machine that they run on. Debian keeps no older versions that could be named.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
+# Triton compiles what launches its kernels on the machine that they run on; torch for CPUs comes without it, and without 150 MB of compiler.
+# Debian keeps no older versions that could be named.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN case "${TORCH_INDEX}" in */cpu) exit 0 ;; esac \
+    && apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/onehead /opt/onehead
 COPY configs /opt/onehead/configs
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin onehead && install --directory --owner onehead /cache
