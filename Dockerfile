@@ -15,7 +15,9 @@ COPY model model
 COPY server server
 COPY commands commands
 COPY configs configs
-RUN /opt/onehead/bin/pip install --constraint constraints.txt '.[tracing]'
+# torch's tests and C++ headers, 145 MB, are for those who build against it.
+RUN /opt/onehead/bin/pip install --constraint constraints.txt '.[tracing]' \
+    && rm -r /opt/onehead/lib/python3.11/site-packages/torch/test /opt/onehead/lib/python3.11/site-packages/torch/include
 
 FROM python:3.11-slim-bookworm
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
