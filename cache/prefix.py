@@ -8,7 +8,7 @@ are compared on a hit. It knows nothing of sequences and tensors.
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cache.layout import CacheLayout, LayerGroup
@@ -23,6 +23,8 @@ class Link:
     name: bytes
     """The hash of the tokens and of all before them."""
     tokens: bytes
+    before: bytes | str
+    """The hash of the page before; for the first page the salt."""
 
 
 class Chain:
@@ -30,13 +32,14 @@ class Chain:
 
     def __init__(self, salt: str) -> None:
         self.links: list[Link] = []
-        self._root = hashlib.sha256(salt.encode()).digest()
+        self._salt = salt
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds a link for the next page's tokens."""
-        before = self.links[-1].name if self.links else self._root
+        before = self.links[-1].name if self.links else self._salt
+        root = hashlib.sha256(before.encode()).digest() if isinstance(before, str) else before
         data = array("I", tokens).tobytes()
-        self.links.append(Link(hashlib.sha256(before + data).digest(), data))
+        self.links.append(Link(hashlib.sha256(root + data).digest(), data, before))
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +56,11 @@ class PrefixCache:
     def __init__(self, allocator: PageAllocator, layout: CacheLayout) -> None:
         self._allocator = allocator
         self._layout = layout
-        self._blocks: dict[bytes, Block] = {}
+        self.blocks: dict[bytes, Block] = {}
+        """By the hash of their tokens and of all before them; each is findable, though pages of it may have been evicted."""
         self._block_of: dict[int, Block] = {}
+        self.on_change: Callable[[Link | bytes], object] = lambda change: None
+        """Called with the link of each block that is added, and with the hash of each that is removed."""
         allocator.on_evict = self._evicted
 
     def match(self, links: Sequence[Link]) -> list[Block]:
@@ -62,7 +68,7 @@ class PrefixCache:
         found: list[Block] = []
         most, gaps = 0, [-1] * len(self._layout.groups)
         for link in links:
-            block = self._blocks.get(link.name)
+            block = self.blocks.get(link.name)
             if block is None or block.link.tokens != link.tokens:
                 break
             found.append(block)
@@ -99,26 +105,28 @@ class PrefixCache:
         """Adds the pages of block `index` of a table, whose tokens have all been computed. A block in the cache that has lost pages is
         replaced if this one has all. Returns None if nothing was added.
         """
-        old = self._blocks.get(link.name)
+        old = self.blocks.get(link.name)
         pages = table.block(index)
         if old is not None and DROPPED in old.pages and DROPPED not in pages:
             self.retract(old)
         elif old is not None or DROPPED in pages:
             return None
-        block = self._blocks[link.name] = Block(link, pages)
+        block = self.blocks[link.name] = Block(link, pages)
         for page in pages:
             self._allocator.keep(page)
             self._block_of[page] = block
+        self.on_change(link)
         return block
 
     def retract(self, block: Block) -> None:
         """Removes a block; does nothing if it was removed before."""
-        if self._blocks.get(block.link.name) is block:
-            del self._blocks[block.link.name]
+        if self.blocks.get(block.link.name) is block:
+            del self.blocks[block.link.name]
             for page in block.pages:
                 if page != DROPPED:
                     del self._block_of[page]
                     self._allocator.forget(page)
+            self.on_change(block.link.name)
 
     def _evicted(self, page: int) -> None:
         block = self._block_of.pop(page)
@@ -133,7 +141,7 @@ class PrefixCache:
 
     def integrity(self) -> list[str]:
         """What is inconsistent, in words; empty when all is well."""
-        listed = {page: block for block in self._blocks.values() for page in block.pages if page != DROPPED}
+        listed = {page: block for block in self.blocks.values() for page in block.pages if page != DROPPED}
         if listed != self._block_of or listed.keys() != {page for page, kept in enumerate(self._allocator.kept) if kept}:
             return ["the pages in the prefix cache and those that the allocator keeps differ"]
-        return ["a block in the prefix cache has no pages"] if any(set(block.pages) == {DROPPED} for block in self._blocks.values()) else []
+        return ["a block in the prefix cache has no pages"] if any(set(block.pages) == {DROPPED} for block in self.blocks.values()) else []

@@ -113,6 +113,13 @@ class ServerSection(Section):
         description="base URL, like http://localhost:4318, of an OpenTelemetry collector that gets a trace of each request by OTLP over "
         "HTTP; needs onehead[tracing]; default: none",
     )
+    kv_events: str = Field(
+        "",
+        description="address, like tcp://*:5557, where ZeroMQ publishes in vLLM's format which prefixes are cached; needs "
+        "onehead[events]; default: none",
+    )
+    kv_events_replay: str = Field("", description="address, like tcp://*:5558, where missed KV events are sent again; default: none")
+    kv_events_topic: str = Field("", description="topic of KV events; llm-d expects kv@POD_IP@MODEL; default: empty")
     trusted_proxies: Networks = Field(
         (), description="networks, like 10.0.0.0/8, of proxies whose X-Forwarded-For names the client; default: none is believed"
     )
@@ -178,9 +185,11 @@ class ServerSection(Section):
     )
 
     @model_validator(mode="after")
-    def _certificate_has_a_key(self) -> Self:
+    def _options_are_complete(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key are needed together")
+        if (self.kv_events_replay or self.kv_events_topic) and not self.kv_events:
+            raise ValueError("kv_events_replay and kv_events_topic need kv_events")
         return self
 
 

@@ -28,6 +28,14 @@ class Message(Part, frozen=True, tag=True):
     """Base of all messages."""
 
 
+class KvEvents(Part, frozen=True):
+    """Where the engine publishes KV events, and answers requests for earlier ones (empty: nowhere); their topic."""
+
+    address: str = ""
+    replay: str = ""
+    topic: str = ""
+
+
 class Start(Message, frozen=True):
     """First message to an engine: what to load, and how."""
 
@@ -42,6 +50,7 @@ class Start(Message, frozen=True):
     log_format: str
     digest: str = ""
     """The digest of the model that must be loaded, where an earlier engine has loaded one; empty for any."""
+    kv_events: KvEvents = KvEvents()
 
 
 class Share(Part, frozen=True):

@@ -62,6 +62,7 @@ def start_message(settings: EngineSettings, section: ServerSection) -> protocol.
         heartbeat_seconds=section.stall_after / 4,
         log_level=section.log_level,
         log_format=section.log_format,
+        kv_events=protocol.KvEvents(section.kv_events, section.kv_events_replay, section.kv_events_topic),
     )
 
 

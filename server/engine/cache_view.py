@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.layout import pages_for
+from server.engine.kv_event_log import KvEventLog
 from server.engine.open_sequences import OpenSequences
 from server.engine.sequence import Sequence
 from server.protocol import OWNED, SHARED, CacheView, Look, SequenceRow
@@ -31,8 +32,8 @@ POSITIONS = (1 << OWNER_SHIFT) - 1
 class CacheViews:
     """The views of one engine."""
 
-    def __init__(self, scheduler: OpenSequences) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: OpenSequences, events: KvEventLog | None = None) -> None:
+        self._scheduler, self._events = scheduler, events
         layout = scheduler.limits.layout
         self._number = 0
         self._cells_P = np.zeros(scheduler.limits.num_pages, np.int64)
@@ -85,6 +86,8 @@ class CacheViews:
         return {
             "owners": list(allocator.owners),
             "cached": list(allocator.cached),
+            "blocks": [name.hex() for name in scheduler.prefixes.blocks],
+            "kv_event": self._events and self._events.number,
             "sequences": {
                 str(sequence.id): {
                     "running": sequence.id in scheduler.running,

@@ -72,6 +72,7 @@ class OpenSequences:
         self._in_flight: deque[list[Sequence]] = deque()
         """For each step in flight, the sequences of its rows; their ids may be used again before the step is committed."""
         self._prefix_reuse = PrefixReuse(self.allocator, limits.layout)
+        self.prefixes = self._prefix_reuse.prefixes
         self._pages_to_clear: list[int] = []
         """Free pages that may hold NaN. The next step zeroes them, as 0 * NaN would leak through masked slots."""
         self._started: list[Sequence] = []

@@ -28,6 +28,7 @@ from server.child_process import release_freed_memory
 from server.engine.cache_view import CacheViews
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
+from server.engine.kv_events import KvPublisher
 from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, NeverFits, PromptScored, Scheduler, TokenEvent
 from server.errors import one_line
@@ -169,12 +170,23 @@ def load_report(pipe: Connection, sink: logs.Sink) -> "Report":
 class Worker:
     """The message loop around one EngineCore."""
 
-    def __init__(self, pipe: Connection, core: EngineCore, masks: MaskProcesses, device: "Device | None" = None) -> None:
+    def __init__(
+        self,
+        pipe: Connection,
+        core: EngineCore,
+        masks: MaskProcesses,
+        device: "Device | None" = None,
+        publisher: KvPublisher | None = None,
+    ) -> None:
         self.pipe = pipe
         self.device = device
         self.core = core
         self.masks = masks
-        self._views = CacheViews(core.scheduler)
+        self._publisher = publisher
+        if publisher:
+            core.scheduler.prefixes.on_change = publisher.log.changes.append
+            publisher.publish()
+        self._views = CacheViews(core.scheduler, publisher.log if publisher else None)
         self._sending = threading.Lock()
         self._num_idle_beats = 0
         self._waits_for_masks = False
@@ -226,6 +238,8 @@ class Worker:
             began = time.perf_counter()
             events = self.core.step(self._send_started)
             step_seconds = time.perf_counter() - began
+            if self._publisher:
+                self._publisher.publish()
             if events or not self.core.is_blocked:
                 self._send_events(events, step_seconds)
             patience = PATIENCE * step_seconds
@@ -340,9 +354,11 @@ def main() -> None:
             raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
         sink = logs.configure(start.log_level, start.log_format)
         try:
+            # Before the weights are read, so that an address in use is refused soon.
+            publisher = KvPublisher(start.kv_events) if start.kv_events.address else None
             core, ready = load(start, report := load_report(pipe, sink))
             device = cast("ModelRunner", core.runner).device
-            worker = Worker(pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))), device)
+            worker = Worker(pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))), device, publisher)
             worker.start_heartbeat(start.heartbeat_seconds)  # Before Ready: an engine that cannot start a thread is refused.
             report("starting to serve", 0, 0)
         except Exception as error:

@@ -102,7 +102,7 @@ class Generation:
         return streams
 
     def _submission(self, request: Request, reservation: Reservation) -> protocol.Submit:
-        max_new_tokens = self._max_new_tokens(request)
+        max_new_tokens = self.max_new_tokens(request)
         if request.min_new_tokens > max_new_tokens:
             raise InvalidRequest(
                 f"`min_tokens` must be at most the {max_new_tokens} new tokens allowed. Given: {request.min_new_tokens}", param="min_tokens"
@@ -164,7 +164,8 @@ class Generation:
         if sampling.top_k > vocab_size:
             raise InvalidRequest(f"`top_k` must be at most the vocabulary's {vocab_size}. Given: {sampling.top_k}", param="top_k")
 
-    def _max_new_tokens(self, request: Request) -> int:
+    def max_new_tokens(self, request: Request) -> int:
+        """Most tokens to generate for a request. Raises InvalidRequest where its prompt is empty or they do not fit."""
         num_prompt, most = len(request.prompt), self.max_total_tokens
         if num_prompt == 0:
             raise InvalidRequest("`inputs` holds no tokens; at least one is needed to go on from", param="inputs")

@@ -57,13 +57,17 @@ class ChatReply(OpenAIReply):
         self.calls: list[list[dict[str, Any]]] = [[] for _ in self.outputs]
         """The calls of each output."""
 
+    @staticmethod
+    async def prepare(generation: Generation, body: ChatBody, client: str) -> Request:
+        """The internal request, with the prompt that the chat template makes. Raises RequestError."""
+        prompt = await generation.tokenize(EncodeChat(body.chat_input()), client, truncated=body.truncate_prompt_tokens is not None)
+        prompt = body.truncated(prompt, generation.max_total_tokens)
+        return await with_calls(generation, body, await body.request(generation, client, prompt), client)
+
     @classmethod
     async def open(cls, generation: Generation, body: ChatBody, model_id: str, reservation: Reservation) -> "ChatReply":
         """Applies the chat template and starts the sequences. Raises RequestError."""
-        client = reservation.client
-        prompt = await generation.tokenize(EncodeChat(body.chat_input()), client, truncated=body.truncate_prompt_tokens is not None)
-        prompt = body.truncated(prompt, generation.max_total_tokens)
-        request = await with_calls(generation, body, await body.request(generation, client, prompt), client)
+        request = await cls.prepare(generation, body, reservation.client)
         return cls(body, model_id, generation, await generation.start(with_choices(request, body.n or 1), reservation))
 
     def first_chunks(self) -> list[dict[str, Any]]:

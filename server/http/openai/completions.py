@@ -41,24 +41,27 @@ class CompletionReply(OpenAIReply):
         """The text offset of each output's next token, for log-probabilities."""
         self.detokenizers = [Detokenizer(self.codec) for _ in self.outputs]
 
-    @classmethod
-    async def open(cls, generation: Generation, body: CompletionBody, model_id: str, reservation: Reservation) -> "CompletionReply":
-        """Encodes the prompts and starts their sequences. Raises RequestError."""
-        client = reservation.client
+    @staticmethod
+    async def prepare(generation: Generation, body: CompletionBody, client: str) -> list[tuple[Request, str]]:
+        """For each prompt its internal request, and its text for `echo`. Raises RequestError."""
         common = await body.request(generation, client, [])  # Once: a list of token ids may be long, and the prompts many.
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
         job = Prompts(texts, body.add_special_tokens is False, body.suffix, default(body.token_healing, not common.grammar))
         truncated = body.suffix is None and body.truncate_prompt_tokens is not None
-        made: list[Filling] = await generation.tokenize(job, client, truncated) if texts else []
-        filled = iter(made)
-        requests: list[Request] = []
-        prompts: list[str] = []
-        for prompt in body.prompt:
-            filling = next(filled) if isinstance(prompt, str) else Filling(prompt)
-            request, text = _request(generation, body, common, prompt, filling)
-            requests += with_choices(request, body.best_of or body.n or 1, all_score=bool(body.stream))
-            if body.echo:
-                prompts.append(text)
+        filled = iter(await generation.tokenize(job, client, truncated) if texts else [])
+        return [
+            _request(generation, body, common, prompt, next(filled) if isinstance(prompt, str) else Filling(prompt))
+            for prompt in body.prompt
+        ]
+
+    @classmethod
+    async def open(cls, generation: Generation, body: CompletionBody, model_id: str, reservation: Reservation) -> "CompletionReply":
+        """Encodes the prompts and starts their sequences. Raises RequestError."""
+        prepared = await cls.prepare(generation, body, reservation.client)
+        requests = [
+            choice for request, _ in prepared for choice in with_choices(request, body.best_of or body.n or 1, all_score=bool(body.stream))
+        ]
+        prompts = [text for _, text in prepared] if body.echo else []
         return cls(body, model_id, generation, await generation.start(requests, reservation), prompts)
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:

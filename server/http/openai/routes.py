@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.generation.generation import Generation
+from server.generation.request import Request
 from server.generation.reservation import Reservation
 from server.http import sse
 from server.http.answer import Answers, Delivery, Reply, check_stops, full_response
@@ -72,6 +73,8 @@ class OpenAIRoutes:
             shown("/props", handler=self.props, tag="llama.cpp"),
             generating("/v1/decisions", handler=self.decisions),
             generating("/v1/systemone", handler=self.systemone),
+            generating("/v1/completions/render", handler=self.render_completions, generates=False),
+            generating("/v1/chat/completions/render", handler=self.render_chat, generates=False),
             shown("/v1/models", handler=self.models),
             shown("/v1/models/{name:path}", handler=self.model),
         ]
@@ -89,6 +92,35 @@ class OpenAIRoutes:
         The checkpoint's own chat template makes the prompt; for a checkpoint without one use /v1/completions.
         """
         return await self._answer(http, ChatBody)
+
+    async def render_completions(self, http: HttpRequest) -> Response:
+        """Show the tokens of prompts.
+
+        Those that POST /v1/completions computes for the same body, in vLLM's form, for routers that look for their prefixes.
+        """
+        prepared = await self._prepared(http, CompletionBody)
+        return await self.answers.json_answers.response([self._rendered(http, request) for request, _ in prepared])
+
+    async def render_chat(self, http: HttpRequest) -> Response:
+        """Show the tokens of a conversation.
+
+        Those that POST /v1/chat/completions computes for the same body, in vLLM's form, for routers that look for their prefixes.
+        """
+        return await self.answers.json_answers.response(self._rendered(http, await self._prepared(http, ChatBody)))
+
+    async def _prepared(self, http: HttpRequest, schema: type[AnyBody]) -> Any:
+        body = await read_model(http, schema, self.section.max_body_bytes)
+        self._check(body)
+        return await REPLIES[schema].prepare(self.generation, body, exchange_of(http).client)
+
+    def _rendered(self, http: HttpRequest, request: Request) -> dict[str, Any]:
+        return {
+            "request_id": exchange_of(http).request_id,
+            "token_ids": iter(request.prompt),
+            "features": None,
+            "sampling_params": {"max_tokens": self.generation.max_new_tokens(request)},
+            "model": self.names.shown,
+        }
 
     async def fim(self, http: HttpRequest) -> Response:
         """Fill the gap between two texts, in Mistral's form.
@@ -197,9 +229,12 @@ class OpenAIRoutes:
 
     async def _open(self, body: AnyBody, reservation: Reservation) -> Reply:
         """Checks a request and starts it. Raises RequestError."""
+        self._check(body)
+        reply: Reply = await REPLIES[type(body)].open(self.generation, body, self.names.shown, reservation)
+        return reply
+
+    def _check(self, body: AnyBody) -> None:
         if not isinstance(body, LlamaCppBody):  # It takes any name of a model.
             self.names.resolve(body.model)
         if not isinstance(body, AnyDecisionBody):
             check_stops("stop", body.stop, self.section.max_stop_strings, param="stop")
-        reply: Reply = await REPLIES[type(body)].open(self.generation, body, self.names.shown, reservation)
-        return reply
