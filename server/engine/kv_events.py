@@ -28,7 +28,7 @@ class KvPublisher:
         self.log = KvEventLog(time.time_ns() // 1000)
         self._lock = threading.Lock()
         self._topic = options.topic.encode()
-        context = zmq.Context()
+        context = zmq.Context.instance()
         # Room for a whole replay; requests are short.
         context.linger, context.sndhwm, context.maxmsgsize = 0, 2 * KEPT, 1024
         self._public, self._router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)

@@ -1,4 +1,4 @@
-"""KV events without sockets: a router that takes every message has the engine's blocks, and so has one that loses some and asks for them."""
+"""KV events without sockets: a router that takes every message knows the engine's blocks, as does one that asks for those it has lost."""
 
 import random
 from collections import Counter

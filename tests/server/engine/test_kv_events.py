@@ -1,0 +1,144 @@
+"""KV events on real sockets: what is missed is asked for and sent again, a slow subscriber costs bounded memory, and no time."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from cache.prefix import Chain
+from model.spec import OptionError
+from server.engine.kv_event_log import KEPT
+from server.engine.kv_events import KvPublisher
+from server.protocol import KvEvents
+from tests.support.kv_subscriber import END, Subscriber
+from tests.support.report import usage
+from tests.trials.recorded_corpus import free_port
+
+TOPIC = "kv@10.0.0.1@model"
+PAGE = 16
+
+
+def addresses() -> KvEvents:
+    return KvEvents(f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}", TOPIC)
+
+
+@pytest.fixture
+def options() -> KvEvents:
+    return addresses()
+
+
+@pytest.fixture
+def publisher(options: KvEvents) -> Iterator[KvPublisher]:
+    publisher = KvPublisher(options)
+    publisher.publish()
+    yield publisher
+    publisher._public.close()
+
+
+class Blocks:
+    """Blocks that come and go: one comes with each message, and the one of 50 messages ago goes."""
+
+    def __init__(self, publisher: KvPublisher) -> None:
+        self.publisher = publisher
+        self.names: list[bytes] = []
+        self.number = 0
+
+    def publish(self, count: int) -> float:
+        """Publishes so many messages. Returns the longest time that one took."""
+        longest = 0.0
+        for _ in range(count):
+            self.number += 1
+            chain = Chain(":")
+            chain.extend([self.number] * PAGE)
+            changes: list[object] = [chain.links[0]]
+            self.names.append(chain.links[0].name)
+            if len(self.names) > 50:
+                changes.append(self.names.pop(0))
+            self.publisher.log.changes.extend(changes)  # type: ignore[arg-type]
+            began = time.perf_counter()
+            self.publisher.publish()
+            longest = max(longest, time.perf_counter() - began)
+        return longest
+
+    @property
+    def dump(self) -> dict[str, object]:
+        return {"blocks": [name.hex() for name in self.names], "kv_event": self.publisher.log.number}
+
+
+@pytest.mark.parametrize("loses", [0.0, 0.3, 0.999])
+def test_a_subscriber_knows_the_blocks_whatever_it_loses(publisher: KvPublisher, options: KvEvents, loses: float) -> None:
+    """With 0.999 it loses more than is kept, and is sent the state."""
+    blocks = Blocks(publisher)
+    with Subscriber(options.address, options.replay, TOPIC, loses) as subscriber:
+        for _ in range(3):
+            blocks.publish(2 * KEPT)
+            assert subscriber.problems(blocks.dump) == []
+        assert bool(subscriber.seen["gaps"]) is (loses > 0) or loses > 0.9
+        assert subscriber.seen["replays"] >= 1 + (loses > 0) and subscriber.seen["replays without an answer"] == 0
+        assert subscriber.seen["replays of the whole"] > (loses > 0.9), subscriber.seen
+
+
+def test_a_late_subscriber_gets_the_state(publisher: KvPublisher, options: KvEvents) -> None:
+    """Of messages that are all kept, and of more."""
+    blocks = Blocks(publisher)
+    for count in (10, 2 * KEPT):
+        blocks.publish(count)
+        with Subscriber(options.address, options.replay, TOPIC) as subscriber:
+            assert subscriber.problems(blocks.dump) == []
+
+
+def test_a_subscriber_that_does_not_read_costs_no_time_and_bounded_memory(publisher: KvPublisher, options: KvEvents) -> None:
+    context = zmq.Context()
+    with context, context.socket(zmq.SUB) as stuck:
+        stuck.set_hwm(10)
+        stuck.linger = 0
+        stuck.connect(options.address)
+        stuck.subscribe(TOPIC)
+        blocks = Blocks(publisher)
+        while not stuck.poll(10):
+            blocks.publish(1)
+        blocks.publish(5 * KEPT)
+        before = usage(os.getpid())
+        longest = blocks.publish(20 * KEPT)
+        after = usage(os.getpid())
+        assert before is not None and after is not None and after.rss - before.rss < 20 * 2**20
+        assert longest < 0.5, "publishing waits for no subscriber, only for the processor"
+        numbers = []
+        while stuck.poll(200):
+            numbers.append(int.from_bytes(stuck.recv_multipart()[1]))
+        blocks.publish(1)
+        assert stuck.poll(5000)
+        numbers.append(int.from_bytes(stuck.recv_multipart()[1]))
+        assert numbers == sorted(numbers) and numbers[-1] == publisher.log.number
+        assert len(numbers) < numbers[-1] - numbers[0], "it sees that messages are missing"
+
+
+@pytest.mark.parametrize("request_", [[b"", b""], [b"x"], [b"", b"not a number of eight bytes"], [b""], [b"", b"x" * 2000]], ids=str)
+def test_strange_requests_harm_nobody(publisher: KvPublisher, options: KvEvents, request_: list[bytes]) -> None:
+    context = zmq.Context()
+    with context:
+        for frames in (request_, [b"", (0).to_bytes(8)]):
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.linger = 0
+                dealer.connect(options.replay)
+                dealer.send_multipart(frames)
+                last = -1
+                while last != END and dealer.poll(5000 if frames is not request_ else 300):
+                    last = int.from_bytes(dealer.recv_multipart()[-2])
+        assert last == END
+
+
+def test_the_library_is_asked_for_by_its_extra(options: KvEvents, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(OptionError, match=r"pip install 'onehead\[events\]'"):
+        KvPublisher(options)
+
+
+@pytest.mark.filterwarnings("ignore:Unclosed socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_address_in_use_is_refused(publisher: KvPublisher, options: KvEvents) -> None:
+    for again in (KvEvents(options.address), KvEvents(addresses().address, options.replay), KvEvents("tcp://nonsense")):
+        with pytest.raises(OptionError, match=f"server.kv_events: cannot listen on {again.address} {again.replay}: "):
+            KvPublisher(again)
