@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from cache.prefix import Link
 from server.protocol import encode
 
-KEPT = 1024
-"""Messages that are kept: those of some seconds under load."""
+KEPT = 512
+"""Messages that are kept: half of what ZeroMQ holds for a subscriber, so that it has room for a whole replay."""
 
 Change: TypeAlias = Link | bytes | None
 """A block that is stored, the hash of one that is removed, or None: all are removed."""
@@ -62,7 +62,8 @@ def _event(change: Change) -> list[Any]:
     """An event as vLLM writes it. The first block of a prefix has the client's salt, without the caller that stands before it."""
     if not isinstance(change, Link):
         return ["BlockRemoved", [_hash(change)]] if change else ["AllBlocksCleared"]
-    before, tokens = change.before, memoryview(change.tokens).cast("I").tolist()
+    before = change.before
+    tokens = memoryview(change.tokens).cast("I").tolist()
     parent, salt = (None, before.partition(":")[2]) if isinstance(before, str) else (_hash(before), "")
     return ["BlockStored", [_hash(change.name)], parent, tokens, len(tokens), None, None, None, [[salt]] if salt else None]
 

@@ -9,29 +9,27 @@ import threading
 import time
 
 from model.spec import OptionError
-from server.engine.kv_event_log import KEPT, KvEventLog, frames
+from server.engine.kv_event_log import KvEventLog, frames
 from server.protocol import KvEvents
 
 
 class KvPublisher:
-    """Listens from the start. Raises OptionError where pyzmq is missing or an address cannot be had.
-
-    Numbers begin with the microseconds since 1970: those of an engine that replaces another are above all of the other's, so that a
-    subscriber which has missed the change sees a gap, and not messages that it knows already.
+    """Listens from the start; `number` is that before the first message. Raises OptionError where pyzmq is missing or an address cannot be
+    had.
     """
 
-    def __init__(self, options: KvEvents) -> None:
+    def __init__(self, options: KvEvents, number: int) -> None:
         try:
             import zmq
         except ImportError:
             raise OptionError("server.kv_events needs pyzmq: pip install 'onehead[events]'") from None
-        self.log = KvEventLog(time.time_ns() // 1000)
+        self.log = KvEventLog(number)
         self._lock = threading.Lock()
         self._topic = options.topic.encode()
         context = zmq.Context.instance()
-        # Room for a whole replay; requests are short.
-        context.linger, context.sndhwm, context.maxmsgsize = 0, 2 * KEPT, 1024
-        self._public, self._router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        context.maxmsgsize = 1024  # Of requests.
+        self._public = context.socket(zmq.PUB)
+        self._router = context.socket(zmq.ROUTER)
         try:
             self._public.bind(options.address)
             if options.replay:

@@ -32,7 +32,7 @@ def options() -> KvEvents:
 
 @pytest.fixture
 def publisher(options: KvEvents) -> Iterator[KvPublisher]:
-    publisher = KvPublisher(options)
+    publisher = KvPublisher(options, -1)
     publisher.publish()
     yield publisher
     publisher._public.close()
@@ -78,7 +78,7 @@ def test_a_subscriber_knows_the_blocks_whatever_it_loses(publisher: KvPublisher,
             assert subscriber.problems(blocks.dump) == []
         assert bool(subscriber.seen["gaps"]) is (loses > 0) or loses > 0.9
         assert subscriber.seen["replays"] >= 1 + (loses > 0) and subscriber.seen["replays without an answer"] == 0
-        assert subscriber.seen["replays of the whole"] > (loses > 0.9), subscriber.seen
+        assert bool(subscriber.seen["replays of the whole"]) is (loses > 0.9), subscriber.seen
 
 
 def test_a_late_subscriber_gets_the_state(publisher: KvPublisher, options: KvEvents) -> None:
@@ -102,7 +102,7 @@ def test_a_subscriber_that_does_not_read_costs_no_time_and_bounded_memory(publis
             blocks.publish(1)
         blocks.publish(5 * KEPT)
         before = usage(os.getpid())
-        longest = blocks.publish(20 * KEPT)
+        longest = blocks.publish(40 * KEPT)
         after = usage(os.getpid())
         assert before is not None and after is not None and after.rss - before.rss < 20 * 2**20
         assert longest < 0.5, "publishing waits for no subscriber, only for the processor"
@@ -134,11 +134,11 @@ def test_strange_requests_harm_nobody(publisher: KvPublisher, options: KvEvents,
 def test_the_library_is_asked_for_by_its_extra(options: KvEvents, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(OptionError, match=r"pip install 'onehead\[events\]'"):
-        KvPublisher(options)
+        KvPublisher(options, -1)
 
 
 @pytest.mark.filterwarnings("ignore:Unclosed socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_address_in_use_is_refused(publisher: KvPublisher, options: KvEvents) -> None:
     for again in (KvEvents(options.address), KvEvents(addresses().address, options.replay), KvEvents("tcp://nonsense")):
         with pytest.raises(OptionError, match=f"server.kv_events: cannot listen on {again.address} {again.replay}: "):
-            KvPublisher(again)
+            KvPublisher(again, -1)
