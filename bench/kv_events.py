@@ -36,7 +36,7 @@ MICROSECONDS = 1e6
 
 def discard(address: str) -> None:
     """Takes messages, and prints how many when standard input ends."""
-    socket, poller, count = zmq.Context.instance().socket(zmq.SUB), zmq.Poller(), 0
+    socket, poller, count = zmq.Context().socket(zmq.SUB), zmq.Poller(), 0
     socket.connect(address)
     socket.subscribe("")
     for each in (socket, sys.stdin.fileno()):

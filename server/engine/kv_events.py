@@ -26,7 +26,7 @@ class KvPublisher:
         self.log = KvEventLog(number)
         self._lock = threading.Lock()
         self._topic = options.topic.encode()
-        context = zmq.Context.instance()
+        context = zmq.Context()
         context.maxmsgsize = 1024  # Of requests.
         self._public = context.socket(zmq.PUB)
         self._router = context.socket(zmq.ROUTER)

@@ -137,7 +137,7 @@ def test_the_library_is_asked_for_by_its_extra(options: KvEvents, monkeypatch: p
         KvPublisher(options, -1)
 
 
-@pytest.mark.filterwarnings("ignore:Unclosed socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:Unclosed:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_address_in_use_is_refused(publisher: KvPublisher, options: KvEvents) -> None:
     for again in (KvEvents(options.address), KvEvents(addresses().address, options.replay), KvEvents("tcp://nonsense")):
         with pytest.raises(OptionError, match=f"server.kv_events: cannot listen on {again.address} {again.replay}: "):
