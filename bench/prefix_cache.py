@@ -91,7 +91,7 @@ def first_token_checks(found: Found, options: argparse.Namespace, page_size: int
 # --- the conversations
 
 
-async def play(server: Server, conversations: list[Conversation], ideal: Ideal, options: argparse.Namespace) -> None:
+async def play(port: int, conversations: list[Conversation], ideal: Ideal, options: argparse.Namespace) -> None:
     """Every turn of every conversation: `open` of them are begun and not ended, and of those `clients` wait for a reply."""
     rng = random.Random(options.seed + 1)
     fresh = iter(conversations)
@@ -104,7 +104,7 @@ async def play(server: Server, conversations: list[Conversation], ideal: Ideal, 
                 conversation = idle.pop(rng.randrange(len(idle)))
                 prompt = conversation.next_prompt()
                 ideal.ask(prompt)
-                answer = await answered(server.port, prompt, options.reply)
+                answer = await answered(port, prompt, options.reply)
                 conversation.tokens = prompt + answer.ids
                 ideal.cache.add(conversation.tokens[:-1])  # The last one was drawn and never computed.
                 if successor := conversation if conversation.to_come else next(fresh, None):
@@ -122,7 +122,7 @@ async def trace(server: Server, options: argparse.Namespace) -> Found:
     longest = info["max_total_tokens"]
     conversations = make_conversations(options.conversations, options.vocab_size, options.reply, longest, options.seed)
     ideal, before, began = Ideal(info["kv_page_size"]), await server.metrics(), time.perf_counter()
-    await play(server, conversations, ideal, options)
+    await play(server.port, conversations, ideal, options)
     seconds = time.perf_counter() - began
     await server.until_idle()
     after = await server.metrics()

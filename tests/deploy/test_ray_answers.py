@@ -1,0 +1,69 @@
+"""Answers on their way through the ingress; without Ray."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from deploy.ray import answers
+from server.errors import GenerationFailed, StreamExpired, Unavailable
+from server.http.errors import error_body
+from server.http.exchange import Dialect
+from tests.support.wire import parse_event
+
+EVENTS = b'id: s.1\ndata: {"a": 1}\n\ndata: {"b": 2}\n\n: keep-alive\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize("size", range(1, len(EVENTS) + 1))
+async def test_events_stay_whole_however_they_arrive(size: int) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(EVENTS), size):
+            yield EVENTS[start : start + size]
+
+    passed = [piece async for piece in answers.whole_events(pieces())]
+    assert b"".join(passed) == EVENTS
+    assert all(piece.endswith(b"\n\n") for piece in passed)
+
+
+async def test_a_part_of_an_event_is_held_back_and_passed_on_at_the_end() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\ndata: "
+        yield b"2"
+
+    assert [piece async for piece in answers.whole_events(pieces())] == [b"data: 1\n\n", b"data: 2"]
+
+
+def test_metrics_of_replicas_become_one_exposition() -> None:
+    first = '# HELP a Help of a.\n# TYPE a counter\na{x="{1}"} 1.0\n# HELP b Help of b.\n# TYPE b gauge\nb 2.0\n'
+    second = '# HELP a Help of a.\n# TYPE a counter\na{x="2"} 3.0\n# HELP c Help of c.\n# TYPE c gauge\nc NaN\n'
+    assert answers.labelled({"r1": first, "r2": second}).splitlines() == [
+        "# HELP a Help of a.",
+        "# TYPE a counter",
+        'a{x="{1}",replica="r1"} 1.0',
+        'a{x="2",replica="r2"} 3.0',
+        "# HELP b Help of b.",
+        "# TYPE b gauge",
+        'b{replica="r1"} 2.0',
+        "# HELP c Help of c.",
+        "# TYPE c gauge",
+        'c{replica="r2"} NaN',
+    ]
+
+
+@pytest.mark.parametrize(("path", "dialect"), [("/v1/completions", Dialect.OPENAI), ("/generate", Dialect.TGI)])
+def test_errors_have_the_forms_of_the_servers_own(path: str, dialect: Dialect) -> None:
+    def shape(body: dict[str, object]) -> object:
+        """Everything but the message and the code."""
+        inner = body["error"]
+        return {**inner, "message": "", "code": ""} if isinstance(inner, dict) else {**body, "error": ""}
+
+    assert shape(json.loads(answers.unavailable(path))) == shape(error_body(Unavailable(""), dialect))
+    first, *done = answers.lost(path).decode().removesuffix("\n\n").split("\n\n")
+    assert shape(json.loads(parse_event(first).data or "")) == shape(error_body(GenerationFailed(""), dialect))
+    assert done == (["data: [DONE]"] if dialect is Dialect.OPENAI else [])
+
+
+def test_a_stream_of_a_replica_that_has_ended_has_expired() -> None:
+    ours = json.loads(answers.expired())["error"]
+    assert ours["code"] == "stream_expired"
+    assert ours | {"message": ""} == error_body(StreamExpired("", code="stream_expired"), Dialect.OPENAI)["error"]

@@ -1,0 +1,136 @@
+"""A Ray cluster of this machine alone, with `serve run deploy.ray.app:app` in it, as the guide has it.
+
+Invariant: every process that it starts is a descendant of its own, and has ended when `stop` returns. It needs the commands of the extra
+`ray` beside the running Python, and imports nothing of Ray.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from tests.support.live import exchange
+from tests.support.paths import ROOT
+from tests.support.processes import alive, children, command_line
+from tests.support.wire import http_request
+
+START_SECONDS = 120.0
+ACTOR = b"ray::ServeReplica:default:onehead"
+"""How Ray names the process of a replica."""
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below a process."""
+    return [found for child in children(pid) for found in (child, *descendants(child))]
+
+
+class Cluster:
+    """Ray and the application. `arguments` are those of Settings."""
+
+    def __init__(self, log: Path, **arguments: object) -> None:
+        self.log, self.port = log, free_port()
+        self._folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # The paths of its sockets must be short.
+        address = f"127.0.0.1:{free_port()}"
+        self._environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "RAY_ADDRESS": address,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEDUP_LOGS": "0",
+        }
+        head = "ray start --head --block --include-dashboard=false --num-cpus 16 --object-store-memory 150000000"
+        self._ray = self._start(*head.split(), "--port", address.split(":")[1], "--temp-dir", str(self._folder))
+        self._retry("serve", "start", "--http-host", "127.0.0.1", "--http-port", str(self.port), "--proxy-location", "HeadOnly")
+        given = [f"{name}={value}" for name, value in arguments.items()]
+        self._serve = self._start("serve", "run", "deploy.ray.app:app", *given)
+
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env=self._environment, cwd=ROOT, start_new_session=True)
+
+    def _retry(self, *command: str) -> None:
+        """Runs a command until it succeeds: Ray is not there at once."""
+        end = time.monotonic() + START_SECONDS
+        while self._start(*command).wait() != 0:
+            self.must_live()
+            if time.monotonic() > end:
+                raise SystemExit(f"{' '.join(command)} failed; see {self.log}")
+            time.sleep(0.5)
+
+    def must_live(self) -> None:
+        """Raises SystemExit where Ray has ended."""
+        if self._ray.poll() is not None:
+            raise SystemExit(f"Ray ended with status {self._ray.returncode}\n{self.log.read_text()[-3000:]}")
+
+    @classmethod
+    async def start(cls, log: Path, **arguments: object) -> Self:
+        """Starts one, and waits until it answers from as many replicas as it starts with."""
+        cluster = await asyncio.to_thread(cls, log, **arguments)
+        try:
+            await cluster.until(lambda names: len(names) >= int(str(arguments.get("min_replicas", 1))))
+        except BaseException:
+            await cluster.stop()
+            raise
+        return cluster
+
+    async def get(self, path: str, headers: dict[str, str] | None = None, method: str = "GET") -> tuple[int, str]:
+        """Status and text of a request through the proxy."""
+        async with asyncio.timeout(60), exchange(self.port, http_request(method, path, headers=headers)) as reply:
+            return reply.status, (await reply.body()).decode()
+
+    async def metrics(self) -> dict[str, dict[str, float]]:
+        """Of each replica the sums of its series, from /metrics of the ingress."""
+        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        status, text = await self.get("/metrics")
+        for line in text.splitlines() if status == 200 else ():
+            if sample := re.fullmatch(r'(\w+)\{.*replica="(\w+)"\} (\S+)', line):
+                found[sample[2]][sample[1]] += float(sample[3])
+        return found
+
+    async def until(self, wanted: Callable[[list[str]], bool], seconds: float = START_SECONDS) -> list[str]:
+        """Waits until the names of the replicas are as wanted, which is a function of them; returns them."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.must_live()
+            try:
+                if wanted(names := sorted(await self.metrics())):
+                    return names
+            except (OSError, EOFError, TimeoutError):
+                pass
+            await asyncio.sleep(0.2)
+        raise SystemExit(f"the replicas are not as wanted within {seconds:g} s\n{self.log.read_text()[-3000:]}")
+
+    def actors(self) -> list[int]:
+        """Process ids of the replicas."""
+        return [pid for pid in descendants(self._ray.pid) if command_line(pid).startswith(ACTOR)]
+
+    async def stop(self) -> None:
+        """Shuts the application down, and then Ray."""
+        below = {*descendants(self._ray.pid), *descendants(self._serve.pid)}
+        for process, number in ((self._serve, signal.SIGINT), (self._ray, signal.SIGTERM)):
+            if process.poll() is None:
+                process.send_signal(number)
+                try:
+                    await asyncio.to_thread(process.wait, 60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        # Ray starts some of its processes in sessions of their own.
+        for pid in filter(alive, below):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
