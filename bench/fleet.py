@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer
 from bench.conversations import Conversation, Ideal, make_conversations
 from bench.prefix_cache import HITS, QUERIES, play
 from server.config import EMBEDDED_MODEL
-from tests.support.live import Ask, Server, ask
+from tests.support.live import Answer, Ask, Server, ask
 from tests.support.ray_cluster import Cluster
 from tests.support.report import Check, Found, conclude, show
 
@@ -49,8 +50,7 @@ async def start(replicas: int, affinity: bool, options: argparse.Namespace, fold
 
 async def hits(server: Server | Cluster) -> tuple[list[float], float]:
     """Of each replica, the rate of hits; and that of all."""
-    metrics = await server.metrics()
-    each: list[dict[str, float]] = list(metrics.values()) if isinstance(server, Cluster) else [metrics]  # type: ignore[list-item]
+    each = list((await server.metrics()).values()) if isinstance(server, Cluster) else [await server.metrics()]
     rates = [one[HITS] / max(1.0, one[QUERIES]) for one in each]
     return rates, sum(one[HITS] for one in each) / sum(one[QUERIES] for one in each)
 
@@ -98,25 +98,26 @@ def show_conversations(rows: list[Found]) -> None:
     show(headings, cells, "hit rate: prompt tokens that were in a prefix cache; at best: whole pages, one cache that forgets nothing")
 
 
+async def client(port: int, questions: Iterator[Ask]) -> list[Answer]:
+    """Asks one after the other until there are none left."""
+    return [await ask(port, question) for question in questions]
+
+
 async def throughput(options: argparse.Namespace, folder: Path) -> tuple[Found, list[Check]]:
     """Tokens a second, and the time to the first event."""
-    rows = []
+    rows: list[Found] = []
     for replicas in (0, 1, 2):
         server = await start(replicas, True, options, folder)
-        rng, answers = random.Random(options.seed), []
+        rng = random.Random(options.seed)
+        questions = iter([Ask("openai", rng.choices(range(1000, 1999), k=32), TOKENS) for _ in range(options.requests)])
         try:
-            questions = iter([Ask("openai", rng.choices(range(1000, 1999), k=32), TOKENS) for _ in range(options.requests)])
-
-            async def client(port: int, questions: object = questions, answers: list[object] = answers) -> None:
-                for question in questions:  # type: ignore[attr-defined]
-                    answers.append(await ask(port, question))
-
             await ask(server.port, Ask("openai", [5], 1))
             began = time.perf_counter()
-            await asyncio.gather(*(client(server.port) for _ in range(CLIENTS)))
+            each = await asyncio.gather(*(client(server.port, questions) for _ in range(CLIENTS)))
             seconds = time.perf_counter() - began
         finally:
             await server.stop()
+        answers = [answer for answers in each for answer in answers]
         failed = [answer.failure for answer in answers if answer.failure]
         firsts = sorted(answer.times[0] - answer.sent for answer in answers if answer.times)
         rows.append(
