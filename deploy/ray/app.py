@@ -65,7 +65,7 @@ class Settings(BaseModel):
 class Replica:
     """One `onehead serve`, on a free port of the loopback interface."""
 
-    async def __init__(self, options: list[str]) -> None:
+    async def __init__(self, options: list[str]) -> None:  # type: ignore[misc]  # Ray awaits it.
         self.name: str = serve.get_replica_context().replica_id.unique_id
         self.ending = False
         arguments = "serve", *options, "--host", "127.0.0.1", "--port", "0", "--server.lb_grace", "0"
@@ -110,7 +110,7 @@ class Replica:
 
     async def whole(self, call: Call) -> tuple[str, int, str]:
         """This replica's name, and status and text of its answer."""
-        items = [item async for item in self(call)]
+        items: list[Any] = [item async for item in self(call)]
         return self.name, items[0][1], b"".join(items[1:-1]).decode()
 
     async def __call__(self, call: Call) -> AsyncIterator[Head | bytes | None]:

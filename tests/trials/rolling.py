@@ -1,12 +1,13 @@
 """Servers replaced under load behind a proxy, and a server told to end under 64 streams: nothing may be lost.
 
-    python -m tests.trials.rolling --output DIR [--requests 5000] [--clients 16] [--streams 64]
+    python -m tests.trials.rolling --output DIR [--requests 5000] [--clients 16] [--streams 64] [-- --server.api_processes 2]
 
 Starts two servers and Debian's nginx (`apt-get install nginx-light`) in front of them. While clients send short requests through the proxy,
 half of them streaming, the servers are replaced in turn: SIGTERM, exit status 0, a new one on the same port, ready, the other. Every
 request must get the answer that an undisturbed server gives, and every replaced server must end with 0.
 
 Then one server gets SIGTERM while it streams to 64 clients, directly: all must get their whole answer, and it must end with 0.
+Arguments after `--` are options of the servers.
 """
 
 import argparse
@@ -200,9 +201,9 @@ def show_roll(roll: Roll) -> None:
     show(("rolling", "count", "p50", "p99", "max"), rows)
 
 
-async def drain_under_streams(folder: Path, count: int) -> tuple[Found, list[Check]]:
+async def drain_under_streams(folder: Path, count: int, *arguments: str) -> tuple[Found, list[Check]]:
     """SIGTERM when every stream has begun."""
-    server = await Server.start(folder / "rolling-drain.log", "--engine.max_running", str(count))
+    server = await Server.start(folder / "rolling-drain.log", "--engine.max_running", str(count), *arguments)
     questions = asks(count, 64, seed=6, prompt_tokens=(4, 24))
     begun: set[Ask] = set()
     try:
@@ -226,9 +227,9 @@ async def drain_under_streams(folder: Path, count: int) -> tuple[Found, list[Che
 
 
 async def run(options: argparse.Namespace, folder: Path) -> int:
-    arguments = ["--server.lb_grace", str(LB_GRACE), "--engine.threads", "1"]
+    arguments = ["--server.lb_grace", str(LB_GRACE), "--engine.threads", "1", *options.server]
     info, rolling, checks = await roll_under_load(options, folder, arguments)
-    drain, drain_checks = await drain_under_streams(folder, options.streams)
+    drain, drain_checks = await drain_under_streams(folder, options.streams, *options.server)
     result = {"arguments": arguments, "rolling": rolling, "drain": drain}
     return conclude("rolling", options.output, info, result, checks + drain_checks)
 
@@ -239,6 +240,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("server", nargs="*", help="options of the servers, after --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         sys.exit(asyncio.run(run(options, options.output or Path(scratch))))

@@ -1,0 +1,171 @@
+"""`serve run deploy.ray.app:app` with two replicas on a real Ray cluster. Needs the extra `ray`: scripts/ray runs it.
+
+The cases share one cluster, and the one that kills a replica comes last.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.live import Server as SingleServer
+from tests.support.live import ask, asks, exchange
+from tests.support.paths import ROOT
+from tests.support.processes import alive, children, command_line, engines, kill
+from tests.support.ray_cluster import Cluster
+from tests.support.wire import http_request
+
+pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+OPTIONS = "--engine.threads", "1", "--cache.pages", "512"
+LONG = {"inputs": "import os", "stream": True, "parameters": {"max_new_tokens": 2000, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    log = tmp_path_factory.mktemp("ray") / "ray.log"
+    started = await Cluster.start(log, options=" ".join(OPTIONS), min_replicas=2, max_replicas=2)
+    try:
+        yield started
+    finally:
+        await started.stop()
+
+
+async def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+    """Waits for what a coroutine function or a function says."""
+    async with asyncio.timeout(seconds):
+        while True:
+            found = condition()
+            if await found if asyncio.iscoroutine(found) else found:
+                return
+            await asyncio.sleep(0.1)
+    raise AssertionError(what)
+
+
+def post(path: str, body: Any, **headers: str) -> bytes:
+    return http_request("POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+async def running(cluster: Cluster) -> float:
+    """Sequences that the replicas compute."""
+    return sum(each["onehead_requests_running"] for each in (await cluster.metrics()).values())
+
+
+async def test_answers_of_both_dialects_are_a_single_servers(cluster: Cluster, tmp_path: Path) -> None:
+    questions = asks(12, 24, seed=3, prompt_tokens=(4, 40))
+    server = await SingleServer.start(tmp_path / "single.log", *OPTIONS)
+    try:
+        oracles = await asyncio.gather(*(ask(server.port, question) for question in questions))
+    finally:
+        await server.stop()
+    answers = await asyncio.gather(*(ask(cluster.port, question) for question in questions))
+    assert [answer.problem(oracle) for answer, oracle in zip(answers, oracles, strict=True)] == [None] * len(questions)
+
+
+async def test_headers_pass_in_both_directions(cluster: Cluster) -> None:
+    request = post("/v1/completions", {"prompt": "x", "max_tokens": 1}, x_request_id="our-id")
+    async with exchange(cluster.port, request) as reply:
+        body = await reply.body()
+    assert reply.status == 200 and reply.headers["x-request-id"] == "our-id"
+    assert reply.headers["content-length"] == str(len(body))
+    assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_a_refusal_is_the_servers_own(cluster: Cluster) -> None:
+    async with exchange(cluster.port, post("/v1/completions", {"prompt": "x", "max_tokns": 1})) as reply:
+        assert reply.status == 400 and "max_tokns" in json.loads(await reply.body())["error"]["message"]
+    assert (await cluster.get("/v1/models?x=1"))[0] == 200
+    assert (await cluster.get("/nothing/here"))[0] == 404
+
+
+async def test_events_come_one_by_one_and_a_client_that_leaves_cancels_its_request(cluster: Cluster) -> None:
+    async with exchange(cluster.port, post("/generate", LONG)) as reply:
+        pieces = reply.pieces()
+        arrived = [await anext(pieces) for _ in range(20)]
+        assert max(piece.count(b"data:") for piece in arrived) < 200
+        assert await running(cluster) == 1
+        reply.cut()
+
+    async def idle() -> bool:
+        return await running(cluster) == 0
+
+    await until(idle, "the request was not cancelled", 5)
+
+
+async def test_turns_of_a_conversation_go_to_one_replica(cluster: Cluster) -> None:
+    before = await cluster.metrics()
+    prompt = list(range(1000, 1400))
+    for turn in range(4):
+        async with exchange(cluster.port, post("/v1/completions", {"prompt": prompt + [7] * 70 * turn, "max_tokens": 1})) as reply:
+            usage = json.loads(await reply.body())["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 400 + 70 * 2 - 64
+    after, name = await cluster.metrics(), "onehead_prompt_tokens_total"
+    assert sum(after[replica][name] > before[replica][name] for replica in after) == 1
+
+
+async def test_a_resumable_stream_is_read_again_and_cancelled_at_its_replica(cluster: Cluster) -> None:
+    for _ in range(4):  # Of both replicas.
+        async with exchange(cluster.port, post("/generate", LONG | {"resumable": True})) as reply:
+            await anext(reply.pieces())
+            stream = reply.headers["x-stream-id"]
+            reply.cut()
+        async with exchange(cluster.port, http_request("GET", f"/v1/streams/{stream}", headers={"last-event-id": f"{stream}.3"})) as reply:
+            assert (await anext(reply.events())).id == f"{stream}.4"
+            reply.cut()
+        assert (await cluster.get(f"/v1/streams/{stream}", method="DELETE"))[0] == 204
+        status, text = await cluster.get(f"/v1/streams/{stream}?after=4")
+        assert status == 200 and "cancelled" in text
+    status, text = await cluster.get("/v1/streams/unknown")
+    assert status == 404 and json.loads(text)["error"]["code"] == "stream_not_found"
+
+
+async def test_a_replica_stays_while_its_engine_is_replaced(cluster: Cluster) -> None:
+    actors = sorted(cluster.actors())
+    (server,) = (child for child in children(actors[0]) if b"commands.cli" in command_line(child))
+    for engine in engines(server):
+        kill(engine)
+    answers = await asyncio.gather(*(ask(cluster.port, question) for question in asks(16, 8, seed=4)))
+    assert [answer.failure for answer in answers] == [None] * 16
+    await asyncio.sleep(6)  # Longer than the period of Ray's health checks.
+    assert sorted(cluster.actors()) == actors
+
+
+async def test_a_server_that_ends_takes_its_replica_along_and_its_streams_have_expired(cluster: Cluster) -> None:
+    """Two streams, one on each replica, as the less busy one gets the second."""
+    actors = cluster.actors()
+    request = post("/generate", LONG | {"resumable": True})
+    async with exchange(cluster.port, request) as first, exchange(cluster.port, request) as second:
+        for reply in (first, second):
+            await anext(reply.pieces())
+        assert [values["onehead_requests_running"] for values in (await cluster.metrics()).values()] == [1, 1]
+        kill(next(child for child in children(actors[0]) if b"commands.cli" in command_line(child)))
+        await until(lambda: not alive(actors[0]), "the replica did not end with its server")
+        states = []
+        for reply in (first, second):
+            async with asyncio.timeout(2):
+                stream = reply.headers["x-stream-id"]
+                status, text = await cluster.get(f"/v1/streams/{stream}", method="DELETE")
+                states.append((status, json.loads(text)["error"]["code"] if text else ""))
+        ends = [(await reply.body()).rpartition(b"data: ")[2] for reply in (first, second)]
+    assert sorted(states) == [(204, ""), (410, "stream_expired")]
+    gone = states.index((410, "stream_expired"))
+    assert json.loads(ends[gone]) == {"error": "the server of this stream has ended; send the request again", "error_type": "generation"}
+    assert "cancelled" in json.loads(ends[1 - gone])["error"]
+    await cluster.until(lambda names: len(names) == 2)
+    assert actors[0] not in cluster.actors()
+
+
+def test_the_configurations_are_what_serve_takes() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from deploy.ray.app import Settings
+
+    service = yaml.safe_load((ROOT / "deploy" / "ray" / "rayservice.yaml").read_text())
+    texts = (ROOT / "deploy" / "ray" / "serve.yaml").read_text(), service["spec"]["serveConfigV2"]
+    for text in texts:
+        (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+        assert application.import_path == "deploy.ray.app:app"
+        Settings.model_validate(application.args)
