@@ -62,4 +62,5 @@ def lost(path: str) -> bytes:
     """The last events of a stream whose server has ended before it."""
     message = "the server of this stream has ended; send the request again"
     event = json.dumps(error_body(path, message, 500, "server_lost", "generation", "InternalServerError"))
-    return f"data: {event}\n\n{'data: [DONE]' + chr(10) * 2 if path.startswith('/v1/') else ''}".encode()
+    done = "data: [DONE]\n\n" if path.startswith("/v1/") else ""
+    return f"data: {event}\n\n{done}".encode()

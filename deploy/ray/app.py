@@ -252,7 +252,8 @@ def app(settings: Settings) -> serve.Application:
         request_router_config=RequestRouterConfig(
             request_router_class="deploy.ray.router.PrefixRouter", request_router_kwargs={"affinity": settings.affinity}
         ),
-        max_ongoing_requests=1024,  # The server has a queue of its own, and answers 429 beyond server.max_waiting.
+        max_ongoing_requests=1024,  # The server has a queue of its own, and answers 429 beyond its limits.
+        max_queued_requests=4096,  # While no replica takes requests; more are answered 503.
         health_check_period_s=5,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=2 * DRAIN_SECONDS + 10,
