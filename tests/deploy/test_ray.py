@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import yaml
 
 from tests.support.live import Server as SingleServer
@@ -24,7 +25,7 @@ OPTIONS = "--engine.threads", "1", "--cache.pages", "512"
 LONG = {"inputs": "import os", "stream": True, "parameters": {"max_new_tokens": 2000, "ignore_eos": True}}
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     log = tmp_path_factory.mktemp("ray") / "ray.log"
     started = await Cluster.start(log, options=" ".join(OPTIONS), min_replicas=2, max_replicas=2)
@@ -158,7 +159,7 @@ async def test_a_server_that_ends_takes_its_replica_along_and_its_streams_have_e
     assert actors[0] not in cluster.actors()
 
 
-def test_the_configurations_are_what_serve_takes() -> None:
+async def test_the_configurations_are_what_serve_takes() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     from deploy.ray.app import Settings

@@ -7,6 +7,7 @@ Invariant: every process that it starts is a descendant of its own, and has ende
 import asyncio
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -44,21 +45,29 @@ class Cluster:
     """Ray and the application. `arguments` are those of Settings."""
 
     def __init__(self, log: Path, **arguments: object) -> None:
-        self.log, self.port = log, free_port()
+        self.log, self.port, self._arguments = log, free_port(), arguments
         self._folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # The paths of its sockets must be short.
-        address = f"127.0.0.1:{free_port()}"
+        self._ray_port = free_port()
         self._environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "RAY_ADDRESS": address,
+            "RAY_ADDRESS": f"127.0.0.1:{self._ray_port}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
         }
-        head = "ray start --head --block --include-dashboard=false --num-cpus 16 --object-store-memory 150000000"
-        self._ray = self._start(*head.split(), "--port", address.split(":")[1], "--temp-dir", str(self._folder))
-        self._retry("serve", "start", "--http-host", "127.0.0.1", "--http-port", str(self.port), "--proxy-location", "HeadOnly")
-        given = [f"{name}={value}" for name, value in arguments.items()]
-        self._serve = self._start("serve", "run", "deploy.ray.app:app", *given)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        """Ray, and then `serve run`."""
+
+    def begin(self) -> None:
+        """Starts Ray, its proxy and the application."""
+        head = f"ray start --head --block --node-ip-address 127.0.0.1 --port {self._ray_port} --temp-dir {self._folder}"
+        sizes = "--include-dashboard=false --num-cpus 16 --object-store-memory 150000000"
+        self._processes.append(self._start(*head.split(), *sizes.split()))
+        self._retry(*f"serve start --http-host 127.0.0.1 --http-port {self.port} --proxy-location HeadOnly".split())
+        given = [f"{name}={value}" for name, value in self._arguments.items()]
+        self._processes.append(self._start("serve", "run", "deploy.ray.app:app", *given))
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
@@ -75,14 +84,16 @@ class Cluster:
 
     def must_live(self) -> None:
         """Raises SystemExit where Ray has ended."""
-        if self._ray.poll() is not None:
-            raise SystemExit(f"Ray ended with status {self._ray.returncode}\n{self.log.read_text()[-3000:]}")
+        for process in self._processes:
+            if process.poll() is not None:
+                raise SystemExit(f"{process.args!r} ended with status {process.returncode}\n{self.log.read_text()[-3000:]}")
 
     @classmethod
     async def start(cls, log: Path, **arguments: object) -> Self:
         """Starts one, and waits until it answers from as many replicas as it starts with."""
-        cluster = await asyncio.to_thread(cls, log, **arguments)
+        cluster = cls(log, **arguments)
         try:
+            await asyncio.to_thread(cluster.begin)
             await cluster.until(lambda names: len(names) >= int(str(arguments.get("min_replicas", 1))))
         except BaseException:
             await cluster.stop()
@@ -118,14 +129,14 @@ class Cluster:
 
     def actors(self) -> list[int]:
         """Process ids of the replicas."""
-        return [pid for pid in descendants(self._ray.pid) if command_line(pid).startswith(ACTOR)]
+        return [pid for pid in descendants(self._processes[0].pid) if command_line(pid).startswith(ACTOR)]
 
     async def stop(self) -> None:
         """Shuts the application down, and then Ray."""
-        below = {*descendants(self._ray.pid), *descendants(self._serve.pid)}
-        for process, number in ((self._serve, signal.SIGINT), (self._ray, signal.SIGTERM)):
+        below = {pid for process in self._processes for pid in descendants(process.pid)}
+        for process in reversed(self._processes):
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM if process is self._processes[0] else signal.SIGINT)
                 try:
                     await asyncio.to_thread(process.wait, 60)
                 except subprocess.TimeoutExpired:
