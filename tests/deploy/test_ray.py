@@ -5,24 +5,33 @@ The cases share one cluster, and the one that kills a replica comes last.
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import yaml
 
-from tests.support.live import Server as SingleServer
 from tests.support.live import ask, asks, exchange
 from tests.support.paths import ROOT
-from tests.support.processes import alive, children, command_line, engines, kill
+from tests.support.processes import ServerProcess, alive, children, command_line, engines, kill
 from tests.support.ray_cluster import Cluster
 from tests.support.wire import http_request
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 OPTIONS = "--engine.threads", "1", "--cache.pages", "512"
 LONG = {"inputs": "import os", "stream": True, "parameters": {"max_new_tokens": 2000, "ignore_eos": True}}
+
+VALIDATE = """
+import sys, yaml
+from ray.serve.schema import ServeDeploySchema
+from deploy.ray.app import Settings
+(application,) = ServeDeploySchema.model_validate(yaml.safe_load(sys.stdin)).applications
+assert application.import_path == "deploy.ray.app:app", application
+Settings.model_validate(application.args)
+"""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,13 +64,10 @@ async def running(cluster: Cluster) -> float:
     return sum(each["onehead_requests_running"] for each in (await cluster.metrics()).values())
 
 
-async def test_answers_of_both_dialects_are_a_single_servers(cluster: Cluster, tmp_path: Path) -> None:
+async def test_answers_of_both_dialects_are_a_single_servers(cluster: Cluster) -> None:
     questions = asks(12, 24, seed=3, prompt_tokens=(4, 40))
-    server = await SingleServer.start(tmp_path / "single.log", *OPTIONS)
-    try:
+    with await asyncio.to_thread(ServerProcess, None, *OPTIONS) as server:
         oracles = await asyncio.gather(*(ask(server.port, question) for question in questions))
-    finally:
-        await server.stop()
     answers = await asyncio.gather(*(ask(cluster.port, question) for question in questions))
     assert [answer.problem(oracle) for answer, oracle in zip(answers, oracles, strict=True)] == [None] * len(questions)
 
@@ -110,7 +116,8 @@ async def test_turns_of_a_conversation_go_to_one_replica(cluster: Cluster) -> No
 async def test_a_resumable_stream_is_read_again_and_cancelled_at_its_replica(cluster: Cluster) -> None:
     for _ in range(4):  # Of both replicas.
         async with exchange(cluster.port, post("/generate", LONG | {"resumable": True})) as reply:
-            await anext(reply.pieces())
+            events = reply.events()
+            assert [(await anext(events)).id for _ in range(6)][-1] == f"{reply.headers['x-stream-id']}.6"
             stream = reply.headers["x-stream-id"]
             reply.cut()
         async with exchange(cluster.port, http_request("GET", f"/v1/streams/{stream}", headers={"last-event-id": f"{stream}.3"})) as reply:
@@ -160,13 +167,7 @@ async def test_a_server_that_ends_takes_its_replica_along_and_its_streams_have_e
 
 
 async def test_the_configurations_are_what_serve_takes() -> None:
-    from ray.serve.schema import ServeDeploySchema
-
-    from deploy.ray.app import Settings
-
+    """In a process of its own: Ray's schemas warn when they are imported."""
     service = yaml.safe_load((ROOT / "deploy" / "ray" / "rayservice.yaml").read_text())
-    texts = (ROOT / "deploy" / "ray" / "serve.yaml").read_text(), service["spec"]["serveConfigV2"]
-    for text in texts:
-        (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
-        assert application.import_path == "deploy.ray.app:app"
-        Settings.model_validate(application.args)
+    for text in (ROOT / "deploy" / "ray" / "serve.yaml").read_text(), service["spec"]["serveConfigV2"]:
+        subprocess.run([sys.executable, "-c", VALIDATE], input=text, text=True, check=True, cwd=ROOT, timeout=60)
