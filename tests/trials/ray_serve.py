@@ -173,7 +173,8 @@ class Load:
             if number > self.wanted:
                 self.running -= 1
                 return
-            asked = replace(question, stream=(self.answered + number) % 3 != 0)
+            stream = (self.answered + number) % 3 != 0
+            asked = replace(question, stream=stream, resumable=question.resumable and stream)
             problem = (await ask(self.cluster.port, asked)).problem(self.oracles[question])
             self.answered += 1
             if problem is not None:
