@@ -4,7 +4,7 @@
 
 conversations  one server, and 2 and 4 replicas with affinity and without: conversations of 2 to 6 turns, interleaved, under five system
                prompts; the share of prompt tokens that prefix caches had, and whether every token is the single server's
-throughput     one server, and 1 and 2 replicas: requests of 64 tokens, streamed, from 32 clients
+throughput     one server, and 1 and 2 replicas with event_interval 0 and 0.1: requests of 64 tokens from 32 clients, streamed and whole
 
 Needs the extra `ray`. Arguments after `--` are options of the servers. Writes fleet.json into DIR, an existing folder. Exit status 1 where
 a token differs, or where affinity finds less in the caches than routing by load does.
@@ -13,6 +13,7 @@ a token differs, or where affinity finds less in the caches than routing by load
 import argparse
 import asyncio
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -40,12 +41,12 @@ def fresh_conversations(options: argparse.Namespace) -> list[Conversation]:
     return make_conversations(options.conversations, vocab_size, options.reply, 4096, options.seed)
 
 
-async def start(replicas: int, affinity: bool, options: argparse.Namespace, folder: Path) -> Server | Cluster:
+async def start(replicas: int, options: argparse.Namespace, folder: Path, **arguments: object) -> Server | Cluster:
     """That many replicas, or a server alone for 0."""
     if not replicas:
         return await Server.start(folder / "single.log", *options.server)
     told = " ".join(options.server)
-    return await Cluster.start(folder / "ray.log", options=told, min_replicas=replicas, max_replicas=replicas, affinity=affinity)
+    return await Cluster.start(folder / "ray.log", options=told, min_replicas=replicas, max_replicas=replicas, **arguments)
 
 
 async def hits(server: Server | Cluster) -> tuple[list[float], float]:
@@ -61,7 +62,7 @@ async def conversations(options: argparse.Namespace, folder: Path) -> tuple[Foun
     rows: list[Found] = []
     for replicas, affinity in ((0, True), (2, True), (2, False), (4, True), (4, False)):
         talks, ideal = fresh_conversations(options), Ideal(PAGE_SIZE)
-        server = await start(replicas, affinity, options, folder)
+        server = await start(replicas, options, folder, affinity=affinity)
         try:
             began = time.perf_counter()
             await play(server.port, talks, ideal, options)
@@ -103,32 +104,36 @@ async def client(port: int, questions: Iterator[Ask]) -> list[Answer]:
     return [await ask(port, question) for question in questions]
 
 
+async def loaded(port: int, stream: bool, options: argparse.Namespace) -> Found:
+    """Requests of 64 tokens from 32 clients: tokens a second, the median time to the first event, and failures."""
+    rng = random.Random(options.seed)
+    questions = [Ask("openai", rng.choices(range(1000, 1999), k=32), TOKENS, stream=stream) for _ in range(options.requests)]
+    began, left = time.perf_counter(), iter(questions)
+    answers = [answer for each in await asyncio.gather(*(client(port, left) for _ in range(CLIENTS))) for answer in each]
+    speed = len(answers) * TOKENS / (time.perf_counter() - began)
+    firsts = [answer.times[0] - answer.sent for answer in answers if answer.times]
+    failed = [answer.failure for answer in answers if answer.failure]
+    return {"stream": stream, "tokens_per_second": speed, "ttft": statistics.median(firsts) if firsts else None, "failed": failed}
+
+
 async def throughput(options: argparse.Namespace, folder: Path) -> tuple[Found, list[Check]]:
-    """Tokens a second, and the time to the first event."""
+    """Streams, and whole answers."""
     rows: list[Found] = []
-    for replicas in (0, 1, 2):
-        server = await start(replicas, True, options, folder)
-        rng = random.Random(options.seed)
-        questions = iter([Ask("openai", rng.choices(range(1000, 1999), k=32), TOKENS) for _ in range(options.requests)])
+    for replicas, interval in ((0, 0.0), (1, 0.0), (1, 0.1), (2, 0.0), (2, 0.1)):
+        server = await start(replicas, options, folder, event_interval=interval)
         try:
             await ask(server.port, Ask("openai", [5], 1))
-            began = time.perf_counter()
-            each = await asyncio.gather(*(client(server.port, questions) for _ in range(CLIENTS)))
-            seconds = time.perf_counter() - began
+            for stream in (True, False):
+                rows.append({"replicas": replicas, "interval": interval} | await loaded(server.port, stream, options))
         finally:
             await server.stop()
-        answers = [answer for answers in each for answer in answers]
-        failed = [answer.failure for answer in answers if answer.failure]
-        firsts = sorted(answer.times[0] - answer.sent for answer in answers if answer.times)
-        rows.append(
-            {"replicas": replicas, "tokens_per_second": len(answers) * TOKENS / seconds, "ttft": firsts[len(firsts) // 2], "failed": failed}
-        )
-    headings = "replicas", "tokens/s", "TTFT, median ms", "failed"
-    show(
-        headings,
-        [(row["replicas"] or "none", f"{row['tokens_per_second']:.0f}", f"{row['ttft'] * 1000:.0f}", len(row["failed"])) for row in rows],
-    )
-    return {"throughput": rows}, [Check("throughput: no request fails", not any(row["failed"] for row in rows), "")]
+    cells = []
+    for row in rows:
+        kind = f"stream, interval {row['interval']:g}" if row["stream"] else "whole"
+        first = "-" if row["ttft"] is None else f"{row['ttft'] * 1000:.0f}"
+        cells.append((row["replicas"] or "none", kind, f"{row['tokens_per_second']:.0f}", first, len(row["failed"])))
+    show(("replicas", "answers", "tokens/s", "TTFT, median ms", "failed"), cells)
+    return {"throughput": rows}, [Check("throughput: no request fails", not any(row["failed"] for row in rows), f"{len(rows)} runs")]
 
 
 async def run(options: argparse.Namespace, folder: Path) -> int:
@@ -151,7 +156,7 @@ def main() -> None:
     parser.add_argument("--open", type=int, default=64, help="conversations that are begun and not ended at any time")
     parser.add_argument("--clients", type=int, default=16, help="requests at once")
     parser.add_argument("--reply", type=int, default=8, help="tokens of each reply in a conversation")
-    parser.add_argument("--requests", type=int, default=512, help="of throughput")
+    parser.add_argument("--requests", type=int, default=192, help="of each run of throughput")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("server", nargs="*", default=list(OPTIONS), help="options of the servers, after --")
     options = parser.parse_args()
