@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from bench.two_trees import Server
@@ -35,7 +36,7 @@ MICROSECONDS = 1e6
 
 
 def discard(address: str) -> None:
-    """Takes messages, and prints how many when standard input ends."""
+    """Takes messages, and prints how many events they had when standard input ends."""
     socket, poller, count = zmq.Context().socket(zmq.SUB), zmq.Poller(), 0
     socket.connect(address)
     socket.subscribe("")
@@ -45,19 +46,18 @@ def discard(address: str) -> None:
     while True:
         ready = dict(poller.poll())
         if socket in ready:
-            socket.recv_multipart()
-            count += 1
+            count += len(msgspec.msgpack.decode(socket.recv_multipart()[-1])[1])
         elif sys.stdin.fileno() in ready:
             print(count, flush=True)
             return
 
 
 class Discarding:
-    """The subscriber's process, while it is entered. `num_messages`: what it has taken."""
+    """The subscriber's process, while it is entered. `num_events`: what it has taken."""
 
     def __init__(self, address: str) -> None:
         self._command = [sys.executable, "-m", "bench.kv_events", "--discard", address]
-        self.num_messages = 0
+        self.num_events = 0
 
     def __enter__(self) -> "Discarding":
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -65,7 +65,7 @@ class Discarding:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.num_messages = int(self._process.communicate()[0])
+        self.num_events = int(self._process.communicate()[0])
 
 
 def block_costs(blocks_a_step: int) -> dict[str, float]:
@@ -117,9 +117,9 @@ def main() -> None:
     finally:
         for server in servers.values():
             server.stop()
-    assert subscriber.num_messages > 100, f"the subscriber has taken {subscriber.num_messages} messages"
+    assert subscriber.num_events > 100, f"the subscriber has taken {subscriber.num_events} events"
     costs = {str(count): block_costs(count) for count in (1, 8, 64)}
-    report: dict[str, Any] = {"command": sys.argv, "rates": results, "messages": subscriber.num_messages, "us a block": costs}
+    report: dict[str, Any] = {"command": sys.argv, "rates": results, "events": subscriber.num_events, "us a block": costs}
     options.output.write_text(json.dumps(report))
     rows = []
     for streams, found in results.items():
