@@ -22,11 +22,14 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     """A server that trusts nginx, and nginx."""
     folder = tmp_path_factory.mktemp("nginx")
     with (folder / "server.log").open("w") as log:
-        server = ServerProcess(None, "--server.trusted_proxies", "127.0.0.0/8", "--server.stall_after", "60", stderr=log)
-    nginx = Nginx(folder, server.port)
-    yield SimpleNamespace(server=server, port=nginx.port, log=folder / "server.log")
-    nginx.stop()
-    assert server.stop() == 0
+        options = "--server.trusted_proxies", "127.0.0.0/8", "--server.stall_after", "60"
+        with ServerProcess(None, *options, stderr=log) as server:
+            nginx = Nginx(folder, server.port)
+            try:
+                yield SimpleNamespace(server=server, port=nginx.port, log=folder / "server.log")
+            finally:
+                nginx.stop()
+            assert server.stop() == 0
 
 
 def body(prompt: str, **more: object) -> dict[str, object]:
