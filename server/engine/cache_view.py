@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.layout import pages_for
-from server.engine.kv_event_log import KvEventLog
+from server.engine.kv_event_log import KvEventLog, block_hash
 from server.engine.open_sequences import OpenSequences
 from server.engine.sequence import Sequence
 from server.protocol import OWNED, SHARED, CacheView, Look, SequenceRow
@@ -86,7 +86,7 @@ class CacheViews:
         return {
             "owners": list(allocator.owners),
             "cached": list(allocator.cached),
-            "blocks": [name.hex() for name in scheduler.prefixes.blocks],
+            "blocks": [*map(block_hash, scheduler.prefixes.blocks)],
             "kv_event": self._events and self._events.number,
             "sequences": {
                 str(sequence.id): {

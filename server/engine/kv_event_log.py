@@ -61,13 +61,13 @@ def frames(number: int, time: float, changes: list[Change]) -> tuple[bytes, byte
 def _event(change: Change) -> list[Any]:
     """An event as vLLM writes it. The first block of a prefix has the client's salt, without the caller that stands before it."""
     if not isinstance(change, Link):
-        return ["BlockRemoved", [_hash(change)]] if change else ["AllBlocksCleared"]
+        return ["BlockRemoved", [block_hash(change)]] if change else ["AllBlocksCleared"]
     before = change.before
     tokens = memoryview(change.tokens).cast("I").tolist()
-    parent, salt = (None, before.partition(":")[2]) if isinstance(before, str) else (_hash(before), "")
-    return ["BlockStored", [_hash(change.name)], parent, tokens, len(tokens), None, None, None, [[salt]] if salt else None]
+    parent, salt = (None, before.partition(":")[2]) if isinstance(before, str) else (block_hash(before), "")
+    return ["BlockStored", [block_hash(change.name)], parent, tokens, len(tokens), None, None, None, [[salt]] if salt else None]
 
 
-def _hash(name: bytes) -> int:
+def block_hash(name: bytes) -> int:
     """A block's hash in 64 bits, as subscribers take it."""
     return int.from_bytes(name[-8:])

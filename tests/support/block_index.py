@@ -92,8 +92,8 @@ class BlockIndex:
                 return start // page_size
         return len(tokens) // page_size
 
-    def problems(self, names: Iterable[str]) -> list[str]:
-        """How the blocks differ from those of these full hashes, in hex."""
-        right = {int(name[-16:], 16) for name in names}
+    def problems(self, names: Iterable[bytes]) -> list[str]:
+        """How the blocks differ from those of these full hashes."""
+        right = {int.from_bytes(name[-8:]) for name in names}
         missing, added = right - self.blocks.keys(), self.blocks.keys() - right
         return [f"{len(missing)} of {len(right)} blocks are not known, {len(added)} are gone"] if missing or added else []

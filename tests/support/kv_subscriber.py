@@ -156,7 +156,7 @@ class Subscriber:
     def problems(self, dump: dict[str, Any]) -> list[str]:
         """How what it knows differs from the state that /monitor/cache has shown."""
         found = self.after(dump["kv_event"])
-        right = {int(name[-16:], 16) for name in dump["blocks"]}
+        right = set(dump["blocks"])
         problems = [found["problem"]] if found["problem"] else []
         if found["number"] != dump["kv_event"]:
             problems.append(f"message {dump['kv_event']} has not come, {found['number']} has; the last is {found['last']}")

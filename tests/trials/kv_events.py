@@ -33,7 +33,7 @@ class Moments:
         self.subscribers = subscribers
         self.problems: list[str] = []
         self.seen: Counter[str] = Counter()
-        self._blocks: set[str] = set()
+        self._blocks: set[int] = set()
 
     async def compare(self, body: str) -> None:
         dump = json.loads(body)

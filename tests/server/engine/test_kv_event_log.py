@@ -79,7 +79,7 @@ class Watcher:
 
     def compare(self, router: Router) -> None:
         blocks = self.scheduler.prefixes.blocks
-        assert router.index.problems(name.hex() for name in blocks) == []
+        assert router.index.problems(blocks) == []
         self.seen["compared"] += bool(blocks)
 
     def predict(self, prompt: list[int]) -> None:

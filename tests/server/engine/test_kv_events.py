@@ -65,7 +65,7 @@ class Blocks:
 
     @property
     def dump(self) -> dict[str, object]:
-        return {"blocks": [name.hex() for name in self.names], "kv_event": self.publisher.log.number}
+        return {"blocks": [int.from_bytes(name[-8:]) for name in self.names], "kv_event": self.publisher.log.number}
 
 
 @pytest.mark.parametrize("loses", [0.0, 0.3, 0.999])
