@@ -80,7 +80,7 @@ def compare(page: Any, server: ServerProcess) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("moments", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("moments", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_the_map_is_the_engines_own_state(small: ServerProcess, open_map: OpenPage, moments: int) -> None:
     page, rng, seen = open_map(small.port), random.Random(moments), Counter[str]()
     before = small.metric("onehead_preemptions_total")
