@@ -8,29 +8,33 @@ take by themselves, in the step loop with a subscriber: a sequence completes a b
 """
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from bench.two_trees import Server
-from bench.viewers import measure
+from bench.two_trees import Server, body, tokens
+from bench.viewers import processor_seconds
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.prefix import Chain, PrefixCache
 from server.engine.kv_events import KvPublisher
 from server.protocol import KvEvents
 from tests.support.paths import ROOT
-from tests.support.report import show
+from tests.support.report import progress, show
 from tests.trials.recorded_corpus import free_port
 
 PAGE_SIZE = 64
+OUTPUT_TOKENS = 192
+"""Of a request: with its prompt, three blocks."""
 STEPS = 2000
 MICROSECONDS = 1e6
 
@@ -68,6 +72,34 @@ class Discarding:
         self.num_events = int(self._process.communicate()[0])
 
 
+async def rate(server: Server, streams: int, seconds: float, numbers: Iterator[int]) -> tuple[float, float]:
+    """What bench.viewers measures, with prompts that no request had before: else their blocks are there already."""
+    end = time.perf_counter() + seconds
+
+    async def client() -> int:
+        total = 0
+        while time.perf_counter() < end:
+            path, values = body("plain", next(numbers))
+            total += await tokens(server.port, path, values | {"max_tokens": OUTPUT_TOKENS})
+        return total
+
+    began, used = time.perf_counter(), processor_seconds(server.process.pid)
+    total = sum(await asyncio.gather(*[client() for _ in range(streams)]))
+    return total / (time.perf_counter() - began), (processor_seconds(server.process.pid) - used) / total * MICROSECONDS
+
+
+def measure(options: argparse.Namespace, servers: dict[str, Server]) -> dict[str, list[tuple[float, float]]]:
+    """For each server the figures of `rate` in each round; the first round warms up, and is left out."""
+    numbers, results = iter(range(10**9)), {name: list[tuple[float, float]]() for name in servers}
+    with progress() as bar:
+        for number in bar.track(range(options.rounds + 1), description="rounds"):
+            for name in list(servers)[:: 1 if number % 2 else -1]:
+                measured = asyncio.run(rate(servers[name], options.streams, options.seconds, numbers))
+                if number:
+                    results[name].append(measured)
+    return results
+
+
 def block_costs(blocks_a_step: int) -> dict[str, float]:
     """Microseconds of the thread that runs steps for each block: with events, and without, which is the call that does nothing."""
     options = KvEvents(f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}")
@@ -98,7 +130,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m bench.kv_events", description="what KV events cost")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the result")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[32])
+    parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=6.0, help="length of one measurement")
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
     return parser.parse_args(own), sys.argv[len(own) + 2 :]
@@ -113,22 +145,21 @@ def main() -> None:
     servers = {"with events": Server(ROOT, None, [*serve_options, *events]), "without": Server(ROOT, None, serve_options)}
     try:
         with Discarding(address) as subscriber:
-            results = measure(options, {name: (server, 0) for name, server in servers.items()})
+            results = measure(options, servers)
     finally:
         for server in servers.values():
             server.stop()
-    assert subscriber.num_events > 100, f"the subscriber has taken {subscriber.num_events} events"
     costs = {str(count): block_costs(count) for count in (1, 8, 64)}
     report: dict[str, Any] = {"command": sys.argv, "rates": results, "events": subscriber.num_events, "us a block": costs}
     options.output.write_text(json.dumps(report))
     rows = []
-    for streams, found in results.items():
-        for place, what in enumerate(("tokens/s", "processor us/token")):
-            ones, others = ([pair[place] for pair in found[name]] for name in servers)
-            ratio = statistics.median(a / b for a, b in zip(ones, others, strict=True))
-            rows.append(
-                [f"{streams} streams, {what}", f"{statistics.median(ones):.0f}", f"{statistics.median(others):.0f}", f"{ratio:.3f}"]
-            )
+    for place, what in enumerate(("tokens/s", "processor us/token")):
+        ones, others = ([pair[place] for pair in results[name]] for name in servers)
+        ratio = statistics.median(a / b for a, b in zip(ones, others, strict=True))
+        rows.append(
+            [f"{options.streams} streams, {what}", f"{statistics.median(ones):.0f}", f"{statistics.median(others):.0f}", f"{ratio:.3f}"]
+        )
+    rows.append(["events that the subscriber has taken", str(subscriber.num_events), "", ""])
     for count, cost in costs.items():
         rows.append([f"us a block, {count} in a step", f"{cost['with events']:.1f}", f"{cost['without']:.2f}", ""])
     show(["", *servers, "ratio"], rows)

@@ -1,9 +1,10 @@
 """A subscriber of KV events, as a process of its own: it asks for messages that it misses, and says which blocks it knows.
 
-    python -m tests.support.kv_subscriber ADDRESS REPLAY_ADDRESS TOPIC [LOSES]
+    python -m tests.support.kv_subscriber ADDRESS REPLAY_ADDRESS TOPIC LOSES CALLER
 
 Invariant: it never stops receiving. A line of standard input is the number of a message, and is answered with a line of JSON: the blocks
-after that message, which may have come long before. It loses a share LOSES of what comes. It imports nothing of the server.
+after that message, which may have come long before. It loses a share LOSES of what comes. CALLER is what stands before a client's salt
+where the server computes hashes. It imports nothing of the server.
 """
 
 import json
@@ -107,8 +108,8 @@ def answer(receiver: Receiver, index: BlockIndex, number: int) -> dict[str, Any]
 
 
 def main() -> None:
-    address, replay, topic, *loses = sys.argv[1:]
-    receiver, index = Receiver(address, replay, topic, float(loses[0]) if loses else 0.0), BlockIndex(NO_KEY)
+    address, replay, topic, loses, caller = sys.argv[1:]
+    receiver, index = Receiver(address, replay, topic, float(loses)), BlockIndex(caller)
     receiver.ask()
     poller = zmq.Poller()
     poller.register(receiver.socket, zmq.POLLIN)
@@ -128,9 +129,9 @@ def main() -> None:
 class Subscriber:
     """The process, while it is entered."""
 
-    def __init__(self, address: str, replay: str, topic: str = "", loses: float = 0.0) -> None:
+    def __init__(self, address: str, replay: str, topic: str = "", loses: float = 0.0, caller: str = NO_KEY) -> None:
         self.seen: Counter[str] = Counter()
-        self._command = [sys.executable, "-m", "tests.support.kv_subscriber", address, replay, topic, str(loses)]
+        self._command = [sys.executable, "-m", "tests.support.kv_subscriber", address, replay, topic, str(loses), caller]
 
     def __enter__(self) -> Self:
         self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)

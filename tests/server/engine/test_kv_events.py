@@ -1,6 +1,7 @@
 """KV events on real sockets: what is missed is asked for and sent again, a slow subscriber costs bounded memory, and no time."""
 
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -10,15 +11,21 @@ import zmq
 
 from cache.prefix import Chain
 from model.spec import OptionError
+from server.engine.cache_view import CacheViews
 from server.engine.kv_event_log import KEPT
 from server.engine.kv_events import KvPublisher
-from server.protocol import KvEvents
+from server.protocol import KvEvents, Look
+from tests.server.engine.test_core import OverlappedHistory
+from tests.server.engine.test_scheduler import History
 from tests.support.kv_subscriber import END, Subscriber
 from tests.support.report import usage
 from tests.trials.recorded_corpus import free_port
 
 TOPIC = "kv@10.0.0.1@model"
 PAGE = 16
+MOMENTS = 250
+SMALL_POOL = 98
+"""A history of 12 pages and up to 6 sequences that run."""
 
 
 def addresses() -> KvEvents:
@@ -142,3 +149,31 @@ def test_an_address_in_use_is_refused(publisher: KvPublisher, options: KvEvents)
     for again in (KvEvents(options.address), KvEvents(addresses().address, options.replay), KvEvents("tcp://nonsense")):
         with pytest.raises(OptionError, match=f"server.kv_events: cannot listen on {again.address} {again.replay}: "):
             KvPublisher(again, -1)
+
+
+@pytest.mark.parametrize("kind", [History, OverlappedHistory])
+@pytest.mark.parametrize("loses", [0.0, 0.3])
+def test_a_subscriber_knows_the_blocks_at_random_moments_of_a_long_history(kind: type[History], loses: float, options: KvEvents) -> None:
+    """With cancellations and preemptions. The engine's own lists are those that /monitor/cache shows."""
+    history = kind(SMALL_POOL)
+    scheduler, rng, publisher = history.scheduler, random.Random(1), KvPublisher(options, -1)
+    views = CacheViews(scheduler, publisher.log)
+    scheduler.prefixes.on_change = publisher.log.changes.append
+    publisher.publish()
+    with Subscriber(options.address, options.replay, TOPIC, loses, caller="") as subscriber:
+        moments, blocks, num_changed = 0, set[int](), 0
+        while moments < MOMENTS:
+            if len(scheduler.waiting) < 4:
+                history.submit()
+            if scheduler.has_work and rng.random() < 0.02:
+                history.cancel()
+            history.step()
+            publisher.publish()
+            if rng.random() < 0.2:
+                dump = views.answer(Look(-1, dump=True)).dump
+                assert dump is not None and subscriber.problems(dump) == []
+                moments, num_changed, blocks = moments + 1, num_changed + (blocks != set(dump["blocks"])), set(dump["blocks"])
+    publisher._public.close()
+    assert num_changed > MOMENTS / 2 and scheduler.num_preemptions > 20 and len(history.cancelled) > 20
+    assert min(subscriber.seen[kind] for kind in ("BlockStored", "BlockRemoved")) > MOMENTS
+    assert (subscriber.seen["gaps"] > 20) is (loses > 0) and not subscriber.seen["replays without an answer"]
