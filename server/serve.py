@@ -21,7 +21,9 @@ from server.supervision.processors import api_processes
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
-    """A listening socket, `shared` with others on the same address. Raises ResourceError if the address cannot be bound."""
+    """A listening socket. One that is `shared` with others on the same address listens when an API process serves it: connections are
+    refused until then, so that a proxy tries another server at once. Raises ResourceError if the address cannot be bound.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol: asyncio sets TCP_NODELAY only on connections of such a socket, and without it a response that is written in two
     # parts waits 40 ms for an acknowledgement of the first.
@@ -31,7 +33,8 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-        listener.listen(1024)
+        if not shared:
+            listener.listen(1024)
     except OSError as error:
         listener.close()
         raise ResourceError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host") from None
@@ -39,7 +42,7 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 
 
 def bind_several(host: str, port: int, count: int) -> list[socket.socket]:
-    """So many listening sockets on one address, among which the kernel distributes connections. Raises ResourceError, also where another
+    """So many sockets on one address; the kernel distributes connections among those that listen. Raises ResourceError, also where another
     server has shared sockets there.
     """
     with bind(host, port) as first:
