@@ -4,7 +4,7 @@
 
 conversations  one server, and 2 and 4 replicas with affinity and without: conversations of 2 to 6 turns, interleaved, under five system
                prompts; the share of prompt tokens that prefix caches had, and whether every token is the single server's
-throughput     one server, and 1 and 2 replicas with event_interval 0 and 0.1: requests of 64 tokens from 32 clients, streamed and whole
+throughput     one server, and 1 and 2 replicas: requests of 64 tokens from 32 clients, streamed and whole
 
 Needs the extra `ray`. Arguments after `--` are options of the servers. Writes fleet.json into DIR, an existing folder. Exit status 1 where
 a token differs, or where affinity finds less in the caches than routing by load does.
@@ -41,12 +41,12 @@ def fresh_conversations(options: argparse.Namespace) -> list[Conversation]:
     return make_conversations(options.conversations, vocab_size, options.reply, 4096, options.seed)
 
 
-async def start(replicas: int, options: argparse.Namespace, folder: Path, **arguments: object) -> Server | Cluster:
+async def start(replicas: int, options: argparse.Namespace, folder: Path, affinity: bool) -> Server | Cluster:
     """That many replicas, or a server alone for 0."""
     if not replicas:
         return await Server.start(folder / "single.log", *options.server)
     told = " ".join(options.server)
-    return await Cluster.start(folder / "ray.log", options=told, min_replicas=replicas, max_replicas=replicas, **arguments)
+    return await Cluster.start(folder / "ray.log", options=told, min_replicas=replicas, max_replicas=replicas, affinity=affinity)
 
 
 async def hits(server: Server | Cluster) -> tuple[list[float], float]:
@@ -62,7 +62,7 @@ async def conversations(options: argparse.Namespace, folder: Path) -> tuple[Foun
     rows: list[Found] = []
     for replicas, affinity in ((0, True), (2, True), (2, False), (4, True), (4, False)):
         talks, ideal = fresh_conversations(options), Ideal(PAGE_SIZE)
-        server = await start(replicas, options, folder, affinity=affinity)
+        server = await start(replicas, options, folder, affinity)
         try:
             began = time.perf_counter()
             await play(server.port, talks, ideal, options)
@@ -119,17 +119,17 @@ async def loaded(port: int, stream: bool, options: argparse.Namespace) -> Found:
 async def throughput(options: argparse.Namespace, folder: Path) -> tuple[Found, list[Check]]:
     """Streams, and whole answers."""
     rows: list[Found] = []
-    for replicas, interval in ((0, 0.0), (1, 0.0), (1, 0.1), (2, 0.0), (2, 0.1)):
-        server = await start(replicas, options, folder, event_interval=interval)
+    for replicas in (0, 1, 2):
+        server = await start(replicas, options, folder, True)
         try:
             await ask(server.port, Ask("openai", [5], 1))
             for stream in (True, False):
-                rows.append({"replicas": replicas, "interval": interval} | await loaded(server.port, stream, options))
+                rows.append({"replicas": replicas} | await loaded(server.port, stream, options))
         finally:
             await server.stop()
     cells = []
     for row in rows:
-        kind = f"stream, interval {row['interval']:g}" if row["stream"] else "whole"
+        kind = "streamed" if row["stream"] else "whole"
         first = "-" if row["ttft"] is None else f"{row['ttft'] * 1000:.0f}"
         cells.append((row["replicas"] or "none", kind, f"{row['tokens_per_second']:.0f}", first, len(row["failed"])))
     show(("replicas", "answers", "tokens/s", "TTFT, median ms", "failed"), cells)

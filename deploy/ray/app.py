@@ -60,14 +60,12 @@ class Settings(BaseModel):
     cpus: float = Field(1, gt=0, description="processors of a replica: Ray sets OMP_NUM_THREADS to it, which onehead follows")
     gpus: float = Field(0, ge=0, description="GPUs of a replica")
     affinity: bool = Field(True, description="whether a prompt goes where its prefix is cached")
-    event_interval: float = Field(0, ge=0, le=1, description="least seconds between the messages of a stream: events go together meanwhile")
 
 
 class Replica:
     """One `onehead serve`, on a free port of the loopback interface."""
 
-    async def __init__(self, options: list[str], event_interval: float) -> None:  # type: ignore[misc]  # Ray awaits it.
-        self.event_interval = event_interval
+    async def __init__(self, options: list[str]) -> None:  # type: ignore[misc]  # Ray awaits it.
         self.name: str = serve.get_replica_context().replica_id.unique_id
         self.ending = False
         arguments = "serve", *options, "--host", "127.0.0.1", "--port", "0", "--server.lb_grace", "0"
@@ -138,8 +136,6 @@ class Replica:
                 pieces = answer.content.iter_any()
                 async for piece in answers.whole_events(pieces) if answer.content_type == EVENTS else pieces:
                     yield piece
-                    if self.event_interval:
-                        await asyncio.sleep(self.event_interval)  # What comes meanwhile is the next piece.
             yield None
         except aiohttp.ClientError:  # The server has ended. Without None the answer is not whole, and `_watch` ends this replica.
             return
@@ -265,4 +261,4 @@ def app(settings: Settings) -> serve.Application:
     ingress = serve.deployment(
         Ingress, name="ingress", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=DRAIN_SECONDS
     )
-    return ingress.bind(replicas.bind(shlex.split(settings.options), settings.event_interval))
+    return ingress.bind(replicas.bind(shlex.split(settings.options)))
