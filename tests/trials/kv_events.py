@@ -5,6 +5,7 @@
 A server with a small cache gets requests with shared prefixes, a third of which are cut off; now and then its engine is killed. Two
 subscribers, processes of their own, take its KV events; one loses a share of them. At each moment /monitor/cache is asked for the blocks
 that are found as prefixes and the number of the last message before; what each subscriber knows after that message must be the same.
+A moment takes a second, as /monitor/cache answers once a second.
 """
 
 import argparse
