@@ -76,7 +76,7 @@ async function showModel() {
     api.model = first.id;
     for (const mounted of views.values()) mounted.then((mode) => mode.prepare());
     model.dataset.state = "ready";
-    const context = `${first.max_model_len.toLocaleString("en")} tokens`;
+    const context = `${first.max_model_len.toLocaleString("en")} tokens of context`;
     model.replaceChildren(el("span", { class: "name", text: first.id, title: first.id }), el("span", { class: "quiet", text: context }));
   } catch (error) {
     model.dataset.state = "waiting";

@@ -16,7 +16,7 @@ const SILENCE_MS = 10_000; // Stats come each second: after this long without an
 const UNMARKED = "Too small for marks: a shared page has the colour of one of its sequences, a prefix is grey";
 const TITLE = "One key/value head";
 /** By kind, as in counts(). */
-const LEGEND = ["free", "kept as a prefix", "owned by a sequence, in its colour", "shared by several", "just written"];
+const LEGEND = ["free", "kept as a prefix", "owned by a sequence, in one of 8 colours", "shared by several", "just written"];
 
 export class Monitor {
   /** Shows the tab in an element; `api` is the page's Api. */

@@ -122,13 +122,13 @@ export class PageMap {
       context.fillStyle = colour;
       context.fillRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
     };
-    const isDimmed = this.followed !== null && kind !== FREE && state.owners[page] !== this.followed;
+    const isDimmed = this.followed !== null && kind === OWNED && state.owners[page] !== this.followed;
     square(surface, 0);
     context.globalAlpha = isDimmed ? DIMMED : 1;
     square(kind >= OWNED ? hue : kind === CACHED ? cached : free, 0);
     context.globalAlpha = 1;
     const border = grid.gap ? [ink, surface, hue] : [ink];
-    if (this.written.has(page)) border.forEach((colour, i) => square(colour, i * Math.max(1, Math.round(size / 9))));
+    if (this.written.has(page) && !isDimmed) border.forEach((colour, i) => square(colour, i * Math.max(1, Math.round(size / 9))));
     if (grid.gap && kind === CACHED) square(surface, Math.max(1, Math.round(size / 10)));
     if (grid.gap && kind === SHARED) square(surface, Math.ceil(size / 3));
   }

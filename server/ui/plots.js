@@ -23,18 +23,18 @@ export function quantile(before, { counts: after, bounds }, share) {
   return low + (bounds[index] - low) * (1 + rest / counts[index]);
 }
 
-/** Each value is computed from {latest, previous, earlier}: this stats event, the one before, and the one QUANTILE_SECONDS ago. */
+/** Each value is computed from {latest, earlier}: this stats event, and the one QUANTILE_SECONDS ago. */
 const now = (name) => ({ latest }) => latest[name];
-const rate = (name) => ({ latest, previous }) => {
-  const seconds = latest.time - previous.time;
-  return seconds > 0 ? (latest.totals[name] - previous.totals[name]) / seconds : null;
+const rate = (name) => ({ latest, earlier }) => {
+  const seconds = latest.time - earlier.time;
+  return seconds > 0 ? (latest.totals[name] - earlier.totals[name]) / seconds : null;
 };
 const share = (name, part) => ({ latest, earlier }) => quantile(earlier[name], latest[name], part);
 const quantiles = (name) => [["p50", share(name, 0.5)], ["p95", share(name, 0.95)]];
 
 const LARGE = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
-const count = (value) => (value < 10_000 ? Number(value.toFixed(value < 100 ? 1 : 0)).toLocaleString("en") : LARGE.format(value));
-const duration = (value) => (value < 1 ? `${Number((value * 1000).toPrecision(3))} ms` : `${Number(value.toPrecision(3))} s`);
+const count = (value) => (value < 100_000 ? Number(value.toFixed(value < 100 ? 1 : 0)).toLocaleString("en") : LARGE.format(value));
+const duration = (value) => (!value ? "0" : value < 1 ? `${Number((value * 1000).toPrecision(3))} ms` : `${Number(value.toPrecision(3))} s`);
 
 /** Title, format of values, upper end of the axis where all values are small, and for each series its name and values. */
 const PLOTS = [
@@ -70,7 +70,7 @@ export class Plots {
   add(stats) {
     if (stats.totals.generation_tokens < this.events.at(-1)?.totals.generation_tokens) this.events = [];
     this.events = [...this.events.filter(({ time }) => time >= stats.time - QUANTILE_SECONDS), stats];
-    const moment = { latest: stats, previous: this.events.at(-2) ?? stats, earlier: this.events[0] };
+    const moment = { latest: stats, earlier: this.events[0] };
     for (const plot of this.plots) plot.add(stats.time, moment);
   }
 

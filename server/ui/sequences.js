@@ -5,7 +5,7 @@ import { phaseOf } from "./cache-state.js";
 import { button, counted, el, setText } from "./dom.js";
 
 const MOST_ROWS = 200;
-const HINT = "Choose a sequence in the table or a page of it on the map, to follow it through waiting, prefill, generation and preemption.";
+const HINT = "Choose a sequence in the table or on the map to follow it: waiting, prefill (if longer than a step), generation, preemption.";
 const COLUMNS = [
   ["Id", ({ id }) => id],
   ["Request", ({ request }) => request],

@@ -161,7 +161,7 @@ function tintOf(tokens) {
 /** The strip that explains the tints. */
 export function legend() {
   const steps = [...LIMITS.keys()].map((index) => el("i", { class: `t${index + 1}` }));
-  return el("p", { class: "legend" }, "Tokens: likely", el("span", {}, el("i"), ...steps), "unlikely");
+  return el("p", { class: "legend" }, "Tokens, before temperature: likely", el("span", {}, el("i"), ...steps), "unlikely");
 }
 
 /** The card beside a token. Escape hides it; it stays while the pointer is on it. */

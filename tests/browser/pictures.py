@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {"max_tokens": 90, "temperature": 0.6, "seed": 7}
 
 def save(page: Any, name: str) -> None:
     """Keeps a picture in 128 colours, which a page has no more of that an eye tells apart."""
-    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     picture.save(FOLDER / f"ui-{name}.png", optimize=True)
     print(FOLDER / f"ui-{name}.png", (FOLDER / f"ui-{name}.png").stat().st_size, "bytes")
 

@@ -65,37 +65,38 @@ test("the state is the model's after every event", () => {
   }
 });
 
-const whole = (cells, sequences, engine = 0) => ({
-  engine, view: 0, whole: true, num_pages: NUM_PAGES, page_size: PAGE_SIZE, cells, sequences, ended: [],
+const whole = (cells, sequences, view = 0, engine = 0) => ({
+  engine, view, whole: true, num_pages: NUM_PAGES, page_size: PAGE_SIZE, cells, sequences, ended: [],
 });
 
 test("a run sets all of its pages, and written are those of the tokens that a sequence has got", () => {
   const state = new CacheState();
   state.apply(whole([0, 1, 2, 7, 0, 1, 1, 2, 7, 4, 2, 1, 2, 7, 8, 3, 5, 1, -1, 0], [row(7, "running", 3, 0)]), 0);
   assert.deepEqual(state.counts(), [NUM_PAGES - 8, 5, 3, 0]);
-  const change = state.apply({ ...whole([], [row(7, "running", 6, 0)]), whole: false }, 1);
+  const change = state.apply({ ...whole([], [row(7, "running", 6, 0)], 1), whole: false }, 1);
   assert.deepEqual(change.written, [0, 1]); // Tokens 3, 4 and 5.
-  const preempted = state.apply({ ...whole([], [row(7, "preempted", 0, 0)]), whole: false }, 2);
+  const preempted = state.apply({ ...whole([], [row(7, "preempted", 0, 0)], 2), whole: false }, 2);
   assert.deepEqual(preempted.written, []);
 });
 
 test("phases follow each other, and end", () => {
   const state = new CacheState();
   const rows = [row(1, "waiting", 0, 0), row(1, "running", 4, 0), row(1, "running", 8, 0), row(1, "running", 10, 1), row(1, "preempted", 0, 5)];
-  rows.forEach((values, now) => state.apply({ ...whole([], [values]), whole: now === 0 }, now));
-  state.apply({ ...whole([], []), whole: false, ended: [1] }, 9);
-  const phases = [["waiting", 0], ["prefill", 1], ["generation", 3], ["preempted", 4], ["ended", 9]];
+  rows.forEach((values, now) => state.apply({ ...whole([], [values], now), whole: now === 0 }, now));
+  state.apply({ ...whole([], [], rows.length), whole: false, ended: [1] }, 9);
+  const phases = [["waiting", 0], ["prefill", 1], ["generation", 3], ["preempted", 4], ["ended or not listed", 9]];
   assert.deepEqual(state.ended.get(1).phases, phases.map(([phase, since]) => ({ phase, since })));
   assert.equal(state.sequences.size, 0);
   assert.equal(phaseOf({ state: "running", numPrompt: 10, numComputed: 12, numOutput: 5 }), "prefill");
 });
 
-test("a change that is another engine's is an error, and a whole state of it is none", () => {
+test("a change of another engine, or after a gap, is an error, and a whole state is none", () => {
   const state = new CacheState();
-  assert.throws(() => state.apply({ ...whole([], []), whole: false }, 0), /engine 0 came after a state of engine null/);
+  assert.throws(() => state.apply({ ...whole([], []), whole: false }, 0), /view 0 of engine 0 came after view 0 of engine null/);
   state.apply(whole([0, 1, 1, -1, 0], [row(1, "running", 3, 0)]), 0);
-  assert.throws(() => state.apply({ ...whole([], [], 1), whole: false }, 0), /engine 1 came after a state of engine 0/);
-  state.apply(whole([], [], 1), 3);
+  assert.throws(() => state.apply({ ...whole([], [], 1, 1), whole: false }, 0), /view 1 of engine 1 came after view 0 of engine 0/);
+  assert.throws(() => state.apply({ ...whole([], [], 2), whole: false }, 0), /view 2 of engine 0 came after view 0 of engine 0/);
+  state.apply(whole([], [], 0, 1), 3);
   assert.equal(state.engine, 1);
   assert.equal(state.counts()[1], 0);
   assert.equal(state.ended.get(1).phases.at(-1).since, 3);
