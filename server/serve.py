@@ -28,11 +28,13 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     # With the protocol: asyncio sets TCP_NODELAY only on connections of such a socket, and without it a response that is written in two
     # parts waits 40 ms for an acknowledgement of the first.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        try:
+            listener.bind((host, port))
+        except OSError:  # Connections of an earlier server may not be over yet.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
         if not shared:
             listener.listen(1024)
     except OSError as error:
@@ -45,6 +47,8 @@ def bind_several(host: str, port: int, count: int) -> list[socket.socket]:
     """So many sockets on one address; the kernel distributes connections among those that listen. Raises ResourceError, also where another
     server has shared sockets there.
     """
+    # The first socket is refused where any server has the address, also one that is loading: its shared sockets, which do not listen yet,
+    # are bound without SO_REUSEADDR.
     with bind(host, port) as first:
         port = first.getsockname()[1]
     return [bind(host, port, shared=True) for _ in range(count)]

@@ -157,6 +157,8 @@ class WebServer:
         if self._http.config.ssl is not None:  # uvicorn has no option for the time of a handshake.
             timeout = self._section.header_timeout
             loop.create_server = partial(loop.create_server, ssl_handshake_timeout=timeout)  # type: ignore[method-assign]
+        # It listens from now on. Only now: the address of one that does not listen would not be refused to another server.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         self._preparing = asyncio.create_task(self._prepare_texts())
 
