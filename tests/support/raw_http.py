@@ -47,6 +47,10 @@ def _send(connection: socket.socket, data: bytes) -> int:
     return sent
 
 
+ENDLESS = re.compile(rb"GET (?:http://[^/ ]+)?/monitor[? ]")
+"""Requests whose answers have no end; the first part is taken."""
+
+
 def exchange(port: int, request: bytes, more: bytes = b"", to_end: bool = False, timeout: float = 10.0) -> Reply | None:
     """Sends `request`, then `more` up to 1024 times until an answer begins. Returns the answer, or None if the connection ends without one.
 
@@ -64,7 +68,8 @@ def exchange(port: int, request: bytes, more: bytes = b"", to_end: bool = False,
             response = wire.response("HEAD" if request.startswith(b"HEAD ") else "GET")
         except NoResponse:
             return None
-        body, closed = response.body(), False
+        is_endless = response.status == 200 and ENDLESS.match(request)
+        body, closed = next(response.pieces(), b"") if is_endless else response.body(), False
         if to_end:
             connection.settimeout(min(timeout, END_SECONDS))
             with suppress(TimeoutError):
