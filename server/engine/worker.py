@@ -354,9 +354,9 @@ def main() -> None:
             raise CheckpointError(f"expected a Start message of protocol version {protocol.VERSION}")
         sink = logs.configure(start.log_level, start.log_format)
         try:
-            # Before the weights are read, so that an address in use is refused soon. Numbers of an engine that replaces another are above
-            # all of the other's, so that a subscriber sees a gap, and not messages that it knows already.
-            publisher = KvPublisher(start.kv_events, time.time_ns() if start.digest else -1) if start.kv_events.address else None
+            # Before the weights are read, so that an address in use is refused soon. Numbers are above all of an engine or a server before,
+            # so that a subscriber sees a gap, and not messages that it knows already.
+            publisher = KvPublisher(start.kv_events, time.time_ns()) if start.kv_events.address else None
             core, ready = load(start, report := load_report(pipe, sink))
             device = cast("ModelRunner", core.runner).device
             worker = Worker(pipe, core, MaskProcesses(socket.socket(fileno=int(sys.argv[2]))), device, publisher)
