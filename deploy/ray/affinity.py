@@ -45,11 +45,11 @@ def prefix_keys(body: bytes, owner: str = "") -> tuple[bytes, ...]:
     """
     try:
         fields = json.loads(body)
-    except ValueError:
+        if not isinstance(fields, dict):
+            return ()
+        text = "".join(_text(fields[name]) for name in PROMPT_FIELDS if name in fields)
+    except (ValueError, RecursionError):  # The server refuses both: what is no JSON, and what is nested too deeply.
         return ()
-    if not isinstance(fields, dict):
-        return ()
-    text = "".join(_text(fields[name]) for name in PROMPT_FIELDS if name in fields)
     state = blake2b(f"{owner}\0{fields.get('cache_salt')}\0".encode(errors="replace"), digest_size=8)
     keys = []
     for start in range(0, min(len(text), MAX_BLOCKS * BLOCK) - BLOCK + 1, BLOCK):

@@ -9,6 +9,8 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+OPENAI_PATHS = frozenset({"/infill", "/completion", "/fim/completions", "/apply-template", "/props", "/detokenize"})
+"""Paths outside of /v1 whose errors have OpenAI's form too."""
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 
 
@@ -39,9 +41,14 @@ def labelled(expositions: Mapping[str, str]) -> str:
     return "".join(f"{line}\n" for family in families.values() for line in family)
 
 
+def openai(path: str) -> bool:
+    """Whether the errors of a path, with its query or without, have OpenAI's form."""
+    return path.startswith("/v1/") or path.partition("?")[0] in OPENAI_PATHS
+
+
 def error_body(path: str, message: str, status: int, code: str, tgi_type: str, openai_type: str) -> dict[str, Any]:
     """An error in the dialect of a path."""
-    if path.startswith("/v1/"):
+    if openai(path):
         return {"error": {"message": message, "type": openai_type, "param": None, "code": code or status}}
     return {"error": message, "error_type": tgi_type}
 
@@ -58,9 +65,15 @@ def unavailable(path: str) -> bytes:
     return json.dumps(error_body(path, message, 503, "", "healthcheck", "Service Unavailable")).encode()
 
 
+def too_large(path: str, limit: int) -> bytes:
+    """The body of 413 for a request whose body has more bytes than `limit`."""
+    message = f"the body is longer than {limit} bytes (max_body_bytes)"
+    return json.dumps(error_body(path, message, 413, "", "validation", "BadRequestError")).encode()
+
+
 def lost(path: str) -> bytes:
     """The last events of a stream whose server has ended before it."""
     message = "the server of this stream has ended; send the request again"
     event = json.dumps(error_body(path, message, 500, "server_lost", "generation", "InternalServerError"))
-    done = "data: [DONE]\n\n" if path.startswith("/v1/") else ""
+    done = "data: [DONE]\n\n" if openai(path) else ""
     return f"data: {event}\n\n{done}".encode()
