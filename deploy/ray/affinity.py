@@ -23,6 +23,12 @@ MAX_HOLDERS = 4
 PROMPT_FIELDS = "tools", "messages", "prompt", "inputs", "input_extra", "input_prefix"
 """Fields of a request's body that make its prompt, in the order in which their text stands in it."""
 
+GENERATING = frozenset(
+    {"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions", "/v1/fim/completions", "/v1/decisions"}
+    | {"/v1/systemone", "/fim/completions", "/infill", "/completion"}
+)
+"""Paths whose requests leave pages in a replica's cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -34,7 +40,7 @@ class Call:
     headers: tuple[tuple[str, str], ...]
     body: bytes
     prefix: tuple[bytes, ...] = ()
-    """Keys of the prompt's blocks, the shortest prefix first."""
+    """Keys of the prompt's blocks, the shortest prefix first; none where it generates nothing."""
     replica: str = ""
     """The only replica that can answer it; empty where all can."""
 
@@ -91,7 +97,7 @@ class PrefixTable:
         return min(loads, key=lambda name: (loads[name], self._held[name], name))
 
     def remember(self, keys: Sequence[bytes], replica: str) -> None:
-        """Notes that a prompt with these keys goes to a replica."""
+        """Notes that a prompt with these keys goes to a replica. It stays noted where the replica then refuses the request."""
         for key in keys:
             before = self._holders.pop(key, ())
             self._set(key, (replica, *(name for name in before if name != replica))[:MAX_HOLDERS], before)
@@ -127,6 +133,10 @@ class StreamOwners:
         self._owners[stream] = replica
         if len(self._owners) > self.capacity:
             self._owners.popitem(last=False)
+
+    def forget(self, stream: str) -> None:
+        """Forgets where a stream is."""
+        self._owners.pop(stream, None)
 
     def find(self, stream: str) -> str | None:
         """The replica of a stream; None where it is not known."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 import yarl
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
@@ -29,11 +29,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from deploy.ray import answers
-from deploy.ray.affinity import Call, StreamOwners, prefix_keys
+from deploy.ray.affinity import GENERATING, Call, StreamOwners, prefix_keys
 from server.child_process import child_command
 
 DRAIN_SECONDS = 60
-"""Time that open requests get when a replica ends: first Ray waits for its requests, then the server for streams without a reader."""
+"""Time that open requests get when a replica ends: Ray waits for them, and then the server as long again for what is left. Ray sends such a
+replica nothing new, so that a resumable stream that has lost its connection cannot be read again meanwhile: that is answered 410.
+"""
+OWN_OPTIONS = {"host", "port", "server.lb_grace", "server.drain_timeout", "server.trusted_proxies", "server.max_body_bytes"}
+"""Options of onehead serve that a replica gives to its server itself."""
+UNUSABLE_OPTIONS = {"server.tls_certificate", "server.tls_key", "server.root_path"}
+"""Options with which its server could not be reached as it is here."""
 ATTEMPTS = 2
 """Replicas that are sent a request in turn, where one ends before any of its answer has been passed on."""
 EVENTS = "text/event-stream"
@@ -60,6 +66,19 @@ class Settings(BaseModel):
     cpus: float = Field(1, gt=0, description="processors of a replica: Ray sets OMP_NUM_THREADS to it, which onehead follows")
     gpus: float = Field(0, ge=0, description="GPUs of a replica")
     affinity: bool = Field(True, description="whether a prompt goes where its prefix is cached")
+    max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")
+
+    @field_validator("options")
+    @classmethod
+    def _only_free_options(cls, options: str) -> str:
+        """Refuses options that would be accepted and have no effect, or leave no server to be reached."""
+        for word in shlex.split(options):
+            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+            if word.startswith("--") and name in OWN_OPTIONS | UNUSABLE_OPTIONS:
+                why = "is set by deploy/ray/app.py" if name in OWN_OPTIONS else "cannot be used behind Ray Serve"
+                instead = "give the argument max_body_bytes" if name == "server.max_body_bytes" else "leave it out"
+                raise ValueError(f"--{name} {why}; {instead}")
+        return options
 
 
 class Replica:
@@ -144,13 +163,17 @@ class Replica:
 class Ingress:
     """Receives all requests, and has replicas answer them."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
         self.replicas = replicas
+        self.max_body_bytes = max_body_bytes
         self.owners = StreamOwners()
 
     async def __call__(self, request: Request) -> Response:
         """Every path and method of the server."""
-        call = await call_of(request)
+        body = await body_of(request, self.max_body_bytes)
+        if body is None:
+            return Response(answers.too_large(request.url.path, self.max_body_bytes), 413, media_type="application/json")
+        call = call_of(request, body)
         stream = re.fullmatch(r"/v1/streams/([^/?]+)", request.url.path)
         if stream is not None:
             return await self._resume(stream[1], call)
@@ -168,16 +191,23 @@ class Ingress:
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def _resume(self, stream: str, call: Call) -> Response:
-        """From the stream's replica. Where that is not known, because this ingress is new, each is asked until one knows the stream."""
+        """From the stream's replica. Where that is not known, because this ingress is new, each is asked until one has the stream, which an
+        error does not show. Where none has it, the last answer that says more than that it was not found.
+        """
         if owner := self.owners.find(stream):
-            return await self._answer(replace(call, replica=owner))
-        response = None
+            response = await self._answer(replace(call, replica=owner))
+            if response.status_code != HTTPStatus.NOT_FOUND:
+                return response
+            self.owners.forget(stream)
+        found = None
         for name in await self._ask_all("own_name"):
             response = await self._answer(replace(call, replica=name))
-            if response.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+            if response.status_code < HTTPStatus.MULTIPLE_CHOICES:
                 self.owners.remember(stream, name)
-                break
-        return response or refused(call.path)
+                return response
+            if found is None or response.status_code != HTTPStatus.NOT_FOUND:
+                found = response
+        return found or refused(call.path)
 
     async def _answer(self, call: Call) -> Response:
         """An answer that has not begun when its replica ends is asked for again from another."""
@@ -203,16 +233,29 @@ class Ingress:
         return refused(call.path)
 
 
-async def call_of(request: Request) -> Call:
+async def body_of(request: Request, limit: int) -> bytes | None:
+    """The body of a request; None where it has more bytes than `limit`, as soon as that is known."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        return None
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            return None
+    return bytes(body)
+
+
+def call_of(request: Request, body: bytes) -> Call:
     """The request, with the client's address where a proxy puts it."""
-    body = await request.body()
     headers = [(key, value) for key, value in request.headers.items() if key not in REQUEST_HEADERS]
     if request.client is not None:
         before = request.headers.getlist("x-forwarded-for")
         headers.append(("x-forwarded-for", ", ".join([*before, request.client.host])))
     path = request.scope.get("raw_path", b"").decode() or request.url.path
     query = f"?{request.url.query}" if request.url.query else ""
-    prefix = prefix_keys(body, request.headers.get("authorization", "")) if request.method == "POST" else ()
+    generates = request.method == "POST" and path in GENERATING
+    prefix = prefix_keys(body, request.headers.get("authorization", "")) if generates else ()
     return Call(request.method, path + query, tuple(headers), body, prefix)
 
 
@@ -261,4 +304,5 @@ def app(settings: Settings) -> serve.Application:
     ingress = serve.deployment(
         Ingress, name="ingress", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=DRAIN_SECONDS
     )
-    return ingress.bind(replicas.bind(shlex.split(settings.options)))
+    options = [*shlex.split(settings.options), "--server.max_body_bytes", str(settings.max_body_bytes)]
+    return ingress.bind(replicas.bind(options), settings.max_body_bytes)

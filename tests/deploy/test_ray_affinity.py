@@ -2,12 +2,14 @@
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.ray.affinity import BLOCK, MAX_BLOCKS, MAX_HOLDERS, PrefixTable, StreamOwners, prefix_keys
+from deploy.ray.affinity import BLOCK, GENERATING, MAX_BLOCKS, MAX_HOLDERS, PrefixTable, StreamOwners, prefix_keys
+from tests.support.fake_engine import serve
 
 WORDS = "one two three four five six seven eight nine ten " * 40
 """Of more than seven blocks."""
@@ -53,7 +55,17 @@ def test_callers_who_share_no_pages_share_no_keys() -> None:
 
 
 def test_bodies_without_a_prompt_have_no_keys() -> None:
-    for body in (b"", b"{", b"[1]", b'"text"', b"\xff", b'{"other": "x"}', b'{"prompt": "short"}', b'{"prompt": null}'):
+    for body in (
+        b"",
+        b"{",
+        b"[1]",
+        b'"text"',
+        b"\xff",
+        b'{"other": "x"}',
+        b'{"prompt": "short"}',
+        b'{"prompt": null}',
+        b'{"prompt":' + b"[" * 100_000,
+    ):
         assert prefix_keys(body) == ()
 
 
@@ -135,3 +147,10 @@ def test_the_latest_streams_are_known() -> None:
     for number in range(3):
         owners.remember(f"stream{number}", f"replica{number}")
     assert [owners.find(f"stream{number}") for number in range(3)] == [None, "replica1", "replica2"]
+    owners.forget("stream1")
+    owners.forget("stream0")
+    assert [owners.find(f"stream{number}") for number in (1, 2)] == [None, "replica2"]
+
+
+async def test_the_paths_whose_prompts_are_remembered_are_those_of_the_server_that_generate(tokenizer_folder: Path) -> None:
+    assert {route.path for route in serve(tokenizer_folder).app.table.routes if route.generates} == GENERATING

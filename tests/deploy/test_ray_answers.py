@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from deploy.ray import answers
-from server.errors import GenerationFailed, StreamExpired, Unavailable
+from server.errors import BodyTooLarge, GenerationFailed, StreamExpired, Unavailable
 from server.http.errors import error_body
 from server.http.exchange import Dialect
+from tests.support.fake_engine import serve
 from tests.support.wire import parse_event
 
 EVENTS = b'id: s.1\ndata: {"a": 1}\n\ndata: {"b": 2}\n\n: keep-alive\n\ndata: [DONE]\n\n'
@@ -50,7 +52,9 @@ def test_metrics_of_replicas_become_one_exposition() -> None:
     ]
 
 
-@pytest.mark.parametrize(("path", "dialect"), [("/v1/completions", Dialect.OPENAI), ("/generate", Dialect.TGI)])
+@pytest.mark.parametrize(
+    ("path", "dialect"), [("/v1/completions", Dialect.OPENAI), ("/infill?x=1", Dialect.OPENAI), ("/generate", Dialect.TGI)]
+)
 def test_errors_have_the_forms_of_the_servers_own(path: str, dialect: Dialect) -> None:
     def shape(body: dict[str, object]) -> object:
         """Everything but the message and the code."""
@@ -58,9 +62,18 @@ def test_errors_have_the_forms_of_the_servers_own(path: str, dialect: Dialect) -
         return {**inner, "message": "", "code": ""} if isinstance(inner, dict) else {**body, "error": ""}
 
     assert shape(json.loads(answers.unavailable(path))) == shape(error_body(Unavailable(""), dialect))
+    assert shape(json.loads(answers.too_large(path, 5))) == shape(error_body(BodyTooLarge(""), dialect))
     first, *done = answers.lost(path).decode().removesuffix("\n\n").split("\n\n")
     assert shape(json.loads(parse_event(first).data or "")) == shape(error_body(GenerationFailed(""), dialect))
     assert done == (["data: [DONE]"] if dialect is Dialect.OPENAI else [])
+
+
+async def test_the_paths_of_openais_dialect_are_the_servers(tokenizer_folder: Path) -> None:
+    """Of all of its routes, and of a path that it does not have."""
+    table = serve(tokenizer_folder).app.table
+    paths = [*(route.path for route in table.routes), "/v1/nothing", "/nothing"]
+    assert len(paths) > 20
+    assert [path for path in paths if answers.openai(path)] == [path for path in paths if table.dialect(path) is Dialect.OPENAI]
 
 
 def test_a_stream_of_a_replica_that_has_ended_has_expired() -> None:
