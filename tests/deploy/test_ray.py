@@ -49,6 +49,60 @@ for option in sys.argv[1:]:
 Settings(options="--model /port --server.model_name host --engine.threads=1")
 """
 
+RESUME = """
+import asyncio
+from starlette.responses import Response
+from deploy.ray.affinity import Call
+from deploy.ray.app import Ingress
+
+class Asked(Ingress):
+    async def _ask_all(self, method):
+        return list(statuses)
+
+    async def _answer(self, call):
+        asked.append(call.replica)
+        return Response(status_code=statuses[call.replica])
+
+ingress = Asked(None, 1024)
+for statuses, status, order, owner in (
+    ({"a": 401, "b": 200}, 200, "ab", "b"),
+    ({"a": 404, "b": 401}, 401, "b", "b"),  # The owner is asked alone, whatever it answers but 404.
+    ({"a": 429, "b": 404}, 429, "bab", None),
+    ({"a": 404, "b": 404}, 404, "ab", None),
+    ({"a": 404, "b": 503}, 503, "ab", None),
+    ({"a": 204, "b": 404}, 204, "a", "a"),
+    ({"a": 404, "b": 206}, 206, "aab", "b"),
+):
+    asked = []
+    answer = asyncio.run(ingress._resume("s", Call("GET", "/v1/streams/s", (), b"")))
+    assert (answer.status_code, "".join(asked), ingress.owners.find("s")) == (status, order, owner), (statuses, asked)
+"""
+
+LOADS = """
+import asyncio
+from types import SimpleNamespace
+from deploy.ray.affinity import Call
+from deploy.ray.router import PrefixRouter
+
+router = object.__new__(PrefixRouter)
+router._use_replica_queue_len_cache = False  # As when all that Ray's cache holds has expired.
+router.initialize_state()
+a, b = (SimpleNamespace(replica_id=type("Id", (), {"unique_id": name})()) for name in "ab")
+request = SimpleNamespace(args=[Call("POST", "/generate", (), b"")], routing_context=SimpleNamespace(should_backoff=False))
+
+def first():
+    return asyncio.run(router.choose_replicas([a, b], request))[0][0]
+
+assert first() is a
+router.on_send_request(a.replica_id)
+assert first() is b
+router.on_new_queue_len_info(b.replica_id, 2)
+assert first() is a
+for _ in range(3):
+    router.decrement_queue_len_cache(b.replica_id)
+assert first() is b
+"""
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
@@ -202,3 +256,8 @@ async def test_the_configurations_are_what_serve_takes() -> None:
 async def test_options_that_the_application_gives_itself_are_refused_by_name() -> None:
     options = "--host=::1", "--port=1", "--server.drain-timeout=1", "--server.max_body_bytes=5000", "--server.tls_certificate=c.pem"
     subprocess.run([sys.executable, "-c", REFUSED, *options], check=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize("script", [RESUME, LOADS], ids=["only success tells where a stream is", "loads outlive Ray's cache of them"])
+async def test_without_a_cluster(script: str) -> None:
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)
