@@ -101,7 +101,7 @@ def check_logit_bias(bias: dict[str, float] | None, name: str) -> None:
     """Raises ValueError if a key is not a token id."""
     for key in bias or {}:
         if not _TOKEN_ID.fullmatch(key):
-            raise ValueError(f"`{name}` has the key {key[:64]!a}, which is no token id: up to 9 decimal digits, no leading zero")
+            raise ValueError(f"`{name}` has the key {key[:16]!a}, which is no token id: up to 9 decimal digits, no leading zero")
 
 
 def check_minimum(minimum: int | None, maximum: int | None, names: tuple[str, str]) -> None:
