@@ -14,8 +14,6 @@ import argparse
 import asyncio
 import random
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,7 @@ from bench.conversations import Conversation, Ideal, make_conversations
 from bench.prefix_cache import HITS, QUERIES, play
 from server.config import EMBEDDED_MODEL
 from tests.support.live import Answer, Ask, Server, ask
-from tests.support.ray_cluster import Cluster
+from tests.support.ray_cluster import Cluster, run_parts
 from tests.support.report import Check, Found, conclude, show
 
 PARTS = "conversations", "throughput"
@@ -150,8 +148,6 @@ async def run(options: argparse.Namespace, folder: Path) -> int:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="an existing folder")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which of them (default: %(default)s)")
     parser.add_argument("--conversations", type=int, default=2000)
     parser.add_argument("--open", type=int, default=64, help="conversations that are begun and not ended at any time")
     parser.add_argument("--clients", type=int, default=16, help="requests at once")
@@ -159,10 +155,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=192, help="of each run of throughput")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("server", nargs="*", default=list(OPTIONS), help="options of the servers, after --")
-    options = parser.parse_args()
-    options.parts = options.parts.split(",")
-    with tempfile.TemporaryDirectory() as scratch:
-        sys.exit(asyncio.run(run(options, options.output or Path(scratch))))
+    run_parts(parser, PARTS, run)
 
 
 if __name__ == "__main__":

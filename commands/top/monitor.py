@@ -138,7 +138,7 @@ class Monitor:
 
     @property
     def status(self) -> str:
-        """What the server says of itself."""
+        """The server's status in words, as its last stats event has it."""
         return self.history[-1].status if self.history else "unknown"
 
     @property

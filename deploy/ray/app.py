@@ -31,6 +31,8 @@ from starlette.responses import Response, StreamingResponse
 from deploy.ray import answers
 from deploy.ray.affinity import GENERATING, Call, StreamOwners, prefix_keys
 from server.child_process import child_command
+from server.errors import BodyTooLarge
+from server.http.body import read_bytes
 
 DRAIN_SECONDS = 60
 """Time that open requests get when a replica ends: Ray waits for them, and then the server as long again for what is left. Ray sends such a
@@ -170,8 +172,9 @@ class Ingress:
 
     async def __call__(self, request: Request) -> Response:
         """Every path and method of the server."""
-        body = await body_of(request, self.max_body_bytes)
-        if body is None:
+        try:
+            body = await read_bytes(request, self.max_body_bytes)
+        except BodyTooLarge:
             return Response(answers.too_large(request.url.path, self.max_body_bytes), 413, media_type="application/json")
         call = call_of(request, body)
         stream = re.fullmatch(r"/v1/streams/([^/?]+)", request.url.path)
@@ -231,19 +234,6 @@ class Ingress:
             response.raw_headers = [(key.lower().encode(), value.encode("latin-1")) for key, value in headers]
             return response
         return refused(call.path)
-
-
-async def body_of(request: Request, limit: int) -> bytes | None:
-    """The body of a request; None where it has more bytes than `limit`, as soon as that is known."""
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit:
-        return None
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            return None
-    return bytes(body)
 
 
 def call_of(request: Request, body: bytes) -> Call:

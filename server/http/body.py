@@ -89,6 +89,11 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         raise UnsupportedMedia("the body must be UTF-8")
     if any(encoding.lower() != "identity" for encoding in request.headers.getlist("content-encoding")):
         raise UnsupportedMedia("content-encoding is not supported; send the body as it is")
+    return await read_bytes(request, max_bytes)
+
+
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
+    """The body of a request, whatever it holds. Raises BodyTooLarge as soon as it is known to have more bytes than `max_bytes`."""
     too_large = BodyTooLarge(f"the body is longer than {max_bytes} bytes (server.max_body_bytes)")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > max_bytes:

@@ -4,6 +4,7 @@ Invariant: every process that it starts is a descendant of its own, and has ende
 `ray` beside the running Python, and imports nothing of Ray.
 """
 
+import argparse
 import asyncio
 import os
 import re
@@ -16,9 +17,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tests.support.live import exchange
 from tests.support.paths import ROOT
@@ -28,6 +29,16 @@ from tests.support.wire import http_request
 START_SECONDS = 120.0
 ACTOR = b"ray::ServeReplica:default:onehead"
 """How Ray names the process of a replica."""
+
+
+def run_parts(parser: argparse.ArgumentParser, parts: Sequence[str], run: Callable[[Any, Path], Coroutine[Any, Any, int]]) -> None:
+    """Runs a command with the further options --output and --parts, and a folder for logs; exits with its status."""
+    parser.add_argument("--output", type=Path, help="an existing folder")
+    parser.add_argument("--parts", default=",".join(parts), help="which of them (default: %(default)s)")
+    options = parser.parse_args()
+    options.parts = options.parts.split(",")
+    with tempfile.TemporaryDirectory() as scratch:
+        sys.exit(asyncio.run(run(options, options.output or Path(scratch))))
 
 
 def free_port() -> int:

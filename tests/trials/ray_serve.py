@@ -14,8 +14,6 @@ Needs the extra `ray`. Writes ray_serve.json into DIR. Exit status 1 where one o
 import argparse
 import asyncio
 import itertools
-import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -23,7 +21,7 @@ from pathlib import Path
 
 from tests.support.live import Answer, Ask, Server, ask, asks
 from tests.support.processes import kill
-from tests.support.ray_cluster import Cluster
+from tests.support.ray_cluster import Cluster, run_parts
 from tests.support.report import Check, Found, conclude, show
 
 PARTS = "killed", "scaled"
@@ -226,13 +224,8 @@ async def run(options: argparse.Namespace, folder: Path) -> int:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="an existing folder")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which of them (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=200, help="requests of `killed`")
-    options = parser.parse_args()
-    options.parts = options.parts.split(",")
-    with tempfile.TemporaryDirectory() as scratch:
-        sys.exit(asyncio.run(run(options, options.output or Path(scratch))))
+    run_parts(parser, PARTS, run)
 
 
 if __name__ == "__main__":

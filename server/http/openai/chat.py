@@ -34,10 +34,11 @@ async def with_calls(generation: Generation, body: ChatBody, request: Request, c
         text = "`tools`: no format is known in which this model calls functions; set `tool_choice` to required, or to one function"
         raise InvalidRequest(text, param="tools")
     is_open, choice = body.calls == "auto", body.tool_choice
-    offered = [
-        tool.function for tool in body.tools or () if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
+    functions = [
+        (tool.function.name, tool.function.parameters)
+        for tool in body.tools or ()
+        if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
     ]
-    functions = [(function.name, function.parameters) for function in offered]
     rules = CallRules(form, functions, body.parallel_tool_calls is not False, is_open)
     grammar = await generation.texts.grammar(Source("calls", msgspec.json.encode(rules).decode(), "tools"), client)
     # As stop strings do, those of the body end no output that is calls alone.

@@ -138,7 +138,7 @@ def scheduler_of(num_pages: int, max_running: int = 4) -> Scheduler:
 
 
 def test_a_whole_state_is_no_change() -> None:
-    """Its number is that of the changes before it, so that whoever gets it and whoever gets the changes go on with the same next one."""
+    """Its number is that of the changes before it: viewers of a whole state and viewers of changes continue with the same next view."""
     scheduler = scheduler_of(8)
     views = CacheViews(scheduler)
     assert views.answer(Look(whole=True, dump=False)) == protocol.CacheView(0, 0, (b"", [], []), (b"", [], []), None)

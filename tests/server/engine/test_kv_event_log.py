@@ -178,7 +178,7 @@ def test_a_block_that_is_stored_again_in_the_same_step_is_removed_before() -> No
 
 
 def test_a_new_log_is_above_an_old_one_and_says_that_nothing_is_there() -> None:
-    """A router that was told of the old engine alone sees a gap, and gets the new one's state whatever number it asks for."""
+    """A subscriber that has only the old engine's messages sees a gap, and gets the new engine's state whatever number it asks for."""
     old, new, index = KvEventLog(0), KvEventLog(100), BlockIndex("")
     for log in (old, new):
         assert log.since(0, 0.5) == [(log.number, 0.5, [None])], "asked before anything was published"
