@@ -118,7 +118,10 @@ class Generation:
             raise InvalidRequest(
                 "`min_tokens` and `ignore_eos` cannot be combined with a grammar, as calls of `tools` have; it decides where text ends"
             )
-        stop_token_ids = sorted({*request.stop_token_ids, *(() if request.ignore_eos else self.end_token_ids)})
+        ends = set() if request.ignore_eos else {*self.end_token_ids}
+        # A stop string that is one special token, which adds no text in which it could be found.
+        ends |= {*map(self.codec.token_id, request.stop_strings)} & self.codec.special_ids
+        stop_token_ids = sorted({*request.stop_token_ids, *ends})
         allowed = int.from_bytes(request.sampling.allowed_tokens, "little")
         if allowed and request.grammar:
             raise InvalidRequest(

@@ -38,14 +38,17 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     """One token and the text that became final with it. The last piece of a sequence has `finish`: length, eos_token, stop_sequence or
     timeout; and in `stop` the stop string or stop token id that ended the sequence, if one did.
 
-    A special token, or a token that ends the sequence, adds no text: its name is in `special_text`, and `text` holds only text that was
-    held back before it. `token` is None where the time limit passed between two tokens.
+    A special token, or a token that ends the sequence, adds no text: `text` holds only text that was held back before it. `token` is None
+    where the time limit passed between two tokens.
     """
 
     choice: int
     token: int | None
     text: str
-    special_text: str = ""
+    token_text: str = ""
+    """The token's own text, of which stop strings, thoughts and calls have taken nothing: those of all tokens, joined, are the text of
+    the sequence. A special token has its name here.
+    """
     logprob: float | None = None
     top: Top = ()
     special: bool = False
@@ -63,7 +66,7 @@ class ChoiceDetokenizer:
         self._codec = codec
         self._choice = choice
         self._request = choice.request
-        self._detokenizer = Detokenizer(codec)
+        self._detokenizer = Detokenizer(codec, choice.request.prompt, choice.request.skip_special_tokens)
         self._stops = StopStrings(choice.request.stop_strings, choice.request.keep_stop)
         self._healed = choice.request.healed
         """The part of the removed end of the prompt (token healing) that is still to be generated again; it is not part of the output."""
@@ -78,12 +81,12 @@ class ChoiceDetokenizer:
         ends = token.finish == "eos_token"
         # A token that ends the sequence adds no text, whether it is a special token or one of the request's stop tokens.
         special = token.token in self._codec.special_ids or (ends and not request.keep_stop_token)
-        if (special and request.skip_special_tokens) or (ends and not request.keep_stop_token):
-            text = ""
-        else:
-            text = self._strip_healed(self._detokenizer.push(token.token))
+        skipped = (special and request.skip_special_tokens) or (ends and not request.keep_stop_token)
+        text = "" if skipped else self._detokenizer.push(token.token)
         if token.finish is not None:
-            text += self._strip_healed(self._detokenizer.flush())
+            text += self._detokenizer.flush()
+        text = self._strip_healed(text)
+        own = self._codec.decode([token.token]) if special else text
         parsed = Parsed(text) if self._parser is None else self._parser.push(token.token, text, special, token.finish is not None)
         text, stop = self._stops.push(parsed.text, search=token.index + 1 >= request.min_new_tokens)
         finish = "stop_sequence" if stop is not None else token.finish
@@ -92,9 +95,10 @@ class ChoiceDetokenizer:
         reason: str | int | None = stop
         if finish == "eos_token" and token.token in request.stop_token_ids:
             reason = token.token
-        name = self._codec.decode([token.token]) if special else ""
+        if ends and stop is None and own in request.stop_strings:
+            finish, reason = "stop_sequence", own  # A special token, which adds no text to find it in.
         top, thought, calls = token.top, parsed.thought, parsed.calls
-        return Piece(index, token.token, text, name, token.logprob, top, special, finish, reason, thought, calls)
+        return Piece(index, token.token, text, own, token.logprob, top, special, finish, reason, thought, calls)
 
     @property
     def is_plain(self) -> bool:

@@ -101,7 +101,7 @@ class Output:
         """Adds a piece. Returns its token, or an empty list where it has none."""
         new = []
         if piece.token is not None:
-            new = [OutputToken(piece.token, piece.logprob, piece.top, piece.special_text or piece.text, piece.special)]
+            new = [OutputToken(piece.token, piece.logprob, piece.top, piece.token_text, piece.special)]
         self.tokens += new
         self.text += piece.text
         self.finish, self.stop = piece.finish, piece.stop

@@ -77,6 +77,17 @@ class ChatTemplate:
             reason = f"cannot be compiled ({type(error).__name__})"
         raise ConfigurationError(f"{self._codec.files.chat_template_place}: the chat template {reason}")
 
+    def turn_end(self) -> int | None:
+        """The added token that the template writes after an answer, which ends the model's turn; None where it writes none there."""
+        answer = _nonce()
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self.render(ChatInput(messages, add_generation_prompt=False))
+        except InvalidRequest:  # A template may refuse such conversations.
+            return None
+        ids = self._codec.encode_bare(text.partition(answer)[2].lstrip())
+        return ids[0] if ids and ids[0] in self._codec.added else None
+
     def around(self, given: ChatInput) -> tuple[list[int], str]:
         """Token ids of a conversation up to the end of its last message, and the text that the template writes after that: more text of
         the message may stand between them. Raises InvalidRequest as `encode` does.

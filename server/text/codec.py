@@ -1,11 +1,10 @@
 """The tokenizer, incremental detokenization and stop strings. Knows nothing of requests or HTTP."""
 
-import codecs
 import json
 import re
-from collections.abc import Callable, Set
+from collections.abc import Iterator, Sequence, Set
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,10 @@ from server.text.checkpoint_settings import CheckpointFiles
 REPLACEMENT = "\ufffd"
 # Decoders write one replacement character for an incomplete UTF-8 character, or one for each of its up to three bytes.
 MAX_HELD_CHARS = 3
-WINDOW, CONTEXT = 16, 4
+WINDOW = 16
+"""Tokens from which on a window of a detokenizer is cut to its end."""
+LEAST_CONTEXT, MOST_CONTEXT = 4, 64
+"""Tokens of a context: the last four hold all of an incomplete character, which has at most four bytes."""
 
 
 def _byte_letters() -> dict[str, int]:
@@ -30,6 +32,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 BYTE_OF = _byte_letters()
+LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}
 SPACE = "\u2581"
 """Stands for a space in vocabularies of SentencePiece."""
 JOINING_DECODER = (
@@ -39,7 +42,9 @@ JOINING_DECODER = (
     {"type": "Strip", "content": " ", "start": 1, "stop": 0},
 )
 """The decoder of vocabularies of SentencePiece; with or without its last part, which removes a space at the beginning of a text."""
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+ANCHORS = "\n", ".", "a", "0", "\u00a0"
+"""Texts after which others are encoded to find the tokens that continue a text."""
 
 
 class TextCodec:
@@ -71,14 +76,13 @@ class TextCodec:
         """Ids that untrusted text never becomes: the special tokens and every added token that the chat template writes."""
         end = self.tokenizer.token_to_id(self.files.eos_token) if self.files.eos_token else None
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
+        """The end-of-sequence token, and after `end_at` the token that ends a turn."""
         self.raw_bytes = cache(self._raw_bytes)
         """The bytes of a token as the decoder joins them, where `is_bytes`."""
-        self.plain_text = cache(self._plain_text)
-        """`read_plain_text`, of each token once."""
-        self.on_plain_text: Callable[[int, str], object] = lambda id, text: None
-        """Called with a token and its text when `plain_text` finds one."""
-        self.token_text = cache(lambda id: self.decode([id]))
-        """The text of a single token."""
+        self.whole_text = cache(self._whole_text)
+        """The text that a token adds to any text before it; None where that depends on its neighbours."""
+        self.token_text = cache(self._token_text)
+        """The text of a token in the middle of a text; a replacement character for a part of a character."""
         self.token_bytes = cache(self._token_bytes)
         """The UTF-8 bytes of a token for clients; a token may be part of a character."""
 
@@ -139,6 +143,11 @@ class TextCodec:
         except BaseException:  # The library raises Exception itself, and its panics are BaseExceptions.
             raise InvalidRequest("the model's tokenizer fails on this text", code="tokenization_failed") from None
 
+    def end_at(self, id: int | None) -> None:
+        """Adds a token that ends answers: the one that the chat template writes after them, which files need not name."""
+        if id is not None and id not in self.end_token_ids:
+            self.end_token_ids = (*self.end_token_ids, id)
+
     @cached_property
     def opening(self) -> list[int]:
         """Token ids that the post-processor puts before every prompt: BOS, or none."""
@@ -150,19 +159,42 @@ class TextCodec:
         id: int | None = self.tokenizer.token_to_id(token)
         return id
 
+    def _token_text(self, id: int) -> str:
+        whole = self.whole_text(id)
+        if whole is not None or id in self.special_ids:
+            return self.decode([id]) if whole is None else whole
+        detokenizer = Detokenizer(self, self._anchor)
+        return detokenizer.push(id) + detokenizer.flush()
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        """Tokens of a text that ends in none of the characters that decoders treat in a special way."""
+        return next((ids for text in ("a", "0", *ANCHORS) if (ids := self.encode_bare(text)) and self.decode(ids).strip()), [])
+
     def _token_bytes(self, id: int) -> bytes:
         text = self.tokenizer.id_to_token(id)
         if text is None or id in self.special_ids:
             return (text or "").encode()
         if self._byte_level:
             return bytes(BYTE_OF[letter] for letter in text if letter in BYTE_OF)
-        if _BYTE_TOKEN.fullmatch(text):
-            return bytes([int(text[3:5], 16)])
-        return self.decode([id]).encode()
+        return bytes([int(text[3:5], 16)]) if _BYTE_TOKEN.fullmatch(text) else self.token_text(id).encode()
+
+    @cached_property
+    def _decoder(self) -> str:
+        """The decoder as JSON; empty for a tokenizer without one."""
+        return json.dumps(json.loads(self.tokenizer.to_str()).get("decoder") or "")
 
     @cached_property
     def _byte_level(self) -> bool:
-        return '"ByteLevel"' in json.dumps(json.loads(self.tokenizer.to_str()).get("decoder"))
+        return '"ByteLevel"' in self._decoder
+
+    @cached_property
+    def _byte_fallback(self) -> bool:
+        return '"ByteFallback"' in self._decoder
+
+    def is_byte(self, id: int) -> bool:
+        """Whether a token stands for one byte, of which the decoder makes text once it knows the bytes next to it."""
+        return self._byte_fallback and _BYTE_TOKEN.fullmatch(self.tokenizer.id_to_token(id) or "") is not None
 
     @cached_property
     def is_bytes(self) -> bool:
@@ -177,23 +209,8 @@ class TextCodec:
         parts = tuple(json.loads(self.tokenizer.decoder.__getstate__())["decoders"])
         return parts if parts in (JOINING_DECODER, JOINING_DECODER[:-1]) else ()
 
-    @property
-    def strips_space(self) -> bool:
-        """Whether decoding removes a space at the beginning of a text."""
-        return self._joining == JOINING_DECODER
-
-    def plain_texts(self, ids: list[int]) -> str:
-        """The text of tokens of which `plain_text` knows one."""
-        return "".join(map(str, map(self.plain_text, ids)))
-
-    def _plain_text(self, id: int) -> str | None:
-        if text := self.read_plain_text(id):
-            self.on_plain_text(id, text)
-        return text
-
-    def read_plain_text(self, id: int) -> str | None:
-        """The text that a token adds to any text before it that ends in a whole character; None where that is not known."""
-        if id in self.special_ids or not self.is_bytes:
+    def _whole_text(self, id: int) -> str | None:
+        if not self.is_bytes or self.is_byte(id):
             return None
         try:
             return self._raw_bytes(id).decode()
@@ -213,54 +230,88 @@ class TextCodec:
         return text
 
 
-class Detokenizer:
-    """Incremental detokenization. Invariant: the concatenation of all returned texts is `decode` of all tokens.
+    def context(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[int]:
+        """The end of a text's tokens on which the text of its continuation depends.
 
-    An incomplete last character is held back until it is complete, or `flush` is called. Tokens whose bytes are joined are decoded once
-    each, others in a sliding window. (Of bytes that are no UTF-8 some decoders make other replacement characters, and take back others
-    before them.)
+        Decoders treat a text's beginning in their own ways: they remove spaces there, or leave out the space before a word. A character
+        that is no space ends that beginning, so the context has one if the text does. It begins within no run of byte tokens.
+        """
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        found: list[int] = []
+        for id in islice((id for id in reversed(ids) if id not in skipped), MOST_CONTEXT):
+            found.append(id)
+            if len(found) >= LEAST_CONTEXT and not self.is_byte(id) and self.decode(found[::-1]).strip():
+                break
+        return found[::-1]
+
+    def spellings(self, text: str) -> Iterator[list[int]]:
+        """The tokens of untrusted text where it continues another: those that it is encoded to there, and the single token that has it
+        as its text.
+        """
+        for anchor in ANCHORS:
+            before, both = self.encode_plain(anchor), self.encode_plain(anchor + text)
+            if both[: len(before)] == before and self._continues(anchor, before, text, both[len(before) :]):
+                yield both[len(before) :]
+                break
+        letters = "".join(LETTER_OF[byte] for byte in text.encode())
+        for name in {text, letters, text.replace(" ", SPACE), f"##{text}", text.removeprefix(" ")}:
+            id = self.token_id(name)
+            if id is not None and id not in self.mark_ids and self.token_text(id) == text:
+                yield [id]
+
+    def _continues(self, anchor: str, before: list[int], text: str, ids: list[int]) -> bool:
+        return self.decode(before).endswith(anchor) and self.decode(before + ids) == self.decode(before) + text
+
+
+class Detokenizer:
+    """Incremental detokenization of the tokens that continue a text.
+
+    Invariant: the returned texts, joined, are the text of all tokens, those before included, without as many characters as the text of
+    those before has (as transformers' text generation returns a continuation). Text is held back while a later token may change it: an
+    incomplete character, and a run of byte tokens, which is read as UTF-8 as a whole or not at all.
     """
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, before: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+        """`before`: the tokens of the text that is continued, which may be none. `skip_special_tokens`: special tokens among them add
+        no text; others that are not to be in the text must not be pushed.
+        """
         self._codec = codec
-        self._window: list[int] = []
-        self._emitted = 0
-        """Characters of the window's text that were returned."""
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if codec.is_bytes else None
-        self._strips_space = codec.strips_space
-        """Whether a space would be removed from the next text."""
-        self.is_plain = codec.is_bytes and not self._strips_space
-        """Whether the text of a next token with a plain text is that (TextCodec.plain_text): no byte of a character is held back."""
+        self._window = codec.context(before, skip_special_tokens)
+        """The last tokens, on which the text of the next one may depend."""
+        self._num_held = 0
+        """Characters at the end of the window's text that are held back. Below 0: so many are left out of what follows, because the text
+        of the tokens before ended within a character that has become shorter.
+        """
+        self._run: list[int] = []
+        """The byte tokens after the window."""
 
     def push(self, token: int) -> str:
         """The text that became final with this token."""
-        plain = self._codec.plain_text(token)
-        if self._utf8 is not None:
-            if self.is_plain and plain is not None:
-                return plain
-            text = self._utf8.decode(self._codec.raw_bytes(token))
-            if self._strips_space and text:
-                self._strips_space, text = False, text.removeprefix(" ")
-            self.is_plain = not self._utf8.getstate()[0] and not self._strips_space
+        text = self._codec.whole_text(token)
+        if text is not None and self._window and not self._run and not self._num_held:
+            if text:
+                self._window = [token]
             return text
-        self._window.append(token)
+        if text is None and self._codec.is_byte(token):
+            self._run.append(token)
+            return ""
+        return self._read([*self._run, token], is_last=False)
+
+    def _read(self, tokens: list[int], is_last: bool) -> str:
+        given = len(self._codec.decode(self._window)) - self._num_held
+        self._window += tokens
+        self._run = []
         text = self._codec.decode(self._window)
-        certain = len(text) - min(MAX_HELD_CHARS, len(text) - len(text.rstrip(REPLACEMENT)))
-        new, held = text[self._emitted : certain], len(text) - certain
-        self._emitted = max(self._emitted, certain)
+        incomplete = 0 if is_last else min(MAX_HELD_CHARS, len(text) - len(text.rstrip(REPLACEMENT)))
+        certain = len(text) - incomplete
+        self._num_held = len(text) - max(given, certain)
         if len(self._window) > WINDOW:
-            # A character has at most four bytes, so the last four tokens hold all of an incomplete one.
-            self._window = self._window[-CONTEXT:]
-            self._emitted = len(self._codec.decode(self._window)) - held
-        return new
+            self._window = self._codec.context(self._window)
+        return text[given:certain]
 
     def flush(self) -> str:
-        """The text that is held back, as `decode` renders it at the end of a text."""
-        if self._utf8 is not None:
-            return self._utf8.decode(b"", final=True)
-        text = self._codec.decode(self._window)
-        new, self._emitted = text[self._emitted :], len(text)
-        return new
+        """The text that is held back, as the decoder renders it at the end of a text."""
+        return self._read(self._run, is_last=True) if self._run or self._num_held > 0 else ""
 
 
 class StopStrings:
@@ -305,15 +356,6 @@ class StopStrings:
             if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
                 return len(text) - start
         return 0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no end of the text so far may begin a stop string."""
-        return not self._held and not self._possible_beginning(self._seen)
-
-    def skip(self) -> None:
-        """Goes on after a text in which no stop string can have begun."""
-        self._seen = ""
 
     def flush(self) -> str:
         """The text that is held back; called after the last piece."""

@@ -30,7 +30,7 @@ class Texts:
         self.chat_template = ChatTemplate(codec)
         self.fim = FillInTheMiddle(codec)
         self.open_objects = open_objects
-        self._ends = sorted({*codec.end_token_ids, *end_token_ids})
+        self._end_token_ids = end_token_ids
 
     @cached_property
     def calls(self) -> tuple[CallFormat, Opening] | None:
@@ -46,7 +46,8 @@ class Texts:
         from server import guidance
         from server.text.grammar import GrammarCompiler
 
-        return GrammarCompiler(guidance.grammar_tokenizer(self.codec.tokenizer.to_str(), self._ends), self.open_objects)
+        ends = sorted({*self.codec.end_token_ids, *self._end_token_ids})
+        return GrammarCompiler(guidance.grammar_tokenizer(self.codec.tokenizer.to_str(), ends), self.open_objects)
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
@@ -120,7 +121,7 @@ class Decode(Job, frozen=True):
 
 
 class Spell(Job, frozen=True):
-    """The token sequences that spell words: at the beginning of a text, and after a space."""
+    """The token sequences that spell words where they continue a text: as they stand, and after a space."""
 
     Result = list[list[int]]
 
@@ -131,10 +132,10 @@ class Spell(Job, frozen=True):
         return 2 * sum(map(len, self.words))
 
     def run(self, texts: Texts) -> list[list[int]]:
-        plain, found = texts.codec.encode_plain, list[list[int]]()
+        found: list[list[int]] = []
         for word in self.words:
-            spelt = plain(word), plain(" " + word.lstrip())
-            found += [ids for i, ids in enumerate(spelt) if ids and ids not in spelt[:i]]
+            for text in (word, " " + word.lstrip()):
+                found += [ids for ids in texts.codec.spellings(text) if ids not in found]
         return found
 
 

@@ -49,6 +49,8 @@ class Loaded(msgspec.Struct, frozen=True):
 
     error: str = ""
     cheap_template: bool = False
+    turn_end: int | None = None
+    """ChatTemplate.turn_end."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -171,12 +173,12 @@ def _prepare_grammars(texts: Texts, usable: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
 
-def _try_template(texts: Texts) -> bool:
-    """Compiles the chat template and renders conversations in a child process. Returns whether that was cheap. Raises ConfigurationError
-    if it cannot be compiled within the limits.
+def _try_template(texts: Texts) -> Loaded:
+    """Compiles the chat template and renders conversations in a child process. Raises ConfigurationError if it cannot be compiled within
+    the limits.
     """
     if not texts.chat_template.exists:
-        return True
+        return Loaded(cheap_template=True)
     reader, writer = os.pipe()
 
     def work() -> None:
@@ -187,6 +189,8 @@ def _try_template(texts: Texts) -> bool:
             os.write(writer, f"refused {error}".encode(errors="replace"))
             return
         os.write(writer, b"compiled ")
+        end = texts.chat_template.turn_end()
+        os.write(writer, b"" if end is None else b"%d " % end)
         os.write(writer, b"cheap" if texts.chat_template.trial() else b"")
 
     child_process.fork(work, writer, most_bytes=LOAD_MEMORY)
@@ -200,14 +204,16 @@ def _try_template(texts: Texts) -> bool:
     # Children find it compiled. Within the limit, as before: Jinja computes constants only where there is memory for them.
     child_process.limit_memory(LOAD_MEMORY)
     _ = texts.chat_template.compiled
-    return said.endswith("cheap")
+    end = next((int(word) for word in said.split() if word.isdigit()), None)
+    texts.codec.end_at(end)
+    return Loaded(cheap_template=said.endswith("cheap"), turn_end=end)
 
 
 def run(texts: Texts, control: socket.socket, jobs: socket.socket, grammars: socket.socket) -> None:
     """The life of the forking process: says Loaded over `control`, then forks children until it is ended."""
     logging.getLogger().handlers = [logging.NullHandler()]  # The API process's are written by a thread of it.
     try:
-        loaded = Loaded(cheap_template=_try_template(texts))
+        loaded = _try_template(texts)
     except ConfigurationError as error:
         loaded = Loaded(error=str(error)[:4096])
     with contextlib.suppress(BlockingIOError):  # Only the first one is read.

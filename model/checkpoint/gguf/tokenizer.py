@@ -20,8 +20,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
 """What stands for a space in the pieces of a SentencePiece vocabulary."""
 ENDS = ("eos", "eot", "eom")
-TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
-"""Tokens that end a turn where a chat template writes them, whether the metadata names them or not."""
 NAMED = {
     "bos_token": ("bos",),
     "eos_token": ("eos",),
@@ -128,9 +126,6 @@ def generation_config(metadata: Mapping[str, Any]) -> Json:
     """The content of generation_config.json: every token that ends a text, and the sampling parameters that the file recommends."""
     vocabulary = Vocabulary.of(metadata)
     ends = {id for name in ENDS if (id := vocabulary.id(name)) is not None}
-    template = metadata.get(TEMPLATE)
-    written = [token for token in TURN_ENDS if isinstance(template, str) and token in template]
-    ends |= {id for id, token in enumerate(vocabulary.tokens) if token in written}
     sampling = {ours: metadata[key] for name, ours in SAMPLING.items() if (key := f"general.sampling.{name}") in metadata}
     return {"eos_token_id": sorted(ends)} | sampling
 

@@ -146,13 +146,14 @@ class ChatReply(OpenAIReply):
             return None
         return {
             "content": (
-                self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(id, logprob) for id, logprob in token.top]}
+                self._entry(token.id, token.logprob, token.text)
+                | {"top_logprobs": [self._entry(id, logprob, token.text if id == token.id else None) for id, logprob in token.top]}
                 for token in tokens
             )
         }
 
-    def _entry(self, id: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": self.token_name(id), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}
+    def _entry(self, id: int, logprob: float | None, text: str | None = None) -> dict[str, Any]:
+        return {"token": self.token_name(id, text), "logprob": logprob, "bytes": list(self.codec.token_bytes(id))}
 
 
 def _is_whole(arguments: str) -> bool:

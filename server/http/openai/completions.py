@@ -1,6 +1,6 @@
 """/v1/completions: converts prompts to requests, and pieces to text_completion objects."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -37,9 +37,8 @@ class CompletionReply(OpenAIReply):
         self.prompts = prompts
         """The text of each prompt with `echo`, else empty."""
         self.per_prompt = len(self.outputs) // max(1, len(body.prompt))
-        self.next_offsets = [*map(self._first_offset, self.outputs)]
+        self.next_offsets = [len(self._echo(output)) for output in self.outputs]
         """The text offset of each output's next token, for log-probabilities."""
-        self.detokenizers = [Detokenizer(self.codec) for _ in self.outputs]
 
     @staticmethod
     async def prepare(generation: Generation, body: CompletionBody, client: str) -> list[tuple[Request, str]]:
@@ -105,45 +104,49 @@ class CompletionReply(OpenAIReply):
     def _echo(self, output: Output) -> str:
         return self.prompts[output.choice.index // self.per_prompt] if self.prompts else ""
 
-    def _first_offset(self, output: Output) -> int:
-        """The text offset of the output's first token. With token healing the first tokens repeat the removed end of the prompt."""
-        return len(self._echo(output)) - len(output.choice.request.healed)
-
     def _logprobs(self, output: Output, tokens: list[OutputToken], scores: Iterable[PromptScore] | None) -> dict[str, Any] | None:
         """OpenAI's legacy `logprobs`: parallel lists; with `echo` the prompt's tokens come first, where `scores` are given."""
         count, choice = self.body.logprobs, output.choice
         if count is None:
             return None
-        skipped = frozenset() if self.body.skip_special_tokens is False else self.codec.special_ids
-        *offsets, self.next_offsets[choice.index] = text_offsets(
-            self.detokenizers[choice.index], tokens, self.next_offsets[choice.index], skipped
-        )
+        is_shown = self.body.skip_special_tokens is False
+        lengths = [len(token.text) if is_shown or not token.special else 0 for token in tokens]
+        *offsets, self.next_offsets[choice.index] = accumulate(lengths, initial=self.next_offsets[choice.index])
         if scores is not None and self.body.echo:
-            scored = [OutputToken(score.token, score.logprob, score.top[:count]) for score in scores]
-            prompt = [OutputToken(choice.request.prompt[0], None), *scored]
-            *within, end = text_offsets(Detokenizer(self.codec), prompt)
-            # Special tokens that the tokenizer adds before the text, such as BOS, have no place in it: their offsets are below 0.
-            offsets = [place + self._first_offset(output) - end for place in within] + offsets
-            tokens = prompt + tokens
+            prompt, within = self._prompt_tokens(output)
+            for token, score in zip(prompt[1:], scores, strict=True):
+                token.logprob, token.top = score.logprob, score.top[:count]
+            tokens, offsets = prompt + tokens, within + offsets
         return {
-            "text_offset": (max(0, offset) for offset in offsets),
+            "text_offset": offsets,
             "token_logprobs": (token.logprob for token in tokens),
-            "tokens": (self.token_name(token.id) for token in tokens),
+            "tokens": (self.token_name(token.id, token.text) for token in tokens),
             "top_logprobs": map(self._top, tokens),
         }
+
+    def _prompt_tokens(self, output: Output) -> tuple[list[OutputToken], list[int]]:
+        """The tokens of a prompt that is echoed, whose texts joined are its text, and the text offset of each. Special tokens that the
+        tokenizer has added, such as BOS, are not part of it. The last token has the text that token healing has removed.
+        """
+        ids, text = output.choice.request.prompt, self._echo(output)
+        detokenizer, place, tokens, offsets = Detokenizer(self.codec), 0, list[OutputToken](), list[int]()
+        for id in ids:
+            name, offset = self.codec.token_text(id), place
+            if id not in self.codec.special_ids or text.startswith(name, place):
+                name = detokenizer.push(id)
+                place += len(name)
+            tokens.append(OutputToken(id, None, text=name))
+            offsets.append(offset)
+        tokens[-1].text += detokenizer.flush() + output.choice.request.healed
+        return tokens, offsets
 
     def _top(self, token: OutputToken) -> dict[str, float] | None:
         if token.logprob is None:
             return None
         top: dict[str, float] = {}
-        for id, logprob in (*token.top, (token.id, token.logprob)):
-            top.setdefault(self.token_name(id), logprob)
+        for id, logprob in ((token.id, token.logprob), *token.top):
+            top.setdefault(self.token_name(id, token.text if id == token.id else None), logprob)
         return top
-
-
-def text_offsets(detokenizer: Detokenizer, tokens: list[OutputToken], begin: int = 0, skipped: Set[int] = frozenset()) -> list[int]:
-    """The text offset of each token, and that of a next one. Skipped token ids have no text."""
-    return list(accumulate((0 if token.id in skipped else len(detokenizer.push(token.id)) for token in tokens), initial=begin))
 
 
 def _request(

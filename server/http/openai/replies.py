@@ -82,9 +82,9 @@ class OpenAIReply(Reply):
         options = self.body.stream_options
         return [{"choices": [], "usage": self.usage}] if options is not None and options.include_usage else []
 
-    def token_name(self, id: int) -> str:
-        """A token as `logprobs` shows it."""
-        return f"token_id:{id}" if self.body.return_tokens_as_token_ids else self.codec.token_text(id)
+    def token_name(self, id: int, text: str | None = None) -> str:
+        """A token as `logprobs` shows it. `text`: what it adds where it stands, if that is known; else as in the middle of a text."""
+        return f"token_id:{id}" if self.body.return_tokens_as_token_ids else self.codec.token_text(id) if text is None else text
 
     def prompt_logprobs(self, output: Output) -> dict[str, Any]:
         """vLLM's `prompt_logprobs`: null for the first prompt token; for each other one a map by id of the token and the most likely ones

@@ -26,6 +26,7 @@ from server.http.fields import default
 from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody, Parameters
 from server.supervision.token_writer import COUNT, LOGPROB, TEXT, TOKEN_ID
+from server.text.codec import Detokenizer
 from server.text.fim import cut_last_token
 from server.text.jobs import Encode
 
@@ -214,11 +215,9 @@ class TgiReply(Reply):
     def take(self, piece: Piece) -> list[OutputToken]:
         return self.outputs[piece.choice].take(piece)
 
-    def _token(self, id: int, logprob: float | None) -> dict[str, Any]:
-        return {"id": id, "text": self.codec.token_text(id), "logprob": logprob}
-
     def _top(self, top: Iterable[tuple[int, float]]) -> list[dict[str, Any]]:
-        return [self._token(id, logprob) | {"special": id in self.codec.special_ids} for id, logprob in top]
+        text, special = self.codec.token_text, self.codec.special_ids
+        return [{"id": id, "text": text(id), "logprob": logprob, "special": id in special} for id, logprob in top]
 
     def full_response(self) -> Any:
         """The output with the highest mean log-probability, with the others of `best_of` in its details."""
@@ -241,7 +240,9 @@ class TgiReply(Reply):
         choice = self.outputs[0].choice
         scores = ((score.token, score.logprob) for score in choice.prompt_scores)
         rows = chain([(choice.request.prompt[0], None)], scores) if self.parameters.decoder_input_details else ()
-        return (self._token(id, logprob) for id, logprob in rows)
+        detokenizer, special = Detokenizer(self.codec), self.codec.special_ids
+        texts = (self.codec.token_text(id) if id in special else detokenizer.push(id) for id in choice.request.prompt)
+        return ({"id": id, "text": text, "logprob": logprob} for (id, logprob), text in zip(rows, texts, strict=False))
 
     def _summary(self, output: Output) -> dict[str, Any]:
         seed = output.choice.request.sampling.seed if self.parameters.samples else None

@@ -221,6 +221,12 @@ async def test_a_template_that_proved_cheap_is_told_from_others(tmp_path: Path, 
     assert not said.error and said.cheap_template is cheap
 
 
+@pytest.mark.parametrize(("written", "end"), [("<|endoftext|>", 0), ("\n", None)])
+async def test_the_end_of_a_turn_that_a_template_writes_is_told(tmp_path: Path, written: str, end: int | None) -> None:
+    template = "{% for m in messages %}{{ m.content }}END{% endfor %}".replace("END", written)
+    assert (await loaded(tmp_path, template)).turn_end == end
+
+
 @pytest.mark.parametrize("template", BROKEN, ids=lambda template: template[:20].encode(errors="replace").decode())
 async def test_a_template_that_cannot_be_compiled_is_refused_by_file_and_field(tmp_path: Path, template: str) -> None:
     said = await loaded(tmp_path, template)
