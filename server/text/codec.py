@@ -3,7 +3,7 @@
 import codecs
 import json
 import re
-from collections.abc import Callable, Set
+from collections.abc import Set
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -73,10 +73,6 @@ class TextCodec:
         self.end_token_ids: tuple[int, ...] = () if end is None else (end,)
         self.raw_bytes = cache(self._raw_bytes)
         """The bytes of a token as the decoder joins them, where `is_bytes`."""
-        self.plain_text = cache(self._plain_text)
-        """`read_plain_text`, of each token once."""
-        self.on_plain_text: Callable[[int, str], object] = lambda id, text: None
-        """Called with a token and its text when `plain_text` finds one."""
         self.token_text = cache(lambda id: self.decode([id]))
         """The text of a single token."""
         self.token_bytes = cache(self._token_bytes)
@@ -182,24 +178,6 @@ class TextCodec:
         """Whether decoding removes a space at the beginning of a text."""
         return self._joining == JOINING_DECODER
 
-    def plain_texts(self, ids: list[int]) -> str:
-        """The text of tokens of which `plain_text` knows one."""
-        return "".join(map(str, map(self.plain_text, ids)))
-
-    def _plain_text(self, id: int) -> str | None:
-        if text := self.read_plain_text(id):
-            self.on_plain_text(id, text)
-        return text
-
-    def read_plain_text(self, id: int) -> str | None:
-        """The text that a token adds to any text before it that ends in a whole character; None where that is not known."""
-        if id in self.special_ids or not self.is_bytes:
-            return None
-        try:
-            return self._raw_bytes(id).decode()
-        except UnicodeDecodeError:
-            return None
-
     def _raw_bytes(self, id: int) -> bytes:
         text = self.tokenizer.id_to_token(id) or ""
         if self._joining:
@@ -229,19 +207,13 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if codec.is_bytes else None
         self._strips_space = codec.strips_space
         """Whether a space would be removed from the next text."""
-        self.is_plain = codec.is_bytes and not self._strips_space
-        """Whether the text of a next token with a plain text is that (TextCodec.plain_text): no byte of a character is held back."""
 
     def push(self, token: int) -> str:
         """The text that became final with this token."""
-        plain = self._codec.plain_text(token)
         if self._utf8 is not None:
-            if self.is_plain and plain is not None:
-                return plain
             text = self._utf8.decode(self._codec.raw_bytes(token))
             if self._strips_space and text:
                 self._strips_space, text = False, text.removeprefix(" ")
-            self.is_plain = not self._utf8.getstate()[0] and not self._strips_space
             return text
         self._window.append(token)
         text = self._codec.decode(self._window)
@@ -305,15 +277,6 @@ class StopStrings:
             if text[start] in self._first and any(stop.startswith(text[start:]) for stop in self._stops):
                 return len(text) - start
         return 0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no end of the text so far may begin a stop string."""
-        return not self._held and not self._possible_beginning(self._seen)
-
-    def skip(self) -> None:
-        """Goes on after a text in which no stop string can have begun."""
-        self._seen = ""
 
     def flush(self) -> str:
         """The text that is held back; called after the last piece."""
