@@ -23,7 +23,6 @@ class LoadLog:
         if seconds < PERIOD_SECONDS:
             return
         metrics = self._client.metrics
-        metrics.refresh()
         gauges = metrics.gauges
         counted = metrics.num_generated, gauges.queried_tokens, gauges.hit_tokens
         # The counts of a restarted engine begin at 0.

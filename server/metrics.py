@@ -5,8 +5,7 @@ Tokens and steps are only counted as they happen; the Prometheus metrics are upd
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
@@ -42,11 +41,6 @@ class Histogram:
         self._counts[bisect_left(LATENCY_BOUNDS, seconds)] += 1
         self.sum += seconds
 
-    def add(self, counts: Sequence[int], total: float) -> None:
-        """Counts values that were counted elsewhere by the same bounds, and their sum."""
-        self._counts = [own + other for own, other in zip(self._counts, counts, strict=True)]
-        self.sum += total
-
     def counts(self) -> dict[str, Any]:
         """The bounds, how many values were at most each of them and above the one before, or above all, and the sum."""
         return {"bounds": LATENCY_BOUNDS, "counts": self._counts, "sum": self.sum}
@@ -55,19 +49,6 @@ class Histogram:
         """The lines of a scrape."""
         counts = [*accumulate(self._counts)]
         return self._lines % (*counts, counts[-1], self.sum, self._created)
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What native code (supervision/token_writer.py) has counted since it was last asked: seconds by LATENCY_BOUNDS, and their sums."""
-
-    between_tokens: list[int]
-    between_tokens_sum: float
-    steps: list[int]
-    steps_sum: float
-    num_tokens: int
-    gauges: Gauges | None
-    """Of the last step, if Python saw none of its tokens."""
 
 
 class ClientMetrics(Collector):
@@ -143,8 +124,6 @@ class Metrics:
         """The latest report of the current engine."""
         self.num_generated = 0
         self.num_pages = 0
-        self.refresh: Callable[[], None] = lambda: None
-        """Adds what was counted elsewhere; called before metrics are shown."""
 
     def _declare_others(self) -> None:
         """Latencies, and metrics that belong to no request."""
@@ -209,16 +188,8 @@ class Metrics:
         if gauges.step_seconds:
             self.step_time.observe(gauges.step_seconds)
 
-    def add(self, counts: Counts) -> None:
-        """Adds what native code has counted."""
-        self.inter_token_latency.add(counts.between_tokens, counts.between_tokens_sum)
-        self.step_time.add(counts.steps, counts.steps_sum)
-        self.num_generated += counts.num_tokens
-        self.gauges = counts.gauges or self.gauges
-
     def _settle(self) -> None:
         """Updates the metrics from the latest report."""
-        self.refresh()
         gauges = self.gauges
         self.requests_running.set(gauges.running)
         self.requests_waiting.set(gauges.waiting)

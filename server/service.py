@@ -29,7 +29,6 @@ from server.protocol import EngineOptions
 from server.supervision.crash_policy import Timeouts
 from server.supervision.processors import available_processors, engine_threads, step_sizes
 from server.supervision.supervisor import State, Supervisor
-from server.supervision.token_writer import TokenTexts, library
 from server.supervision.transport import EngineProcess
 from server.text.codec import TextCodec
 from server.text.jobs import Texts
@@ -88,15 +87,6 @@ def read_texts(folder: Path, section: ServerSection) -> Texts:
     return texts
 
 
-def token_texts(codec: TextCodec) -> TokenTexts | None:
-    """The texts of tokens for native code, which are added when they are first met; None where there is no such code."""
-    if library() is None:
-        return None
-    texts = TokenTexts(codec.largest_id + 1)
-    codec.on_plain_text = texts.set
-    return texts
-
-
 class SupervisedEngine:
     """Starts, watches, restarts and ends the engine process; `generation` submits requests to it. Raises ConfigurationError,
     CheckpointError, or OSError if a process cannot be started.
@@ -127,19 +117,12 @@ class SupervisedEngine:
         except BaseException:
             self._process.end()
             raise
-        self._token_texts = token_texts(texts.codec)
-        self.metrics.refresh = self._add_counts
         self.generation = Generation(self.client, TextService(texts, section, self.workers), section)
 
     def start(self) -> None:
         """Watches the engine. Raises OSError."""
         self.supervisor.start()
         self._watch = asyncio.create_task(self._pass_time())
-
-    def _add_counts(self) -> None:
-        """Adds to the metrics what native code has counted."""
-        if (counts := self._process.take_counts()) is not None:
-            self.metrics.add(counts)
 
     async def _pass_time(self) -> None:
         """Passes elapsed time to the supervisor. Time in which this process did not run does not count as time without progress."""
@@ -166,11 +149,10 @@ class SupervisedEngine:
             options = dataclasses.replace(start.options, pages=ready.num_pages, device=ready.device)
             start = msgspec.structs.replace(start, options=options, digest=ready.digest)
         if self._num_spawned:
-            self._add_counts()
             self.metrics.engine_restarts.inc()
             self._process = EngineProcess(start, self.workers.grammars)
         self._num_spawned += 1
-        self._process.listen(on_message, on_exit, self._token_texts)
+        self._process.listen(on_message, on_exit)
         return self._process
 
     def _on_state(self, state: State) -> None:

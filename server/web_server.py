@@ -31,13 +31,8 @@ from server.http.model_names import ModelNames
 from server.http.stream_buffer import Retention, StreamStore
 from server.http.streams import StreamPublisher
 from server.http.tls import reload_certificate
-from server.supervision.token_writer import library
 
 FILE_LIMIT_LOG_SECONDS = 10.0
-MAX_PREPARED, PREPARED_AT_ONCE, PREPARE_PAUSE = 2**16, 250, 0.005
-"""Token ids whose texts are prepared for native code; how many without a pause, at 2 or 3 microseconds each; and the seconds between."""
-PREPARE_SECONDS = 0.5
-"""From one look whether the engine has been loaded to the next."""
 OTHER_FILES, MIN_CONNECTIONS = 64, 8
 """Estimate of the open files of the process besides its connections, and the least connections that a server is worth starting for."""
 log = logging.getLogger("onehead")
@@ -148,7 +143,6 @@ class WebServer:
         self.door = create_app(generation, section, keys, names, version("onehead"), self.publisher, listener.getsockname()[0])
         self._http = http_server(self.door, section)
         self._serving: asyncio.Task[None]
-        self._preparing: asyncio.Task[None]
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
@@ -160,20 +154,6 @@ class WebServer:
         # It listens from now on. Only now: the address of one that does not listen would not be refused to another server.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-        self._preparing = asyncio.create_task(self._prepare_texts())
-
-    async def _prepare_texts(self) -> None:
-        """Has native code know the texts of the most frequent tokens, those with the lowest ids, once the engine has been loaded. Python
-        writes the others until they are met.
-        """
-        generation = self._generation
-        while generation.client.ready is None:
-            await asyncio.sleep(PREPARE_SECONDS)
-        for begin in range(0, min(MAX_PREPARED, generation.codec.largest_id + 1) if library() is not None else 0, PREPARED_AT_ONCE):
-            for id in range(begin, begin + PREPARED_AT_ONCE):
-                if text := generation.codec.read_plain_text(id):
-                    generation.codec.on_plain_text(id, text)
-            await asyncio.sleep(PREPARE_PAUSE)
 
     async def started(self) -> None:
         while not self._http.started and not self._serving.done():
@@ -197,6 +177,5 @@ class WebServer:
     async def ended(self) -> bool:
         if not self._http.should_exit:  # Without a drain, responses get a moment to be flushed.
             self.end(FLUSH_SECONDS)
-        self._preparing.cancel()
         await self._serving
         return self._http.cut

@@ -37,8 +37,6 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tree / "model" / "devices" / "cpu" / "native").mkdir(parents=True)
     for name in ("product.cpp", "rows.h"):
         shutil.copy2(ROOT / "model" / "devices" / "cpu" / "native" / name, tree / "model" / "devices" / "cpu" / "native")
-    (tree / "server" / "supervision").mkdir(parents=True)
-    shutil.copy2(ROOT / "server" / "supervision" / "token_writer.cpp", tree / "server" / "supervision")
     stubs.mkdir()
     for name, text in (("python3", PYTHON), ("venv-python", VENV_PYTHON)):
         (stubs / name).write_text(text)

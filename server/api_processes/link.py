@@ -6,13 +6,12 @@ what the messages mean.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from server import protocol
-from server.supervision.token_writer import TokenWriter
 from server.supervision.transport import Frames, framed
 
 log = logging.getLogger("onehead")
@@ -21,42 +20,20 @@ log = logging.getLogger("onehead")
 class Link(asyncio.Protocol):
     """Sends structs, and calls `on_message` with each one that is received."""
 
-    def __init__(
-        self, decode: Callable[[bytes], Any], on_message: Callable[[Any], None], on_end: Callable[[], None], natively: bool = False
-    ) -> None:
-        """`natively`: nothing is received before `read_natively`."""
-        self._frames, self._decode = Frames(decode), decode
+    def __init__(self, decode: Callable[[bytes], Any], on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        self._frames = Frames(decode)
         self._on_message = on_message
         self._on_end = on_end
-        self._natively = natively
         self._transport: asyncio.Transport
         self.closed = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if self._natively:
-            asyncio.get_running_loop().call_soon(transport.pause_reading)  # Some versions begin to read after this call all the same.
 
     def data_received(self, data: bytes) -> None:
-        self._handle_all(self._frames.push(data))
-
-    def read_natively(self, writer: TokenWriter) -> None:
-        """From now on messages come from a TokenWriter, which reads the socket. The connection has been made."""
-        loop = asyncio.get_running_loop()
-
-        def take() -> None:
-            messages = writer.take()
-            if messages is None:
-                loop.remove_reader(writer.event)
-                return self._transport.abort()
-            self._handle_all(map(self._decode, messages))
-
-        loop.add_reader(writer.event, take)
-
-    def _handle_all(self, messages: Iterable[Any]) -> None:
         try:
-            for message in messages:
+            for message in self._frames.push(data):
                 self._handle(message)
         except (msgspec.MsgspecError, ValueError) as error:
             log.error("an invalid message came over a link: %s", error)

@@ -12,7 +12,7 @@ from server.generation.admission import AdmittedRequest
 from server.generation.engine_client import LocalEngineClient
 from server.generation.request import Progress
 from server.metrics import IDLE
-from server.supervision.journal import SequenceEvent, Written
+from server.supervision.journal import SequenceEvent
 from server.supervision.transport import framed
 
 AnyEvent = protocol.Token | protocol.PromptScores | protocol.Failed | protocol.Started
@@ -76,7 +76,6 @@ class OpenRequest:
 
     def deliver(self, _: Progress, event: SequenceEvent | protocol.Started) -> None:
         """Records an event if it may be needed again, and sends it to the owner."""
-        assert not isinstance(event, Written), "API processes have their own native code"
         if self.record is not None:
             self.record.add(event)
         if self.owner is not None:

@@ -24,8 +24,7 @@ from server.generation.remote_client import RemoteEngineClient
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
 from server.loop_lag import LoopLag
-from server.service import read_texts, token_texts
-from server.supervision.token_writer import TokenWriter, library
+from server.service import read_texts
 from server.text.service import TextService
 from server.text.workers import SharedWorkers
 from server.web_server import WebServer
@@ -41,7 +40,7 @@ class Worker:
         self._begin = begin
         self._sink = sink
         self._lag = lag
-        self._link = Link(api_protocol.decode_to_api, self._on_message, self._on_lost, natively=library() is not None)
+        self._link = Link(api_protocol.decode_to_api, self._on_message, self._on_lost)
         self._client = RemoteEngineClient(begin.max_open, begin.status, self._link.send)
         self._section = ServerSection.model_validate_json(begin.section)
         self._finish = asyncio.Event()
@@ -55,11 +54,6 @@ class Worker:
         await loop.create_unix_connection(lambda: self._link, sock=link)
         try:
             texts = read_texts(Path(begin.model), self._section)
-            prepared = token_texts(texts.codec)
-            if prepared is not None:
-                writer = TokenWriter(link, prepared)
-                self._client.add_native = writer.add
-                self._link.read_natively(writer)
             service = TextService(texts, self._section, SharedWorkers(*begin.places, *channels))
             self._set_keys(begin.keys)
             generation = Generation(self._client, service, self._section)

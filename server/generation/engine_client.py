@@ -20,8 +20,8 @@ from server.generation.request import Choice, Progress
 from server.generation.reservation import Reservation
 from server.generation.viewers import Viewers
 from server.metrics import Metrics
-from server.supervision.engine import EngineEvent, PlainStream
-from server.supervision.journal import SequenceEvent, Written
+from server.supervision.engine import EngineEvent
+from server.supervision.journal import SequenceEvent
 from server.supervision.supervisor import State, Supervisor
 
 FINISHED = frozenset({"length", "eos_token", "stop_sequence"})
@@ -75,12 +75,6 @@ class EngineClient(Protocol):
         """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each event. `prompt_tokens`:
         of the request, where a prompt of several sequences counts once. Raises InvalidRequest, Overloaded or Unavailable.
         """
-
-    def write_natively(self, choice: Choice, plain: PlainStream) -> None:
-        """Leaves the next tokens of a sequence to native code where they are plain. They are delivered as Written, later."""
-
-    def collect(self, choice: Choice) -> None:
-        """Delivers what native code has written of a sequence so far."""
 
     def end(self, choice: Choice, outcome: str) -> None:
         """Ends a sequence: cancels it if it is still generated, and counts its outcome. Called once for each."""
@@ -183,20 +177,11 @@ class LocalEngineClient:
                     inter_token(now - sequence.last)
                 sequence.last = now
                 sequence.num_tokens += 1
-            elif isinstance(event, Written):
-                sequence.last = event.last
-                sequence.num_tokens += len(event.ids)
             elif isinstance(event, protocol.Failed) and event.code == "numerical_error":
                 self.admission.record_numerical_error()
             deliver(sequence, event)
 
         return receive
-
-    def write_natively(self, choice: Choice, plain: PlainStream) -> None:
-        self.supervisor.write_natively(choice.id, plain)
-
-    def collect(self, choice: Choice) -> None:
-        self.supervisor.collect(choice.id)
 
     def end(self, choice: Progress, outcome: str) -> None:
         self.supervisor.cancel(choice.id)

@@ -17,8 +17,7 @@ from server.generation.clients import EVERYBODY, Terms
 from server.generation.request import Choice
 from server.generation.reservation import Reservation
 from server.generation.viewers import Viewers
-from server.supervision.engine import NativeTokens, PlainStream
-from server.supervision.journal import SequenceEvent, Written
+from server.supervision.journal import SequenceEvent
 
 Deliver = Callable[[Choice, SequenceEvent], None]
 
@@ -76,10 +75,6 @@ class RemoteEngineClient:
         """Those for which events are being repeated."""
         self._open: dict[int, tuple[Choice, Deliver]] = {}
         """The sequences that may get events."""
-        self._native: dict[int, NativeTokens] = {}
-        """Those whose tokens native code writes."""
-        self.add_native: Callable[[int, int, PlainStream], NativeTokens | None] = lambda id, next_index, plain: None
-        """Has native code write the tokens of a sequence from an index on, where it can."""
 
     @property
     def max_open(self) -> int:
@@ -142,26 +137,8 @@ class RemoteEngineClient:
         if reservation.stream:
             await reservation.repeated.wait()
 
-    def write_natively(self, choice: Choice, plain: PlainStream) -> None:
-        if choice.id in self._open:
-            self.collect(choice)
-            native = self.add_native(choice.id, choice.num_tokens, plain)
-            if native is not None:
-                self._native[choice.id] = native
-
-    def collect(self, choice: Choice) -> None:
-        native, entry = self._native.get(choice.id), self._open.get(choice.id)
-        if native is None or entry is None:
-            return
-        ids, last = native.collect()
-        if ids:
-            choice.num_tokens += len(ids)
-            choice.last = last
-            entry[1](choice, Written(ids, last))
-
     def end(self, choice: Choice, outcome: str) -> None:
-        self.collect(choice)
-        self._remove(choice)
+        self._open.pop(choice.id, None)
         self.send(api_protocol.End(choice.id, outcome))
 
     def forget(self, reservation: RemoteReservation) -> None:
@@ -170,12 +147,7 @@ class RemoteEngineClient:
         self._reservations.pop(reservation.number, None)
         self._attached.pop(reservation.number, None)
         for choice in reservation.opened[0] if reservation.opened else ():
-            self._remove(choice)
-
-    def _remove(self, choice: Choice) -> None:
-        self._open.pop(choice.id, None)
-        if (native := self._native.pop(choice.id, None)) is not None:
-            native.remove()
+            self._open.pop(choice.id, None)
 
     def count_refused(self) -> None:
         self.num_refused += 1
@@ -238,9 +210,6 @@ class RemoteEngineClient:
             if (entry := open_sequences.get(token.id)) is None:
                 continue  # Ended while it was on its way.
             choice, deliver = entry
-            self.collect(choice)
-            if token.index < choice.num_tokens:
-                continue  # Native code has written it meanwhile.
             if choice.num_tokens == 0:
                 choice.first = now
             choice.last = now

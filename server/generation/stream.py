@@ -23,9 +23,7 @@ from server.generation.arrivals import Wake, Write
 from server.generation.engine_client import EngineClient
 from server.generation.request import Choice, Request, prompt_tokens
 from server.generation.reservation import Reservation
-from server.supervision.engine import PlainStream
-from server.supervision.journal import SequenceEvent, Written
-from server.supervision.token_writer import ClientSocket
+from server.supervision.journal import SequenceEvent
 from server.text.codec import Detokenizer, StopStrings, TextCodec
 from server.text.reply_parser import CallDelta, Parsed, ReplyParser
 
@@ -100,20 +98,6 @@ class ChoiceDetokenizer:
         top, thought, calls = token.top, parsed.thought, parsed.calls
         return Piece(index, token.token, text, own, token.logprob, top, special, finish, reason, thought, calls)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the next token's text depends on no text or byte that is held back."""
-        return not self._healed and self._detokenizer.is_plain and self._stops.is_plain
-
-    @property
-    def stop_bytes(self) -> bytes:
-        """The first bytes of the stop strings."""
-        return bytes({stop.encode()[0] for stop in self._request.stop_strings})
-
-    def skip(self) -> None:
-        """Goes on after tokens that have been written elsewhere, while `is_plain`; none had a byte of `stop_bytes`."""
-        self._stops.skip()
-
     def _strip_healed(self, text: str) -> str:
         if self._healed:
             common = min(len(self._healed), len(text))
@@ -147,16 +131,12 @@ class OpenStreams:
         self.reservation: Reservation
         self._client = client
         self._texts = [ChoiceDetokenizer(codec, choice) for choice in self.choices]
-        self._inbox: deque[tuple[int, protocol.Token | protocol.Failed | Written]] = deque()
+        self._inbox: deque[tuple[int, protocol.Token | protocol.Failed]] = deque()
         self._arrived = asyncio.Event()
         self._wake: Wake = self._arrived.set
         """Called when the inbox has an event, or the time limit has passed."""
         self._is_announced = False
         """Whether `wake` is going to be called for what is in the inbox."""
-        self._python_written = set(range(len(self.choices)))
-        """Choices whose last token was not written natively."""
-        self.on_written: Callable[[int, list[int]], object] = lambda choice, ids: None
-        """Called for tokens of a choice that native code has written to the client."""
         self._num_open = len(self.choices)
         self._timeout_pieces: list[Piece] = []
         self._error: Callable[[], RequestError] | None = None
@@ -194,20 +174,6 @@ class OpenStreams:
         """From now on `wake` is called, in this task's context, when there may be something to take; iteration must have ended."""
         self._wake = partial(contextvars.copy_context().run, wake)
 
-    def write_natively(self, client: ClientSocket, templates: Sequence[bytes]) -> None:
-        """Leaves the next tokens to native code where they are plain. All that has come was taken and sent. `templates`: of the events of
-        each choice; empty for one whose events Python must write.
-        """
-        if self._inbox or self._error is not None or self._deadline_passed:
-            return
-        for index in sorted(self._python_written):
-            choice, text = self.choices[index], self._texts[index]
-            if choice.outcome is None and choice.num_tokens and templates[index] and text.is_plain:
-                plain = PlainStream(client, choice.num_tokens, choice.last, templates[index], text.stop_bytes)
-                self._client.write_natively(choice, plain)
-                self._python_written.discard(index)
-        client.release()
-
     def __aiter__(self) -> "OpenStreams":
         return self
 
@@ -229,18 +195,12 @@ class OpenStreams:
         """The next piece if one has arrived, else None. Raises QueueTimeout if the time limit passed before the request was started, and
         the errors of `_error`.
         """
-        if self._deadline_passed:
-            for choice in self.choices:
-                self._client.collect(choice)
         while self._inbox and self._error is None:
             index, event = self._inbox.popleft()
             choice = self.choices[index]
             if choice.outcome is not None:
                 continue
-            if isinstance(event, Written):
-                self._texts[index].skip()
-                self.on_written(index, event.ids)
-            elif isinstance(event, protocol.Failed):
+            if isinstance(event, protocol.Failed):
                 self._fail(choice, event)
             elif (piece := self._take(choice, event)) is not None:
                 return piece
@@ -258,7 +218,6 @@ class OpenStreams:
             self._end(choice, "failed")
             self._error = partial(GenerationFailed, "Request failed during generation: an internal error", code="text_error")
             return None
-        self._python_written.add(choice.index)
         if piece.finish is not None:
             self._end(choice, piece.finish)
         return piece

@@ -7,7 +7,6 @@ are opaque bytes.
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from server.api_protocol import Shown
 from server.errors import Overloaded
@@ -34,9 +33,6 @@ class Viewer:
 
     def listen(self, wake: Wake) -> None:
         self._wake = wake
-
-    def write_natively(self, client: Any) -> None:
-        """Does nothing: native code writes tokens alone."""
 
     def take(self) -> list[bytes]:
         events = [event for event in (self._stats, self._cache) if event]

@@ -24,8 +24,6 @@ from server.http.exchange import Dialect, exchange_of
 from server.http.origin import keep_origin
 from server.http.pieces import JsonAnswers
 from server.http.streams import StreamPublisher
-from server.supervision.token_writer import ClientSocket
-from server.text.codec import TextCodec
 
 log = logging.getLogger("onehead.api")
 
@@ -50,13 +48,6 @@ class Reply(Protocol):
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunks that a stream sends after its last piece."""
         return []
-
-    def plain_chunk(self, choice: int) -> dict[str, Any] | None:
-        """The chunk of a plain token (supervision/token_writer.py), with the values of a template; None where such tokens need Python."""
-        return None
-
-    def add_written(self, choice: int, ids: list[int]) -> None:
-        """Adds plain tokens whose chunks were sent elsewhere."""
 
     def full_response(self) -> Any:
         """The JSON value of a reply that is not streamed, after its last piece; as server.http.pieces takes it."""
@@ -85,17 +76,6 @@ class Output:
     tokens: list[OutputToken] = field(default_factory=list)
     finish: str | None = None
     stop: str | int | None = None
-    num_written: int = 0
-    """Tokens that were written natively, which are not in `tokens`."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) + self.num_written
-
-    def add_written(self, codec: TextCodec, ids: list[int]) -> None:
-        """Adds plain tokens that were written natively."""
-        self.num_written += len(ids)
-        self.text += codec.plain_texts(ids)
 
     def take(self, piece: Piece) -> list[OutputToken]:
         """Adds a piece. Returns its token, or an empty list where it has none."""
@@ -182,21 +162,10 @@ class ReplyEvents:
     def __init__(self, reply: Reply, first: Piece | None, error_event: Callable[[RequestError], bytes], last: bytes) -> None:
         self._reply, self._first, self._error_event, self._last = reply, first, error_event, last
         self._has_begun = False
-        self._templates: list[bytes] | None = None
-        """Of the events of plain tokens, for each choice."""
         self.ended = False
 
     def listen(self, wake: Wake) -> None:
         self._reply.streams.listen(wake)
-
-    def write_natively(self, client: ClientSocket) -> None:
-        streams = self._reply.streams
-        if self._templates is None:
-            chunks = map(self._reply.plain_chunk, range(len(streams.choices)))
-            self._templates = [b"" if chunk is None else sse.event(chunk, self._reply.prefix) for chunk in chunks]
-            streams.on_written = self._reply.add_written
-        if any(self._templates):
-            streams.write_natively(client, self._templates)
 
     def take(self) -> list[bytes]:
         events: list[bytes] = []

@@ -19,7 +19,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.config import ServerSection
 from server.http.exchange import exchange_of
-from server.supervision.token_writer import ClientSocket
 
 SAFETY_HEADERS = {
     "cache-control": "no-store",
@@ -74,7 +73,6 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
-        self._client_socket: ClientSocket | None = None
         self._head_bytes = self._bytes_without_body = self._ignored_bytes = 0
         self._in_head = True
         self._refusal: tuple[int, str, str] | None = None
@@ -83,11 +81,7 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self.max_connections + PROBE_CONNECTIONS:
             self._refuse(*self._too_many())
             return
-        sock = transport.get_extra_info("socket")
-        self._limit_writing(sock)
-        # A TLS socket's descriptor takes encrypted bytes.
-        has_tls = sock is None or transport.get_extra_info("sslcontext") is not None
-        self._client_socket = None if has_tls else ClientSocket(sock.fileno(), transport.write)
+        self._limit_writing(transport.get_extra_info("socket"))
         self._start_timer("head", self.limits.header_timeout)
 
     def _limit_writing(self, sock: Any) -> None:
@@ -97,8 +91,6 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        if self._client_socket is not None:
-            self._client_socket.close()
         if self._running is not None and self._busy:
             # uvicorn notifies only the request that was read last, which may be queued after this one.
             self._running.disconnected = True
@@ -161,7 +153,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if cycle.scope["http_version"] == "1.0":
             _delimit_by_close(cycle)
-        exchange_of(cycle.scope).chunks = CycleChunks(cycle, self.transport, self._client_socket)
+        exchange_of(cycle.scope).chunks = CycleChunks(cycle, self.transport)
         admitted = self.door.decide(cycle.scope)
         if admitted or self.pipeline or self.transport.get_write_buffer_size():
             super()._start_asgi_task(cycle, app)
@@ -319,16 +311,12 @@ class Connection(HttpToolsProtocol):
 class CycleChunks:
     """The Chunks of one request and its response."""
 
-    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport, client: ClientSocket | None) -> None:
-        self._cycle, self._transport, self.client = cycle, transport, client
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        self._cycle, self._transport = cycle, transport
 
     @property
     def may_write(self) -> bool:
         return bool(self._cycle.chunked_encoding) and not self._cycle.flow.write_paused and not self._cycle.disconnected
-
-    @property
-    def all_sent(self) -> bool:
-        return self._transport.get_write_buffer_size() == 0
 
     def write(self, data: bytes) -> None:
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))

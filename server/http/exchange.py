@@ -16,7 +16,6 @@ from starlette.requests import HTTPConnection
 from server.errors import RequestError
 from server.generation.clients import EVERYBODY, Terms
 from server.generation.reservation import Reservation
-from server.supervision.token_writer import ClientSocket
 
 _KEY = "onehead"
 """Key of the Exchange in an ASGI scope."""
@@ -40,16 +39,9 @@ class Dialect(Enum):
 class Chunks(Protocol):
     """Writes parts of a response's body past the middlewares and uvicorn, whose checks take time for each token."""
 
-    client: ClientSocket | None
-    """The socket to which native code may write chunks, too; None with TLS."""
-
     @property
     def may_write(self) -> bool:
         """Whether the response is sent in chunks, and the client is there and keeps up."""
-
-    @property
-    def all_sent(self) -> bool:
-        """Whether the kernel has all that was written."""
 
     def write(self, data: bytes) -> None:
         """Writes a chunk, while `may_write`."""

@@ -12,7 +12,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from server.generation.arrivals import Wake, Write
 from server.http.exchange import Chunks, exchange_of, task_name
-from server.supervision.token_writer import ClientSocket
 
 _encode = msgspec.json.Encoder(enc_hook=list).encode
 """Iterators are encoded as arrays."""
@@ -49,9 +48,6 @@ class Source(Protocol):
     def listen(self, wake: Wake) -> None:
         """From now on `wake` is called, on the event loop, when there may be something to take, and then what it returns."""
 
-    def write_natively(self, client: ClientSocket) -> None:
-        """All that was taken has been sent: until `client` is held, native code may write what comes next, which is not taken then."""
-
 
 def is_whole(events: list[bytes]) -> bool:
     """Whether these events, just taken from a source, are all that it had. After the others, and after a large one, other tasks should run:
@@ -64,8 +60,7 @@ class EventResponse(StreamingResponse):
     """A response with status 200 that writes events as they come, and a comment after `keep_alive` seconds without events.
 
     Events are taken and written by the call that says they have come, without a switch to the response's task, which is left what may
-    wait: the head, a client that does not keep up, many events at once, and the end. Between its own writes native code writes plain
-    tokens. It calls `close` when it ends, in any way.
+    wait: the head, a client that does not keep up, many events at once, and the end. It calls `close` when it ends, in any way.
     """
 
     def __init__(
@@ -89,14 +84,9 @@ class EventResponse(StreamingResponse):
         """Monotonic time of the last write; None before the first and after the last one."""
         self._send: Send
         self._chunks: Chunks | None = None
-        self._client: ClientSocket | None = None
-        self._is_commenting = False
-        """Whether a comment is to be sent, which may wait for the client to read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
-        self._send, self._chunks = send, exchange.chunks
-        self._client = None if exchange.chunks is None else exchange.chunks.client
+        self._send, self._chunks = send, exchange_of(scope).chunks
         self._name = task_name()
 
         async def watched() -> Message:
@@ -110,7 +100,6 @@ class EventResponse(StreamingResponse):
         finally:
             comments.cancel()
             self._source.listen(lambda: None)  # Breaks a reference cycle.
-            self._hold()
             self._close()
 
     async def stream_response(self, send: Send) -> None:
@@ -119,16 +108,13 @@ class EventResponse(StreamingResponse):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._source.listen(self._push)
         while not self._source.ended:
-            self._hold()
             while batch := self._source.take():
                 if not is_whole(batch):
                     await asyncio.sleep(0)  # Writes to a closed connection never block: let the disconnect be noticed.
                 await self._send_part(b"".join(batch))
             if not self._source.ended:
                 self._idle = asyncio.get_running_loop().create_future()
-                self._leave_to_native_code()
                 await self._idle
-        self._hold()
         self._last_sent = None
         if not self._disconnected:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -138,35 +124,19 @@ class EventResponse(StreamingResponse):
         if self._idle is None or self._idle.done():
             return None
         try:
-            self._hold()
             if self._chunks is not None and self._chunks.may_write:
-                batch = self._source.take()
-                self._last_sent = time.monotonic()
-                if is_whole(batch) and not self._source.ended:
-                    return partial(self._write, self._chunks, batch)
+                batch, write = self._source.take(), None
                 if batch:
-                    self._chunks.write(b"".join(batch))
+                    self._last_sent = time.monotonic()
+                    write = partial(self._chunks.write, b"".join(batch))
+                if is_whole(batch) and not self._source.ended:
+                    return write
+                if write is not None:
+                    write()
             self._idle.set_result(None)
         except Exception as error:
             self._idle.set_exception(error)
         return None
-
-    def _write(self, chunks: Chunks, batch: list[bytes]) -> None:
-        if batch:
-            chunks.write(b"".join(batch))
-        self._leave_to_native_code()
-
-    def _hold(self) -> None:
-        """From now on only this object writes."""
-        if self._client is not None:
-            self._client.hold()
-
-    def _leave_to_native_code(self) -> None:
-        """Until `_hold`, if the response's task waits and nothing is to be sent."""
-        if self._client is None or self._chunks is None or self._idle is None or self._idle.done() or self._is_commenting:
-            return
-        if self._chunks.may_write and self._chunks.all_sent:
-            self._source.write_natively(self._client)
 
     async def _send_part(self, data: bytes) -> None:
         self._last_sent = time.monotonic()
@@ -176,17 +146,8 @@ class EventResponse(StreamingResponse):
     async def _comment(self) -> None:
         """Sends a comment after each `keep_alive` seconds without a write, so that proxies do not close the connection."""
         while True:
-            await asyncio.sleep(max(0.0, self._keep_alive - self._silence))
-            if self._last_sent is not None and self._silence >= self._keep_alive:
-                self._is_commenting = True
-                self._hold()
+            silence = 0.0 if self._last_sent is None else time.monotonic() - self._last_sent
+            if silence < self._keep_alive:
+                await asyncio.sleep(self._keep_alive - silence)
+            else:
                 await self._send_part(self._comment_bytes)
-                self._is_commenting = False
-                self._leave_to_native_code()
-
-    @property
-    def _silence(self) -> float:
-        """Seconds since the last write; 0 before the first and after the last one."""
-        if self._last_sent is None:
-            return 0.0
-        return time.monotonic() - max(self._last_sent, self._client.last_write if self._client is not None else 0.0)

@@ -22,7 +22,6 @@ from server.http import sse
 from server.http.exchange import Dialect, Exchange, exchange_of
 from server.http.routes import Route
 from server.http.stream_buffer import Reader, StreamBuffer, StreamStore
-from server.supervision.token_writer import ClientSocket
 
 log = logging.getLogger("onehead.api")
 RETRY = "retry: 1000\n"
@@ -166,9 +165,6 @@ class ReaderEvents:
 
     def listen(self, wake: Wake) -> None:
         self._reader.wake = wake
-
-    def write_natively(self, client: ClientSocket) -> None:
-        """Every event goes into the buffer, which only Python does."""
 
     def take(self) -> list[bytes]:
         if self.ended:

@@ -9,18 +9,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from server import protocol
-from server.supervision.engine import NativeTokens
 
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Tokens of a sequence that native code has written to its client. `last`: monotonic time of the last one."""
-
-    ids: list[int]
-    last: float
-
-
-SequenceEvent = protocol.Token | protocol.PromptScores | protocol.Failed | Written
+SequenceEvent = protocol.Token | protocol.PromptScores | protocol.Failed
 
 
 @dataclass(slots=True, eq=False)
@@ -38,21 +28,10 @@ class OpenSequence:
     """Whether the current engine has ever admitted it from its queue; a preemption changes nothing."""
     stale: bool = False
     """Whether the current engine was told to cancel it: until it is started again, events may belong to the cancelled run."""
-    native: NativeTokens | None = None
-    """What writes tokens to its client that do not pass through here; they are journaled when they are collected."""
     crashes: int = 0
     """Engine crashes while it was running, since its last token."""
     crashes_alone: int = 0
     """Engine crashes while it was the only sequence in the engine, since its last token."""
-
-    def collect(self) -> bool:
-        """Journals what native code has written since the last call, and delivers it. Returns whether there was anything."""
-        ids, last = self.native.collect() if self.native is not None else ([], 0.0)
-        if ids:
-            self.output += ids
-            self.crashes = self.crashes_alone = 0
-            self.deliver(Written(ids, last))
-        return bool(ids)
 
     def resubmission(self) -> protocol.Submit:
         """The submission that continues after the tokens and scores delivered so far."""

@@ -15,7 +15,7 @@ import msgspec
 from server import protocol
 from server.supervision.crash_policy import MIN_LOADS, SUSPECT_CRASHES, CrashPolicy, Timeouts
 from server.supervision.engine import LIVE as LIVE
-from server.supervision.engine import Engine, EngineEvent, PlainStream, Spawn
+from server.supervision.engine import Engine, EngineEvent, Spawn
 from server.supervision.engine import State as State
 from server.supervision.journal import OpenSequence, SequenceEvent
 
@@ -107,37 +107,15 @@ class Supervisor:
             self._send_next([sequence])
         return self._next_id
 
-    def write_natively(self, id: int, plain: PlainStream) -> None:
-        """Leaves the next tokens of a sequence to native code, if it is open and its engine can do that."""
-        sequence = self.open.get(id)
-        if sequence is not None and sequence.sent and not sequence.stale and self.state is State.READY and self._engine is not None:
-            self._collect(sequence)
-            sequence.native = self._engine.write_natively(id, len(sequence.output), plain) or sequence.native
-
-    def collect(self, id: int) -> None:
-        """Delivers the tokens of a sequence that native code has written so far."""
-        if (sequence := self.open.get(id)) is not None:
-            self._collect(sequence)
-
-    def _collect(self, sequence: OpenSequence, is_last: bool = False) -> None:
-        """Journals and delivers what native code has written; `is_last`: it writes nothing more."""
-        if sequence.native is not None:
-            if sequence.collect():
-                self.crash_policy.reset()
-            if is_last:
-                sequence.native.remove()
-                sequence.native = None
-
     def look(self, look: protocol.Look) -> None:
         """Asks a ready engine how its cache is used; the answer is an event."""
         if self.state is State.READY and self._engine is not None:
             self._engine.send(look)
 
     def cancel(self, id: int) -> None:
-        """Cancels a sequence: nothing more is delivered for it, but for what native code has written. One that has ended is ignored."""
+        """Cancels a sequence: nothing more is delivered for it. One that has ended is ignored."""
         sequence = self.open.pop(id, None)
         if sequence is not None:
-            self._collect(sequence, is_last=True)
             self._cancel_in_engine(sequence)
             self._end_isolation(sequence)
             self._continue_one_at_a_time()
@@ -242,10 +220,7 @@ class Supervisor:
     def _on_token(self, token: protocol.Token) -> None:
         """Journals and delivers a token if it is the next one of an open sequence; kills an engine that skipped some."""
         sequence = self.open.get(token.id)
-        if sequence is None or sequence.stale:
-            return
-        self._collect(sequence)
-        if token.index < len(sequence.output):
+        if sequence is None or sequence.stale or token.index < len(sequence.output):
             return
         if sequence.submit.score_prompt and sequence.num_scored < len(sequence.submit.prompt):
             self._kill(f"sent a token of sequence {token.id} before its prompt scores")
@@ -259,7 +234,6 @@ class Supervisor:
         sequence.output.append(token.token)
         if token.finish is not None:
             del self.open[token.id]
-            self._collect(sequence, is_last=True)
         sequence.deliver(token)
         self._end_isolation(sequence)
 
@@ -280,7 +254,6 @@ class Supervisor:
     def _on_failed(self, failed: protocol.Failed) -> None:
         sequence = self.open.pop(failed.id, None)
         if sequence is not None:
-            self._collect(sequence, is_last=True)
             sequence.deliver(failed)
             self._end_isolation(sequence)
             self._continue_one_at_a_time()
@@ -295,8 +268,6 @@ class Supervisor:
     def _on_exit(self, epoch: int, status: int) -> None:
         if epoch != self._epoch or self.state not in LIVE:
             return
-        for sequence in self.open.values():
-            self._collect(sequence, is_last=True)
         self._crash_reason = self._kill_reason or f"ended with status {status}{'' if self._is_loaded else ' while it was loaded'}"
         log.error("the engine %s; %d sequences are open", self._crash_reason, len(self.open))
         if not self._is_loaded:
@@ -376,7 +347,6 @@ class Supervisor:
 
     def _cancel_in_engine(self, sequence: OpenSequence) -> None:
         """Cancels a sequence in the engine, if it was sent."""
-        self._collect(sequence, is_last=True)
         if sequence.sent and self.state is State.READY and self._engine is not None:
             self._engine.send(protocol.Cancel(sequence.submit.id))
             sequence.stale = True
@@ -385,7 +355,6 @@ class Supervisor:
     def _fail_all(self, reason: str, code: str) -> None:
         sequences, self.open = self.open, {}
         for id, sequence in sequences.items():
-            self._collect(sequence, is_last=True)
             sequence.deliver(protocol.Failed(id, reason, code=code))
 
     def _end(self, state: State, reason: str, code: str) -> None:

@@ -1,7 +1,7 @@
 """EngineProcess: starts an engine process, and sends and receives its messages over a pipe.
 
-A TokenWriter reads where it is compiled, else the event loop. A thread writes, because writing to a stopped engine blocks; after the last
-message it waits for the process to exit.
+The event loop reads. A thread writes, because writing to a stopped engine blocks; after the last message it waits for the process to
+exit.
 Invariant: every message is delivered in order, then the exit status, once. It knows nothing of requests.
 """
 
@@ -14,7 +14,7 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from typing import Any
 
@@ -22,10 +22,7 @@ import msgspec
 
 from server import protocol
 from server.child_process import WORKING_DIRECTORY, child_command
-from server.metrics import Counts
-from server.supervision.engine import PlainStream
 from server.supervision.processors import engine_environment
-from server.supervision.token_writer import TokenTexts, TokenWriter, WrittenSequence
 
 log = logging.getLogger("onehead.supervisor")
 
@@ -77,7 +74,6 @@ class EngineProcess:
     def __init__(self, start: protocol.Start, grammars: socket.socket) -> None:
         self._outbox: queue.SimpleQueue[protocol.ToEngine | None] = queue.SimpleQueue()
         self._frames = Frames()
-        self._writer: TokenWriter | None = None
         self._pipe, theirs = Pipe(duplex=True)
         with theirs:  # The child holds the only copy afterwards, so the pipe ends when the child does.
             descriptors = theirs.fileno(), grammars.fileno()
@@ -93,27 +89,19 @@ class EngineProcess:
         with contextlib.suppress(OSError):  # It has exited, which `listen` finds.
             self._pipe.send_bytes(protocol.encode(start))
 
-    def listen(
-        self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None], texts: TokenTexts | None = None
-    ) -> None:
-        """From now on `on_message` gets each message, then `on_exit` the exit status; both are called on the event loop. With `texts` a
-        TokenWriter writes the tokens of plain streams. Raises OSError.
-        """
+    def listen(self, on_message: Callable[[protocol.FromEngine], None], on_exit: Callable[[int], None]) -> None:
+        """From now on `on_message` gets each message, then `on_exit` the exit status; both are called on the event loop. Raises OSError."""
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_exit = on_exit
         # A second descriptor for reading without blocking; the writing thread's own calls block.
         self._socket = socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._writer = None if texts is None else TokenWriter(self._socket, texts)
             threading.Thread(target=self._write, daemon=True).start()
-        except (RuntimeError, OSError) as error:  # The thread limit is reached; reported like a process that cannot be spawned.
+        except RuntimeError as error:  # The thread limit is reached; reported like a process that cannot be spawned.
             self.process.kill()
             raise OSError(errno.EAGAIN, "no thread can be started") from error
-        if self._writer is None:
-            self._loop.add_reader(self._socket, self._read)
-        else:
-            self._loop.add_reader(self._writer.event, self._take, self._writer)
+        self._loop.add_reader(self._socket, self._read)
 
     def end(self) -> None:
         """Ends a process that is not listened to."""
@@ -127,17 +115,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """Sends SIGKILL; `on_exit` is called when the process has ended."""
-        if self._writer is not None:
-            self._writer.discard()
         self.process.kill()
-
-    def write_natively(self, id: int, next_index: int, plain: PlainStream) -> WrittenSequence | None:
-        """Has the tokens of a sequence from `next_index` on written by the TokenWriter, if there is one and its client is connected."""
-        return None if self._writer is None else self._writer.add(id, next_index, plain)
-
-    def take_counts(self) -> Counts | None:
-        """What the TokenWriter has counted since the last call; None if there is none."""
-        return None if self._writer is None else self._writer.take_counts()
 
     async def ended(self, timeout: float) -> None:
         """Waits for the process to end; kills it after `timeout` seconds."""
@@ -154,32 +132,18 @@ class EngineProcess:
             return
         except OSError:
             data = b""
-        if not self._deliver_all(self._frames.push(data)) or not data:
-            self._loop.remove_reader(self._socket)
-            self._end()
-
-    def _take(self, writer: TokenWriter) -> None:
-        messages = writer.take()
-        if messages is None or not self._deliver_all(map(protocol.decode_from_engine, messages)):
-            self._loop.remove_reader(writer.event)
-            writer.discard()
-            self._end()
-
-    def _deliver_all(self, messages: Iterable[protocol.FromEngine]) -> bool:
-        """Returns False for an engine that violates the protocol."""
         try:
-            for message in messages:
+            for message in self._frames.push(data):
                 self._deliver(message)
         except (msgspec.MsgspecError, ValueError) as error:
             log.error("the engine sent an invalid message: %s", error)
-            return False
-        return True
-
-    def _end(self) -> None:
-        """It has exited or violates the protocol. An engine that is exiting gets EXIT_SECONDS to leave its own exit status."""
-        self._socket.close()
-        self._loop.call_later(EXIT_SECONDS, self.kill)
-        self._outbox.put(None)
+            data = b""
+        if not data:
+            # It has exited or violates the protocol. An engine that is exiting gets EXIT_SECONDS to leave its own exit status.
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._loop.call_later(EXIT_SECONDS, self.kill)
+            self._outbox.put(None)
 
     def _deliver(self, message: protocol.FromEngine) -> None:
         try:

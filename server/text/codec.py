@@ -229,7 +229,6 @@ class TextCodec:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-
     def context(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[int]:
         """The end of a text's tokens on which the text of its continuation depends.
 
@@ -254,7 +253,8 @@ class TextCodec:
                 yield both[len(before) :]
                 break
         letters = "".join(LETTER_OF[byte] for byte in text.encode())
-        for name in {text, letters, text.replace(" ", SPACE), f"##{text}", text.removeprefix(" ")}:
+        names = text, letters, text.replace(" ", SPACE), f"##{text}", text.removeprefix(" ")
+        for name in dict.fromkeys(names):
             id = self.token_id(name)
             if id is not None and id not in self.mark_ids and self.token_text(id) == text:
                 yield [id]

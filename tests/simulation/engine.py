@@ -349,9 +349,6 @@ class SimulatedEngine:
         self.world.condemned()
         self.die(KILLED)
 
-    def write_natively(self, id: int, next_index: int, plain: Any) -> None:
-        """Every token goes through the supervisor."""
-
     @property
     def quiet(self) -> bool:
         """Whether it is alive and idle."""

@@ -23,7 +23,7 @@ from server.http.stream_buffer import Retention, StreamStore
 from server.http.streams import StreamPublisher
 from server.metrics import Metrics
 from server.supervision.crash_policy import Timeouts
-from server.supervision.engine import EngineEvent, PlainStream
+from server.supervision.engine import EngineEvent
 from server.supervision.supervisor import State, Supervisor
 from server.text.codec import TextCodec
 from tests.support.hash_model import next_token, oracle
@@ -152,9 +152,6 @@ class EngineRun:
 
     def kill(self) -> None:
         self._exit(KILLED)
-
-    def write_natively(self, id: int, next_index: int, plain: PlainStream) -> None:
-        """Every token goes through Python."""
 
     def _exit(self, status: int) -> None:
         if not self.ended:

@@ -14,7 +14,6 @@ from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken
 from server.http.openai.chat_fields import ChatBody, NamedTool
 from server.http.openai.replies import OpenAIReply
-from server.supervision.token_writer import TEXT
 from server.text.call_formats import WRAPPER
 from server.text.call_grammar import CallRules
 from server.text.jobs import EncodeChat
@@ -108,11 +107,6 @@ class ChatReply(OpenAIReply):
         }
         choice |= self.ending(output) | self.token_ids(tokens)
         return [self.chunk([choice])]
-
-    def plain_chunk(self, choice: int) -> dict[str, Any] | None:
-        if not self.has_plain_chunks or self.outputs[choice].choice.request.form is not None:
-            return None
-        return self.chunk([{"index": choice, "delta": {"content": TEXT}} | self.plain_fields(choice)])
 
     def full_response(self) -> dict[str, Any]:
         choices = [

@@ -16,7 +16,6 @@ from server.http.fields import default
 from server.http.openai.fields import CompletionBody
 from server.http.openai.replies import OpenAIReply
 from server.protocol import PromptScore
-from server.supervision.token_writer import TEXT
 from server.text.codec import Detokenizer
 from server.text.fim import Filling, cut_last_token
 from server.text.jobs import Prompts
@@ -65,7 +64,7 @@ class CompletionReply(OpenAIReply):
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         output = self.outputs[piece.choice]
-        begins = not output.text and not output.num_tokens
+        begins = not output.text and not output.tokens
         tokens = self.take(piece)
         text = (self._echo(output) if begins else "") + piece.text
         if not text and piece.finish is None and self.body.logprobs is None and not self.body.return_token_ids:
@@ -77,11 +76,6 @@ class CompletionReply(OpenAIReply):
         }
         choice |= self.ending(output) | self.token_ids(tokens)
         return [self.chunk([choice | self.prompt_token_ids(output) if begins else choice])]
-
-    def plain_chunk(self, choice: int) -> dict[str, Any] | None:
-        if not self.has_plain_chunks:
-            return None
-        return self.chunk([{"index": choice, "text": TEXT} | self.plain_fields(choice)])
 
     def full_response(self) -> dict[str, Any]:
         wanted = self.body.n or 1

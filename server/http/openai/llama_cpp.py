@@ -12,7 +12,6 @@ from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Reply
 from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppBody, salt
-from server.supervision.token_writer import COUNT, TEXT, TOKEN_ID
 
 _LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
 STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "timeout": "limit"}
@@ -63,7 +62,7 @@ class LlamaCppOutput:
                 return match.start()
         return None
 
-    def fields(self, content: Any, tokens: list[Any]) -> dict[str, Any]:
+    def fields(self, content: str, tokens: list[int]) -> dict[str, Any]:
         """The fields of each event and answer, with this text and these tokens."""
         counts = {"tokens_predicted": self.num_tokens, "tokens_evaluated": len(self.choice.request.prompt)}
         return {"index": self.choice.index, "content": content, "tokens": tokens, "stop": False, "id_slot": -1} | counts
@@ -90,13 +89,11 @@ class LlamaCppReply(Reply):
 
     def __init__(self, body: LlamaCppBody, model_id: str, generation: Generation, streams: OpenStreams) -> None:
         self.response_fields = body.response_fields
-        self.codec = generation.codec
         self.n_ctx = generation.max_total_tokens
         self.streams = streams
         self.model_id = model_id
         n_indent = (body.n_indent if isinstance(body, InfillBody) else None) or 0
         max_seconds = inf if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3
-        self.is_cut = n_indent > 0 or max_seconds < inf
         self.outputs = [LlamaCppOutput(choice, n_indent, max_seconds) for choice in streams.choices]
 
     @classmethod
@@ -130,17 +127,6 @@ class LlamaCppReply(Reply):
         output = self.take(piece)
         chunk = output.fields(output.next_text(), [] if piece.token is None else [piece.token])
         return [chunk if output.end is None else self._selected(chunk | self._ending(output, output.end))]
-
-    def plain_chunk(self, choice: int) -> dict[str, Any] | None:
-        if self.is_cut:
-            return None
-        return self.outputs[choice].fields(TEXT, [TOKEN_ID]) | {"tokens_predicted": COUNT}
-
-    def add_written(self, choice: int, ids: list[int]) -> None:
-        output = self.outputs[choice]
-        output.text += self.codec.plain_texts(ids)
-        output.given = len(output.text)
-        output.num_tokens += len(ids)
 
     def full_response(self) -> Any:
         answers = [

@@ -11,7 +11,6 @@ from server.http import sse
 from server.http.answer import Output, OutputToken, Reply
 from server.http.openai.fields import GenerationBody
 from server.protocol import PromptScore
-from server.supervision.token_writer import TOKEN_ID
 
 FINISH = {"length": "length", "eos_token": "stop", "stop_sequence": "stop", "timeout": "timeout"}
 
@@ -53,7 +52,7 @@ class OpenAIReply(Reply):
         """Token counts. A prompt of several choices counts once, with the cached tokens of its first choice."""
         prompt = prompt_tokens(self.streams.choices)
         cached = {id(output.choice.request.prompt): output.choice.num_cached for output in reversed(self.outputs)}
-        completion = sum(output.num_tokens for output in self.outputs)
+        completion = sum(len(output.tokens) for output in self.outputs)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -67,15 +66,6 @@ class OpenAIReply(Reply):
         if options is not None and options.include_usage and options.continuous_usage_stats:
             return {"choices": choices, "usage": self.usage}
         return {"choices": choices}
-
-    @property
-    def has_plain_chunks(self) -> bool:
-        """Whether a token's chunk depends on nothing but the token itself."""
-        options = self.body.stream_options
-        return self.body.num_top is None and (options is None or not options.continuous_usage_stats)
-
-    def add_written(self, choice: int, ids: list[int]) -> None:
-        self.outputs[choice].add_written(self.codec, ids)
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunk with the final usage, if `include_usage` asks for it."""
@@ -105,11 +95,6 @@ class OpenAIReply(Reply):
     def token_ids(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         """vLLM's `token_ids`: the ids of these tokens, if `return_token_ids` asks for them."""
         return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
-
-    def plain_fields(self, choice: int) -> dict[str, Any]:
-        """The fields after the text in the choice of a plain token's chunk."""
-        ids = {"token_ids": [TOKEN_ID]} if self.body.return_token_ids else {}
-        return {"logprobs": None} | self.ending(self.outputs[choice]) | ids
 
     def prompt_token_ids(self, output: Output) -> dict[str, Any]:
         """vLLM's `prompt_token_ids`: in each choice of a completion, once in a chat reply."""

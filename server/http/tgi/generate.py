@@ -25,7 +25,6 @@ from server.http.exchange import Dialect, exchange_of
 from server.http.fields import default
 from server.http.routes import Route
 from server.http.tgi.fields import GenerateBody, Parameters
-from server.supervision.token_writer import COUNT, LOGPROB, TEXT, TOKEN_ID
 from server.text.codec import Detokenizer
 from server.text.fim import cut_last_token
 from server.text.jobs import Encode
@@ -246,14 +245,14 @@ class TgiReply(Reply):
 
     def _summary(self, output: Output) -> dict[str, Any]:
         seed = output.choice.request.sampling.seed if self.parameters.samples else None
-        return {"finish_reason": output.finish, "generated_tokens": output.num_tokens, "seed": seed}
+        return {"finish_reason": output.finish, "generated_tokens": len(output.tokens), "seed": seed}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """One event for each token; the last event has the full text."""
         # A deadline between two tokens ends a stream without a token, but clients expect one in every event.
         token = (self.take(piece) or [OutputToken(0, None, text=piece.text, special=not piece.text)])[0]
         output = self.outputs[piece.choice]
-        event: dict[str, Any] = {"index": output.num_tokens, "token": _generated(token)}
+        event: dict[str, Any] = {"index": len(output.tokens), "token": _generated(token)}
         if self.parameters.top_n_tokens:
             event["top_tokens"] = self._top(piece.top)
         event["generated_text"] = event["details"] = None
@@ -262,15 +261,6 @@ class TgiReply(Reply):
             if self.parameters.details:
                 event["details"] = self._summary(output) | {"input_length": len(output.choice.request.prompt)}
         return [event]
-
-    def plain_chunk(self, choice: int) -> dict[str, Any] | None:
-        if self.parameters.top_n_tokens:
-            return None
-        token = {"id": TOKEN_ID, "text": TEXT, "logprob": LOGPROB, "special": False}
-        return {"index": COUNT, "token": token, "generated_text": None, "details": None}
-
-    def add_written(self, choice: int, ids: list[int]) -> None:
-        self.outputs[choice].add_written(self.codec, ids)
 
 
 def _generated(token: OutputToken) -> dict[str, Any]:

@@ -45,9 +45,6 @@ class Hand:
         self.open.pop(id, None)
         self.cancelled.append(id)
 
-    def collect(self, id: int) -> None:
-        """Nothing is written natively."""
-
     def say(self, id: int, index: int, finish: str | None = None) -> None:
         self.open[id](protocol.Token(id, index, 40 + index % 50, -0.5, finish))
 
@@ -144,9 +141,6 @@ async def test_a_backlog_is_written_in_bounded_parts_and_others_get_their_turn()
             return left.pop() if left else []
 
         def listen(self, wake: Any) -> None:
-            """All has come."""
-
-        def write_natively(self, client: Any) -> None:
             """All has come."""
 
     async def send(message: Any) -> None:

@@ -33,9 +33,6 @@ class Endless:
     def listen(self, wake: Wake) -> None:
         """Nothing has to be waited for."""
 
-    def write_natively(self, client: Any) -> None:
-        """It always has an event for Python."""
-
 
 class Given:
     """A source of the events that a test gives it."""
@@ -55,9 +52,6 @@ class Given:
     def listen(self, wake: Wake) -> None:
         self.wake = wake
 
-    def write_natively(self, client: Any) -> None:
-        client.release()
-
     def give(self, *events: bytes, is_last: bool = False) -> None:
         self.batches.append([*events])
         self.is_last = is_last
@@ -69,8 +63,7 @@ class Parts:
     """A connection that keeps the parts of a response's body."""
 
     def __init__(self, sent: list[bytes]) -> None:
-        self.client: Any = None
-        self.may_write = self.all_sent = True
+        self.may_write = True
         self._sent = sent
 
     def write(self, data: bytes) -> None:
@@ -157,6 +150,22 @@ async def test_what_has_come_is_written_by_the_call_that_says_so_unless_the_clie
     assert sent[3:] == [b"".join(many)]
     await task
     assert sent[4:] == [event({"n": 4}), b""]
+
+
+async def test_tokens_without_events_are_a_silence() -> None:
+    source, sent, scope = Given(), list[bytes](), SCOPE | {}
+    exchange_of(scope).chunks = Parts(sent)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b"head"))
+
+    task = asyncio.create_task(EventResponse(source, lambda: None, {}, 0.05)(scope, never, send))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+        source.give()
+    assert b": keep-alive\n\n" in sent
+    source.give(is_last=True)
+    await task
 
 
 async def test_an_error_in_what_has_come_ends_the_response() -> None:

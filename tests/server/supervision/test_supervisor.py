@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,41 +18,14 @@ from server.supervision.crash_policy import (
     SUSPECT_CRASHES,
     Timeouts,
 )
-from server.supervision.engine import EngineEvent, PlainStream
-from server.supervision.journal import SequenceEvent, Written
+from server.supervision.engine import EngineEvent
+from server.supervision.journal import SequenceEvent
 from server.supervision.supervisor import STABLE_SECONDS, State, Supervisor
 from tests.support.fake_engine import READY
 from tests.support.hash_model import next_token, oracle
 
 RECOVERY = 60.0
 PATIENCE = Timeouts(stall=10.0, start=600.0, recovery=RECOVERY)
-
-
-PLAIN = PlainStream(SimpleNamespace(number_at=lambda writer: 1), 0, 0.0, b"", b"")
-
-
-class ScriptedNative:
-    """Native code that writes all tokens of a sequence but the last, from the index with which it was registered."""
-
-    def __init__(self, next_index: int) -> None:
-        self.next_index = next_index
-        self.written: list[int] = []
-        self.is_removed = False
-
-    def writes(self, token: protocol.Token) -> bool:
-        if self.is_removed or token.finish is not None or token.index != self.next_index:
-            return False
-        self.next_index += 1
-        self.written.append(token.token)
-        return True
-
-    def collect(self) -> tuple[list[int], float]:
-        written, self.written = self.written, []
-        return written, 1.0
-
-    def remove(self) -> None:
-        assert not self.written, "what was written is collected first"
-        self.is_removed = True
 
 
 class ScriptedEngine:
@@ -64,7 +36,6 @@ class ScriptedEngine:
         self.on_exit = on_exit
         self.sent: list[protocol.ToEngine] = []
         self.open: dict[int, protocol.Submit] = {}
-        self.native: dict[int, ScriptedNative] = {}
 
     def send(self, message: protocol.ToEngine) -> None:
         self.sent.append(message)
@@ -77,10 +48,6 @@ class ScriptedEngine:
     def kill(self) -> None:
         self.on_exit(-9)
 
-    def write_natively(self, id: int, next_index: int, plain: PlainStream) -> "ScriptedNative":
-        self.native[id] = ScriptedNative(next_index)
-        return self.native[id]
-
     def step(self) -> None:
         """Sends one token for every open sequence."""
         self.on_message(started(list(self.open)))
@@ -90,10 +57,7 @@ class ScriptedEngine:
             token = next_token(submit.prompt + submit.output, submit.sampling.seed, 0.1 if ends else 0.0, may_end=ends)
             submit.output.append(token)
             finish = "eos_token" if token == 0 else "length" if len(submit.output) >= submit.max_new_tokens else None
-            made = protocol.Token(submit.id, len(submit.output) - 1, token, -1.0, finish)
-            native = self.native.get(submit.id)
-            if native is None or not native.writes(made):
-                tokens.append(made)
+            tokens.append(protocol.Token(submit.id, len(submit.output) - 1, token, -1.0, finish))
             if finish:
                 del self.open[submit.id]
         self.on_message(protocol.Tokens(tokens, protocol.Gauges(len(self.open), 0, 0, 0, 0.0)))
@@ -134,32 +98,18 @@ class Bench:
         self.delivered[id] = inbox
         return id
 
-    def write_or_collect(self, id: int, rng: random.Random) -> None:
-        """Leaves the next tokens of a sequence to native code, or asks for those that it has written."""
-        if rng.random() < 0.75:
-            self.supervisor.write_natively(id, PLAIN)
-        else:
-            self.supervisor.collect(id)
-
     def check(self, id: int, request: tuple[int, int], is_cancelled: bool) -> None:
         """A request (seed, max_new) has had its tokens and one end, or some of its tokens if it was cancelled."""
         seed, max_new = request
         expected = oracle([1, 2, seed], max_new, 0, frozenset({0}), seed, 0.1)
-        delivered = [event for event in self.delivered[id] if not isinstance(event, Written)]
-        ends = [event for event in delivered if isinstance(event, protocol.Failed) or event.finish is not None]
+        ends = [event for event in self.delivered[id] if isinstance(event, protocol.Failed) or event.finish is not None]
         if is_cancelled:
             assert self.tokens(id) == expected[: len(self.tokens(id))]
         else:
             assert self.tokens(id) == expected and len(ends) == 1 and ends[0] is self.delivered[id][-1], seed
 
     def tokens(self, id: int) -> list[int]:
-        found: list[int] = []
-        for delivery in self.delivered[id]:
-            if isinstance(delivery, Written):
-                found += delivery.ids
-            elif isinstance(delivery, protocol.Token):
-                found.append(delivery.token)
-        return found
+        return [event.token for event in self.delivered[id] if isinstance(event, protocol.Token)]
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -188,8 +138,6 @@ def test_streams_go_on_exactly_through_deaths(part: int) -> None:
                     old.step()  # A late word of the dead epoch changes nothing.
                 bench.engine.on_message(READY)
                 progress = False
-            elif event < 0.55 and asked:
-                bench.write_or_collect(rng.choice(list(asked)), rng)
             else:
                 progress = progress or bool(bench.engine.open)
                 bench.engine.step()
