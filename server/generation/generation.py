@@ -120,7 +120,7 @@ class Generation:
             )
         ends = set() if request.ignore_eos else {*self.end_token_ids}
         # A stop string that is one special token, which adds no text in which it could be found.
-        ends |= {*map(self.codec.token_id, request.stop_strings)} & self.codec.special_ids
+        ends |= self.codec.special_ids.intersection(map(self.codec.token_id, request.stop_strings))
         stop_token_ids = sorted({*request.stop_token_ids, *ends})
         allowed = int.from_bytes(request.sampling.allowed_tokens, "little")
         if allowed and request.grammar:

@@ -18,10 +18,10 @@ from server.text.checkpoint_settings import CheckpointFiles
 REPLACEMENT = "\ufffd"
 # Decoders write one replacement character for an incomplete UTF-8 character, or one for each of its up to three bytes.
 MAX_HELD_CHARS = 3
-WINDOW = 16
+WINDOW = 32
 """Tokens from which on a window of a detokenizer is cut to its end."""
-LEAST_CONTEXT, MOST_CONTEXT = 4, 64
-"""Tokens of a context: the last four hold all of an incomplete character, which has at most four bytes."""
+LEAST_CONTEXT, MOST_CONTEXT = 12, 64
+"""Tokens of a context: twelve hold MAX_HELD_CHARS incomplete characters, which have at most three bytes each."""
 
 
 def _byte_letters() -> dict[str, int]:
