@@ -1,8 +1,8 @@
 """What a streamed token costs the API process: `python -m bench.api_costs --output DIR [-- SERVE_OPTIONS]`.
 
 The server is the production one; in place of an engine it starts a process that gives every open sequence a token in each step, at a
-pace or as fast as the pipe takes them. Processor seconds of the API process are counted (with server.api_processes those of all of them and
-of the front process), from its first token to its last. Beside them stands what a process takes that does nothing but send as many bytes to
+pace or as fast as the pipe takes them. Processor seconds of the API process are counted, from its first token to its
+last. Beside them stands what a process takes that does nothing but send as many bytes to
 as many sockets, at the same pace and at the intervals of the API process (`send_us`). In TGI's dialect tokens bear the time at which the
 engine sends them, so that the added latency can be told (`p99_ms`).
 Invariant: every stream must bring every token. It knows nothing of models.
@@ -25,7 +25,7 @@ from typing import Any
 from commands.bench.figures import circumstances
 from model.checkpoint.families import read_spec
 from server import protocol
-from tests.support.processes import ServerProcess, children, command_line
+from tests.support.processes import ServerProcess
 from tests.support.report import show
 from tests.support.wire import http_request
 
@@ -183,9 +183,8 @@ def measure_sends(num_streams: int, num_tokens: int, size: int, pace: float, int
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a server's process and its API processes, by the scheduler's own count: the usual one is in hundredths of a second."""
-    pids = [pid, *(child for child in children(pid) if b"server.api_processes" in command_line(child))]
-    return sum(int(each.read_text().split()[0]) for pid in pids for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    """Of a server's process, by the scheduler's own count: the usual one is in hundredths of a second."""
+    return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def main() -> int:

@@ -17,13 +17,16 @@ from contextlib import ExitStack
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, cast
 
 from bench.two_trees import OUTPUT_TOKENS, REQUESTS_PER_STREAM, Server, rate
-from server.generation.clients import EVERYBODY
+from server.config import ServerSection
+from server.generation.admission import Admission, Reservation
+from server.generation.clients import EVERYBODY, Usage
 from server.generation.request import Choice, Request
-from server.generation.reservation import Reservation
 from server.http.exchange import Exchange
 from server.http.tracing import Tracing
+from server.metrics import Metrics
 from server.protocol import Sampling
 from tests.support.processes import children
 from tests.support.report import show
@@ -61,7 +64,8 @@ def seconds_of_spans(endpoint: str) -> tuple[float, float]:
     now = time.monotonic()
     choice = Choice(8, OUTPUT_TOKENS, index=0, request=Request([1] * 8, Sampling()), outcome="length")
     choice.arrival, choice.started, choice.first, choice.last, choice.num_tokens = now - 2, now - 1.9, now - 1.8, now - 0.1, OUTPUT_TOKENS
-    reservation = Reservation("", "", EVERYBODY)
+    admission = Admission(cast(Any, None), Metrics(), ServerSection(), 1)
+    reservation = Reservation(admission, "", "", Usage(EVERYBODY), None)
     reservation.choices = [choice]
     began, all_began = time.thread_time(), time.process_time()
     for _ in range(NUM_REQUESTS):

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from server.config import EngineSettings, Seconds, ServerSection
 from server.errors import EngineGaveUp, MalformedBody, Overloaded, RequestError, ResourceError, Unavailable, UsageError
-from server.generation.engine_client import LocalEngineClient
+from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
 from server.http.answer import Answers
 from server.http.body import parse
@@ -217,7 +217,7 @@ def _maker(generation: Generation) -> str:
     return hashlib.sha256(repr((made_by, of_chats)).encode()).hexdigest()
 
 
-async def answer(routes: OpenAIRoutes, client: LocalEngineClient, line: Line) -> dict[str, Any]:
+async def answer(routes: OpenAIRoutes, client: EngineClient, line: Line) -> dict[str, Any]:
     """OpenAI's line for one request, whatever came of it. Raises OneheadError where the engine is gone: that answers no request."""
     while True:
         try:

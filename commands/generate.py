@@ -40,7 +40,7 @@ async def generate(settings: GenerateSettings) -> int:
         try:
             prompt = await engine.generation.tokenize(Encode(settings.prompt), "onehead generate")
             request = Request(prompt, sampling, settings.max_new_tokens, stop_strings=(settings.stop,) if settings.stop else ())
-            pieces = await engine.generation.start([request], engine.client.reserve("onehead generate"))
+            pieces = engine.generation.start([request], engine.client.reserve("onehead generate"))
             sys.stdout.write(settings.prompt)
             async for piece in pieces:
                 sys.stdout.write(piece.text)

@@ -36,7 +36,7 @@ EXIT_CODES = {
     1: "`onehead bench`, `onehead batch`: it ran to the end, and some requests failed or were refused. `onehead top`, `onehead bench`: the "
     "server cannot be used.",
     2: "Usage: an option, command or file that the command does not take.",
-    70: "The engine or API processes cannot be kept alive, or an internal error.",
+    70: "The engine cannot be kept alive, or an internal error.",
     71: "A port or memory that cannot be had, also `cache.memory` above what the machine has.",
     75: "`onehead serve`: streams were cut at shutdown, by `server.drain_timeout` or a second signal.",
     78: "An option's value, a file of options or a checkpoint that cannot be served.",

@@ -133,18 +133,12 @@ class ServerSection(Section):
     )
     cors_origins: Words = Field((), description="origins whose pages may call from a browser; default: none")
     ui: bool = Field(True, description="serve pages for people: the playground, and what shows the KV cache (/monitor)")
-    api_processes: int | None = Field(
-        None,
-        ge=1,
-        le=64,
-        description="processes that serve HTTP; default: 1 with an engine on a CPU, with one on a GPU 1 for every 8 processors, up to 4",
-    )
     max_waiting: int = Field(
         1024, ge=0, le=100_000, description="sequences (choices of requests) that may wait beyond engine.max_running; more get 429"
     )
     max_waiting_tokens: int = Field(1_000_000, ge=1, description="prompt tokens that may wait; more get 429")
     max_queue_wait: float = Field(600.0, gt=0, le=86400, description="seconds that a request may have to wait, by estimate; more get 429")
-    max_connections: int = Field(4096, ge=1, le=1_000_000, description="open connections, an equal part in each API process; more get 503")
+    max_connections: int = Field(4096, ge=1, le=1_000_000, description="open connections; more get 503")
     max_header_bytes: int = Field(32 * 2**10, ge=1024, le=2**20, description="longest head of a request; longer ones get 431")
     max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")
     max_stop_strings: int = Field(16, ge=0, le=256, description="most stop strings of a request")
@@ -170,18 +164,13 @@ class ServerSection(Section):
     drain_timeout: float = Field(60.0, ge=0, le=3600, description="seconds that running streams get to finish at shutdown")
     lb_grace: float = Field(5.0, ge=0, le=3600, description="seconds after SIGTERM in which late requests still get a 503")
     resume_retention: float = Field(60.0, ge=0, le=86400, description="seconds that a resumable stream is kept after its end")
-    resume_memory: int = Field(
-        64 * 2**20,
-        ge=2**16,
-        description="bytes of all resumable streams; of several API processes, each has an equal part of one half for those that run",
-    )
+    resume_memory: int = Field(64 * 2**20, ge=2**16, description="bytes of all resumable streams")
     resume_stream_bytes: int = Field(2**20, ge=2**10, description="bytes of one resumable stream")
     detach_grace: float = Field(30.0, ge=0, le=86400, description="seconds that a resumable stream goes on without a reader")
     max_detached: int = Field(
         64,
         ge=0,
-        description="most resumable streams without a reader, an equal part in each API process; above it, the one without a reader for "
-        "longest is cancelled",
+        description="most resumable streams without a reader; above it, the one without a reader for longest is cancelled",
     )
 
     @model_validator(mode="after")

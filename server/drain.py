@@ -1,7 +1,7 @@
 """Drain: graceful shutdown on a signal.
 
 The first signal refuses new requests and lets open ones finish; a second one ends them with an error event. What follows, in order:
-`Drain._finish` stops the supervisor and the HTTP servers, which abort connections with unsent bytes after a time; then `serve` closes the
+`Drain._finish` stops the supervisor and the HTTP server, which aborts connections with unsent bytes after a time; then `serve` closes the
 engine process. Invariant: bytes written to a client get time to arrive, and no client can keep the process running.
 """
 
@@ -10,7 +10,7 @@ import logging
 import signal
 from collections.abc import Callable
 
-from server.generation.engine_client import LocalEngineClient
+from server.generation.engine_client import EngineClient
 
 log = logging.getLogger("onehead")
 
@@ -20,11 +20,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Drain:
-    """Handles signals. `end` ends the HTTP servers within a time; `grace`: seconds to keep listening after SIGTERM, until load balancers
+    """Handles signals. `end` ends the HTTP server within a time; `grace`: seconds to keep listening after SIGTERM, until load balancers
     have noticed that /ready fails.
     """
 
-    def __init__(self, end: Callable[[float], None], client: LocalEngineClient, timeout: float, grace: float) -> None:
+    def __init__(self, end: Callable[[float], None], client: EngineClient, timeout: float, grace: float) -> None:
         self.end = end
         self.client = client
         self.timeout = timeout

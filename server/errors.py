@@ -5,7 +5,6 @@
     |-- UsageError             exit 2    a command was given a wrong file
     |-- ResourceError          exit 71   port or memory is not available
     |-- EngineGaveUp           exit 70   the engine keeps crashing
-    |-- ApiProcessesGaveUp     exit 70   API processes keep ending
     `-- RequestError           an HTTP error, in the dialect of its route
         |-- Unauthorized       401   no API key, or an invalid one
         |-- HostNotAllowed     403   a Host header that this server does not answer to
@@ -67,10 +66,6 @@ class ResourceError(OneheadError):
 
 
 class EngineGaveUp(OneheadError):
-    exit_code = 70
-
-
-class ApiProcessesGaveUp(OneheadError):
     exit_code = 70
 
 

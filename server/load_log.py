@@ -2,7 +2,7 @@
 
 import logging
 
-from server.generation.engine_client import LocalEngineClient
+from server.generation.engine_client import EngineClient
 
 log = logging.getLogger("onehead")
 
@@ -12,7 +12,7 @@ PERIOD_SECONDS = 10.0
 class LoadLog:
     """Logs running and waiting sequences, KV cache usage, and the token rates and prefix cache hit rate of the period."""
 
-    def __init__(self, client: LocalEngineClient, now: float) -> None:
+    def __init__(self, client: EngineClient, now: float) -> None:
         self._client = client
         self._began = now
         self._counted = 0, 0, 0

@@ -151,10 +151,6 @@ class Metrics:
             "device_memory_used_bytes", "GPU memory that is taken, by all processes together; 0 where the engine is on a CPU."
         )
         self.device_memory_total = self._gauge("device_memory_total_bytes", "GPU memory in all; 0 where the engine is on a CPU.")
-        self.api_processes = self._gauge(
-            "api_processes", "API processes that are running; 1 where the engine's process serves HTTP itself."
-        )
-        self.api_process_restarts = self._counter("api_process_restarts", "API processes started to replace one that ended.")
         self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
         self.event_loop_lag = self._gauge(
             "event_loop_lag_seconds", "Longest time of the last 10 s for which the event loop, and so every stream, stood still."

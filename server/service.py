@@ -21,7 +21,7 @@ from model.spec import CheckpointError
 from server import child_process, protocol
 from server.config import EngineSettings, ServerSection
 from server.errors import ConfigurationError, ResourceError, Unavailable
-from server.generation.engine_client import LocalEngineClient
+from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
 from server.hub.tokenizer_file import tokenizer_path
 from server.metrics import Metrics
@@ -110,7 +110,7 @@ class SupervisedEngine:
         ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.process_registry)
         timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
         self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)
-        self.client = LocalEngineClient(self.supervisor, self.metrics, section, self._start.options.max_running)
+        self.client = EngineClient(self.supervisor, self.metrics, section, self._start.options.max_running)
         try:
             texts = read_texts(settings.model, section)
             self.workers.start(texts)  # While this process has no threads that could hold a lock.
@@ -170,7 +170,6 @@ class SupervisedEngine:
             self._crashed_at = time.monotonic()
             self.metrics.idle()
         self._changed.set()
-        self.client.on_change()
 
     async def check_texts(self) -> None:
         """Waits until the workers have read the checkpoint. Raises ConfigurationError if they refuse it, and ResourceError if there are

@@ -1,4 +1,4 @@
-"""WebServer: the application and uvicorn in this process, over an EngineClient.
+"""WebServer: the application and uvicorn, over an EngineClient.
 
 Invariant: what the process may have open is known before it serves. It binds no port, and neither starts nor ends an engine.
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 import uvicorn
 
-from server.api_protocol import ApiStats
 from server.config import ServerSection
 from server.drain import FLUSH_SECONDS
 from server.errors import ResourceError
@@ -129,8 +128,6 @@ class WebServer:
     valid.
     """
 
-    num_running = 1
-
     def __init__(self, generation: Generation, section: ServerSection, keys: Keys, names: ModelNames, listener: socket.socket) -> None:
         self._generation = generation
         self._section = section
@@ -138,43 +135,46 @@ class WebServer:
         retention = Retention(
             section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
         )
-        self._store = StreamStore(retention)
-        self.publisher = StreamPublisher(self._store, section.keep_alive)
-        self.door = create_app(generation, section, keys, names, version("onehead"), self.publisher, listener.getsockname()[0])
-        self._http = http_server(self.door, section)
+        self.store = StreamStore(retention)
+        publisher = StreamPublisher(self.store, section.keep_alive)
+        address = listener.getsockname()[0]
+        door = create_app(generation, section, keys, names, version("onehead"), publisher, address)
+        self._http = http_server(door, section)
         self._serving: asyncio.Task[None]
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
+        """Begins to serve."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(FileLimitHandler())
         if self._http.config.ssl is not None:  # uvicorn has no option for the time of a handshake.
             timeout = self._section.header_timeout
             loop.create_server = partial(loop.create_server, ssl_handshake_timeout=timeout)  # type: ignore[method-assign]
-        # It listens from now on. Only now: the address of one that does not listen would not be refused to another server.
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
 
     async def started(self) -> None:
+        """Waits until it serves, or serving has ended."""
         while not self._http.started and not self._serving.done():
             await asyncio.sleep(0)
 
     def sweep(self) -> None:
-        self._store.sweep(time.monotonic())
-
-    def stats(self) -> ApiStats:
-        return ApiStats(streams_detached=self._store.num_detached, resume_bytes=self._store.num_bytes)
+        """Called once a second."""
+        self.store.sweep(time.monotonic())
 
     def reload(self) -> None:
+        """Reads the certificate again."""
         section, context = self._section, self._http.config.ssl
         if context is not None and section.tls_certificate and section.tls_key:
             reload_certificate(context, section.tls_certificate, section.tls_key)
 
     def end(self, timeout: float) -> None:
+        """Stops listening, and after `timeout` seconds aborts the connections that are still open."""
         self._generation.client.viewers.end()
         self._http.end(timeout)
 
     async def ended(self) -> bool:
+        """Waits for the end, which begins with this call if `end` was not called. Returns whether a connection was aborted with unsent
+        bytes.
+        """
         if not self._http.should_exit:  # Without a drain, responses get a moment to be flushed.
             self.end(FLUSH_SECONDS)
         await self._serving

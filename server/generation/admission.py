@@ -1,11 +1,12 @@
 """Admission: accepts or refuses a request by the number of open requests, waiting tokens and the estimated queue wait; decides readiness.
 
-Invariant: no request is counted twice: its AdmittedRequest counts it until its sequences are submitted, the supervisor from then on. While
-its body is still arriving it is not counted (AdmittedRequest.release). It knows nothing of HTTP, text or sampling.
+Invariant: no request is counted twice: its Reservation counts it until its sequences are submitted, the supervisor from then on. While
+its body is still arriving it is not counted (Reservation.release). It knows nothing of HTTP, text or sampling.
 """
 
 import random
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,7 @@ from math import ceil
 from server.config import ServerSection
 from server.errors import Conflict, InvalidRequest, Overloaded, RequestError, Unavailable
 from server.generation.clients import EVERYBODY, Terms, Usage
-from server.generation.request import Progress
-from server.generation.reservation import Reservation
+from server.generation.request import Choice
 from server.metrics import Metrics
 from server.supervision.supervisor import LIVE, State, Supervisor
 
@@ -29,12 +29,23 @@ MAX_NUMERICAL_ERRORS, NUMERICAL_ERROR_SECONDS = 10, 60.0
 """The server is not ready once this many requests have failed by non-finite logits within this time."""
 
 
-class AdmittedRequest(Reservation):
-    """A Reservation that this process's Admission counts."""
+class Reservation:
+    """An admitted request of one caller, from before its body is read until its answer has ended. It counts as an open request until its
+    sequences are submitted or it is released.
+
+    `caller` decides which requests may share cached prefixes: the digest of an API key, or a constant where there are no keys.
+    `client` is who shares the server with others: a key, or an address where there are no keys.
+    """
 
     def __init__(self, admission: "Admission", caller: str, client: str, usage: Usage, key: bytes | None) -> None:
-        super().__init__(caller, client, usage.terms)
+        self.caller = caller
+        self.client = client
+        self.terms = usage.terms
         self.usage = usage
+        self.choices: list[Choice] = []
+        """Sequences submitted for the request."""
+        self.reply_id, self.created = uuid.uuid4().hex, int(time.time())
+        """The id and the time of a reply in OpenAI's dialect."""
         self._admission = admission
         self._is_counted = True
         self._key = key
@@ -44,12 +55,14 @@ class AdmittedRequest(Reservation):
             admission.keys_in_use.add((caller, key))
 
     def release(self) -> None:
+        """Stops counting the request as open until its sequences are submitted. Idempotent."""
         if self._is_counted:
             self._admission.num_reserved -= 1
             self.usage.num_reserved -= 1
             self._is_counted = False
 
     def close(self) -> None:
+        """Ends the request: releases it, and its Idempotency-Key. Idempotent."""
         self.release()
         if self._key is not None:
             self._admission.keys_in_use.discard((self.caller, self._key))
@@ -70,7 +83,7 @@ class Admission:
         """Admitted requests without submitted sequences."""
         self.keys_in_use: set[tuple[str, bytes]] = set()
         """(caller, Idempotency-Key) of the requests in progress."""
-        self.waiting: dict[int, Progress] = {}
+        self.waiting: dict[int, Choice] = {}
         """Submitted sequences that the engine has not started, by id."""
         self._usages: dict[int, Usage] = {}
         """The clients of all submitted sequences, by id."""
@@ -95,7 +108,7 @@ class Admission:
         """Prompt tokens of the waiting sequences."""
         return sum(usage.waiting_tokens for usage in self.clients.values())
 
-    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> AdmittedRequest:
+    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> Reservation:
         """Admits a request before its body is read. Raises Unavailable or Overloaded; Conflict while another request in progress has its
         Idempotency-Key.
         """
@@ -108,24 +121,25 @@ class Admission:
                 self.metrics.by_client.clients = self.clients
             usage = self.clients[client] = Usage(terms)
         usage.terms = terms
-        with self._counting_refusals():
+        with self.counting_refusals():
             self._check(usage, 1, 1)
             self._check_rates(usage)
         usage.requests.level -= 1
-        return AdmittedRequest(self, caller, client, usage, key)
+        return Reservation(self, caller, client, usage, key)
 
     def check(self, usage: Usage, num_sequences: int, num_tokens: int) -> None:
         """Raises Unavailable or Overloaded if so many more sequences and prompt tokens of a client are over a bound now; InvalidRequest if
         they always are.
         """
         most = self._most_open(usage, self.max_open // (HELD_PER_FREE + 1))
-        with self._counting_refusals():
+        with self.counting_refusals():
             if num_sequences > most:
                 raise InvalidRequest(f"{num_sequences} sequences are requested at once; at most {most} are allowed", param="n")
             self._check(usage, num_sequences, num_tokens)
 
     @contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts a RequestError that is raised within it as a refused request."""
         try:
             yield
         except RequestError:
@@ -188,7 +202,7 @@ class Admission:
         share = min(self.max_running * usage.terms.weight / weights, usage.terms.max_running or self.max_running)
         return sum(usage.run_seconds) / len(usage.run_seconds) / share * max(0, usage.num_open - share)
 
-    def add(self, sequence: Progress, usage: Usage) -> None:
+    def add(self, sequence: Choice, usage: Usage) -> None:
         """Adds a submitted sequence of a client to the open and the waiting ones."""
         self.waiting[sequence.id], self._usages[sequence.id] = sequence, usage
         num_prompt = sequence.num_prompt
@@ -198,7 +212,7 @@ class Admission:
         usage.num_tokens += num_prompt
         usage.tokens.level -= num_prompt + sequence.max_new_tokens
 
-    def remove_waiting(self, id: int) -> Progress | None:
+    def remove_waiting(self, id: int) -> Choice | None:
         """Removes a sequence that was started or has ended from the waiting ones. Returns None if it was not waiting."""
         sequence = self.waiting.pop(id, None)
         if sequence is not None:
@@ -207,7 +221,7 @@ class Admission:
             usage.waiting_tokens -= sequence.num_prompt
         return sequence
 
-    def remove(self, sequence: Progress) -> Usage:
+    def remove(self, sequence: Choice) -> Usage:
         """Removes a sequence that has ended, and returns its client; tokens that it did not generate do not count against its rate."""
         self.remove_waiting(sequence.id)
         usage = self._usages.pop(sequence.id)

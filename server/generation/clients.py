@@ -5,8 +5,6 @@ decides nothing: admission does. It knows no keys and no addresses.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
 
 from pydantic import Field
 
@@ -28,15 +26,6 @@ class Terms(Section):
     tokens_per_minute: int | None = Field(None, ge=1)
     priority: bool | None = None
     """Whether `priority` orders its requests against those of all clients; None: against its own only. False: it may not be set."""
-
-    def as_list(self) -> list[Any]:
-        """The values, for messages."""
-        return [getattr(self, name) for name in Terms.model_fields]
-
-    @classmethod
-    def of_list(cls, values: Sequence[Any]) -> "Terms":
-        """The terms of `as_list`."""
-        return Terms(**dict(zip(Terms.model_fields, values, strict=True)))
 
 
 EVERYBODY = Terms()

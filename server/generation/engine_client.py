@@ -1,4 +1,4 @@
-"""EngineClient: what requests and routes need of the engine; LocalEngineClient, over the supervisor of this process.
+"""EngineClient: the engine as requests and routes use it, over the supervisor.
 
 Invariant: a sequence that was opened is counted in admission and metrics until `end` is called for it, once. Tokens are timed as they
 arrive, not as clients read them. It knows nothing of HTTP and text.
@@ -7,18 +7,15 @@ arrive, not as clients read them. It knows nothing of HTTP and text.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
 
 from server import protocol
 from server.config import ServerSection
 from server.errors import ConfigurationError, EngineGaveUp, ResourceError
-from server.generation.admission import Admission, AdmittedRequest
+from server.generation.admission import Admission, Reservation
 from server.generation.arrivals import Arrivals
 from server.generation.clients import EVERYBODY, Terms
 from server.generation.monitor import Monitor
-from server.generation.request import Choice, Progress
-from server.generation.reservation import Reservation
-from server.generation.viewers import Viewers
+from server.generation.request import Choice, prompt_tokens
 from server.metrics import Metrics
 from server.supervision.engine import EngineEvent
 from server.supervision.journal import SequenceEvent
@@ -26,71 +23,10 @@ from server.supervision.supervisor import State, Supervisor
 
 FINISHED = frozenset({"length", "eos_token", "stop_sequence"})
 """Outcomes of sequences that were generated to their end."""
-AnyProgress = TypeVar("AnyProgress", bound=Progress)
 
 
-class EngineClient(Protocol):
-    """The engine as one API process sees it."""
-
-    arrivals: Arrivals
-    viewers: Viewers
-
-    @property
-    def max_open(self) -> int:
-        """The most sequences that may be open at once."""
-
-    @property
-    def ready(self) -> protocol.Ready | None:
-        """Facts that the engine reported when it had loaded; None before that."""
-
-    @property
-    def status(self) -> str:
-        """The state of the server in words."""
-
-    @property
-    def accepting(self) -> bool:
-        """Whether the server is ready for requests."""
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the server is ready, or a new engine replaces another and requests wait for it."""
-
-    @property
-    def draining(self) -> bool:
-        """Whether the server is shutting down."""
-
-    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> Reservation:
-        """Admits a request before its body is read. `key`: its Idempotency-Key. Raises Unavailable, Overloaded or Conflict, here or in
-        `Reservation.confirmed`.
-        """
-
-    async def open(
-        self,
-        reservation: Reservation,
-        choices: Sequence[Choice],
-        submits: Sequence[protocol.Submit],
-        prompt_tokens: int,
-        deliver: Callable[[Choice, SequenceEvent], None],
-    ) -> None:
-        """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each event. `prompt_tokens`:
-        of the request, where a prompt of several sequences counts once. Raises InvalidRequest, Overloaded or Unavailable.
-        """
-
-    def end(self, choice: Choice, outcome: str) -> None:
-        """Ends a sequence: cancels it if it is still generated, and counts its outcome. Called once for each."""
-
-    def count_refused(self) -> None:
-        """Counts a request that was refused before its sequences were opened."""
-
-    async def exposition(self) -> bytes:
-        """All metrics of the server in the Prometheus text format."""
-
-    async def cache_dump(self) -> bytes:
-        """The state of the KV cache as the engine's own lists have it, as JSON. Waits while no engine is ready."""
-
-
-class LocalEngineClient:
-    """The engine of this process's supervisor."""
+class EngineClient:
+    """Admits requests, submits their sequences, and counts and times what comes of them."""
 
     def __init__(self, supervisor: Supervisor, metrics: Metrics, section: ServerSection, max_running: int) -> None:
         self.supervisor = supervisor
@@ -99,21 +35,20 @@ class LocalEngineClient:
         self.arrivals = Arrivals()
         self.monitor = Monitor(supervisor, metrics, self.arrivals, lambda: self.status)
         self.viewers = self.monitor.viewers
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when the state of the engine or of the server has changed."""
-        self.on_started: Callable[[Progress], None] = lambda _: None
-        """Called for each sequence that the engine has started."""
 
     @property
     def max_open(self) -> int:
+        """The most sequences that may be open at once."""
         return self.admission.max_open
 
     @property
     def ready(self) -> protocol.Ready | None:
+        """Facts that the engine reported when it had loaded; None before that."""
         return self.supervisor.ready
 
     @property
     def status(self) -> str:
+        """The state of the server in words."""
         if self.draining:
             return "draining"
         if self.supervisor.state is State.READY:  # Too many requests have failed by non-finite logits if it does not accept requests.
@@ -122,68 +57,64 @@ class LocalEngineClient:
 
     @property
     def accepting(self) -> bool:
+        """Whether the server is ready for requests."""
         return self.admission.accepting
 
     @property
     def healthy(self) -> bool:
+        """Whether the server is ready, or a new engine replaces another and requests wait for it."""
         supervisor = self.supervisor
         is_replacing = supervisor.state is State.STARTING and supervisor.ready is not None and not supervisor.recovery_overdue
         return self.accepting or (is_replacing and not self.draining)
 
     @property
     def draining(self) -> bool:
+        """Whether the server is shutting down."""
         return self.admission.draining
 
-    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> AdmittedRequest:
+    def reserve(self, caller: str, client: str = "", terms: Terms = EVERYBODY, key: bytes | None = None) -> Reservation:
+        """As Admission.reserve."""
         return self.admission.reserve(caller, client, terms, key)
 
-    async def open(
+    def submit(
         self,
         reservation: Reservation,
         choices: Sequence[Choice],
         submits: Sequence[protocol.Submit],
-        prompt_tokens: int,
         deliver: Callable[[Choice, SequenceEvent], None],
     ) -> None:
-        assert isinstance(reservation, AdmittedRequest)
-        self.submit(reservation, choices, submits, prompt_tokens, deliver)
-
-    def submit(
-        self,
-        reservation: AdmittedRequest,
-        sequences: Sequence[AnyProgress],
-        submits: Sequence[protocol.Submit],
-        prompt_tokens: int,
-        deliver: Callable[[AnyProgress, SequenceEvent], None],
-    ) -> None:
-        """As `open`, which does not wait here."""
+        """Submits the sequences of a request, all or none, and sets their ids. `deliver` gets each event. Raises InvalidRequest,
+        Overloaded or Unavailable.
+        """
         reservation.release()  # From here on the supervisor counts the submitted sequences.
-        self.admission.check(reservation.usage, len(submits), sum(sequence.num_prompt for sequence in sequences))
-        self.metrics.prompt_tokens.inc(prompt_tokens)
-        for sequence, submit in zip(sequences, submits, strict=True):
-            sequence.id = self.supervisor.submit(submit, self._receiver(sequence, deliver))
-            self.admission.add(sequence, reservation.usage)
+        self.admission.check(reservation.usage, len(submits), sum(choice.num_prompt for choice in choices))
+        self.metrics.prompt_tokens.inc(prompt_tokens(choices))
+        for choice, submit in zip(choices, submits, strict=True):
+            choice.id = self.supervisor.submit(submit, self._receiver(choice, deliver))
+            self.admission.add(choice, reservation.usage)
+        reservation.choices += choices
 
-    def _receiver(self, sequence: AnyProgress, deliver: Callable[[AnyProgress, SequenceEvent], None]) -> Callable[[SequenceEvent], None]:
+    def _receiver(self, choice: Choice, deliver: Callable[[Choice, SequenceEvent], None]) -> Callable[[SequenceEvent], None]:
         first_token, inter_token = self.metrics.time_to_first_token.observe, self.metrics.inter_token_latency.observe
 
         def receive(event: SequenceEvent) -> None:
             now = time.monotonic()
             if isinstance(event, protocol.Token):
-                if sequence.num_tokens == 0:
-                    sequence.first = now
-                    first_token(now - sequence.arrival)
+                if choice.num_tokens == 0:
+                    choice.first = now
+                    first_token(now - choice.arrival)
                 else:
-                    inter_token(now - sequence.last)
-                sequence.last = now
-                sequence.num_tokens += 1
+                    inter_token(now - choice.last)
+                choice.last = now
+                choice.num_tokens += 1
             elif isinstance(event, protocol.Failed) and event.code == "numerical_error":
                 self.admission.record_numerical_error()
-            deliver(sequence, event)
+            deliver(choice, event)
 
         return receive
 
-    def end(self, choice: Progress, outcome: str) -> None:
+    def end(self, choice: Choice, outcome: str) -> None:
+        """Ends a sequence: cancels it if it is still generated, and counts its outcome. Called once for each."""
         self.supervisor.cancel(choice.id)
         usage = self.admission.remove(choice)
         if outcome in FINISHED:
@@ -191,19 +122,13 @@ class LocalEngineClient:
             usage.run_seconds.append(choice.last - (choice.started or choice.arrival))
         self.metrics.requests.labels(outcome).inc()
 
-    def count_refused(self) -> None:
-        self.metrics.requests.labels("refused").inc()
-
-    async def exposition(self) -> bytes:
-        return self.metrics.exposition()
-
     async def cache_dump(self) -> bytes:
+        """The state of the KV cache as the engine's own lists have it, as JSON. Waits while no engine is ready."""
         return await asyncio.shield(self.monitor.dump())
 
     def drain(self) -> None:
         """Refuses requests from now on."""
         self.admission.draining = True
-        self.on_change()
 
     def on_engine_event(self, event: EngineEvent) -> None:
         """Updates metrics and queue times by an event of the engine."""
@@ -218,11 +143,10 @@ class LocalEngineClient:
             return
         now = time.monotonic()
         for id, num_cached in zip(event.ids, event.cached, strict=True):
-            sequence = self.admission.remove_waiting(id)
-            if sequence is not None:
-                sequence.started, sequence.num_cached = now, num_cached
-                self.metrics.queue_time.observe(now - sequence.arrival)
-                self.on_started(sequence)
+            choice = self.admission.remove_waiting(id)
+            if choice is not None:
+                choice.started, choice.num_cached = now, num_cached
+                self.metrics.queue_time.observe(now - choice.arrival)
 
     def raise_if_over(self) -> None:
         """Raises the error for which the engine will not be restarted, if there is one."""

@@ -6,18 +6,17 @@ fields of bodies or server-sent events.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
 from server import protocol
 from server.config import ServerSection
-from server.errors import InvalidRequest, RequestError, Unavailable
+from server.errors import InvalidRequest, Unavailable
+from server.generation.admission import Reservation
 from server.generation.engine_client import EngineClient
 from server.generation.price import price
 from server.generation.request import Request
-from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams
 from server.logs import request_id
 from server.text.jobs import AnyJob, EncodeChat
@@ -81,21 +80,15 @@ class Generation:
         """What limits `max_total_tokens`, for messages."""
         return "the model's context" if self.max_total_tokens == self.ready.max_context else f"the cache's {self.ready.num_pages} pages"
 
-    async def start(self, requests: Sequence[Request], reservation: Reservation) -> OpenStreams:
+    def start(self, requests: Sequence[Request], reservation: Reservation) -> OpenStreams:
         """Validates the sequences of a reserved request and submits all of them, or none. The caller must close the returned streams.
         Raises InvalidRequest, Overloaded or Unavailable.
         """
-        try:
-            if reservation.samplings:
-                pairs = zip(requests, reservation.samplings, strict=True)
-                requests = [replace(request, sampling=sampling) for request, sampling in pairs]
+        with self.client.admission.counting_refusals():
             submits = [self._submission(request, reservation) for request in requests]
             price(submits, self.max_total_tokens)
-        except RequestError:
-            self.client.count_refused()
-            raise
         streams = OpenStreams(self.client, self.codec, requests, submits)
-        await streams.open(reservation, submits)
+        streams.open(reservation, submits)
         if self.section.log_prompts:
             for prompt in {id(request.prompt): request.prompt for request in requests}.values():
                 log.info("prompt", extra={"fields": {"prompt": self.codec.decode(prompt)}})

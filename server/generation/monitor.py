@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from server.api_protocol import Shown
 from server.generation.arrivals import Arrivals
-from server.generation.viewers import Viewers
+from server.generation.viewers import Shown, Viewers
 from server.metrics import Metrics
 from server.protocol import CacheState, CacheView, Look
 from server.supervision.supervisor import State, Supervisor

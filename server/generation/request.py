@@ -1,4 +1,4 @@
-"""Request, Progress and Choice: the internal form of a request, the same for every dialect, and the state of each of its sequences.
+"""Request and Choice: the internal form of a request, the same for every dialect, and the state of each of its sequences.
 
 Plain data; knows no engine.
 """
@@ -63,11 +63,13 @@ def with_choices(request: Request, count: int, all_score: bool = False) -> list[
 
 
 @dataclass(slots=True, eq=False)
-class Progress:
+class Choice:
     """One submitted sequence: its id, its token counts, and the monotonic times of its arrival, start, first and last token."""
 
     num_prompt: int
     max_new_tokens: int
+    index: int
+    request: Request
     id: int = 0
     arrival: float = field(default_factory=time.monotonic)
     started: float | None = None
@@ -76,14 +78,6 @@ class Progress:
     num_tokens: int = 0
     num_cached: int = 0
     """Prompt tokens served from the prefix cache."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Choice(Progress):
-    """A submitted sequence whose text is made in this process."""
-
-    index: int
-    request: Request
     scores: list[bytes] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens from the second on, if asked for: msgpack, an eighth of the objects' size."""
     outcome: str | None = None

@@ -18,11 +18,10 @@ import msgspec
 
 from server import protocol
 from server.errors import GenerationFailed, InvalidRequest, QueueTimeout, RequestError, Unavailable
-from server.generation.admission import RETRY_SECONDS
+from server.generation.admission import RETRY_SECONDS, Reservation
 from server.generation.arrivals import Wake, Write
 from server.generation.engine_client import EngineClient
-from server.generation.request import Choice, Request, prompt_tokens
-from server.generation.reservation import Reservation
+from server.generation.request import Choice, Request
 from server.supervision.journal import SequenceEvent
 from server.text.codec import Detokenizer, StopStrings, TextCodec
 from server.text.reply_parser import CallDelta, Parsed, ReplyParser
@@ -144,11 +143,10 @@ class OpenStreams:
         self._deadline_passed = False
         self._deadline: asyncio.TimerHandle | None = None
 
-    async def open(self, reservation: Reservation, submits: Sequence[protocol.Submit]) -> None:
+    def open(self, reservation: Reservation, submits: Sequence[protocol.Submit]) -> None:
         """Submits the sequences. Raises InvalidRequest, Overloaded or Unavailable."""
         self.reservation = reservation
-        await self._client.open(reservation, self.choices, submits, prompt_tokens(self.choices), self._deliver)
-        reservation.choices += self.choices
+        self._client.submit(reservation, self.choices, submits, self._deliver)
         first = self.choices[0]
         if first.request.timeout_s is not None:
             left = first.arrival + first.request.timeout_s - time.monotonic()

@@ -1,4 +1,4 @@
-"""Viewers: the connections of one process that watch the server, and what each of them has not taken yet.
+"""Viewers: the connections that watch the server, and what each of them has not taken yet.
 
 Invariant: after a whole state of the cache, a viewer gets every change, in order. One that does not keep up has at most one event of each
 kind to take: what it was to take before is dropped, and once it takes again, a whole state is asked for, which no other viewer gets. Events
@@ -7,15 +7,25 @@ are opaque bytes.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from server.api_protocol import Shown
 from server.errors import Overloaded
 from server.generation.arrivals import Arrivals, Wake
 
 MAX_VIEWERS = 64
-"""Viewers of one process."""
 RETRY_SECONDS = 10
 STATS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Server-sent events for viewers, empty where there is none: `whole`, the state of the cache, for those that wait for one, and
+    `cache`, what has changed, for the others.
+    """
+
+    whole: bytes = b""
+    cache: bytes = b""
+    stats: bytes = b""
 
 
 class Viewer:
@@ -53,38 +63,33 @@ class Viewer:
 
 
 class Viewers:
-    """The viewers of one process. `ask_whole` is called when one of them needs the whole state of the cache: at first, and after a gap."""
+    """The viewers of a server. `ask_whole` is called when one of them needs the whole state of the cache: at first, and after a gap."""
 
     def __init__(self, arrivals: Arrivals, ask_whole: Callable[[], None]) -> None:
         self.arrivals, self.ask_whole = arrivals, ask_whole
         self.shows: list[Callable[[Shown], None]] = []
-        """Viewer.show of each, and in a front process what shows it to those of an API process."""
+        """Viewer.show of each."""
         self.ended = False
         self._stats = Shown()
         self.stats_due = 0.0
         """When the last stats event is a second old."""
 
     def join(self) -> Viewer:
-        """A new viewer, until its `show` is removed. Raises Overloaded."""
+        """A new viewer, until its `show` is removed. It gets the last stats event at once, unless it is outdated; the whole state of the
+        cache is asked for. Raises Overloaded.
+        """
         if len(self.shows) >= MAX_VIEWERS:
             text = f"{MAX_VIEWERS} viewers watch this server, which is the limit; try again later"
             raise Overloaded(text, RETRY_SECONDS, code="too_many_viewers")
         viewer = Viewer(self)
-        self.add(viewer.show)
+        self.shows.append(viewer.show)
+        if time.monotonic() < self.stats_due:
+            viewer.show(self._stats)
+        self.ask_whole()
         return viewer
 
-    def add(self, show: Callable[[Shown], None]) -> None:
-        """Calls `show` with all events from now on, and at once with the last stats event, unless it is outdated. Asks for the whole
-        state of the cache.
-        """
-        if show not in self.shows:
-            self.shows.append(show)
-            if time.monotonic() < self.stats_due:
-                show(self._stats)
-        self.ask_whole()
-
     def show(self, shown: Shown) -> None:
-        """Passes events on to every viewer of this process and, in a front process, to each API process that has any."""
+        """Passes events on to every viewer."""
         if shown.stats:
             self._stats, self.stats_due = shown, time.monotonic() + STATS_SECONDS
         for show in self.shows:

@@ -21,7 +21,6 @@ from server.http import sse
 from server.http.disconnect import unless_disconnected
 from server.http.errors import error_body
 from server.http.exchange import Dialect, exchange_of
-from server.http.origin import keep_origin
 from server.http.pieces import JsonAnswers
 from server.http.streams import StreamPublisher
 
@@ -107,10 +106,6 @@ class Delivery:
         resumable = bool(resumable) if resumable is not None else http.headers.get("x-stream-resumable") == "1"
         if resumable and not stream:
             raise InvalidRequest('`resumable` needs `"stream": true`', param="resumable")
-        exchange = exchange_of(http)
-        if resumable and exchange.reserved.wants_origin:
-            keep_origin(http.scope, exchange)
-        exchange.body = b""
         return cls(stream, resumable, last)
 
 

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from server.errors import BodyTooLarge, InvalidRequest, MalformedBody, UnsupportedMedia
-from server.http.exchange import exchange_of
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 16_384
@@ -59,9 +58,6 @@ async def read_model(request: Request, schema: type[Model], max_bytes: int) -> M
 async def read_value(request: Request, max_bytes: int) -> dict[str, Any]:
     """The body as a JSON object. Raises MalformedBody, UnsupportedMedia or BodyTooLarge."""
     body = await _read(request, max_bytes)
-    exchange = exchange_of(request)
-    if exchange.reservation is not None and exchange.reservation.wants_origin:
-        exchange.body = body
     if len(body) < LARGE_BYTES:
         return parse(body)
     async with _turn:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from starlette.requests import HTTPConnection
 
 from server.errors import RequestError
+from server.generation.admission import Reservation
 from server.generation.clients import EVERYBODY, Terms
-from server.generation.reservation import Reservation
 
 _KEY = "onehead"
 """Key of the Exchange in an ASGI scope."""
@@ -67,12 +67,6 @@ class Exchange:
     """Why the request is refused before its body is read; None if it is not."""
     reservation: Reservation | None = None
     """The admission of a request to a route that generates."""
-    body: bytes = b""
-    """The raw body of a request that may have to be carried out again in another process."""
-    stream_id: str = ""
-    """The id that the stream of a resumable request is to have; empty for a new one."""
-    is_moved: bool = False
-    """Whether the request is a resumable one of another process, whose stream this process goes on with."""
     outlives_response: bool = False
     """Whether a task of a resumable stream continues after the response, and calls `release` itself."""
     status: int = CLIENT_GONE
@@ -109,11 +103,6 @@ def task_name(name: str = "") -> str:
     if name:
         task.set_name(name)
     return task.get_name()
-
-
-def put_exchange(scope: Any, exchange: Exchange) -> None:
-    """Makes this the Exchange of an ASGI scope."""
-    scope[_KEY] = exchange
 
 
 def exchange_of(scope: Any) -> Exchange:

@@ -70,7 +70,6 @@ class FrontDoor:
         task_name(f"{scope['method']} {scope['path'][:64]!a}")
         response = LoggedResponse(scope, exchange, send, self.client)
         try:
-            await self._confirm(exchange)
             if exchange.error is not None:
                 headers = {"www-authenticate": "Bearer"} if isinstance(exchange.error, Unauthorized) else {}
                 await refusal(Request(scope), exchange.error, headers)(scope, receive, response.send)
@@ -86,7 +85,6 @@ class FrontDoor:
         """Decides, once for each request, whether the application processes it; if not, sets `Exchange.error`. Does not block.
 
         It removes server.root_path from the scope's path, sets the caller and reserves the admission, with the request's Idempotency-Key.
-        Another process may still refuse the admission (`Reservation.confirmed`).
         """
         exchange = exchange_of(scope)
         exchange.decided = True
@@ -113,14 +111,6 @@ class FrontDoor:
             # Without its traceback, whose frames refer to this exchange: only the garbage collector would free that cycle.
             exchange.error = error.with_traceback(None)
         return exchange.error is None
-
-    async def _confirm(self, exchange: Exchange) -> None:
-        """Waits until the admission is certain, or sets `Exchange.error`."""
-        if exchange.reservation is not None:
-            try:
-                await exchange.reservation.confirmed()
-            except RequestError as error:
-                exchange.error = error.with_traceback(None)
 
     def is_probe(self, path: str) -> bool:
         """Whether a path is that of a probe, which has places of its own among the connections."""

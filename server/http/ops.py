@@ -67,7 +67,7 @@ class OpsRoutes:
 
         In the Prometheus text format.
         """
-        return Response(await self.generation.client.exposition(), media_type=CONTENT_TYPE)
+        return Response(self.generation.client.metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def plan(self) -> Response:
         """Show the memory plan of the running engine.

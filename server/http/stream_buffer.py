@@ -7,7 +7,7 @@ reader gets each event after its last one exactly once, or is told that some wer
 
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.errors import MalformedBody, NotFound, StreamExpired
@@ -104,17 +104,6 @@ class StreamBuffer:
         if self.reader is not None:
             self.reader.tell()
 
-    @property
-    def kept(self) -> list[bytes]:
-        """The events that are kept."""
-        return list(self._events)
-
-    def restore(self, events: Iterable[bytes], num_events: int) -> None:
-        """Makes this the buffer of an ended stream that had `num_events` events, the last of which these are."""
-        for event in events:
-            self.append(event)
-        self.num_events, self.ended = num_events, True
-
     def drop_oldest(self) -> int:
         """Drops the oldest event and returns the freed bytes; 0 if there is only one, which is kept."""
         if len(self._events) < 2:
@@ -154,33 +143,11 @@ class StreamStore:
         """Number of running streams without a reader."""
         return len(self._detached())
 
-    def open(self, owner: str, stop: Callable[[str], None], now: float, id: str = "") -> StreamBuffer:
-        """Creates a stream of `owner`, with a new id where none is given. `stop` is called, at most once, with the reason for which the
-        stream is cancelled.
-        """
-        buffer = StreamBuffer(id or self._new_id(), owner, stop, now)
+    def open(self, owner: str, stop: Callable[[str], None], now: float) -> StreamBuffer:
+        """Creates a stream of `owner`. `stop` is called, at most once, with the reason for which the stream is cancelled."""
+        buffer = StreamBuffer(self._new_id(), owner, stop, now)
         self._streams[buffer.id] = buffer
         return buffer
-
-    def restore(self, id: str, owner: str, events: Iterable[bytes], num_events: int, gap_event: bytes, now: float) -> StreamBuffer:
-        """Adds an ended stream of another process, with the last of its events."""
-        self._expired.pop(id, None)
-        buffer = self.open(owner, lambda _: None, now, id)
-        buffer.gap_event = gap_event
-        buffer.restore(events, num_events)
-        self.num_bytes += buffer.num_bytes
-        self._drop(buffer)
-        self.end(buffer, now)
-        return buffer
-
-    def remove(self, buffer: StreamBuffer) -> None:
-        """Removes a running stream, which another process goes on with; its reader is superseded."""
-        del self._streams[buffer.id]
-        self.num_bytes -= buffer.num_bytes
-        buffer.ended = True
-        old, buffer.reader = buffer.reader, None
-        if old is not None:
-            old.tell()
 
     def find(self, id: str, owner: str) -> StreamBuffer:
         """The stream `id` of `owner`. Raises NotFound or StreamExpired."""
@@ -261,10 +228,6 @@ class StreamStore:
     def _expire(self, buffer: StreamBuffer) -> None:
         del self._streams[buffer.id], self._ended[buffer.id]
         self.num_bytes -= buffer.num_bytes
-        self.expire(buffer.id, buffer.owner)
-
-    def expire(self, id: str, owner: str) -> None:
-        """From now on the stream is one that has expired; it is not kept."""
-        self._expired[id] = owner
+        self._expired[buffer.id] = buffer.owner
         if len(self._expired) > MAX_EXPIRED:
             self._expired.popitem(last=False)

@@ -10,14 +10,12 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.errors import GenerationFailed, MalformedBody, NotFound, RequestError, StreamCancelled, StreamExpired
+from server.errors import GenerationFailed, MalformedBody, RequestError, StreamCancelled
 from server.generation.arrivals import Wake
-from server.generation.reservation import Reservation
 from server.http import sse
 from server.http.exchange import Dialect, Exchange, exchange_of
 from server.http.routes import Route
@@ -31,34 +29,22 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 _GAP = GenerationFailed("some events after the last one you received are no longer kept", code="resume_gap")
 
 
-class Elsewhere(Protocol):
-    """The streams of all processes that serve the same engine."""
-
-    async def find(self, id: str, caller: str) -> StreamBuffer:
-        """Moves a stream that this process's store does not have into it. Raises NotFound or StreamExpired."""
-
-    def ended(self, reservation: Reservation, buffer: StreamBuffer) -> None:
-        """Called when the stream of a request has ended in this process."""
-
-
 class StreamWriter:
     """Writes the events of one request into a new stream as they come. `close` is called when they end, in any way."""
 
     def __init__(
         self,
-        publisher: "StreamPublisher",
+        store: StreamStore,
         exchange: Exchange,
         source: sse.Source,
         close: Callable[[], None],
         error_event: Callable[[RequestError], bytes],
         last: bytes,
     ) -> None:
-        self._publisher, self._exchange, self._source = publisher, exchange, source
+        self._store, self._exchange, self._source = store, exchange, source
         self._close, self._error_event, self._last = close, error_event, last
-        self.buffer = publisher.store.open(exchange.caller, self._stop, time.monotonic(), exchange.stream_id)
+        self.buffer = store.open(exchange.caller, self._stop, time.monotonic())
         self.buffer.gap_event = b"event: error\n" + error_event(_GAP)
-        self.is_behind = True
-        """Whether more may have come than was written."""
         source.listen(self._push)
         asyncio.get_running_loop().call_soon(self._push)
 
@@ -71,10 +57,9 @@ class StreamWriter:
         except Exception:
             log.exception("the events of a stream could not be written")
             return self._end(RequestError("internal error; the server's log has it under the request id"))
-        self.is_behind = not sse.is_whole(events)
         if self._source.ended:
             self._end()
-        elif self.is_behind:
+        elif not sse.is_whole(events):
             asyncio.get_running_loop().call_soon(self._push)  # Other streams come first.
 
     def _append(self, *events: bytes) -> None:
@@ -83,33 +68,20 @@ class StreamWriter:
             f"id: {buffer.id}.{number}\n{'' if number > 1 else RETRY}".encode() + event
             for number, event in enumerate(events, buffer.num_events + 1)
         )
-        self._publisher.store.append(buffer, *numbered)
+        self._store.append(buffer, *numbered)
 
     def _stop(self, reason: str) -> None:
         self._end(StreamCancelled(reason, code="cancelled"))
 
     def _end(self, error: RequestError | None = None) -> None:
-        publisher = self._publisher
         try:
             if error is not None:
                 self._append(self._error_event(error), *filter(None, (self._last,)))
         finally:
-            publisher.store.end(self.buffer, time.monotonic())
-            if publisher.elsewhere is not None:
-                publisher.elsewhere.ended(self._exchange.reserved, self.buffer)
-            self._leave()
-
-    def drop(self) -> None:
-        """Ends the stream here, without an event, because another process goes on with it."""
-        self._publisher.store.remove(self.buffer)
-        self._leave()
-
-    def _leave(self) -> None:
-        del self._publisher.writers[self.buffer.id]
-        self.is_behind = False
-        self._source.listen(lambda: None)
-        self._close()
-        self._exchange.release()
+            self._store.end(self.buffer, time.monotonic())
+            self._source.listen(lambda: None)
+            self._close()
+            self._exchange.release()
 
 
 class StreamPublisher:
@@ -118,10 +90,6 @@ class StreamPublisher:
     def __init__(self, store: StreamStore, keep_alive: float) -> None:
         self.store = store
         self.keep_alive = keep_alive
-        self.elsewhere: Elsewhere | None = None
-        """None where this is the only process."""
-        self.writers: dict[str, StreamWriter] = {}
-        """The writers of running streams, by id."""
 
     def publish(
         self,
@@ -137,9 +105,8 @@ class StreamPublisher:
         """
         exchange = exchange_of(http)
         exchange.outlives_response = True
-        writer = StreamWriter(self, exchange, source, close, error_event, last)
-        self.writers[writer.buffer.id] = writer
-        return Response(status_code=204) if exchange.is_moved else self.follow(writer.buffer, 0, headers)
+        writer = StreamWriter(self.store, exchange, source, close, error_event, last)
+        return self.follow(writer.buffer, 0, headers)
 
     def follow(self, buffer: StreamBuffer, seen: int, headers: dict[str, str]) -> Response:
         """A response with the events after number `seen`. Raises MalformedBody if there is no such event yet."""
@@ -198,7 +165,7 @@ class StreamRoutes:
 
         The events after the one that `Last-Event-ID` or `after` names: those there are at once, then the others as they come.
         """
-        buffer = await self._find(http, stream_id)
+        buffer = self._find(http, stream_id)
         seen = _last_seen(http, buffer.id)
         if buffer.ended and seen == buffer.num_events:
             return Response(status_code=204)
@@ -209,17 +176,11 @@ class StreamRoutes:
 
         Closing its connection does not cancel it: it goes on for server.detach_grace seconds.
         """
-        (await self._find(http, stream_id)).stop("the stream was cancelled")
+        self._find(http, stream_id).stop("the stream was cancelled")
         return Response(status_code=204)
 
-    async def _find(self, http: HttpRequest, stream_id: str) -> StreamBuffer:
-        caller = exchange_of(http).caller
-        try:
-            return self.publisher.store.find(stream_id, caller)
-        except (NotFound, StreamExpired):
-            if self.publisher.elsewhere is None:
-                raise
-        return await self.publisher.elsewhere.find(stream_id, caller)
+    def _find(self, http: HttpRequest, stream_id: str) -> StreamBuffer:
+        return self.publisher.store.find(stream_id, exchange_of(http).caller)
 
 
 def _last_seen(http: HttpRequest, stream_id: str) -> int:

@@ -45,7 +45,7 @@ class Tracing:
     def _end(self, known: dict[str, Any], parent: Any, exchange: Exchange) -> None:
         choices, now = exchange.reservation.choices if exchange.reservation else [], time.monotonic()
         operation = "chat" if "/chat/" in known["url.path"] else "text_completion"
-        counts, outcomes = speeds(choices), [choice.outcome or "moved" for choice in choices]
+        counts, outcomes = speeds(choices), [choice.outcome for choice in choices]
         attributes = known | {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "onehead",

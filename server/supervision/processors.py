@@ -49,13 +49,6 @@ def step_sizes(max_running: int | None, step_tokens: int | None, device: str, de
     return max_running, step_tokens or max(most_tokens, max_running)
 
 
-def api_processes(configured: int | None, device: str, devices: Path = DEVICES) -> int:
-    """The number of API processes: as configured, else 1 for an engine on a CPU, which needs the processors more."""
-    if configured is not None:
-        return configured
-    return min(4, max(1, int(available_processors()) // 8)) if on_gpu(device, devices) else 1
-
-
 def engine_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment of the engine process: this one's, with short OpenMP spins unless the user configured them.
 

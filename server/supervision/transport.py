@@ -16,7 +16,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
-from typing import Any
 
 import msgspec
 
@@ -38,11 +37,10 @@ _LENGTH = struct.Struct("!i")
 class Frames:
     """Splits the byte stream of a multiprocessing pipe into messages."""
 
-    def __init__(self, decode: Callable[[bytes], Any] = protocol.decode_from_engine) -> None:
+    def __init__(self) -> None:
         self._data = bytearray()
-        self._decode = decode
 
-    def push(self, data: bytes) -> Iterator[Any]:
+    def push(self, data: bytes) -> Iterator[protocol.FromEngine]:
         """Adds bytes and yields the messages they complete. Raises MsgspecError for an invalid message, ValueError for one too long."""
         self._data += data
         begin = 0
@@ -56,14 +54,9 @@ class Frames:
                     break
                 frame = bytes(self._data[begin + _LENGTH.size : end])
                 begin = end
-                yield self._decode(frame)
+                yield protocol.decode_from_engine(frame)
         finally:
             del self._data[:begin]
-
-
-def framed(data: bytes) -> bytes:
-    """An encoded message with its header."""
-    return _LENGTH.pack(len(data)) + data
 
 
 class EngineProcess:

@@ -48,22 +48,57 @@ class _NotForked(_Lost):
     """No process was forked for a job."""
 
 
-class SharedWorkers:
-    """Worker processes of a forking process that another process keeps running. `quick`, `slow`: jobs of this process that run at once in
-    each lane of its queue; `jobs`, `grammars`: where children are asked for, the latter by engines too.
+class Workers:
+    """The worker processes of one server, with the process that forks them. `quick`, `slow`: jobs that run at once in each lane of the
+    queue.
     """
 
-    def __init__(self, quick: int, slow: int, jobs: socket.socket, grammars: socket.socket) -> None:
-        self.jobs, self.grammars = jobs, grammars
-        self.places = quick, slow
+    def __init__(self, quick: int = 2, slow: int = 1) -> None:
+        # This process holds both ends of each, so that what was sent waits while the process that receives it is replaced.
+        self._channels = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+        self._said, self._jobs, self.grammars = (ours for ours, _ in self._channels)
+        self._said.setblocking(False)
+        self._texts: Texts | None = None
+        self._forker = 0
+        """The process id of the forking process; 0 while there is none."""
         self._queue = JobQueue(quick, slow)
         self._turns: dict[Ticket, asyncio.Event] = {}
 
-    def keep_running(self) -> None:
-        """Called before a child is asked for. Raises OSError."""
+    def start(self, texts: Texts) -> None:
+        """Forks the process that forks the others. Raises OSError."""
+        self._texts = texts
+        self.keep_running()
 
-    def replace(self) -> None:
-        """Called when the forking process does not answer."""
+    def keep_running(self) -> None:
+        """Replaces the forking process if it has ended. Raises OSError."""
+        assert self._texts is not None, "start was called"
+        if self._forker and os.waitpid(self._forker, os.WNOHANG)[0]:
+            log.warning("the process that forks workers ended; it is replaced")
+            self._forker = 0
+        if not self._forker:
+            texts, ends = self._texts, [theirs for _, theirs in self._channels]
+            self._forker = child_process.fork(lambda: worker_process.run(texts, *ends), *(end.fileno() for end in ends))
+
+    def _replace(self) -> None:
+        log.warning("the process that forks workers does not answer; it is replaced")
+        os.kill(self._forker, signal.SIGKILL)
+
+    async def loaded(self) -> Loaded:
+        """The first message of the first forking process. Raises Unavailable if none arrives within LOAD_SECONDS."""
+        try:
+            async with asyncio.timeout(LOAD_SECONDS):
+                return msgspec.msgpack.decode(await asyncio.get_running_loop().sock_recv(self._said, 2**16), type=Loaded)
+        except TimeoutError:
+            raise _unavailable() from None
+
+    def close(self) -> None:
+        """Ends all processes."""
+        if self._forker:
+            os.kill(self._forker, signal.SIGKILL)
+            os.waitpid(self._forker, 0)
+            self._forker = 0
+        for end in itertools.chain(*self._channels):
+            end.close()
 
     async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
         """The result of a job. Raises InvalidRequest if it refuses, or takes more than `seconds` of processor time or too much
@@ -121,7 +156,7 @@ class SharedWorkers:
         with theirs:
             try:
                 self.keep_running()
-                channel = self.grammars if job.needs_grammars else self.jobs
+                channel = self.grammars if job.needs_grammars else self._jobs
                 socket.send_fds(channel, [JOB], [theirs.fileno()], socket.MSG_DONTWAIT)
             except OSError:
                 ours.close()
@@ -147,7 +182,7 @@ class SharedWorkers:
             async with asyncio.timeout(FORK_SECONDS):
                 return int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
         except TimeoutError:
-            self.replace()
+            self._replace()
             raise _NotForked from None
         except (OSError, EOFError):
             raise _NotForked from None
@@ -169,56 +204,6 @@ class SharedWorkers:
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, pid, SLOW_NICE)
         return reading.result()
-
-
-class Workers(SharedWorkers):
-    """The worker processes of one server, with their forking process."""
-
-    def __init__(self, quick: int = 2, slow: int = 1) -> None:
-        # This process holds both ends of each, so that what was sent waits while the process that receives it is replaced.
-        self._channels = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
-        self._said, jobs, grammars = (ours for ours, _ in self._channels)
-        super().__init__(quick, slow, jobs, grammars)
-        self._said.setblocking(False)
-        self._texts: Texts | None = None
-        self._forker = 0
-        """The process id of the forking process; 0 while there is none."""
-
-    def start(self, texts: Texts) -> None:
-        """Forks the process that forks the others. Raises OSError."""
-        self._texts = texts
-        self.keep_running()
-
-    def keep_running(self) -> None:
-        """Replaces the forking process if it has ended. Raises OSError."""
-        assert self._texts is not None, "start was called"
-        if self._forker and os.waitpid(self._forker, os.WNOHANG)[0]:
-            log.warning("the process that forks workers ended; it is replaced")
-            self._forker = 0
-        if not self._forker:
-            texts, ends = self._texts, [theirs for _, theirs in self._channels]
-            self._forker = child_process.fork(lambda: worker_process.run(texts, *ends), *(end.fileno() for end in ends))
-
-    def replace(self) -> None:
-        log.warning("the process that forks workers does not answer; it is replaced")
-        os.kill(self._forker, signal.SIGKILL)
-
-    async def loaded(self) -> Loaded:
-        """The first message of the first forking process. Raises Unavailable if none arrives within LOAD_SECONDS."""
-        try:
-            async with asyncio.timeout(LOAD_SECONDS):
-                return msgspec.msgpack.decode(await asyncio.get_running_loop().sock_recv(self._said, 2**16), type=Loaded)
-        except TimeoutError:
-            raise _unavailable() from None
-
-    def close(self) -> None:
-        """Ends all processes."""
-        if self._forker:
-            os.kill(self._forker, signal.SIGKILL)
-            os.waitpid(self._forker, 0)
-            self._forker = 0
-        for end in itertools.chain(*self._channels):
-            end.close()
 
 
 async def _read_outcome(reader: asyncio.StreamReader) -> Outcome:

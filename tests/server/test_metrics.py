@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.config import ServerSection
-from server.generation.engine_client import LocalEngineClient
+from server.generation.engine_client import EngineClient
 from server.metrics import LATENCY_BOUNDS, Histogram, Metrics
 from server.metrics_aliases import ALIASES
 from server.protocol import Gauges, Heartbeat
@@ -72,7 +72,7 @@ def test_the_model_and_the_version_are_labels_of_info_metrics() -> None:
 
 def test_the_memory_of_a_gpu_is_that_of_the_last_heartbeat() -> None:
     supervisor, metrics = SimpleNamespace(), Metrics()
-    client = LocalEngineClient(cast(Any, supervisor), metrics, ServerSection(), 1)
+    client = EngineClient(cast(Any, supervisor), metrics, ServerSection(), 1)
 
     def memory() -> list[float]:
         found = samples(metrics.exposition().decode())

@@ -1,40 +1,38 @@
-"""The sockets of a server: no two servers have one address, whichever of them listens yet."""
+"""The socket of a server, and the line that it logs when it is ready."""
 
 import socket
-from contextlib import ExitStack
 
 import pytest
+from msgspec.structs import replace
 
 from server.errors import ResourceError
-from server.serve import bind, bind_several
+from server.serve import bind, in_words
+from tests.support.fake_engine import READY
+
+GIB = 2**30
 
 
-@pytest.mark.parametrize("listening", [False, True])
-def test_no_other_server_gets_an_address_whose_shared_sockets_may_not_listen_yet(listening: bool) -> None:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(each) for each in bind_several("127.0.0.1", 0, 2)]
-        port = sockets[0].getsockname()[1]
-        for each in sockets if listening else ():
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As WebServer does.
-            each.listen()
-        with pytest.raises(ResourceError, match="in use"):
-            bind_several("127.0.0.1", port, 2)
-        with pytest.raises(ResourceError, match="in use"):
-            bind("127.0.0.1", port)
+def test_no_other_server_gets_an_address() -> None:
+    with bind("127.0.0.1", 0) as one, pytest.raises(ResourceError, match="in use"):
+        bind("127.0.0.1", one.getsockname()[1])
 
 
-@pytest.mark.parametrize("before", [1, 2])
-def test_an_address_is_free_once_its_server_has_ended_though_connections_linger(before: int) -> None:
-    sockets = [bind("127.0.0.1", 0)] if before == 1 else bind_several("127.0.0.1", 0, before)
-    port = sockets[0].getsockname()[1]
-    for each in sockets[1:]:
-        each.close()
-    sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As WebServer does when it begins to listen.
-    sockets[0].listen()
-    with socket.create_connection(("127.0.0.1", port)), sockets[0].accept()[0] as connection:
-        connection.shutdown(socket.SHUT_RDWR)  # The server closes first, so that its side stays in TIME_WAIT.
-    sockets[0].close()
-    with bind("127.0.0.1", port):
-        pass
-    for each in bind_several("127.0.0.1", port, 2):
-        each.close()
+def test_an_address_is_free_once_its_server_has_ended_though_connections_linger() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), listener.accept()[0] as connection:
+            connection.shutdown(socket.SHUT_RDWR)  # The server closes first, so that its side stays in TIME_WAIT.
+    bind("127.0.0.1", port).close()
+
+
+def test_the_start_up_line_names_what_computes() -> None:
+    line = in_words(READY)
+    assert line.startswith("hash, 0.0M parameters in float32 on cpu, by torch, not batch-invariant;")
+    assert line.endswith("32 pages of 8, up to 64 tokens a sequence")
+
+
+def test_of_a_gpu_it_names_the_card_its_free_memory_and_the_graphs() -> None:
+    hardware = "NVIDIA H100 80GB HBM3 (compute capability 9.0, driver 580.95.05, CUDA 13.0)"
+    line = in_words(replace(READY, device="cuda", hardware=hardware, device_memory=(7 * GIB, 79 * GIB), num_graphs=104))
+    assert f" in float32 on {hardware}, by torch" in line
+    assert line.endswith("up to 64 tokens a sequence; 7.0 of 79.0 GiB of GPU memory are free, 104 CUDA graphs")

@@ -85,13 +85,12 @@ def test_probes_have_places_when_all_connections_are_taken(tiny_folder: Path) ->
         assert wait_until(lambda: server.get("/info")[0] == 200, "the places are free again")
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_an_answer_does_not_wait_for_an_acknowledgement(tiny_folder: Path, processes: str) -> None:
+def test_an_answer_does_not_wait_for_an_acknowledgement(tiny_folder: Path) -> None:
     """A head and a body that are written apart: without TCP_NODELAY each answer takes 40 ms."""
     body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
     seconds = []
     with (
-        ServerProcess(tiny_folder, "--server.api_processes", processes) as server,
+        ServerProcess(tiny_folder) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE) as connection,
     ):
         wire = Wire(connection)

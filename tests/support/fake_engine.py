@@ -13,7 +13,7 @@ from typing import Any
 
 from server import protocol
 from server.config import ServerSection
-from server.generation.engine_client import LocalEngineClient
+from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
 from server.http.app import create_app
 from server.http.front import FrontDoor
@@ -249,7 +249,7 @@ class Served:
 
     engine: FakeEngine
     supervisor: Supervisor
-    client: LocalEngineClient
+    client: EngineClient
     generation: Generation
     app: FrontDoor
 
@@ -275,7 +275,7 @@ def serve(
         client.on_engine_event(event)
 
     supervisor = Supervisor(engine.spawn, on_state, on_event, Timeouts(10.0, 600.0, 60.0))
-    client = LocalEngineClient(supervisor, metrics, section.model_copy(update={"max_waiting": 0}), max_open)
+    client = EngineClient(supervisor, metrics, section.model_copy(update={"max_waiting": 0}), max_open)
     generation = Generation(client, inline_texts(TextCodec(tokenizer_folder), section), section)
     keys = Keys(section.api_keys, section.api_keys_file)
     app = create_app(generation, section, keys, names, "0", StreamPublisher(StreamStore(Retention()), section.keep_alive))

@@ -44,15 +44,9 @@ def children(pid: int) -> list[int]:
 
 
 def engines(pid: int) -> list[int]:
-    """Engine processes among the children of a server; the others are copies of it, load its checkpoint, or serve HTTP."""
+    """Engine processes among the children of a server; the others are copies of it, or load its checkpoint."""
     others = command_line(pid), b""
-    found = [child for child in children(pid) if (line := command_line(child)) not in others and b"server.text." not in line]
-    return [child for child in found if child not in api_processes(pid)]
-
-
-def api_processes(pid: int) -> list[int]:
-    """API processes among the children of a server; none where it serves HTTP itself."""
-    return [child for child in children(pid) if b"server.api_processes.worker" in command_line(child)]
+    return [child for child in children(pid) if (line := command_line(child)) not in others and b"server.text." not in line]
 
 
 def command_line(pid: int) -> bytes:

@@ -5,7 +5,7 @@
 A server with a small cache gets requests with shared prefixes, a third of which are cut off; now and then its engine is killed. A viewer
 takes the events of /monitor. At each moment /monitor/cache is asked for the state between two steps, and the viewer's state of the same
 view must equal it: every page, every sequence. The server makes one such state a second, so that 1,000 moments take 17 minutes. The options
-go to the server, such as --server.api_processes 2.
+go to the server.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Servers replaced under load behind a proxy, and a server told to end under 64 streams: nothing may be lost.
 
-    python -m tests.trials.rolling --output DIR [--requests 5000] [--clients 16] [--streams 64] [-- --server.api_processes 2]
+    python -m tests.trials.rolling --output DIR [--requests 5000] [--clients 16] [--streams 64] [-- SERVE_OPTIONS]
 
 Starts two servers and Debian's nginx (`apt-get install nginx-light`) in front of them. While clients send short requests through the proxy,
 half of them streaming, the servers are replaced in turn: SIGTERM, exit status 0, a new one on the same port, ready, the other. Every

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from server.errors import InvalidRequest
+from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
-from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken
 from server.http.openai.chat_fields import ChatBody, NamedTool
@@ -68,7 +68,7 @@ class ChatReply(OpenAIReply):
     async def open(cls, generation: Generation, body: ChatBody, model_id: str, reservation: Reservation) -> "ChatReply":
         """Applies the chat template and starts the sequences. Raises RequestError."""
         request = await cls.prepare(generation, body, reservation.client)
-        return cls(body, model_id, generation, await generation.start(with_choices(request, body.n or 1), reservation))
+        return cls(body, model_id, generation, generation.start(with_choices(request, body.n or 1), reservation))
 
     def first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}

@@ -7,9 +7,9 @@ from itertools import accumulate
 from typing import Any
 
 from server.errors import InvalidRequest
+from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
-from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken
 from server.http.fields import default
@@ -60,7 +60,7 @@ class CompletionReply(OpenAIReply):
             choice for request, _ in prepared for choice in with_choices(request, body.best_of or body.n or 1, all_score=bool(body.stream))
         ]
         prompts = [text for _, text in prepared] if body.echo else []
-        return cls(body, model_id, generation, await generation.start(requests, reservation), prompts)
+        return cls(body, model_id, generation, generation.start(requests, reservation), prompts)
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         output = self.outputs[piece.choice]

@@ -13,11 +13,10 @@ from typing import Any
 
 from server import protocol
 from server.errors import InvalidRequest, QueueTimeout
-from server.generation.admission import RETRY_SECONDS
+from server.generation.admission import RETRY_SECONDS, Reservation
 from server.generation.generation import TOO_LONG, Generation
 from server.generation.price import MAX_SENT_IDS
 from server.generation.request import Request, prompt_tokens
-from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Reply
 from server.http.openai.chat_fields import plain_messages
@@ -117,7 +116,7 @@ class DecisionReply(Reply):
             for own, of in zip(asked.questions, labels, strict=True)
             for start, tokens in of.next.items()
         ]
-        return cls(body, model_id, [*zip(questions, labels, strict=True)], await generation.start(requests, reservation))
+        return cls(body, model_id, [*zip(questions, labels, strict=True)], generation.start(requests, reservation))
 
     def take(self, piece: Piece) -> None:
         if piece.finish == "timeout":

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Choice, Request, with_choices
-from server.generation.reservation import Reservation
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Reply
 from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppBody, salt
@@ -114,7 +114,7 @@ class LlamaCppReply(Reply):
                 salt=salt(body.cache_prompt),
             )
             requests += with_choices(request, body.n_cmpl or 1)
-        return cls(body, model_id, generation, await generation.start(requests, reservation))
+        return cls(body, model_id, generation, generation.start(requests, reservation))
 
     def take(self, piece: Piece) -> LlamaCppOutput:
         """Adds a piece to its output, which is returned."""

@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from server.config import ServerSection
 from server.errors import InvalidRequest
+from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request
-from server.generation.reservation import Reservation
 from server.http import sse
 from server.http.answer import Answers, Delivery, Reply, check_stops, full_response
 from server.http.body import check, read_model

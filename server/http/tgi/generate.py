@@ -125,7 +125,7 @@ class TgiRoutes:
                 raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
             delivery = Delivery.of(http, stream, body.resumable)
             requests = await self._requests(body, parameters, exchange_of(http).client)
-            streams = await self.generation.start(requests, exchange_of(http).reserved)
+            streams = self.generation.start(requests, exchange_of(http).reserved)
         echoed = body.inputs if default(parameters.return_full_text, echo) else ""
         reply = TgiReply(self.generation, parameters, streams, echoed, arrival, len(body.inputs), in_list)
         return await self.answers.answer(http, reply, delivery)

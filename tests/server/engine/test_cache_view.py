@@ -24,7 +24,7 @@ SEEDS, MANY = 500, 5000
 
 
 class Watcher:
-    """Looks at a scheduler now and then, as the front process does, and compares a viewer's state with the scheduler's."""
+    """Looks at a scheduler now and then, as the API process does, and compares a viewer's state with the scheduler's."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self.views = CacheViews(scheduler)
@@ -67,7 +67,7 @@ class Watcher:
 
 
 def event_of(view: protocol.CacheView, num_pages: int, state: protocol.CacheState, is_whole: bool) -> dict[str, Any]:
-    """The event that the front process makes of a view's changes, or of its whole state."""
+    """The event that the API process makes of a view's changes, or of its whole state."""
     cells, sequences, ended = state
     head = {"engine": 0, "view": view.number, "step": view.step, "whole": is_whole, "num_pages": num_pages}
     return head | {"cells": numbers(cells), "sequences": sequences, "ended": ended}

@@ -7,10 +7,11 @@ import pytest
 
 from server.config import ServerSection
 from server.errors import InvalidRequest, Overloaded, RequestError
-from server.generation.admission import Admission, AdmittedRequest
+from server.generation.admission import Admission, Reservation
 from server.generation.clients import Terms
-from server.generation.request import Progress
+from server.generation.request import Choice, Request
 from server.metrics import Metrics
+from server.protocol import Sampling
 from server.supervision.supervisor import State
 
 
@@ -25,21 +26,21 @@ class Office:
         supervisor: Any = self.supervisor
         self.admission = Admission(supervisor, Metrics(), ServerSection(**options), max_running)
 
-    def enter(self, client: str, count: int = 1, num_prompt: int = 10, num_output: int = 20, **terms: Any) -> list[Progress]:
+    def enter(self, client: str, count: int = 1, num_prompt: int = 10, num_output: int = 20, **terms: Any) -> list[Choice]:
         """One request. Raises as `reserve` and `check` do."""
         reservation = self.admission.reserve("", client, Terms(**terms))
         reservation.release()
         self.admission.check(reservation.usage, count, count * num_prompt)
         return [self.open(reservation, num_prompt, num_output) for _ in range(count)]
 
-    def open(self, reservation: AdmittedRequest, num_prompt: int, num_output: int) -> Progress:
-        choice = Progress(num_prompt, num_output)
+    def open(self, reservation: Reservation, num_prompt: int, num_output: int) -> Choice:
+        choice = Choice(num_prompt, num_output, 0, Request([], Sampling()))
         choice.id = len(self.supervisor.open) + 1 + 1000 * len(self.admission.waiting)
         self.supervisor.open[choice.id] = choice
         self.admission.add(choice, reservation.usage)
         return choice
 
-    def end(self, choice: Progress, num_tokens: int) -> None:
+    def end(self, choice: Choice, num_tokens: int) -> None:
         choice.num_tokens = num_tokens
         self.supervisor.open.pop(choice.id)
         self.admission.remove(choice)

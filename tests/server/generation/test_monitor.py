@@ -12,15 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api_protocol import Shown
 from server.errors import Overloaded
 from server.generation import monitor, viewers
 from server.generation.arrivals import Arrivals
 from server.generation.engine_client import EngineClient
-from server.generation.viewers import Viewer, Viewers
+from server.generation.viewers import Shown, Viewer, Viewers
 from tests.support.cache_client import CacheClient
 from tests.support.fake_engine import FakeEngine, Served, serve
-from tests.support.fake_fleet import FakeFleet
 from tests.support.wire import EventParser
 
 BODY = {"prompt": "abc", "max_tokens": 40, "temperature": 0}
@@ -277,27 +275,6 @@ async def test_viewers_are_limited_in_number(tokenizer_folder: Path, monkeypatch
         served.client.viewers.join()
     served.client.viewers.shows.remove(first.show)
     served.client.viewers.join()
-
-
-async def test_viewers_of_several_api_processes(tokenizer_folder: Path) -> None:
-    fleet = await FakeFleet(tokenizer_folder, FakeEngine(crash_after=[100], defer=slowly)).ready()
-    front = fleet.served.client.viewers
-    watching = [Watching(process.client.viewers.join()) for process in fleet.processes for _ in range(2)]
-    requests = [asyncio.create_task(process.http.post("/v1/completions", json=BODY)) for process in fleet.processes for _ in range(5)]
-    while not all(request.done() for request in requests):
-        for viewer, process in zip(watching, [fleet.processes[0], *fleet.processes, fleet.processes[1]], strict=True):
-            await viewer.compare(process.client)
-    assert [viewer.cache.engine for viewer in watching] == [1] * 4 and min(viewer.num_compared for viewer in watching) > 2
-    assert len(front.shows) == 2
-    one, other = fleet.processes
-    for viewer in watching[:2]:
-        one.client.viewers.shows.remove(viewer.viewer.show)
-    await until(lambda: front.shows == [other.requests.send])
-    sent = len(one.sent)
-    await watching[2].compare(other.client)
-    assert len(one.sent) == sent
-    other.die()
-    assert front.shows == []
 
 
 async def test_ended_viewers_have_nothing_more_to_take(tokenizer_folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from server import protocol
 from server.config import ServerSection
 from server.errors import GenerationFailed, QueueTimeout
-from server.generation.engine_client import LocalEngineClient
+from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
 from server.generation.request import Request
 from server.generation.stream import OpenStreams
@@ -58,9 +58,9 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 async def start(codec: TextCodec, count: int = 1, **fields: Any) -> tuple[Hand, OpenStreams]:
     hand = Hand()
-    client = LocalEngineClient(hand, Metrics(), ServerSection(max_waiting=0), 64)  # type: ignore[arg-type]
+    client = EngineClient(hand, Metrics(), ServerSection(max_waiting=0), 64)  # type: ignore[arg-type]
     requests = [Request([1, 2], protocol.Sampling(), 50, **fields) for _ in range(count)]
-    return hand, await Generation(client, inline_texts(codec), ServerSection()).start(requests, client.reserve("tests"))
+    return hand, Generation(client, inline_texts(codec), ServerSection()).start(requests, client.reserve("tests"))
 
 
 async def test_what_has_come_is_there_at_once_and_in_order(codec: TextCodec) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from server.errors import HostNotAllowed
 from server.http.hosts import AllowedHosts
-from tests.support.processes import ServerProcess, api_processes
+from tests.support.processes import ServerProcess
 from tests.support.raw_http import Reply, exchange
 
 LOOPBACK = [
@@ -70,12 +70,11 @@ def test_another_server_answers_to_all_unless_the_option_is_set(address: str) ->
     assert not any(allows(chosen, host) for host in [*FOREIGN, "a.llm.example", "10.1.2.30"])
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def served(request: pytest.FixtureRequest, embedded_folder: Path) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module")
+def served(embedded_folder: Path) -> Iterator[ServerProcess]:
     digest = hashlib.sha256(b"key").hexdigest()
-    options = ["--server.api_keys", digest, "--server.allowed_hosts", "llm.example", "--server.api_processes", str(request.param)]
+    options = ["--server.api_keys", digest, "--server.allowed_hosts", "llm.example"]
     with ServerProcess(embedded_folder, *options, "--cache.pages", "64") as server:
-        assert len(api_processes(server.process.pid)) == (0 if request.param == 1 else request.param)
         yield server
         assert server.stop() == 0
 

@@ -1,4 +1,4 @@
-"""/monitor over HTTP: keys, limits, the option that turns it off, viewers that do not read, several API processes, the end of a drain."""
+"""/monitor over HTTP: keys, limits, the option that turns it off, viewers that do not read, the end of a drain."""
 
 import json
 import signal
@@ -107,10 +107,9 @@ def dump_of(server: ServerProcess) -> dict[str, Any]:
     return dict(json.loads(body))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_viewers_see_requests_a_new_engine_and_the_end_of_a_drain(processes: int) -> None:
+def test_viewers_see_requests_a_new_engine_and_the_end_of_a_drain() -> None:
     """Each has the engine's state; the drain waits for none of them, and each response ends as it should."""
-    with ServerProcess(None, *SMALL, "--server.api_processes", str(processes), stderr=None) as server:
+    with ServerProcess(None, *SMALL, stderr=None) as server:
         watching = [Watching(server.port) for _ in range(4)]
         for viewer in watching:
             viewer.wait(lambda viewer=viewer: viewer.num_stats and viewer.cache.cells)

@@ -72,7 +72,7 @@ async def test_a_route_that_generates_without_being_declared_to_is_an_error(tmp_
 
     def routes(self: TgiRoutes) -> list[Route]:
         async def more(http: Any) -> Response:
-            await self.generation.start([Request([1], protocol.Sampling())], exchange_of(http).reserved)
+            self.generation.start([Request([1], protocol.Sampling())], exchange_of(http).reserved)
             return JSONResponse({})
 
         more.__annotations__ = {"http": HttpRequest, "return": Response}

@@ -72,37 +72,6 @@ def test_a_reader_gets_every_event_once_however_often_it_is_cut_off() -> None:
         assert store.num_bytes == buffer.num_bytes
 
 
-def test_an_ended_stream_of_another_process_is_kept_as_ones_own() -> None:
-    store, other = store_of(seconds=60.0), store_of(seconds=10.0, stream_bytes=250)
-    buffer = store.open("me", ignore, 0.0)
-    store.append(buffer, *(b"event %d" % number for number in range(1, 6)))
-    store.end(buffer, 0.0)
-    for _ in range(2):  # It expires, and comes back.
-        again = other.restore(buffer.id, "me", buffer.kept, buffer.num_events, b"gap", 100.0)
-        assert other.find(buffer.id, "me") is again and again.gap_event == b"gap" and other.num_bytes == again.num_bytes <= 250
-        assert again.after(0) == (True, buffer.after(2)[1]) and again.ended
-        with pytest.raises(NotFound):
-            other.find(buffer.id, "somebody else")
-        other.sweep(111.0)
-        with pytest.raises(StreamExpired):
-            other.find(buffer.id, "me")
-    assert other.num_bytes == 0
-
-
-def test_a_running_stream_that_goes_on_elsewhere_leaves_nothing() -> None:
-    store, woken = store_of(), []
-    buffers = [store.open("me", ignore, 0.0, id) for id in ("a", "b")]
-    store.append(buffers[0], b"x")
-    reader = store.attach(buffers[0], 0, lambda: woken.append("reader"))
-    for buffer in buffers:
-        store.remove(buffer)
-        with pytest.raises(NotFound):
-            store.find(buffer.id, "me")
-    assert reader.superseded and woken == ["reader"] and store.num_bytes == 0 and store.num_detached == 0
-    store.detach(reader, 1.0)
-    assert reader.take() == (False, [(1, b"x")])
-
-
 def test_the_newer_of_two_readers_wins_and_the_older_is_woken() -> None:
     store, woken = store_of(), []
     buffer = store.open("me", ignore, 0.0)

@@ -70,26 +70,6 @@ def test_threads_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("configured", "device", "has_gpu", "available", "expected"),
-    [
-        (None, "cpu", True, 64, 1),
-        (None, "auto", False, 64, 1),
-        (None, "auto", True, 64, 4),
-        (None, "cuda", False, 16.5, 2),
-        (None, "cuda", True, 4, 1),
-        (3, "cpu", False, 1, 3),
-    ],
-)
-def test_api_processes_are_many_only_beside_a_gpu(
-    configured: int | None, device: str, has_gpu: bool, available: float, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processors, "available_processors", lambda: available)
-    (tmp_path / "nvidia3").touch() if has_gpu else None
-    (tmp_path / "nvidiactl").touch()
-    assert processors.api_processes(configured, device, tmp_path) == expected
-
-
-@pytest.mark.parametrize(
     ("max_running", "step_tokens", "has_gpu", "expected"),
     [
         (None, None, False, (64, 512)),

@@ -1,1 +1,0 @@
-"""Several API processes in front of one engine: how the front process runs them, and what each of them runs."""
