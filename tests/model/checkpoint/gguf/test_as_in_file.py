@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from commands.options import PlanOptions
+from commands.plan import make_plan
 from model.checkpoint.families import read_spec
 from model.checkpoint.gguf.repack import repack, repacks
 from model.checkpoint.names import Part
@@ -153,3 +155,14 @@ def test_without_kernels_and_for_safetensors_weights_are_floats(kind: str, tmp_p
     decoder = load(folder).decoder
     assert decoder.products == "torch" and not decoder.block_forms
     assert decoder.token_embedding.weight.dtype == torch.float32
+
+
+@needs_kernels
+def test_the_plan_says_what_is_held(tmp_path: Path) -> None:
+    folder = make_gguf(tmp_path, FULL, kinds=MIXED)
+    plan = make_plan(PlanOptions(model=folder, memory=10**9, device="cpu"))
+    runner = load(folder)
+    assert plan.weight_form == "mixed" and plan.weight_bytes["mixed"] == runner.weight_bytes
+    assert plan.block_forms == runner.decoder.block_forms
+    asked = make_plan(PlanOptions(model=folder, memory=10**9, device="cpu", quantization="none"))
+    assert not asked.block_forms and asked.weight_bytes[asked.weight_form] == load(folder, quantization="none").weight_bytes
