@@ -70,7 +70,7 @@ def timed(program: str, *arguments: str) -> float:
 
 def measure(folder: Path, dtype: str, quantization: str, repeats: int) -> dict[str, Any]:
     """Memory once, times alternating."""
-    from commands.plan import weight_bytes
+    from commands.forms import weight_bytes
     from model.checkpoint.families import read_spec
     from model.decoder import meta_decoder
 

@@ -108,8 +108,8 @@ def names(runner: ModelRunner) -> dict[int, str]:
     """The address of a product's struct -> the name of its module within a block."""
     found = {}
     for name, module in runner.decoder.blocks.named_modules():
-        if isinstance(module, PackedLinear) and module._fixed is not None:
-            found[ctypes.addressof(module._fixed)] = name.partition(".")[2]
+        for product in module.products if isinstance(module, PackedLinear) else ():
+            found[ctypes.addressof(product)] = name.partition(".")[2]
     return found
 
 
@@ -183,7 +183,7 @@ def amounts(runner: ModelRunner, tokens: int, samples: int) -> tuple[float, floa
     linears = [module for module in runner.decoder.blocks.modules() if isinstance(module, PackedLinear)]
     head: Any = runner.decoder.token_embedding if runner.decoder.head is None else runner.decoder.head
     products = tokens * sum(module.shape[0] * module.shape[1] for module in linears) + samples * head.shape[0] * head.shape[1]
-    return sum(module.weight.nbytes for module in (*linears, head)) / 1e9, products / 1e9
+    return sum(p.nbytes for module in (*linears, head) for p in module.parameters()) / 1e9, products / 1e9
 
 
 def main() -> int:

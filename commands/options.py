@@ -170,10 +170,10 @@ class PlanOptions(ToolOptions):
         "auto",
         description="of weights and cache; auto: bfloat16 on a GPU; on a CPU weights as stored, by config.json, and a float32 cache",
     )
-    quantization: Literal["none", "int8", "int4", "fp8", "all"] = Field(
-        "none",
-        description="of the weights; where they are there, also what it costs in perplexity, measured on this machine. all: every form's "
-        "perplexity, with memory planned for none",
+    quantization: Literal["auto", "none", "int8", "int4", "fp8", "all"] = Field(
+        "auto",
+        description="of the weights, auto as engine.quantization has it; of int8, int4 and fp8 also what they cost in perplexity, measured "
+        "on this machine where the weights are there. all: every form's perplexity, with memory planned for auto",
     )
     cache_dtype: Literal["auto", "fp8"] = Field("auto", description="fp8: keys and values in 8 bits")
     page_size: Positive = Field(64, le=1024, description="tokens of a page")
@@ -186,8 +186,10 @@ class PlanOptions(ToolOptions):
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
-        if self.text is not None and self.quantization == "none":
-            raise OptionError(f"text {self.text} has no effect with quantization none; expected all, or the one to be measured")
+        if self.text is not None and self.quantization in ("auto", "none"):
+            raise OptionError(
+                f"text {self.text} has no effect with quantization {self.quantization}; expected all, or the one to be measured"
+            )
         if self.picture is not None and (self.picture.suffix not in (".svg", ".png") or not self.picture.parent.is_dir()):
             raise OptionError(f"picture {self.picture} must be a .svg or .png in a folder that exists")
         return self

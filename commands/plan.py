@@ -7,7 +7,7 @@ takes. Where quantization is asked for and the weights are there, it also measur
 
 import json
 import sys
-from contextlib import suppress
+from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,38 +17,26 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor, nn
 
 from cache.layout import CacheLayout
 from cache.pool import bytes_per_page
 from commands.convert import convert
+from commands.forms import ITEM_BYTES, bytes_of_more_heads, stored, weight_bytes
 from commands.options import PlanOptions
 from commands.perplexity import Measured, measure
 from commands.pictures import MISSING, load_pyplot
-from model.checkpoint.config import read_json
-from model.checkpoint.families import family_of, read_spec
+from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles
-from model.checkpoint.quantization_config import KEY
-from model.checkpoint.weights import Checkpoint, check_tensors
-from model.decoder import Decoder, meta_decoder
+from model.decoder import meta_decoder
 from model.devices import device_class, find_device
-from model.devices.blocks import FORMATS
-from model.devices.cpu.torch_blocks import BlockProducts
-from model.devices.products import Products
-from model.layers import Router
 from model.spec import CheckpointError, ModelSpec, OptionError
 from server.errors import ConfigurationError
 from server.hub.measured import keep
 from server.hub.tokenizer_file import tokenizer_path
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_ITEM_BYTES = ITEM_BYTES | {"fp8": 1}
-FP8_ROW_BYTES = 4
-"""What a row of a matrix in float8 takes besides its weights: a scale."""
-NOT_QUANTIZED = "none", "all"
+NOT_QUANTIZED = "auto", "none", "all"
 """Values of --quantization for which memory is planned with weights in the dtype."""
-MIXED = "mixed"
-"""The form of weights that a checkpoint stores in several dtypes."""
 BAR = 32
 EXACT_WIDTH = 100
 """Columns that the bytes of the largest models need; a narrower terminal wraps their lines instead of cutting figures off."""
@@ -76,6 +64,8 @@ class Plan:
     dtype: str
     quantization: str
     kv_dtype: str
+    block_forms: dict[str, int]
+    """Matrices by the format of their blocks, where they are held as in the file."""
     fit: list[dict[str, int]] | None
     """For each context how many sequences fit, and how many would with the key/value heads of multi_head."""
 
@@ -99,6 +89,7 @@ class Plan:
             "dtype": self.dtype,
             "quantization": self.quantization,
             "kv_dtype": self.kv_dtype,
+            "block_forms": self.block_forms,
             "sequences": self.fit,
         }
 
@@ -120,14 +111,16 @@ def make_plan(options: PlanOptions) -> Plan:
     share, dtypes = device_class(device).default_cache_share, device_class(device)().dtypes(options.dtype)
     compute, cache = (str(each).removeprefix("torch.") for each in (dtypes.compute, dtypes.cache))
     decoder = meta_decoder(spec)
-    held, mixed = _stored(options.model, decoder) if dtypes.matrices is None else (str(dtypes.matrices).removeprefix("torch."), {})
+    held, mixed, blocks = (str(dtypes.matrices).removeprefix("torch."), dict[str, int](), Counter[str]())
+    if dtypes.matrices is None:
+        held, mixed, blocks = stored(options.model, decoder, options.quantization in ("auto", "all"))
     dtype = held if options.quantization in NOT_QUANTIZED else compute
     form = dtype if options.quantization in NOT_QUANTIZED else options.quantization
     kv_dtype = cache if options.cache_dtype == "auto" else options.cache_dtype
     kinds = compute, "float32" if device == "cpu" else None
     weights = weight_bytes(decoder, *kinds, device)
     weights = {name: count for name, count in weights.items() if name != "float16" or name == form}
-    as_is = {name: count + _bytes_of_more_heads(spec, heads, name, *kinds) for name, count in weights.items()} | mixed
+    as_is = {name: count + bytes_of_more_heads(spec, heads, name, *kinds) for name, count in weights.items()} | mixed
     weights |= mixed
     left, left_as_is = (int((memory - counted[form]) * share) for counted in (weights, as_is))
     kv_bytes = {
@@ -137,25 +130,7 @@ def make_plan(options: PlanOptions) -> Plan:
     }
     fit = _fit(spec, heads, (left, left_as_is), KV_ITEM_BYTES[kv_dtype], options) if left > 0 else None
     counted = decoder.num_parameters, weights, as_is, kv_bytes
-    return Plan(spec, heads, *counted, device, reason, memory, share, dtype, options.quantization, kv_dtype, fit)
-
-
-def _stored(folder: Path, decoder: Decoder) -> tuple[str, dict[str, int]]:
-    """The dtype in which a CPU holds the matrices of a checkpoint as they are stored: by the headers of its files or, where these are not
-    there, by its config.json. Where it holds them in several: (MIXED, the bytes of all parameters as that form).
-    """
-    found: dict[Tensor, str] = {}
-    with suppress(CheckpointError):
-        checkpoint = Checkpoint(folder)
-        check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
-        names, matrices = family_of(decoder.spec.model_type).weight_names(decoder.spec), _matrices(decoder)
-        dtypes = {p: str(checkpoint.dtype(names[name])).removeprefix("torch.") for name, p in decoder.named_parameters() if p in matrices}
-        found = {p: dtype if dtype in ITEM_BYTES else "float32" for p, dtype in dtypes.items()}
-    if len(set(found.values())) > 1:
-        return MIXED, {MIXED: sum(p.numel() * ITEM_BYTES[found.get(p, "float32")] for p in decoder.parameters())}
-    config = read_json(folder / "config.json")
-    configured = config.get("dtype", config.get("torch_dtype"))
-    return next(iter(found.values()), configured if configured in ITEM_BYTES and KEY not in config else "float32"), {}
+    return Plan(spec, heads, *counted, device, reason, memory, share, dtype, options.quantization, kv_dtype, blocks, fit)
 
 
 def read_heads(folder: Path) -> tuple[ModelSpec, int]:
@@ -176,17 +151,6 @@ def read_heads(folder: Path) -> tuple[ModelSpec, int]:
 def _multi_head(spec: ModelSpec, heads: int, itemsize: int) -> int:
     """Bytes of K and V of a token with `Plan.compared_heads` key/value heads."""
     return heads * spec.kv_bytes_per_token(itemsize) if heads > 1 else spec.multi_head_bytes_per_token(itemsize)
-
-
-def _bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vectors: str | None) -> int:
-    """Bytes of the rows of K's and V's projections that pooling `heads` heads into one takes away."""
-    rows = 2 * spec.num_layers * (heads - 1) * spec.head_dim
-    bias = ITEM_BYTES[vectors or (form if form in ITEM_BYTES else dtype)] * spec.qkv_bias
-    if form in ITEM_BYTES:
-        row = spec.hidden_size * ITEM_BYTES[form]
-    else:
-        row = FORMATS[form].row_bytes(spec.hidden_size) if form in FORMATS else spec.hidden_size + FP8_ROW_BYTES
-    return rows * (row + bias)
 
 
 def _device(options: PlanOptions) -> tuple[str, str, int]:
@@ -214,34 +178,6 @@ def _fit(spec: ModelSpec, heads: int, left: tuple[int, int], itemsize: int, opti
         }
         for context in spec.contexts()
     ]
-
-
-def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None = None, device: str = "cpu") -> dict[str, int]:
-    """Bytes of all parameters of a decoder in each form that the server can hold them in on a device; quantized ones beside what stays in
-    `dtype`. What is no linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
-    """
-    matrices = _matrices(decoder)
-    counted = {
-        form: sum(p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors] for p in decoder.parameters())
-        for form in ITEM_BYTES
-    }
-    for kind in device_class(device).quantizations:
-        quantized = meta_decoder(decoder.spec)
-        products = BlockProducts(kind) if kind in FORMATS else Products(kind)
-        products.replace(quantized, torch.float32)
-        # The scales stay float32; norms, biases and what is not quantized are in the server's dtype.
-        counted[kind] = sum(
-            p.nbytes if p.dtype is not torch.float32 or name.endswith(".scale") else p.numel() * ITEM_BYTES[dtype]
-            for name, p in quantized.named_parameters()
-        )
-    return counted
-
-
-def _matrices(decoder: Decoder) -> set[Tensor]:
-    """The weights of linear layers and tables, without routers'."""
-    return {
-        module.weight for module in decoder.modules() if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, Router)
-    }
 
 
 def plan(options: PlanOptions) -> None:
@@ -279,7 +215,7 @@ def _keep(folder: Path, made: Plan, measured: Measured) -> None:
 
 def _unmeasured(made: Plan, options: PlanOptions) -> str | None:
     """Why perplexity is not measured; empty where it was not asked for, None where it is."""
-    if made.quantization == "none":
+    if made.quantization in ("auto", "none"):
         return ""
     if not any(path.suffix in (".safetensors", ".gguf") for path in options.model.iterdir()):
         return f"{options.model} has no weights"
@@ -295,7 +231,7 @@ def _forms(made: Plan, dtype: str) -> dict[str, tuple[str, str]]:
     `dtype` is the option of the plan.
     """
     every = {form: (form, "none") if form in ITEM_BYTES else (dtype, form) for form in made.weight_bytes}
-    every |= {made.dtype: (dtype, "none")}
+    every |= {made.dtype: (dtype, "auto" if made.quantization == "all" else "none")}
     return every if made.quantization == "all" else {form: every[form] for form in (made.dtype, made.quantization)}
 
 
@@ -349,9 +285,13 @@ def _show_memory(made: Plan, console: Console) -> None:
     weights = made.weight_bytes[made.weight_form]
     rest = f"{made.cache_share:.0%} of the rest for the cache in {made.kv_dtype}"
     console.print(f"\nplanned for {'a CPU' if made.device == 'cpu' else 'a GPU'}: {made.device_reason}")
-    console.print(f"of {readable(made.memory)}: weights {readable(weights)} in {made.weight_form}, {rest}")
+    forms = " and ".join(f"{count} matrices in {form} blocks" for form, count in sorted(made.block_forms.items()))
+    words = f"as in the file ({forms})" if forms else f"in {made.weight_form}"
+    console.print(f"of {readable(made.memory)}: weights {readable(weights)} {words}, {rest}")
     if made.fit is None:
-        console.print("[red]the weights alone do not fit[/red]")
+        fitting = [form for form, count in made.weight_bytes.items() if count < made.memory]
+        way_out = f"; they would in {', '.join(fitting)}: engine.dtype, engine.quantization" if fitting else ""
+        console.print(f"[red]the weights alone do not fit[/red]{way_out}")
         return
     filled = max(1, round(BAR * weights / made.memory))
     cache = round(BAR * made.cache_share * (made.memory - weights) / made.memory)

@@ -6,6 +6,7 @@ Invariant: a token's output depends on its id, its position and what `attend` le
 Shape letters: T tokens of the step, S rows whose logits are wanted, D hidden size, V vocabulary.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class Decoder(nn.Module):
         self._window_rotary = self._rotary if spec.window_rotary is None else RotaryTable(spec.window_rotary)
         self.products, self.batch_invariant = "torch", False
         """Name of the kernels that compute its matrix products, and whether a row of a product depends on that row alone, bit for bit."""
+        self.block_forms = Counter[str]()
+        """Matrices of the checkpoint by the format of their blocks, of those that are held in blocks."""
         # Counted before any module is replaced: quantized ones have scales besides.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.num_parts_run = 0

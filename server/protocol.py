@@ -141,6 +141,7 @@ class Ready(Message, frozen=True):
     capacity: int
     """The most tokens of one sequence: max_context, or what the KV cache holds if that is less."""
     quantization: str
+    """Of the weights: none, a value of engine.quantization, or int4+int8 where they are in both as in the file."""
     weight_bytes: int
     page_bytes: int
     kernels: str
@@ -157,6 +158,8 @@ class Ready(Message, frozen=True):
     """The device by name, with the versions of its driver and libraries; empty for a CPU."""
     device_memory: tuple[int, int] = (0, 0)
     """Bytes of the device's own memory that are free when the engine is loaded, and all there are."""
+    block_forms: dict[str, int] = {}
+    """Where weights are as in the file: matrices by the format of their blocks."""
     num_graphs: int = 0
     """CUDA graphs of captured steps."""
 

@@ -141,9 +141,13 @@ class Server:
 
 def in_words(ready: Ready) -> str:
     """What an engine holds, and on what."""
-    weights = ready.dtype if ready.quantization == "none" else ready.quantization
+    forms = " and ".join(
+        f"{count} matrices in {form} blocks" for form, count in sorted(ready.block_forms.items())
+    )
+    form = ready.dtype if ready.quantization == "none" else ready.quantization
+    weights = f"as in the file ({forms})" if forms else f"in {form}"
     words = (
-        f"{ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters in {weights} on {ready.hardware or ready.device}, "
+        f"{ready.model_type}, {ready.num_parameters / 1e6:.1f}M parameters {weights} on {ready.hardware or ready.device}, "
         f"by {ready.kernels}, {'batch-invariant' if ready.deterministic else 'not batch-invariant'}; "
         f"cache {ready.kv_bytes_per_token} bytes per token in {ready.kv_dtype}, {ready.num_pages} pages of {ready.page_size}, "
         f"up to {ready.capacity} tokens a sequence"

@@ -18,15 +18,16 @@ from model.checkpoint.compressed import CompressedMatrix, with_compressed
 from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
 from model.checkpoint.files import MOST_CONFIG_BYTES, MOST_LIST_BYTES, read_text
-from model.checkpoint.gguf.repack import repack, repacks
+from model.checkpoint.gguf.repack import kept_in, repack, repacks
 from model.checkpoint.gguf.split import gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
 from model.checkpoint.identity import INDEX, file_digest
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile, named
 from model.decoder import Decoder, meta_decoder
+from model.devices.blocks import FORMATS
 from model.devices.products import Products
-from model.devices.replacement import RowMatrix
+from model.devices.replacement import Held, RowMatrix
 from model.spec import CheckpointError, ModelSpec
 
 # Buffers in older checkpoints: causal masks and rotary frequencies, which the decoder computes.
@@ -112,6 +113,11 @@ class Checkpoint:
         file = self.files[part.name]
         return None if isinstance(file, SafetensorsFile) or part.transposed else file.raw_blocks(part.name)
 
+    def held_as(self, part: Part) -> Held:
+        """The format that holds the blocks of a GGUF file's matrix, else the dtype."""
+        raw = self.raw_blocks(part) if isinstance(self.files[part.name], GGUFWeights) else None
+        return self.dtype((part,)) if raw is None else FORMATS[kept_in(raw[0])]
+
     def fill(self, name: str, into: Tensor, first: int) -> None:
         """Reads elements from number `first` on into a contiguous tensor of the same dtype."""
         self.files[name].read(name, into, first)
@@ -156,8 +162,10 @@ def load_decoder(
     pool = ThreadPoolExecutor(threads if device.type == "cpu" else 1)
     try:
         torch.set_num_threads(1)  # Operations on blocks that fit a cache gain nothing from more; parameters are read beside one another.
-        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device), names)
-        for done, _ in zip(accumulate(sizes), loaded, strict=True):
+        keeps = products.keeps_blocks
+        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, keeps), names)
+        for done, forms in zip(accumulate(sizes), loaded, strict=True):
+            decoder.block_forms.update(forms)
             report("loading weights", done, total)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -166,30 +174,55 @@ def load_decoder(
     return decoder.requires_grad_(False).eval()
 
 
-def _put(decoder: Decoder, name: str, checkpoint: Checkpoint, parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Reads the values of one parameter, quantized if its module is. Memory holds them and one block more."""
+def _put(
+    decoder: Decoder,
+    name: str,
+    checkpoint: Checkpoint,
+    parts: tuple[Part, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    keeps_blocks: bool,
+) -> list[str]:
+    """Reads the values of one parameter, quantized if its module is. Memory holds them and one block more. -> the names of the formats that
+    its parts are in, where these are in blocks
+    """
     module_name, _, leaf = name.rpartition(".")
     module = decoder.get_submodule(module_name)
     stored = checkpoint.dtype(parts)
     if isinstance(module, RowMatrix) and leaf == "weight":
-        module.allocate(device, stored)
-        if module.form is not None:
-            _put_blocks(module, module.form.name, checkpoint, parts)
-            return
-        take, dtype = module.set_rows, stored if module.quantized else module.weight.dtype
-    else:
-        value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
-        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-
-        def take(first: int, rows: Tensor) -> None:
-            value[first : first + len(rows)] = rows
-
+        held = [checkpoint.held_as(part) if keeps_blocks else stored for part in parts]
+        matrices = module.divided([(part.rows or 0, kind) for part, kind in zip(parts, held, strict=True)])
+        shares = [parts] if len(matrices) == 1 else [(part,) for part in parts]
+        for matrix, kind, share in zip(matrices, held, shares, strict=False):
+            matrix.allocate(device, kind)
+            _put_rows(matrix, checkpoint, share)
+        return [matrix.form.name for matrix, share in zip(matrices, shares, strict=True) if matrix.form for _ in share]
+    value = torch.empty(getattr(module, leaf).shape, dtype=dtype, device=device)
+    setattr(module, leaf, nn.Parameter(value, requires_grad=False))
     first = 0
+    for block in _blocks(checkpoint, parts, stored, dtype):
+        value[first : first + len(block)] = block
+        first += len(block)
+    return []
+
+
+def _put_rows(matrix: RowMatrix, checkpoint: Checkpoint, parts: tuple[Part, ...]) -> None:
+    """Reads a matrix as floats, or in blocks where it is quantized so."""
+    if matrix.form is not None:
+        _put_blocks(matrix, matrix.form.name, checkpoint, parts)
+        return
+    stored, first = checkpoint.dtype(parts), 0
+    for rows in _blocks(checkpoint, parts, stored, stored if matrix.quantized else matrix.weight.dtype):
+        matrix.set_rows(first, rows)
+        first += len(rows)
+
+
+def _blocks(checkpoint: Checkpoint, parts: tuple[Part, ...], stored: torch.dtype, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The rows of parts that are `stored` in one dtype. Raises CheckpointError for numbers that another cannot hold."""
     for block in chain.from_iterable(map(checkpoint.blocks, parts)):
         if dtype is not stored and not block.to(dtype).isfinite().all():
             raise CheckpointError(f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take another engine.dtype")
-        take(first, block)
-        first += len(block)
+        yield block
 
 
 def _put_blocks(module: RowMatrix, form: str, checkpoint: Checkpoint, parts: tuple[Part, ...]) -> None:

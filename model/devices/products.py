@@ -16,13 +16,15 @@ class Products:
 
     batch_invariant = False
     """Whether a row of a product depends on that row alone, bit for bit."""
+    keeps_blocks = False
+    """Whether matrices that a GGUF file stores in blocks are held in blocks."""
 
     def __init__(self, quantization: str = "none", name: str = "torch", multiply_float8: Float8Product = float8_product) -> None:
         self.quantization, self.name, self.multiply_float8 = quantization, name, multiply_float8
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
         """Puts modules without values in the place of a decoder's, whose parameters have no values yet either."""
-        assert self.quantization in ("none", "fp8"), self.quantization
+        assert self.quantization in ("auto", "none", "fp8"), self.quantization
         if self.quantization == "fp8":
             quantize_modules(decoder, dtype, self.multiply_float8)
 

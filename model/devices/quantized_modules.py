@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cache.pool import FLOAT8
 from model.devices.quantization import Float8Product, quantize_weights
-from model.devices.replacement import RowMatrix, replace_modules
+from model.devices.replacement import Held, RowMatrix, replace_modules
 from model.layers import Embedding, Linear
 
 
@@ -26,7 +26,7 @@ class QuantizedMatrix(RowMatrix):
         self.scale: Any = nn.Parameter(torch.empty(num_rows, device="meta"), requires_grad=False)
         self.dtype, self.multiply = dtype, multiply
 
-    def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
+    def allocate(self, device: torch.device, stored: Held = torch.float32) -> None:
         super().allocate(device, stored)
         self._allocate("scale", device)
 

@@ -3,13 +3,15 @@
 Invariant: a replacement has the parameter names of the module it replaces, so that a checkpoint is read into it all the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from model.devices.blocks import BlockFormat
 from model.layers import MLP, LayerNorm, RMSNorm
+
+Held = torch.dtype | BlockFormat
 
 
 class RowMatrix(nn.Module):
@@ -26,8 +28,14 @@ class RowMatrix(nn.Module):
         super().__init__()
         self.weight = _parameter(weight)
 
-    def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
-        """Allocates memory for the values that `set_rows` brings, which are `stored` in that dtype."""
+    def divided(self, stored: Sequence[tuple[int, Held]]) -> "Sequence[RowMatrix]":
+        """The matrices that take the parts that a checkpoint has of this one, so many rows each, stored like this (of an only part 0 rows):
+        this one takes all, or each part has one.
+        """
+        return [self]
+
+    def allocate(self, device: torch.device, stored: Held = torch.float32) -> None:
+        """Allocates memory for the values, which the checkpoint stores like this."""
         self._allocate("weight", device)
 
     def set_rows(self, first: int, rows: Tensor) -> None:

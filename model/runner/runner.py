@@ -351,8 +351,8 @@ def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> N
     """Raises OptionError where the device lacks the quantization or float8, or attention would not be batch-invariant although
     engine.deterministic is true.
     """
-    if options.quantization not in ("none", *device.quantizations):
-        expected = ", ".join(("none", *device.quantizations))
+    if options.quantization not in (known := ("auto", "none", *device.quantizations)):
+        expected = ", ".join(known)
         raise OptionError(f"engine.quantization {options.quantization} has no kernels on {device.name}; expected one of {expected}")
     of_float8 = (("engine.quantization", options.quantization), ("cache.dtype", options.cache_dtype))
     if names := " and ".join(name for name, value in of_float8 if value == "fp8"):

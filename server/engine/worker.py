@@ -72,7 +72,8 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         kv_bytes_per_token=spec.kv_bytes_per_token(kv_dtype.itemsize),
         capacity=limits.capacity,
-        quantization=start.options.quantization,
+        quantization=_quantization(start, runner),
+        block_forms=dict(runner.decoder.block_forms) if start.options.quantization == "auto" else {},
         weight_bytes=runner.weight_bytes,
         page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
         kernels=runner.kernels,
@@ -86,6 +87,12 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     )
     drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.options.speculation == "ngram" else None
     return EngineCore(Scheduler(limits, drafter_for), runner), ready
+
+
+def _quantization(start: protocol.Start, runner: "ModelRunner") -> str:
+    """How weights are quantized: by the option or, where they are as in the file, by the forms that they have."""
+    asked = start.options.quantization
+    return asked if asked != "auto" else "+".join(sorted(runner.decoder.block_forms)) or "none"
 
 
 def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report") -> "ModelRunner":

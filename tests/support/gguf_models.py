@@ -5,6 +5,7 @@ Names come from the `gguf` package's own table, and the metadata is written with
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint.families import spec_of
+from model.checkpoint.gguf.dequantize import _SCALES
+from model.checkpoint.gguf.types import BY_NAME
 from model.checkpoint.saving import save_decoder
 from model.decoder import meta_decoder
 
@@ -38,9 +41,16 @@ def make_folder(folder: Path, config: dict[str, Any], seed: int = 0) -> None:
     save_decoder(folder, decoder, torch.float32, config)
 
 
-def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> None:
-    """Converts a folder's weights, matrices with columns for whole blocks to the type `kind` and all others to F32. `metadata`: keys of the
-    architecture to be written besides, or in the place of the converter's.
+def write_gguf(
+    folder: Path,
+    path: Path,
+    kind: str = "F32",
+    kinds: Mapping[str, str] | None = None,
+    **metadata: Any,
+) -> None:
+    """Converts a folder's weights, matrices with columns for whole blocks to the type `kind` and all others to F32. `kinds`: other types
+    by what tensors are called in their layer (`attn_v`). `metadata`: keys of the architecture to be written besides, or in the place of
+    the converter's.
     """
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     architecture = ARCHITECTURES[config["model_type"]]
@@ -51,7 +61,8 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> 
     for key, value in keys.items():
         adders[type(value)](key, value)
     for tensor, array in _converted(config, tensors, architecture).items():
-        _add(writer, tensor, np.ascontiguousarray(array), kind)
+        module = tensor.removesuffix(".weight").rpartition(".")[2]
+        _add(writer, tensor, np.ascontiguousarray(array), (kinds or {}).get(module, kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -62,7 +73,19 @@ def _add(writer: gguf.GGUFWriter, name: str, array: Any, kind: str) -> None:
     found = gguf.GGMLQuantizationType[kind]
     if array.ndim < 2 or array.shape[-1] % gguf.GGML_QUANT_SIZES[found][0]:
         found = gguf.GGMLQuantizationType.F32
-    writer.add_tensor(name, gguf.quants.quantize(array, found), raw_dtype=found)
+    written = not found.name.endswith("_K")  # The package reads these and writes none.
+    data = gguf.quants.quantize(array, found) if written else random_rows(found.name, *array.shape)
+    writer.add_tensor(name, data, raw_dtype=found)
+
+
+def random_rows(kind: str, num_rows: int, num_columns: int) -> Any:
+    """Rows of random bytes in blocks of a type, with small scales."""
+    rng, found = np.random.default_rng(num_rows), BY_NAME[kind]
+    data = rng.integers(0, 256, (num_rows, num_columns // found.block_elements, found.block_bytes), dtype=np.uint8)
+    for begin in _SCALES[kind]:
+        scales = rng.uniform(0.0005, 0.002, data.shape[:2]).astype(np.float16)
+        data[..., begin : begin + 2] = scales[..., None].view(np.uint8)
+    return data.reshape(num_rows, -1)
 
 
 def _converted(config: dict[str, Any], tensors: dict[str, Any], architecture: gguf.MODEL_ARCH) -> dict[str, Any]:

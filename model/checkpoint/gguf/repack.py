@@ -22,6 +22,11 @@ def repacks(kind: str, form: str) -> bool:
     return (kind, form) in REPACKED
 
 
+def kept_in(kind: str) -> str:
+    """The block format in which a quantized type is held where weights are held as in the file."""
+    return "int4" if repacks(kind, "int4") else "int8"
+
+
 def repack(kind: str, form: str, data: Tensor) -> Tensor:
     """uint8 [rows, bytes of a row] of the type called `kind`, whose scales are finite -> the same rows in the block format `form`. Raises
     CheckpointError for a scale or minimum that float16 cannot hold.

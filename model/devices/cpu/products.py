@@ -9,6 +9,7 @@ Shape letters: T tokens, S rows whose logits are wanted, I input and O output co
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from model.decoder import Block, Decoder
 from model.devices.blocks import FORMATS, BlockFormat
 from model.devices.cpu.huge_pages import HugePages
 from model.devices.cpu.native import NUMBER_TYPES, library, name_of
-from model.devices.cpu.recording import Activation
+from model.devices.cpu.recording import Activation, side_by_side
 from model.devices.products import Products
-from model.devices.replacement import FusedLinear, NormReplacement, RowMatrix, replace_modules
+from model.devices.replacement import FusedLinear, Held, NormReplacement, RowMatrix, replace_modules
 from model.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm, Router
 
 BLOCK_TYPES = {"int8": 3, "int4": 4}
@@ -44,7 +45,7 @@ class Product(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "y")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "rows")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "y_stride", "rows")),
         *((name, ctypes.c_void_p) for name in ("weights", "bias")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "activation", "weight_type")),
         ("norm", Norm),
@@ -82,11 +83,20 @@ class PackedNorm(NormReplacement):
 
 
 class PackedMatrix(RowMatrix):
-    """W [O, I] in panels of rows, held in a dtype, in blocks of a format or, if that is None, in the dtype in which it is stored."""
+    """W [O, I] in panels of rows, held in a dtype, in blocks of a format or, if that is None, as it is
+    stored.
+    """
 
-    def __init__(self, num_rows: int, num_columns: int, held: torch.dtype | BlockFormat | None) -> None:
-        found = _kernels()
-        panel = found.panel()
+    def __init__(self, num_rows: int, num_columns: int, held: Held | None) -> None:
+        super().__init__(torch.empty(0))
+        self._library, self._held = _kernels(), held
+        self.shape = num_rows, num_columns
+        self._hold(held or torch.float32)
+
+    def _hold(self, held: Held) -> None:
+        """Makes the weight, without memory yet, of a dtype or a format."""
+        num_rows, num_columns = self.shape
+        panel = self._library.panel()
         num_panels = (num_rows + panel - 1) // panel
         if isinstance(held, BlockFormat):
             row_size = held.row_bytes(num_columns)
@@ -94,19 +104,17 @@ class PackedMatrix(RowMatrix):
         else:
             row_size = num_columns
             weight = torch.empty(num_panels, num_columns, panel, dtype=held, device="meta")
-        super().__init__(weight)
-        self._library, self._held = found, held
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.form = held if isinstance(held, BlockFormat) else None
         self.quantized = self.form is not None
-        self.shape = num_rows, num_columns
         self.num_filling = weight.numel() - num_rows * row_size
 
     def _kernel(self, name: str) -> Any:
         return getattr(self._library, name if self.form is None else f"{name}_{self.form.name}")
 
-    def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
-        if self._held is None and stored in NUMBER_TYPES:
-            self.weight = nn.Parameter(self.weight.to(stored), requires_grad=False)
+    def allocate(self, device: torch.device, stored: Held = torch.float32) -> None:
+        if self._held is None and (isinstance(stored, BlockFormat) or stored in NUMBER_TYPES):
+            self._hold(stored)
         super().allocate(device, stored)
 
     def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
@@ -154,7 +162,8 @@ class PackedMatrix(RowMatrix):
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
         num_rows = x_TI.shape[0]
         y_TO = x_TI.new_empty(num_rows, self.shape[0])
-        product.x, product.y, product.x_stride, product.rows = x_TI.data_ptr(), y_TO.data_ptr(), x_TI.stride(0), num_rows
+        product.x, product.y, product.rows = x_TI.data_ptr(), y_TO.data_ptr(), num_rows
+        product.x_stride, product.y_stride = x_TI.stride(0), self.shape[0]
         self._library.product(ctypes.addressof(product), torch.get_num_threads())
         return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], self.shape[0])
 
@@ -162,22 +171,46 @@ class PackedMatrix(RowMatrix):
 class PackedLinear(PackedMatrix, FusedLinear):
     """Replaces an nn.Linear, the norm before it where `norm` is set, and the activation after it.
 
+    Where a checkpoint stores some of its rows otherwise than the rest, it has a matrix for each part.
     The first product fixes the addresses that it reads: parameters must not move afterwards.
     """
 
-    def __init__(self, linear: nn.Linear, held: torch.dtype | BlockFormat | None) -> None:
+    def __init__(self, linear: nn.Linear, held: Held | None) -> None:
         super().__init__(linear.out_features, linear.in_features, held)
         self.bias = linear.bias
         self.norm: PackedNorm | None = None
-        self._fixed: Product | None = None
+        self.stack = nn.ModuleList()
+        self._parts: list[tuple[PackedMatrix, Product]] = []
+
+    def divided(self, stored: Sequence[tuple[int, Held]]) -> Sequence[RowMatrix]:
+        if self._held is not None or len({held for _, held in stored}) == 1:
+            return [self]
+        parts = [PackedMatrix(rows, self.shape[1], None) for rows, _ in stored]
+        self.stack.extend(parts)
+        self.weight, self.num_filling = nn.Parameter(torch.empty(0), requires_grad=False), 0
+        return parts
+
+    @property
+    def products(self) -> list[Product]:
+        """The kernel's arguments for each part, where it has computed before."""
+        return [product for _, product in self._parts]
+
+    def _fix(self) -> None:
+        matrices: list[Any] = [*self.stack] or [self]
+        rows = [matrix.shape[0] for matrix in matrices]
+        biases = [None] * len(rows) if self.bias is None else self.bias.split(rows)
+        activation = "none" if self.gated else self.activation
+        self._parts = [(matrix, matrix._arguments(bias, activation, self.norm)) for matrix, bias in zip(matrices, biases, strict=True)]
 
     def forward(self, x: Any) -> Any:
-        if self._fixed is None:
-            self._fixed = self._arguments(self.bias, "none" if self.gated else self.activation, self.norm)
+        if not self._parts:
+            self._fix()
         if isinstance(x, Activation):
-            recorded = x.product(self._fixed, self._library.prepared_bytes(ctypes.addressof(self._fixed)))
+            prepared = self._library.prepared_bytes
+            recorded = side_by_side([x.product(each, prepared(ctypes.addressof(each))) for each in self.products])
             return recorded.gated(CODES[self.activation]) if self.gated else recorded
-        y = self._product(x, self._fixed)
+        y, *others = (matrix._product(x, product) for matrix, product in self._parts)
+        y = torch.cat([y, *others], dim=-1) if others else y
         return self._gate(y) if self.gated else y
 
     def _gate(self, x_TE: Tensor) -> Tensor:
@@ -191,7 +224,7 @@ class PackedLinear(PackedMatrix, FusedLinear):
 class PackedEmbedding(PackedMatrix):
     """Replaces an nn.Embedding, as a table and, if it is the token embedding of a tied model, as the head."""
 
-    def __init__(self, embedding: nn.Embedding, held: torch.dtype | BlockFormat | None) -> None:
+    def __init__(self, embedding: nn.Embedding, held: Held | None) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, held)
 
     def forward(self, ids_T: Tensor) -> Tensor:
@@ -231,8 +264,8 @@ def _packed(matrix: Tensor) -> PackedLinear:
 
 
 class NativeProducts(Products):
-    """Products of our CPU kernels, of matrices in blocks or, if not quantized, in `held` (None: as the checkpoint stores them). Routers
-    stay in float32, because they decide, and so do the matrices of PackedHeads.
+    """Products of our CPU kernels, of matrices in blocks or, if not quantized, in `held` (None: as the checkpoint stores them, with
+    quantization `auto` those in blocks too). Routers stay in float32, because they decide, and so do the matrices of PackedHeads.
     """
 
     batch_invariant = True
@@ -240,6 +273,7 @@ class NativeProducts(Products):
     def __init__(self, quantization: str, held: torch.dtype | None = None) -> None:
         super().__init__(quantization, name_of(_kernels()))
         self._held = FORMATS.get(quantization, held)
+        self.keeps_blocks = quantization == "auto" and held is None
 
     def replace(self, decoder: Decoder, dtype: torch.dtype) -> None:
         replace_modules(decoder, self._replacement)

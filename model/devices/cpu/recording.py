@@ -104,6 +104,16 @@ def _split(x: Activation, sizes: Sequence[int], dim: int) -> list[Activation]:
     return [Activation(x.recorder, x.buffer, first, size) for first, size in zip(firsts, sizes, strict=True)]
 
 
+def side_by_side(outputs: Sequence[Activation]) -> Activation:
+    """The outputs of the last operations, which nothing has read yet, in one buffer."""
+    whole, size = Buffer(sum(output.size for output in outputs)), 0
+    for output in outputs:
+        whole.last_use = output.buffer.last_use
+        output.buffer, output.first = whole, size
+        size += output.size
+    return Activation(outputs[0].recorder, whole, 0, size)
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.add: _add, torch.split_with_sizes: _split}
 """What modules may do to an Activation, besides the methods that it has."""
 
@@ -153,8 +163,9 @@ class Recorder:
         end, placed = _aligned(first.width), {first}
         for number, (operation, used) in enumerate(self.operations):
             *inputs, output = used
-            again = free.get(output.buffer.width)
-            output.buffer.base = again.pop() if again else end
+            if output.buffer not in placed:
+                again = free.get(output.buffer.width)
+                output.buffer.base = again.pop() if again else end
             end = max(end, output.buffer.base + _aligned(output.buffer.width))
             placed.add(output.buffer)
             for buffer in [buffer for buffer in placed if buffer.last_use <= number and buffer is not last]:

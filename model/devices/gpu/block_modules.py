@@ -15,7 +15,7 @@ from model.decoder import Decoder
 from model.devices.blocks import BLOCK, FORMATS, BlockFormat
 from model.devices.gpu.block_products import INPUTS, OUTPUTS, BlockWeights, dequantized, multiply_blocks
 from model.devices.gpu.modules import CublasProducts, TritonProducts
-from model.devices.replacement import RowMatrix, replace_modules
+from model.devices.replacement import Held, RowMatrix, replace_modules
 from model.layers import Embedding, Linear
 
 QUANTIZED_AT_ONCE = 2**22
@@ -46,7 +46,7 @@ class GpuBlockMatrix(RowMatrix):
     def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
         return torch.zeros_like(parameter, device=device)
 
-    def allocate(self, device: torch.device, stored: torch.dtype = torch.float32) -> None:
+    def allocate(self, device: torch.device, stored: Held = torch.float32) -> None:
         super().allocate(device, stored)
         numbers_shape, *head_shapes = self._shapes
         numbers, *heads = self.weight.split([prod(numbers_shape), *(HEAD_BYTES * prod(shape) for shape in head_shapes)])

@@ -18,7 +18,7 @@ log = logging.getLogger("onehead.engine")
 
 FEATURES = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma", "f16c"), "portable": ()}
 """The processor features that each version needs, widest first."""
-INTERFACE = 9
+INTERFACE = 10
 """Version of the kernels' structs and functions, the same as in product.cpp."""
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' NumberType of each dtype."""

@@ -16,7 +16,7 @@ enum WeightType { INT8_BLOCKS = FLOAT16 + 1, INT4_BLOCKS };
 struct Product {
     const float *x;
     float *y;
-    int64_t x_stride, rows;
+    int64_t x_stride, y_stride, rows;
     const void *weights;
     const float *bias;  // Or null.
     int64_t inputs, outputs, activation, weight_type;
@@ -56,7 +56,7 @@ inline Panel panel_at(const Product &p, int64_t number, int64_t bytes) {
 
 // One row's PANEL columns: bias, activation, and as many of them as there are.
 inline void finish(const Product &p, const Panel &panel, Vector left, Vector right, int64_t row) {
-    float *y = p.y + row * p.outputs + panel.column;
+    float *y = p.y + row * p.y_stride + panel.column;
     if (p.bias) left = add(left, load(panel.bias)), right = add(right, load(panel.bias + LANES));
     if (p.activation) left = activated(left, int(p.activation)), right = activated(right, int(p.activation));
     store_some(y, left, panel.columns);

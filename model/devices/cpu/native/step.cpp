@@ -104,7 +104,7 @@ static Bound bind(const Step &step, const Operation &op, std::vector<std::vector
     if (op.kind == PRODUCT) {
         Product &p = bound.product = *(const Product *)op.details;
         p.x = at(step, op.inputs[0]), p.x_stride = op.inputs[0].width, p.rows = step.num_tokens;
-        p.y = at(step, op.output);
+        p.y = at(step, op.output), p.y_stride = op.output.width;
     }
     if (op.kind == ATTEND) {
         Attention &a = bound.attention = *(const Attention *)op.details;

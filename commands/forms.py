@@ -1,0 +1,101 @@
+"""Forms in which the weights of a checkpoint can be held, and their bytes, from the headers of its files or from shapes alone."""
+
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from model.checkpoint.config import read_json
+from model.checkpoint.families import family_of
+from model.checkpoint.quantization_config import KEY
+from model.checkpoint.weights import Checkpoint, check_tensors
+from model.decoder import Decoder, meta_decoder
+from model.devices import device_class
+from model.devices.blocks import FORMATS, BlockFormat
+from model.devices.cpu.torch_blocks import BlockProducts
+from model.devices.products import Products
+from model.devices.replacement import Held
+from model.layers import Router
+from model.spec import CheckpointError, ModelSpec
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_ROW_BYTES = 4
+"""What a row of a matrix in float8 takes besides its weights: a scale."""
+MIXED = "mixed"
+"""The form of weights that a checkpoint stores in several dtypes and block formats."""
+
+
+def stored(folder: Path, decoder: Decoder, keeps_blocks: bool) -> tuple[str, dict[str, int], Counter[str]]:
+    """The form in which a CPU holds the matrices of a checkpoint as they are stored: by the headers of its files or, where these are not
+    there, by its config.json. (its name, the bytes of all parameters where it is MIXED, matrices by the format of their blocks)
+    """
+    found, blocks, total = set[str](), Counter[str](), 0
+    with suppress(CheckpointError):
+        checkpoint = Checkpoint(folder)
+        check_tensors(folder, decoder, {name: checkpoint.entry(name) for name in checkpoint.files})
+        names, matrices = family_of(decoder.spec.model_type).weight_names(decoder.spec), _matrices(decoder)
+        for name, parameter in decoder.named_parameters():
+            if parameter not in matrices:
+                total += parameter.numel() * ITEM_BYTES["float32"]
+                continue
+            for part in names[name]:
+                held = checkpoint.held_as(part) if keeps_blocks else checkpoint.dtype(names[name])
+                form, row_bytes = _form(held, parameter.shape[1])
+                found.add(form)
+                blocks.update([form] * (form in FORMATS))
+                total += (part.rows or len(parameter)) * row_bytes
+    if len(found) > 1:
+        return MIXED, {MIXED: total}, blocks
+    config = read_json(folder / "config.json")
+    configured = config.get("dtype", config.get("torch_dtype"))
+    return next(iter(found), configured if configured in ITEM_BYTES and KEY not in config else "float32"), {}, blocks
+
+
+def _form(held: Held, columns: int) -> tuple[str, int]:
+    """What a CPU holds such rows in, and the bytes of one."""
+    if isinstance(held, BlockFormat):
+        return held.name, held.row_bytes(columns)
+    name = str(held).removeprefix("torch.")
+    name = name if name in ITEM_BYTES else "float32"
+    return name, columns * ITEM_BYTES[name]
+
+
+def bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vectors: str | None) -> int:
+    """Bytes of the rows of K's and V's projections that pooling `heads` heads into one takes away."""
+    rows = 2 * spec.num_layers * (heads - 1) * spec.head_dim
+    bias = ITEM_BYTES[vectors or (form if form in ITEM_BYTES else dtype)] * spec.qkv_bias
+    if form in ITEM_BYTES:
+        row = spec.hidden_size * ITEM_BYTES[form]
+    else:
+        row = FORMATS[form].row_bytes(spec.hidden_size) if form in FORMATS else spec.hidden_size + FP8_ROW_BYTES
+    return rows * (row + bias)
+
+
+def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None = None, device: str = "cpu") -> dict[str, int]:
+    """Bytes of all parameters of a decoder in each form that the server can hold them in on a device; quantized ones beside what stays in
+    `dtype`. What is no linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
+    """
+    matrices = _matrices(decoder)
+    counted = {
+        form: sum(p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors] for p in decoder.parameters())
+        for form in ITEM_BYTES
+    }
+    for kind in device_class(device).quantizations:
+        quantized = meta_decoder(decoder.spec)
+        products = BlockProducts(kind) if kind in FORMATS else Products(kind)
+        products.replace(quantized, torch.float32)
+        # The scales stay float32; norms, biases and what is not quantized are in the server's dtype.
+        counted[kind] = sum(
+            p.nbytes if p.dtype is not torch.float32 or name.endswith(".scale") else p.numel() * ITEM_BYTES[dtype]
+            for name, p in quantized.named_parameters()
+        )
+    return counted
+
+
+def _matrices(decoder: Decoder) -> set[Tensor]:
+    """The weights of linear layers and tables, without routers'."""
+    return {
+        module.weight for module in decoder.modules() if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, Router)
+    }
