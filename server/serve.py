@@ -141,9 +141,7 @@ class Server:
 
 def in_words(ready: Ready) -> str:
     """What an engine holds, and on what."""
-    forms = " and ".join(
-        f"{count} matrices in {form} blocks" for form, count in sorted(ready.block_forms.items())
-    )
+    forms = " and ".join(f"{count} matrices in {form} blocks" for form, count in sorted(ready.block_forms.items()))
     form = ready.dtype if ready.quantization == "none" else ready.quantization
     weights = f"as in the file ({forms})" if forms else f"in {form}"
     words = (
