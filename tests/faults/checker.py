@@ -1,7 +1,7 @@
 """The invariants I1-I5, I7-I9 and I12, checked on a recorded history. `python -m tests.faults.checker FILE...` judges old ones.
 
 Pure: records in, sentences out. It knows both dialects and nothing of any case. What a case allows stands in the history itself: a client
-that left, a front or an API process that was killed. I6 and I10 are about the server's own figures, which tests.faults.scene asks it for.
+that left, or a front that was killed. I6 and I10 are about the server's own figures, which tests.faults.scene asks it for.
 """
 
 import json
@@ -101,8 +101,7 @@ def requests(records: list[dict[str, Any]]) -> list[Told]:
 
 def verdict(records: list[dict[str, Any]]) -> list[str]:
     """What is wrong with a history, one sentence each; empty where nothing is."""
-    killed = {"kill front", "kill API process"}
-    front_killed = any(record["kind"] == "act" and record["act"] in killed for record in records)
+    front_killed = any(record["kind"] == "act" and record["act"] == "kill front" for record in records)
     all_told = requests(records)
     problems: list[str] = []
     for told in all_told:
