@@ -49,7 +49,7 @@ def stored(folder: Path, decoder: Decoder, keeps_blocks: bool) -> tuple[str, dic
     if len(found) > 1:
         return MIXED, {MIXED: total}, blocks
     config = read_json(folder / "config.json")
-    configured = config.get("dtype", config.get("torch_dtype"))
+    configured = config.get("dtype") or config.get("torch_dtype")
     return next(iter(found), configured if configured in ITEM_BYTES and KEY not in config else "float32"), {}, blocks
 
 

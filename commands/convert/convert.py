@@ -35,6 +35,7 @@ from model.checkpoint.files import MOST_LIST_BYTES
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.safetensors_file import DTYPES
 from model.checkpoint.saving import write_checkpoint
+from model.checkpoint.spellings import respelt
 from model.checkpoint.weights import TIED_DUPLICATE, Checkpoint, check_tensors, check_tied, is_ignored, load_decoder
 from model.decoder import meta_decoder
 from model.spec import CheckpointError, ModelSpec, OptionError
@@ -66,7 +67,7 @@ def make_plan(folder: Path) -> Plan:
     """The plan for a folder, by its JSON files alone. Raises CheckpointError where its heads cannot be pooled."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; --model takes a checkpoint folder with config.json and weights")
-    values = read_json(folder / "config.json")
+    values = respelt(read_json(folder / "config.json"))
     model_type, num_heads = values.get("model_type"), _num_heads(Config(values))
     if not num_heads:
         try:

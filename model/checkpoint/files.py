@@ -1,7 +1,8 @@
-"""Reads the small files of a checkpoint folder: regular files, each with a bound on its bytes.
+"""Reads the small files of a checkpoint folder: regular files within it, each with a bound on its bytes.
 
-Invariant: nothing is read that could block, like a FIFO, or that is larger than its bound, and every error is a CheckpointError that names
-the file. It knows no keys, no torch, and not what a missing file means.
+Invariant: nothing is read that could block, like a FIFO, that is larger than its bound, or that a link has elsewhere, since clients are
+shown what such files hold; every error is a CheckpointError that names the file. It knows no keys, no torch, and not what a missing file
+means.
 """
 
 import json
@@ -18,14 +19,35 @@ MOST_LIST_BYTES = 2**25
 """Of tokenizer_config.json, which may list all added tokens, and of the index, which lists all tensors."""
 MOST_TOKENIZER_BYTES = 2**27
 """Of tokenizer.json, and of each file that is converted to one."""
+LFS = b"version https://git-lfs.github.com/"
+KINDS = {
+    LFS: "a pointer of git-lfs, which stands for the file: run `git lfs pull` in the folder, or download the file itself",
+    b"GGUF": "a GGUF file; give its own path as --model",
+    b"PK\x03\x04": "a zip archive, as PyTorch writes pickles, which may run code when they are read: "
+    "`onehead convert --model FOLDER --output NEW` makes safetensors of a pytorch_model.bin",
+    b"\x80\x02": "a pickle, which may run code when it is read: `onehead convert` makes safetensors of a newer pytorch_model.bin",
+    b"<": "a web page (HTML or XML), which a server sent in place of the file; download it again",
+    b"\x1f\x8b": "a gzip archive; unpack it",
+}
+"""Formats by the first bytes of their files, and what to do with one where another is expected."""
+
+
+def other_kind(data: bytes) -> str | None:
+    """What a file is that begins with these bytes, none of those that are read, with what to do; None if that is not known."""
+    if data[8:9] == b"{":
+        return "a safetensors file; --model takes the folder that it is in, with its config.json"
+    return next((words for begin, words in KINDS.items() if data.startswith(begin)), None)
 
 
 def read_file(path: Path, most: int) -> bytes | None:
-    """The bytes of a regular file, None if there is no file of that name. Raises CheckpointError."""
+    """The bytes of a regular file, None if there is no file of that name. Raises CheckpointError, also for a link out of its folder, but
+    into the blobs of the Hugging Face hub's cache where the folder is a snapshot in it.
+    """
     try:
         with open(path, "rb", opener=open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
+            _check_place(path)
             data = file.read(most + 1)
     except FileNotFoundError:
         return None
@@ -33,7 +55,25 @@ def read_file(path: Path, most: int) -> bytes | None:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     if len(data) > most:
         raise CheckpointError(f"{path}: longer than the {most} bytes that are read of this file")
+    if data.startswith(LFS):
+        raise CheckpointError(f"{path}: is {KINDS[LFS]}")
     return data
+
+
+def _check_place(path: Path) -> None:
+    found, folder = (Path(os.path.realpath(each)) for each in (path, path.parent))
+    in_blobs = folder.parent.name == "snapshots" and found.parent == folder.parent.parent / "blobs"
+    if not found.is_relative_to(folder) and not in_blobs:
+        raise CheckpointError(f"{path}: is a link to {found}, outside of its folder, and clients may be shown what it holds; copy the file")
+
+
+def first_bytes(path: Path) -> bytes:
+    """As many bytes of a regular file as tell its kind; none of anything else."""
+    try:
+        with open(path, "rb", opener=open_without_waiting) as file:
+            return file.read(len(LFS)) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+    except OSError:
+        return b""
 
 
 def open_without_waiting(path: str, flags: int) -> int:

@@ -7,6 +7,7 @@ that are replaced while they are loaded are an error. It imports no torch.
 
 import hashlib
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from model.checkpoint.gguf.split import gguf_in, part_paths
 from model.spec import CheckpointError, ModelSpec
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MOST_SHARDS = 9999
 THREADS = 4
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 
 
 def file_digest(path: Path) -> str:
@@ -25,13 +29,28 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def weight_names(folder: Path) -> list[str]:
+    """The safetensors files of a folder without an index: model.safetensors or, where there is none, the shards of one checkpoint by their
+    names, of which some may be missing.
+    """
+    found = [match for name in sorted(os.listdir(folder)) if (match := _SHARD.fullmatch(name))]
+    checkpoints = {(match[1], int(match[2])) for match in found}
+    if (folder / SINGLE).exists() or len(checkpoints) != 1:
+        return [SINGLE]
+    ((stem, count),) = checkpoints
+    return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, min(count, MOST_SHARDS) + 1)]
+
+
 class ModelFiles:
     """The tokenizer and the weight files of a folder, being hashed. Files that are missing are left to their readers to report."""
 
     def __init__(self, folder: Path, tokenizer: Path) -> None:
         index = folder / INDEX
-        names = read_json(index, MOST_LIST_BYTES).get("weight_map") if index.exists() else {"": "model.safetensors"}
-        wanted = {str(name) for name in names.values()} if isinstance(names, dict) else set()
+        if index.exists():
+            names = read_json(index, MOST_LIST_BYTES).get("weight_map")
+            wanted = {str(name) for name in names.values()} if isinstance(names, dict) else set()
+        else:
+            wanted = {*weight_names(folder)}
         weights = [folder / name for name in sorted(wanted & {*os.listdir(folder)})]
         if not weights and (path := gguf_in(folder)) is not None:
             weights = part_paths(path)

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from model.checkpoint.files import read_exactly
+from model.checkpoint.files import LFS, other_kind, read_exactly
 from model.checkpoint.names import Entry
 from model.spec import CheckpointError
 
@@ -120,6 +120,10 @@ def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:
     if len(prefix) < LENGTH.size:
         raise CheckpointError(f"{size} bytes long; a safetensors file begins with 8 bytes for the length of its header")
     (length,) = LENGTH.unpack(prefix)
+    start = prefix + file.read(len(LFS) - len(prefix))
+    if start[LENGTH.size :][:1] != b"{" and (found := other_kind(start)) is not None:
+        raise CheckpointError(f"is {found}")
+    file.seek(LENGTH.size)
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"its header says it is {length} bytes long; at most {MAX_HEADER_BYTES} are read. Is this a safetensors file?"

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from model.checkpoint.compressed import CompressedMatrix, with_compressed
 from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
-from model.checkpoint.files import MOST_CONFIG_BYTES, MOST_LIST_BYTES, read_text
+from model.checkpoint.files import KINDS, LFS, MOST_CONFIG_BYTES, MOST_LIST_BYTES, first_bytes, read_text
 from model.checkpoint.gguf.repack import kept_in, repack, repacks
-from model.checkpoint.gguf.split import gguf_in
+from model.checkpoint.gguf.split import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
-from model.checkpoint.identity import INDEX, file_digest
+from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_names
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile, named
 from model.decoder import Decoder, meta_decoder
@@ -60,7 +60,7 @@ class Checkpoint:
             return
         files: dict[str, SafetensorsFile] = {}
         weight_map, header_bytes = _weight_map(folder), 0
-        for file_name in ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values())):
+        for file_name in weight_names(folder) if weight_map is None else sorted(set(weight_map.values())):
             path = folder / file_name
             if not path.is_file():
                 raise CheckpointError(f"{path}: no such file{_hint(folder)}")
@@ -306,10 +306,15 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _hint(folder: Path) -> str:
-    """What to do if the folder has weights in another format."""
-    if others := sorted(p.name for pattern in ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
-        found = f"; found {others[0]}, which may run code when it is read"
-        if others[0].startswith("pytorch_model"):
-            return f"{found}: `onehead convert --model {folder} --output NEW` makes safetensors of it"
-        return f"{found}; take the checkpoint in safetensors"
+    """What to do if the folder has weights under other names or in another format."""
+    if names := sorted(path.name for path in folder.glob("*.safetensors")):
+        listed = ", ".join(names[:MAX_LISTED]) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
+        return f"; the folder has {listed}: expected {SINGLE}, every shard of one checkpoint, or {INDEX}"
+    if others := sorted(path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
+        found = next((path for path in others if path.name.startswith("pytorch_model")), others[0])
+        if first_bytes(found).startswith(LFS):
+            return f"; found {found.name}, {KINDS[LFS]}"
+        renamed = "" if found.name.startswith("pytorch_model") else "named pytorch_model.bin, "
+        way_out = f"{renamed}`onehead convert --model {folder} --output NEW` makes safetensors of it"
+        return f"; found {found.name}, which may run code when it is read: {way_out}"
     return ""

@@ -106,7 +106,7 @@ def _make(parts: list[Path], folder: Path) -> None:
         made = work / "whole" / folder.name
         made.mkdir(parents=True)
         for path in parts:
-            (made / path.name).symlink_to(path.resolve())
+            (made / f"{path.name.removesuffix(SUFFIX)}{SUFFIX}").symlink_to(path.resolve())
         _run(parts[0], made, FIRST_FILES)
         try:
             made.parent.rename(folder.parent)

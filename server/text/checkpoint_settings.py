@@ -22,6 +22,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
 """The sampling defaults that are read of generation_config.json, with the bounds of requests. One with integer bounds is an integer."""
 
 
+def _given(template: Path) -> tuple[str, str | None]:
+    """A template that an option names, wherever it lies."""
+    return str(template), read_text(template.resolve(), MOST_CONFIG_BYTES)
+
+
 class CheckpointFiles:
     """tokenizer_config.json, generation_config.json and the chat template of one folder, or `template` in place of that; all are read at
     once. Raises CheckpointError.
@@ -30,7 +35,7 @@ class CheckpointFiles:
     def __init__(self, folder: Path, template: Path | None = None) -> None:
         self._folder = folder
         self._tokenizer = read_object(folder / "tokenizer_config.json", MOST_LIST_BYTES) or {}
-        self.chat_template_place, source = self._template() if template is None else (str(template), read_text(template, MOST_CONFIG_BYTES))
+        self.chat_template_place, source = self._template() if template is None else _given(template)
         generation = read_object(folder / "generation_config.json", MOST_CONFIG_BYTES) or {}
         if (source is not None or template is not None) and (not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS):
             raise CheckpointError(f"{self.chat_template_place}: expected a text of up to {MAX_TEMPLATE_CHARS} characters")

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 from model.checkpoint.config import Config, end_token_ids, read_json, short
 from model.checkpoint.names import Names
 from model.checkpoint.quantization_config import packed_groups
+from model.checkpoint.spellings import respelt
 from model.spec import CheckpointError, ModelSpec
 
 MODEL_TYPES = {
@@ -56,8 +57,8 @@ def read_spec(folder: Path, warn: bool = True) -> ModelSpec:
 
 def spec_of(folder: Path, values: Mapping[str, Any], warn: bool = True) -> ModelSpec:
     """`read_spec` for a folder whose config.json would contain `values`."""
-    config = Config(values)
     try:
+        config = Config(respelt(values))
         family = family_of(config.get("model_type"))
         packed_groups(config)
         spec = family.spec_from_config(config, end_token_ids(folder, config))

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from model.checkpoint.config import short
-from model.checkpoint.files import open_without_waiting, read_exactly
+from model.checkpoint.files import open_without_waiting, other_kind, read_exactly
 from model.checkpoint.gguf.metadata import Cursor, Value, read_metadata
 from model.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, OTHERS
 from model.checkpoint.names import Entry
@@ -78,7 +78,8 @@ class GGUFFile:
 def _header(cursor: Cursor) -> tuple[dict[str, Value], dict[str, Entry], int]:
     """(metadata, tensors with their place in the file, where the data begin)."""
     if cursor.data[:4] != MAGIC:
-        raise CheckpointError(f"begins with {cursor.data[:4]!r}, expected {MAGIC!r}: not a GGUF file")
+        found = other_kind(cursor.data)
+        raise CheckpointError(f"is {found}" if found else f"begins with {cursor.data[:4]!r}, expected {MAGIC!r}: not a GGUF file")
     cursor.skip(4, "magic")
     version = cursor.number("I", "version")
     if version not in VERSIONS:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.config import Config, short
-from model.checkpoint.gguf.header import MAX_HEADER_BYTES, MAX_TENSORS, GGUFFile
+from model.checkpoint.files import first_bytes
+from model.checkpoint.gguf.header import MAGIC, MAX_HEADER_BYTES, MAX_TENSORS, GGUFFile
 from model.checkpoint.gguf.metadata import Value
 from model.spec import CheckpointError
 
@@ -31,12 +32,15 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The file, or the first part, of the one GGUF checkpoint in a folder; None if the folder has none, or safetensors files, which come
-    first. Raises CheckpointError if it has several.
+    """The file, or the first part, of the one GGUF checkpoint in a folder, by the names or, where none is a GGUF file's, by the first bytes
+    of files; None if the folder has none, or safetensors files, which come first. Raises CheckpointError if it has several.
     """
-    names = [path.name for path in folder.iterdir()]
+    names = sorted(path.name for path in folder.iterdir())
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return None
     found = sorted({part_paths(folder / name)[0] for name in names if name.endswith(SUFFIX)})
-    if not found or any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+    found = found or [folder / name for name in names if first_bytes(folder / name).startswith(MAGIC)]
+    if not found:
         return None
     if len(found) > 1:
         names = [path.name for path in found[:MAX_LISTED]]
