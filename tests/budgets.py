@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("commands", "server", "model", "cache")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-MAX_SERVING_TOKENS = 185_400
+MAX_SERVING_TOKENS = 187_200
 """Python tokens of what `onehead serve` imports, imports inside functions included; docstrings, comments, line ends and indentation do not
 count. An issue that adds a capability says by how much this may rise."""
-MAX_TOKENS = 244_700
+MAX_TOKENS = 245_500
 """The same for all three packages, commands and studies included."""
 SERVING_ROOTS = (
     "server.serve",
