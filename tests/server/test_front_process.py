@@ -14,6 +14,11 @@ def test_the_start_up_line_names_what_computes() -> None:
     assert line.endswith("32 pages of 8, up to 64 tokens a sequence")
 
 
+def test_it_says_how_the_weights_of_a_gguf_file_are_held() -> None:
+    line = in_words(replace(READY, quantization="int4+int8", block_forms={"int8": 57, "int4": 126}))
+    assert "parameters as in the file (126 matrices in int4 blocks and 57 matrices in int8 blocks) on cpu, by torch" in line
+
+
 def test_of_a_gpu_it_names_the_card_its_free_memory_and_the_graphs() -> None:
     hardware = "NVIDIA H100 80GB HBM3 (compute capability 9.0, driver 580.95.05, CUDA 13.0)"
     line = in_words(replace(READY, device="cuda", hardware=hardware, device_memory=(7 * GIB, 79 * GIB), num_graphs=104))
