@@ -5,7 +5,6 @@ The losses of a record were all measured on the same sequences, which it names b
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from model.checkpoint.config import Config, read_json
 from model.checkpoint.conversion import RECORD
+from model.checkpoint.files import MOST_TOKENIZER_BYTES, read_file
 
 COMPANIONS = (
     "tokenizer.json",
@@ -32,10 +32,10 @@ STAGES = {"before": "as it came", "pooled": "pooled", "uptrained": "trained sinc
 
 
 def copy_companions(source: Path, output: Path) -> None:
-    """The files of a folder that are about text and sampling."""
+    """The files of a folder that are about text and sampling. Raises CheckpointError."""
     for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, output / name)
+        if (data := read_file(source / name, MOST_TOKENIZER_BYTES)) is not None:
+            (output / name).write_bytes(data)
 
 
 def fingerprint(rows_BU: np.ndarray) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from commands.record import STAGES, copy_companions, fingerprint, show, write_re
 from model.checkpoint.config import Config, read_json, short
 from model.checkpoint.conversion import KEY
 from model.checkpoint.families import family_of, gpt_bigcode, read_spec, spec_of
-from model.checkpoint.files import MOST_LIST_BYTES
+from model.checkpoint.files import KINDS, LFS, MOST_LIST_BYTES, first_bytes
 from model.checkpoint.names import Entry, Part
 from model.checkpoint.safetensors_file import DTYPES
 from model.checkpoint.saving import write_checkpoint
@@ -182,6 +182,8 @@ def _pickles(folder: Path) -> list[Path]:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
+    if first_bytes(path).startswith(LFS):
+        raise CheckpointError(f"{path}: is {KINDS[LFS]}")
     try:
         # Files from before torch 1.6 are no archives, and cannot be mapped.
         loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))

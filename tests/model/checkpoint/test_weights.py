@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint import safetensors_file, weights
 from model.checkpoint.families import gpt_bigcode, read_spec
-from model.checkpoint.identity import file_digest
+from model.checkpoint.identity import ModelFiles, file_digest
 from model.checkpoint.saving import save_decoder
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.spec import CheckpointError
+from tests.model.checkpoint.test_files import POINTER
 
 CPU = torch.device("cpu")
 
@@ -159,6 +160,61 @@ def test_shards_equal_the_single_file(folder: Path, tiny_folder: Path) -> None:
     (folder / "b.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"b\.safetensors: no such file"):
         load(folder)
+
+
+def test_shards_without_an_index_are_read_by_their_headers(folder: Path, tiny_folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    for number in range(3):
+        save_file({name: tensors[name] for name in names[number::3]}, folder / f"model-0000{number + 1}-of-00003.safetensors")
+    before = ModelFiles(folder, folder / "tokenizer.json").digest(read_spec(folder))
+    load(folder)  # Of model.safetensors, which comes first.
+    (folder / "model.safetensors").unlink()
+    for (_, ours), (_, single) in zip(load(folder).named_parameters(), load(tiny_folder).named_parameters(), strict=True):
+        assert torch.equal(ours, single)
+    found = ModelFiles(folder, folder / "tokenizer.json").digest(read_spec(folder))
+    assert found != before
+    save_file({name: tensors[name] + 1 for name in names[1::3]}, folder / "model-00002-of-00003.safetensors")
+    assert ModelFiles(folder, folder / "tokenizer.json").digest(read_spec(folder)) != found
+    (folder / "model-00002-of-00003.safetensors").rename(folder / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: no such file; the folder has model-00001-of-00003"):
+        load(folder)
+
+
+@pytest.mark.parametrize("names", [["other.safetensors"], ["a-00001-of-00001.safetensors", "b-00001-of-00001.safetensors"]])
+def test_weights_under_other_names_are_listed(folder: Path, names: list[str]) -> None:
+    for name in names:
+        shutil.copy(folder / "model.safetensors", folder / name)
+    (folder / "model.safetensors").unlink()
+    listed = ", ".join(names).replace(".", r"\.")
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: no such file; the folder has {listed}: expected model\.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("model.safetensors", POINTER, "is a pointer of git-lfs.*git lfs pull"),
+        ("model.safetensors", b"PK\x03\x04" + bytes(100), "is a zip archive.*onehead convert"),
+        ("model.safetensors", b"<html>404</html>" + bytes(100), "is a web page"),
+        ("model.safetensors.index.json", POINTER, "is a pointer of git-lfs"),
+        ("pytorch_model.bin", POINTER, "found pytorch_model.bin, a pointer of git-lfs"),
+        ("pytorch_model.bin", b"PK\x03\x04", "found pytorch_model.bin, which may run code.*: `onehead convert --model"),
+        ("model.bin", b"PK\x03\x04", "found model.bin, which may run code.*: named pytorch_model.bin, `onehead convert --model"),
+        ("weights.pt", b"\x80\x02", "found weights.pt, which may run code.*onehead convert"),
+    ],
+)
+def test_what_lies_in_place_of_weights_is_said(folder: Path, name: str, data: bytes, words: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=words):
+        load(folder)
+
+
+def test_weights_may_be_linked_from_elsewhere(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").rename(tmp_path / "disk")
+    (folder / "model.safetensors").symlink_to(tmp_path / "disk")
+    load(folder)
 
 
 def test_more_tensors_than_any_checkpoint_has_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

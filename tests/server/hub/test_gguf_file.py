@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from commands import cli
+from model.checkpoint.families import read_spec
 from model.checkpoint.gguf.tokenizer import CONTROL, NORMAL
+from model.checkpoint.weights import load_decoder
 from model.spec import CheckpointError
 from server.errors import ConfigurationError, OneheadError, ResourceError
 from server.hub import download, gguf_file
 from server.hub.gguf_file import checkpoint_folder, gguf_tokenizer
 from server.text.codec import TextCodec
+from tests.model.checkpoint.test_files import POINTER
 from tests.server.hub.test_download import resolved
 from tests.support.checkpoints import N_POSITIONS, SHAPES, make_tokenizer
 from tests.support.fake_hub import REPOSITORY, FakeHub, serving
@@ -165,6 +169,29 @@ def test_what_cannot_be_meant_is_refused_by_name(file: Path, tmp_path: Path, cac
     (tmp_path / "m-00002-of-00003.gguf").write_bytes(b"GGUF")
     assert refused(tmp_path / "m-00002-of-00003.gguf").endswith("m-00001-of-00003.gguf: No such file or directory")
     assert not [left for left in cache.rglob("*") if left.is_file()]
+
+
+def test_a_files_kind_is_in_its_first_bytes(file: Path, tiny_folder: Path, tmp_path: Path, cache: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "README.md").touch()
+    for name in ("model.bin", "sha256-0123"):  # The second as Ollama stores it.
+        path = Path(shutil.copy(file, folder / name))
+        made = checkpoint_folder(path)
+        assert checkpoint_folder(folder) == made and made.name == name
+        assert load_decoder(made, read_spec(made), torch.float32, torch.device("cpu")).spec.num_layers == SHAPE.n_layer
+        assert TextCodec(made).encode("<|endoftext|>") == [0]
+        path.unlink()
+    assert refused(tiny_folder / "model.safetensors").endswith(
+        "/model.safetensors: is a safetensors file; --model takes the folder that it is in, with its config.json"
+    )
+    for name, data, words in (
+        ("a.gguf", POINTER, "is a pointer of git-lfs"),
+        ("b.bin", b"PK\x03\x04", "is a zip archive"),
+        ("c.bin", b"<html>", "is a web page"),
+    ):
+        (folder / name).write_bytes(data)
+        assert refused(folder / name).startswith(f"{folder / name}: {words}")
 
 
 def test_several_heads_are_refused_by_the_file_before_its_tokenizer_is_read(merging_folder: Path, tmp_path: Path) -> None:

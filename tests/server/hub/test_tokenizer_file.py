@@ -296,8 +296,8 @@ def test_without_any_source_and_without_a_place(tmp_path: Path, monkeypatch: pyt
 def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     folder = byte_level(tmp_path / "a", "falcon", GPT2)
     (folder / "vocab.json").unlink()
-    (folder / "vocab.json").symlink_to("/proc/self/mem")  # A file that opens and cannot be read, by root neither.
-    with pytest.raises(CheckpointError, match=r"a/vocab\.json: cannot be read \(Input/output error\)$"):
+    (folder / "vocab.json").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"a/vocab\.json: is a link to .*/mem, outside of its folder"):
         tokenizer_path(folder)
 
 

@@ -57,6 +57,19 @@ def test_a_template_that_is_no_text_is_named_with_its_field(tmp_path: Path, temp
         CheckpointFiles(write(tmp_path, tokenizer_config={"chat_template": template}))
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_link_out_of_the_folder_is_refused_unless_an_option_names_it(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "outside").write_text('{"chat_template": "x"}')
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=f"/{name}: is a link to .*/outside, outside of its folder"):
+        CheckpointFiles(folder)
+    (folder / name).unlink()
+    (tmp_path / "link").symlink_to("outside")
+    assert CheckpointFiles(folder, tmp_path / "link").chat_template == '{"chat_template": "x"}'
+
+
 def test_of_several_templates_the_default_is_taken_whatever_the_others_are(tmp_path: Path) -> None:
     named = [{"name": {"a": 1}, "template": "x"}, 7, {"name": "default", "template": "y"}, {"name": "tools"}]
     assert CheckpointFiles(write(tmp_path, tokenizer_config={"chat_template": named})).chat_template == "y"
