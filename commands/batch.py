@@ -13,15 +13,18 @@ import json
 import os
 import sys
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from pydantic_settings import CliPositionalArg
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from pydantic_settings import CliImplicitFlag, CliPositionalArg
+from rich.console import Console
+from rich.table import Table
 
+from commands.progress import progress
 from server.config import EngineSettings, Seconds, ServerSection
 from server.errors import EngineGaveUp, MalformedBody, Overloaded, RequestError, ResourceError, Unavailable, UsageError
 from server.generation.engine_client import EngineClient
@@ -38,16 +41,22 @@ from server.hub.download import model_id
 from server.service import running_engine
 
 MAX_OPEN = 100_000
+CUT = "cut at max_tokens, or at the end of the context"
 
 
 class BatchSettings(EngineSettings):
     """onehead batch: answer a file of requests, in OpenAI's batch format.
 
-    Exit status 1: OUTPUT is whole, and requests in it were refused or failed. A run that was stopped is resumed by the same command.
+    Exit status 1: OUTPUT is whole, and requests in it were refused or failed; those that were cut at
+    max_tokens are counted at the end. A run that was stopped is resumed by the same command.
     """
 
     input: CliPositionalArg[Path] = Field(description="requests, one JSON object a line: custom_id, method, url, body")
     output: CliPositionalArg[Path] = Field(description="answers, in the same order")
+    overwrite: CliImplicitFlag[bool] = Field(
+        False,
+        description="replace an OUTPUT that holds something else than answers to INPUT",
+    )
     recovery_timeout: Seconds = Field(600.0, description="seconds that requests wait for an engine that is replaced")
 
 
@@ -60,10 +69,16 @@ class Line:
     body: dict[str, Any]
     digest: str
 
+    @property
+    def id(self) -> str:
+        """The id of the answer, by which the output of a batch is recognised."""
+        return f"batch_req_{self.digest[:32]}"
 
-def check_files(settings: BatchSettings) -> None:
-    """Raises UsageError where a file that the run writes is the file of requests, by whatever path or link, or cannot be written. Opens
-    nothing.
+
+def check_files(settings: BatchSettings) -> list[Line]:
+    """The requests. Raises UsageError for a file that holds none; and, before it opens any, where a
+    file that the run writes is the file of requests, by whatever path or link, or cannot be written;
+    and for an output that holds something else.
     """
     source, output = settings.input, settings.output
     try:
@@ -79,6 +94,20 @@ def check_files(settings: BatchSettings) -> None:
         raise UsageError(f"{output}: {getattr(error, 'strerror', None) or 'is a link to itself'}") from None
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise UsageError(f"{output}: cannot be written; its folder is read-only")
+    lines = read_lines(source)
+    if not settings.overwrite and target.exists() and not _is_output(target, lines):
+        remedy = "give another OUTPUT, or --overwrite"
+        raise UsageError(f"{output}: holds something else than answers to {source}; {remedy}")
+    return lines
+
+
+def _is_output(path: Path, lines: list[Line]) -> bool:
+    """Whether a file is empty, or the output of these requests."""
+    try:
+        ids = [json.loads(text)["id"] for text in path.read_bytes().splitlines()]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return not ids or ids == [line.id for line in lines]
 
 
 def _partial(output: Path) -> Path:
@@ -232,25 +261,39 @@ async def answer(routes: OpenAIRoutes, client: EngineClient, line: Line) -> dict
         except RequestError as error:
             status, body = error_status(error, Dialect.OPENAI), error_body(error, Dialect.OPENAI)
         response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
-        return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
+        return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
 
 
-async def batch(settings: BatchSettings) -> int:
+async def batch(settings: BatchSettings, lines: list[Line]) -> int:
     """Answers every line that has no answer yet; the exit status, which is 1 where requests were refused or failed. Raises UsageError for
-    files that cannot be used, and other errors of the tree where requests have no answer: the answers that there are stay in the journal.
+    a journal that cannot be used, and other errors of the tree where requests have no answer: the answers that there are stay in it.
     """
-    lines, output = read_lines(settings.input), settings.output.resolve()
+    output = settings.output.resolve()
     with contextlib.closing(Journal(_partial(output), lines)) as journal:
         try:
             await _answer_all(settings, lines, journal)
         except BaseExceptionGroup as group:  # Of the task group; the first ended the others.
             raise group.exceptions[0] from None
-        refused = sum(journal.answers[line.digest]["response"]["status_code"] != 200 for line in lines)
+        responses = [journal.answers[line.digest]["response"] for line in lines]
         journal.finish(output, lines)
+    refused = sum(response["status_code"] != 200 for response in responses)
+    Console().print(_summary(responses, refused))
     if refused:
         told = f"{refused} of {len(lines)} requests were refused or failed; {settings.output} says why"
         print(f"onehead batch: {told}", file=sys.stderr)
     return 1 if refused else 0
+
+
+def _summary(responses: list[dict[str, Any]], refused: int) -> Table:
+    """How many outputs ended for which reason."""
+    bodies = [response["body"] for response in responses]
+    reasons = Counter(c["finish_reason"] for body in bodies for c in body.get("choices", ()))
+    table = Table("finish reason", "outputs", "", box=None)
+    for reason, count in reasons.most_common():
+        table.add_row(reason, f"{count:,}", CUT if reason == "length" else "")
+    if refused:
+        table.add_row("none", f"{refused:,}", "refused or failed")
+    return table
 
 
 async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journal) -> None:
@@ -262,7 +305,6 @@ async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journ
         log_level="warning",
         recovery_timeout=settings.recovery_timeout,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     async with running_engine(settings, section) as engine:
         journal.begin(_maker(engine.generation))
         missing = [line for line in lines if line.digest not in journal.answers]
@@ -271,14 +313,14 @@ async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journ
         routes = OpenAIRoutes(engine.generation, section, ModelNames.of((name,), (settings.given, name)), nowhere)
         # Twice as many as run, so that the next are tokenized when a place is free.
         places = asyncio.Semaphore(2 * engine.client.admission.max_running)
-        with Progress(*columns) as progress:
-            task = progress.add_task("answering", total=len(lines), completed=len(lines) - len(missing))
+        with progress() as shown:
+            task = shown.add_task("answering", total=len(lines), completed=len(lines) - len(missing))
 
             async def one(line: Line) -> None:
                 async with places:
                     result = await answer(routes, engine.client, line)
                 journal.add(line, result)
-                progress.advance(task)
+                shown.advance(task)
 
             async with asyncio.TaskGroup() as group:
                 for line in missing:

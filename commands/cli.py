@@ -70,8 +70,8 @@ def _batch(argv: list[str]) -> int:
     from server.hub.download import resolved
 
     settings = load(BatchSettings, argv, "onehead batch")
-    check_files(settings)
-    return asyncio.run(batch(resolved(settings, _check)))
+    lines = check_files(settings)
+    return asyncio.run(batch(resolved(settings, _check), lines))
 
 
 def _bench(argv: list[str]) -> int:

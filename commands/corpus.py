@@ -1,17 +1,24 @@
-"""Source files to training sequences: the split, the tokenizer, fill-in-the-middle, packing.
+"""Files of text to training sequences: the split, the tokenizer, fill-in-the-middle, packing.
 
 Everything here is a pure function of the files and a seed, so a resumed run sees the data it would have seen. It knows nothing of
 models; a sequence is a row of token ids.
 """
 
 import hashlib
+import json
 import random
+import sys
 import sysconfig
+from bisect import bisect_left
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
+from rich.filesize import decimal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model.spec import CheckpointError, OptionError
@@ -21,7 +28,13 @@ from server.hub.tokenizer_file import tokenizer_path
 END = "<|endoftext|>"
 FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = "<fim_prefix>", "<fim_middle>", "<fim_suffix>"
 SPECIAL_TOKENS = (END, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, "<fim_pad>")
-HELD_OUT_PERCENT = 5
+HELD_OUT = 0.05
+LEAST_HELD_OUT, MOST_HELD_OUT = 0.01, 0.5
+"""Shares of the text within which a choice of documents by name is kept."""
+LICENCE_FILES = ("LICEN[CS]E*", "COPYING*", "NOTICE*")
+PACKAGES = "packages.csv"
+"""The list of packages and licences that scripts/embedded_corpus.py writes beside the files."""
+NOT_DATA = (*LICENCE_FILES, PACKAGES, "_sysconfigdata*")
 # A fill-in-the-middle piece must fit into one training sequence: about 700 tokens of source.
 FIM_PIECE_CHARS = 2200
 ENCODED_TOGETHER = 1024
@@ -30,40 +43,128 @@ ENCODED_TOGETHER = 1024
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One source file: its module name, as an import statement would spell it, and its text."""
+    """One text and its name: a module's as an import statement would spell it, else the path of the
+    file below its folder, with the line for one of several in a file.
+    """
 
     name: str
     text: str
+    chosen: bool | None = None
+    """Whether `split` has held it out; None: its name decides."""
+
+    @property
+    def digest(self) -> float:
+        """From 0 to 1, by its name alone."""
+        digest = hashlib.sha256(self.name.encode(errors="replace")).digest()
+        return int.from_bytes(digest[:4], "big") % 100 / 100
 
     @property
     def held_out(self) -> bool:
-        """Whether the module is kept from training, decided by a hash of its name alone."""
-        digest = hashlib.sha256(self.name.encode()).digest()
-        return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+        """Whether the document is kept from training."""
+        return self.digest < HELD_OUT if self.chosen is None else self.chosen
 
 
-def read_documents(folder: Path | None) -> list[Document]:
-    """Every UTF-8 *.py file below `folder` (the standard library where None), sorted by module name. Raises OptionError where there is no
-    such folder.
+def read_documents(place: Path | None) -> list[Document]:
+    """The documents of every file of text below a folder, or of one file (None: of the standard
+    library's modules), sorted by path. Says on standard error how much was read. Raises OptionError
+    where there is no text.
 
-    Left out: installed packages, and files that the interpreter's own build wrote (they hold the paths of a machine).
+    Left out of a folder: hidden files and folders, licences, installed packages, and files that the
+    interpreter's own build wrote (they hold the paths of a machine).
     """
-    root = folder or Path(sysconfig.get_paths()["stdlib"])
-    if not root.is_dir():
-        raise OptionError(f"data {root}: no such folder")
-    documents = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if "site-packages" in relative.parts or path.name.startswith("_sysconfigdata"):
-            continue
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        if text.strip():
-            name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
-            documents.append(Document(name, text.replace("\r\n", "\n")))
+    root = place or Path(sysconfig.get_paths()["stdlib"])
+    if not root.exists():
+        raise OptionError(f"data {root}: no such folder or file")
+    documents: list[Document] = []
+    empty: list[str] = []
+    num_files = 0
+    for path in [root] if root.is_file() else sorted(root.rglob("*" if place else "*.py")):
+        relative = Path(path.name) if path == root else path.relative_to(root)
+        if path.is_file() and (path == root or not _is_left_out(relative)):
+            found = list(_documents(path, relative))
+            documents += (with_text := [document for document in found if document.text])
+            empty += [document.name for document in found if not document.text]
+            num_files += bool(with_text)
+    others = f"; {len(empty):,} left out as no text, such as {empty[0]}" if empty else ""
+    if not documents:
+        wanted = "files of text in UTF-8, of any name, and JSON lines with a `text`"
+        raise OptionError(f"data {root}: holds no text; looked for {wanted}{others}")
+    size = decimal(sum(len(document.text.encode()) for document in documents))
+    print(f"read {num_files:,} file{'s' * (num_files > 1)}, {size} of text from {root}{others}", file=sys.stderr)
     return documents
+
+
+def _is_left_out(relative: Path) -> bool:
+    parts = relative.parts
+    hidden = "site-packages" in parts or any(part.startswith(".") for part in parts)
+    return hidden or any(fnmatch(relative.name, pattern) for pattern in NOT_DATA)
+
+
+def _documents(path: Path, relative: Path) -> Iterator[Document]:
+    """The documents of a file: its text, empty for a binary one, or each `text` of JSON lines, by
+    which such a file is known, or by its name.
+    """
+    name, text = relative.as_posix(), _read(path)
+    if text is None:
+        yield Document(name, "")
+    if not text or text.isspace():
+        return
+    lines = text.split("\n")
+    if path.suffix in (".jsonl", ".ndjson") or _text_of(lines[0]):
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield Document(f"{name}:{number}", _text_of(line))
+        return
+    if path.suffix == ".py":
+        name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+    yield Document(name, text)
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file; None for one that cannot be read, or holds something else."""
+    try:
+        data = path.read_bytes()
+        is_wide = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+        text = data.decode("utf-16" if is_wide else "utf-8-sig").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if "\0" in text else text
+
+
+def _text_of(line: str) -> str:
+    """The `text` of an object in JSON; empty where there is none."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return ""
+    text = value.get("text") if isinstance(value, dict) else None
+    # Half of a surrogate pair could not be tokenized.
+    return text.encode(errors="replace").decode() if isinstance(text, str) and text.strip() else ""
+
+
+def split(parts: list[list[Document]]) -> list[list[Document]]:
+    """The documents of each part, some of them held out: by their names, if that gives a fair share
+    of the text; else those of the least digests; where that is too much, the end of each document.
+    """
+    every = sorted(chain(*parts), key=lambda document: document.digest)
+    sizes = [*accumulate(len(document.text) for document in every)] or [0]
+    least, most = LEAST_HELD_OUT * sizes[-1], MOST_HELD_OUT * sizes[-1]
+    if least <= sum(len(document.text) for document in every if document.held_out) <= most:
+        return parts
+    last = bisect_left(sizes, HELD_OUT * sizes[-1])
+    if sizes[last] <= most:
+        chosen = set(every[: last + 1])
+        return [[replace(each, chosen=each in chosen) for each in part] for part in parts]
+    return [[*chain(*map(_cut, part))] for part in parts]
+
+
+def _cut(document: Document) -> list[Document]:
+    """A document without its end, and the end, which begins with a line where there is one near."""
+    name, text = document.name, document.text
+    cut = int(len(text) * (1 - HELD_OUT))
+    cut = text.rfind("\n", cut * 9 // 10, cut) + 1 or cut
+    parts = Document(name, text[:cut], False), Document(f"{name}, its end", text[cut:], True)
+    return [part for part in parts if part.text.strip()]
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:

@@ -32,7 +32,9 @@ def held_out_rows(documents: list[corpus.Document], tokenizer: Tokenizer, end_id
     held_out = [document for document in documents if document.held_out]
     stream = corpus.token_stream(held_out, tokenizer, end_ids, fim_rate=0.0, seed=0)
     if len(stream) <= length:
-        raise OptionError(f"the held-out documents of the corpus have {len(stream)} tokens, expected more than a sequence of {length}")
+        found = f"the held-out documents of the corpus have {len(stream)} tokens"
+        remedy = "give more text or, to train, a smaller --sequence"
+        raise OptionError(f"{found}, expected more than a sequence of {length}; {remedy}")
     return corpus.sequences(stream, length, seed=0)[:NUM_SEQUENCES].astype(np.int64)
 
 

@@ -65,7 +65,7 @@ def load_options(cls: type[AnyOptions], argv: list[str], prog: str) -> AnyOption
 
 
 class TrainOptions(ToolOptions):
-    """onehead train: a small gpt_bigcode model from source files, or more training for a checkpoint."""
+    """onehead train: a small gpt_bigcode model from text, or more training for a checkpoint."""
 
     output: Path = Field(description="folder of the finished checkpoint")
     init: Path | None = Field(
@@ -73,8 +73,9 @@ class TrainOptions(ToolOptions):
     )
     data: Words | None = Field(
         None,
-        description="folders whose *.py files are the corpus, each FOLDER or FOLDER=WEIGHT, with commas between them; an epoch holds a "
-        "folder's files WEIGHT times; stdlib is this Python's standard library, which is also the default",
+        description="folders of text, or files: the corpus, each PATH or PATH=WEIGHT, with commas between "
+        "them. Files in UTF-8 of any name are read, and each `text` of JSON lines; an epoch holds them "
+        "WEIGHT times; stdlib is this Python's standard library, which is also the default",
     )
     work: Path = Field(Path("runs/train"), description="folder of the resumable state; a second run of the same options goes on from there")
     vocab_size: Positive = Field(4096, description="tokens of the byte-level BPE, the special ones included")
@@ -132,7 +133,8 @@ class ConvertOptions(ToolOptions):
     output: Path = Field(description="new folder of the converted checkpoint")
     evaluate: bool = Field(True, description="measure the held-out loss before and after pooling")
     data: Path | None = Field(
-        None, description="folder of *.py files, of which the held-out ones measure the loss; default: this Python's standard library"
+        None,
+        description="folder of text, or a file, of which a held-out part measures the loss; default: this Python's standard library",
     )
     threads: Natural = Field(0, le=1024, description="CPU threads; 0 leaves torch's own choice")
 
@@ -148,7 +150,10 @@ class CompareOptions(ToolOptions):
 
     output: Path = Field(description="folder of report.html and results.json")
     quick: bool = Field(False, description="fewer tokens, sizes and repetitions: minutes instead of an hour, and noisier")
-    data: Path | None = Field(None, description="folder whose *.py files the twins are trained on; default: this Python's standard library")
+    data: Path | None = Field(
+        None,
+        description="folder of text, or a file, that the twins are trained on; default: this Python's standard library",
+    )
     model: Path | None = Field(None, description="a checkpoint folder to add to the memory table")
     threads: Natural = Field(0, description="CPU threads; 0 leaves torch's own choice")
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from cache.layout import CacheLayout
@@ -25,6 +24,7 @@ from commands.forms import ITEM_BYTES, bytes_of_more_heads, stored, weight_bytes
 from commands.options import PlanOptions
 from commands.perplexity import Measured, measure
 from commands.pictures import MISSING, load_pyplot
+from commands.progress import progress
 from model.checkpoint.families import read_spec
 from model.checkpoint.identity import ModelFiles
 from model.decoder import meta_decoder
@@ -185,8 +185,9 @@ def plan(options: PlanOptions) -> None:
     made = make_plan(options)
     measured, reason = None, _unmeasured(made, options)
     if reason is None:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            measured = measure(options.model, made.spec, made.device, _forms(made, options.dtype), options.text, progress)
+        with progress(transient=True) as shown:
+            forms = _forms(made, options.dtype)
+            measured = measure(options.model, made.spec, made.device, forms, options.text, shown)
         if options.quantization == "all":
             _keep(options.model, made, measured)
     elif options.text is not None:

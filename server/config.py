@@ -101,9 +101,7 @@ File = Annotated[Path, AfterValidator(Path.absolute)]
 Digest = Annotated[str, AfterValidator(_check_digest)]
 Size = TypeAliasType("Size", Annotated[float, BeforeValidator(_parse_memory)])
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_words)]
-Origins = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_parse_words)
-]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_parse_words)]
 Network = Annotated[IPv4Network | IPv6Network, BeforeValidator(_parse_network)]
 Networks = Annotated[tuple[Network, ...], NoDecode, BeforeValidator(_parse_words)]
 Digests = Annotated[tuple[Digest, ...], NoDecode, BeforeValidator(_parse_words)]
@@ -162,8 +160,7 @@ class ServerSection(Section):
     )
     cors_origins: Origins = Field(
         (),
-        description="origins, like https://app.example, whose pages may call from a browser; * for all; "
-        "default: none",
+        description="origins, like https://app.example, whose pages may call from a browser; * for all; default: none",
     )
     ui: bool = Field(True, description="serve pages for people: the playground, and what shows the KV cache (/monitor)")
     max_waiting: int = Field(

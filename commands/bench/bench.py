@@ -23,13 +23,13 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from commands.bench.client import Clock, Endpoint, Outcome, ReplyError, fetch_info, generate, reachable, reason
 from commands.bench.comparison import Earlier
 from commands.bench.figures import Interrupted, circumstances, distributions, figures
 from commands.bench.page import page
 from commands.bench.tables import tables
+from commands.progress import progress
 from server.config import PREFIX
 
 PLAIN_WIDTH = 120
@@ -228,26 +228,20 @@ def _loads(settings: BenchSettings) -> list[Load]:
     return closed + [Load.open(rate, settings.requests, rng) for rate in settings.rate]
 
 
-def progress_bar() -> Progress:
-    """On standard error: runs, and how many of their requests have ended."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
-
-
 async def _run_all(settings: BenchSettings, loads: list[Load], endpoint: Endpoint) -> list[dict[str, Any]]:
     """Every run after the warm-up, one after the other; after an interruption those that there are, the last one partial."""
     ask = Ask(settings.prompt_tokens, settings.output_tokens, settings.timeout)
     rng = random.Random(f"{settings.seed} prompts")
     runs: list[dict[str, Any]] = []
     label = WARMUP
-    with progress_bar() as progress:
+    with progress() as shown:
         try:
             await run(endpoint, ask, Load.closed(1), [ask.body(rng) for _ in range(settings.warmup)], lambda: None)
             for load in loads:
                 label = load.label
-                task = progress.add_task(label, total=settings.requests)
+                task = shown.add_task(label, total=settings.requests)
                 bodies = [ask.body(rng) for _ in range(settings.requests)]
-                runs.append(run_of(label, await run(endpoint, ask, load, bodies, partial(progress.advance, task))))
+                runs.append(run_of(label, await run(endpoint, ask, load, bodies, partial(shown.advance, task))))
         except Interrupted as interrupted:
             runs += partial_run(label, interrupted.outcomes)
     return runs

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import model_validator
 
-from commands.bench.bench import WARMUP, Cases, partial_run, progress_bar, report, run_of
+from commands.bench.bench import WARMUP, Cases, partial_run, report, run_of
 from commands.bench.closed_loop import ClosedLoop
 from commands.bench.comparison import Earlier
 from commands.bench.figures import Interrupted
+from commands.progress import progress
 from server.config import EngineSettings, ServerSection
 from server.errors import ConfigurationError, ResourceError, UsageError
 from server.supervision.processors import engine_environment
@@ -82,13 +83,13 @@ def _run_all(settings: OfflineSettings, core: "EngineCore", vocab_size: int) -> 
 
     runs: list[dict[str, Any]] = []
     label = WARMUP
-    with progress_bar() as progress:
+    with progress() as shown:
         try:
             ClosedLoop(core, settings.output_tokens, lambda: None).run(1, prompts(settings.warmup))
             for clients in settings.clients:
                 label = f"closed {clients}"
-                task = progress.add_task(label, total=settings.requests)
-                loop = ClosedLoop(core, settings.output_tokens, partial(progress.advance, task))
+                task = shown.add_task(label, total=settings.requests)
+                loop = ClosedLoop(core, settings.output_tokens, partial(shown.advance, task))
                 outcomes, steps = loop.run(clients, prompts(settings.requests))
                 run = run_of(label, outcomes)
                 run["figures"]["step"] = steps.figures()

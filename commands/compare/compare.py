@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from commands.compare import arithmetic, report, timing, twins
 from commands.options import CompareOptions
 from commands.pictures import MISSING, load_pyplot
+from commands.progress import progress
 from commands.train.state import make_folder
 from model.checkpoint.families import read_spec
 
@@ -66,11 +66,13 @@ def compare(options: CompareOptions) -> None:
         torch.set_num_threads(options.threads)
     make_folder(options.output)
     memory = memory_of(options.model)
+    if options.data is not None:
+        twins.read_documents(options.data)  # Refused before the work where it holds no text.
     results: dict[str, Any] = {"schema": 2, "quick": options.quick, "machine": _machine(), "memory": memory}
     console = Console()
     if load_pyplot() is None:
         print(f"onehead compare: report.html will have no pictures: {MISSING}", file=sys.stderr)
-    measured = _measure(plan(options), console)
+    measured = _measure(plan(options))
     for key in ("decode", "classes"):
         results[key] = measured[key]
     (results["cache"],) = measured["cache"]
@@ -89,19 +91,19 @@ def memory_of(model: Path | None) -> dict[str, Any]:
     return {"seed": arithmetic.tutorial_tensors(), "models": arithmetic.cache_table(models, CONTEXT)}
 
 
-def _measure(steps: list[tuple[str, Measure]], console: Console) -> dict[str, list[Any]]:
-    """Runs the steps under a progress bar; key -> what its steps gave, in order."""
+def _measure(steps: list[tuple[str, Measure]]) -> dict[str, list[Any]]:
+    """Runs the steps and says how far it is; key -> what its steps gave, in order."""
     measured: dict[str, list[Any]] = {}
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("comparing", total=len(steps))
+    with progress() as shown:
+        task = shown.add_task("comparing", total=len(steps))
         for key, measure in steps:
 
             def say(text: str, key: str = key) -> None:
-                progress.update(task, description=f"{key}: {text}")
+                shown.update(task, description=f"{key}: {text}")
 
-            progress.update(task, description=key)
+            shown.update(task, description=key)
             measured.setdefault(key, []).append(measure(say))
-            progress.advance(task)
+            shown.advance(task)
     return measured
 
 

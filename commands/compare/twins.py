@@ -8,6 +8,7 @@ import shutil
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ PAPER = {
     "mqa": {"heads": 8, "d_ff": 5440, "ln_ppl": 1.439},
     "mha_one_head": {"heads": 1, "d_ff": 6784, "ln_ppl": 1.518},
 }
+MANY = 500
+"""Documents of a corpus from which on a part of them does."""
+read_documents = lru_cache(maxsize=1)(corpus.read_documents)
+"""Read once for all twins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class TwinSizes:
     sequence: int
     num_seeds: int
     every_nth: int = 1
-    """Which of the corpus's documents are used: tokenizing them all takes longer than a quick training."""
+    """Which of the corpus's documents are used, if there are many: tokenizing them all takes longer than a quick training."""
 
 
 QUICK = TwinSizes(hidden_size=128, num_layers=2, num_heads=8, steps=60, batch_tokens=2048, sequence=128, num_seeds=2, every_nth=8)
@@ -75,7 +80,9 @@ def train_twin(sizes: TwinSizes, kind: str, seed: int, folder: Path, data: Path 
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(TOKENIZER, folder / "tokenizer.json")
     options = options_of(sizes, kind, seed, folder, data)
-    training = Training(options, corpus.read_documents(data)[:: sizes.every_nth])
+    documents = read_documents(data)
+    every_nth = sizes.every_nth if len(documents) > MANY else 1
+    training = Training(options, documents[::every_nth])
     result: dict[str, Any] = {
         "kind": kind,
         "seed": seed,

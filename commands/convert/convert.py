@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import Progress
 from safetensors import SafetensorError
 from torch import Tensor
 
 from commands import corpus
 from commands.held_out import Logits, comparison_rows, decoder_logits, losses
 from commands.options import ConvertOptions
+from commands.progress import progress
 from commands.record import STAGES, copy_companions, fingerprint, show, write_record
 from model.checkpoint.config import Config, read_json, short
 from model.checkpoint.conversion import KEY
@@ -329,7 +329,8 @@ def _rows(options: ConvertOptions, spec: ModelSpec) -> np.ndarray | None:
     if find_spec("transformers") is None:
         raise OptionError("evaluate measures the original with transformers, which is not installed; install it or give --no-evaluate")
     tokenizer = corpus.read_tokenizer(options.model, spec.vocab_size)
-    return comparison_rows(corpus.read_documents(options.data), tokenizer, spec)
+    (documents,) = corpus.split([corpus.read_documents(options.data)])
+    return comparison_rows(documents, tokenizer, spec)
 
 
 def _measure(original: Path, made: Path, spec: ModelSpec, rows_BU: np.ndarray) -> dict[str, float]:
@@ -340,10 +341,14 @@ def _measure(original: Path, made: Path, spec: ModelSpec, rows_BU: np.ndarray) -
         "pooled": lambda: decoder_logits(load_decoder(made, spec, torch.float32, cpu)),
     }
     found = {}
-    with Progress() as progress:
+    with progress() as shown:
         for stage, load in stages.items():
-            each = progress.track(losses(load(), rows_BU), total=len(rows_BU), description=f"held-out loss, {STAGES[stage]}")
-            found[stage] = float(np.mean(list(each)))
+            task = shown.add_task(f"held-out loss, {STAGES[stage]}", total=len(rows_BU))
+            each = []
+            for loss in losses(load(), rows_BU):
+                each.append(loss)
+                shown.advance(task)
+            found[stage] = float(np.mean(each))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What `onehead train` learns from: weighted folders of source files, the token streams made of them, and the batch of each step.
+"""What `onehead train` learns from: weighted folders of text, the token streams made of them, and the batch of each step.
 
 Invariant: a batch is a pure function of the options, the files and the model's spec. Knows nothing of optimizers.
 
@@ -17,14 +17,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from commands import corpus
+from commands.corpus import LICENCE_FILES, PACKAGES
 from commands.options import TrainOptions, data_folder
 from model.spec import ModelSpec, OptionError
 
 ARRANGEMENTS = 4
 """Token streams of a run: epochs take them in turn, so that each is made once. They differ in which documents are rearranged, and where."""
-LICENCE_FILES = ("LICEN[CS]E*", "COPYING*", "NOTICE*")
-PACKAGES = "packages.csv"
-"""The list of packages and licences that scripts/embedded_corpus.py writes beside the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +42,14 @@ class Corpus:
 
     def __init__(self, options: TrainOptions, documents: list[corpus.Document] | None = None) -> None:
         folders = [(None, 1.0)] if options.data is None else [data_folder(text) for text in options.data]
-        found = [(folder, weight, corpus.read_documents(folder) if documents is None else documents) for folder, weight in folders]
-        self.held_out = [d for _, _, each in found for d in each if d.held_out]
+        found = corpus.split([documents or corpus.read_documents(folder) for folder, _ in folders])
+        self.held_out = [d for each in found for d in each if d.held_out]
         texts = {document.text for document in self.held_out}
-        self.sources = [Source(folder, weight, [d for d in each if d.text not in texts]) for folder, weight, each in found]
+        rest = ([d for d in each if d.text not in texts] for each in found)
+        self.sources = [Source(*folder, each) for folder, each in zip(folders, rest, strict=True)]
         if not self.training or not self.held_out:
             where = ", ".join(options.data or ["the standard library"])
-            counts = f"{len(self.training)} modules to train on and {len(self.held_out)} held out"
+            counts = f"{len(self.training)} documents to train on and {len(self.held_out)} held out"
             raise OptionError(f"{where}: {counts}; at least one of each is needed")
 
     @property
@@ -70,7 +69,7 @@ class Corpus:
 
     def write_table(self, output: Path, before: Path | None = None) -> None:
         """Writes output/DATA.md: folders, sizes and licences, after the table of `before`, the checkpoint that training went on from."""
-        lines = ["| data | weight | modules | bytes | licence |", "|---|---:|---:|---:|---|"]
+        lines = ["| data | weight | documents | bytes | licence |", "|---|---:|---:|---:|---|"]
         for source in self.sources:
             num_bytes = sum(len(document.text.encode()) for document in source.documents)
             name = "Python's standard library" if source.folder is None else source.folder.name
@@ -83,7 +82,7 @@ class Corpus:
 
 
 def _licence(folder: Path | None) -> str:
-    """The entry of DATA.md for a folder's licence: a known one, or the names of its licence files."""
+    """The entry of DATA.md for a licence: a known one, or the names of a folder's licence files."""
     if folder is None:
         return "PSF-2.0"
     if (folder / PACKAGES).is_file():

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from commands import corpus
 from commands.held_out import decoder_logits, held_out_rows, losses
 from commands.options import TrainOptions
 from commands.pictures import MISSING, load_pyplot
+from commands.progress import progress
 from commands.reference.twin import MultiHeadDecoder
 from commands.train import uptrain
 from commands.train.data import Corpus, Data, Step
@@ -192,10 +193,11 @@ def _run(training: Training) -> None:
     options, rows_BU = training.options, None
     if options.init is not None:
         rows_BU = uptrain.yardstick(options.init, training.corpus.held_out, training.tokenizer, training.decoder.spec)
-    with _progress() as progress:
-        task = progress.add_task("training", total=options.steps, completed=training.state.step, figures=figures(training.state))
+    losses = TextColumn("{task.fields[figures]}")
+    with progress(losses) as shown:
+        task = shown.add_task("training", total=options.steps, completed=training.state.step, figures=figures(training.state))
         for state in training.run():
-            progress.update(task, completed=state.step, figures=figures(state))
+            shown.update(task, completed=state.step, figures=figures(state))
             if state.held_out and state.held_out[-1][0] == state.step:
                 plot_losses(options.work / "loss.svg", state)
     training.corpus.write_table(options.output, options.init)
@@ -221,11 +223,3 @@ def figures(state: TrainState) -> str:
     losses = [("loss", float(np.mean(state.losses[-20:])))] if state.losses else []
     losses += [("held-out", loss) for _, loss in state.held_out[-1:]]
     return ", ".join(f"{name} {loss:.3f}" for name, loss in losses) + (" nats/token" if losses else "")
-
-
-def _progress() -> Progress:
-    """The bar takes what the figures leave of the line."""
-    figures = TextColumn("{task.fields[figures]}")
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), figures, TimeRemainingColumn(), expand=True
-    )

@@ -199,6 +199,59 @@ def test_a_link_is_written_through(tiny_folder: Path, tmp_path: Path) -> None:
     assert link.is_symlink() and json.loads(real.read_text())["custom_id"] == "a" and [*real.parent.iterdir()] == [real]
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        "notes of somebody\n",
+        '{"id": "batch_req_0", "custom_id": "a"}\n',
+        "\n",
+        "[1]\n",
+        "7\n",
+        "[" * 100_000,
+        b"\xff\xfe",
+    ],
+)
+def test_a_foreign_output_is_refused_before_the_model_is_looked_for(
+    foreign: str | bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [completion("a")])
+    target, link = tmp_path / "out.jsonl", tmp_path / "link.jsonl"
+    target.write_bytes(foreign if isinstance(foreign, bytes) else foreign.encode())
+    link.symlink_to(target)
+    before = target.read_bytes()
+    for output in (target, link):
+        assert cli.main(arguments(tmp_path / "none", source, output)) == 2
+        said = f"{output}: holds something else than answers to {source}; give another OUTPUT, or"
+        assert said in capsys.readouterr().err
+    assert target.read_bytes() == before
+    # With --overwrite it is the model that is missing.
+    assert cli.main(arguments(tmp_path / "none", source, target, "--overwrite")) == 78
+
+
+def test_an_output_of_its_own_is_replaced_and_one_of_other_requests_is_not(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [completion("a"), completion("b", max_tokens=3, n=2), completion("c", max_tokens=-1)]
+    lines[0]["body"] |= {"stop": ["e"], "ignore_eos": False, "max_tokens": 400}
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    target.touch()  # An empty file, as mktemp makes.
+    for _ in range(2):
+        assert cli.main(arguments(tiny_folder, source, target)) == 1
+        out, err = capsys.readouterr()
+        told = [" ".join(line.split()) for line in out.splitlines()]
+        assert told[0] == "finish reason outputs" and "stop 1" in told
+        assert "length 2 cut at max_tokens, or at the end of the context" in told
+        assert "none 1 refused or failed" in told and "1 of 3 requests were refused" in err
+    answers = target.read_bytes()
+    # The same ids with other bodies are another batch, and so are more or fewer lines.
+    changed = [[completion("a"), *lines[1:]], lines[:2], [*lines, completion("d")], lines[::-1]]
+    for others in changed:
+        assert cli.main(arguments(tiny_folder, write(source, others), target)) == 2
+    assert target.read_bytes() == answers
+    assert cli.main(arguments(tiny_folder, source, target, "--overwrite")) == 1
+    assert [json.loads(line)["custom_id"] for line in target.read_text().splitlines()] == ["d", *"cba"][1:]
+
+
 def a_folder(path: Path) -> None:
     path.mkdir()
 

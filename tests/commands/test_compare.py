@@ -145,7 +145,16 @@ def test_the_whole_command_on_toy_sizes(
     # Without it everything else is there, and both the terminal, before the work, and the page say what is missing.
     assert page.count(html.escape(MISSING)) == (0 if has_matplotlib else 4)
     warning = f"onehead compare: report.html will have no pictures: {MISSING}\n"
-    assert capsys.readouterr().err == ("" if has_matplotlib else warning)
+    told = capsys.readouterr().err
+    assert (warning in told) is not has_matplotlib
+    assert told.count("read 60 files, ") == 1 and "quality: mqa, seed 1, step 6/6" in told
+
+
+def test_data_without_text_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(compare, "_measure", lambda *_: pytest.fail("it measured"))
+    with pytest.raises(OptionError, match="holds no text"):
+        compare.compare(CompareOptions(output=tmp_path / "report", data=tmp_path / "data"))
 
 
 def test_an_output_that_cannot_be_made_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_an_interruption_before_the_first_step_says_so(
 
 
 def test_a_missing_folder_of_data_is_named(options: TrainOptions, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=rf"^data {tmp_path}/none: no such folder$"):
+    with pytest.raises(OptionError, match=rf"^data {tmp_path}/none: no such folder or file$"):
         train.train(options.model_copy(update=dict(data=(str(tmp_path / "none"),))))
 
 
@@ -127,7 +127,7 @@ def test_without_matplotlib_everything_but_the_picture_is_written(
     capsys.readouterr()
     train.train(other)
     assert whole - {path.name for path in other.output.iterdir()} == {"loss.svg"}
-    assert capsys.readouterr().err == f"{PREPARING}onehead train: loss.svg will not be written: {MISSING}\n"
+    assert f"onehead train: loss.svg will not be written: {MISSING}\n" in capsys.readouterr().err
     sizes = {name: TrainOptions.model_fields[name].default for name in OF_A_NEW_MODEL}
     train.train(
         options.model_copy(

@@ -36,3 +36,8 @@ def test_of_a_gpu_it_names_the_card_its_free_memory_and_the_graphs() -> None:
     line = in_words(replace(READY, device="cuda", hardware=hardware, device_memory=(7 * GIB, 79 * GIB), num_graphs=104))
     assert f" in float32 on {hardware}, by torch" in line
     assert line.endswith("up to 64 tokens a sequence; 7.0 of 79.0 GiB of GPU memory are free, 104 CUDA graphs")
+
+
+def test_it_says_how_the_weights_of_a_gguf_file_are_held() -> None:
+    line = in_words(replace(READY, quantization="int4+int8", block_forms={"int8": 57, "int4": 126}))
+    assert "parameters as in the file (126 matrices in int4 blocks and 57 matrices in int8 blocks) on cpu, by torch" in line
