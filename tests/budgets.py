@@ -1,4 +1,4 @@
-"""Budgets of the code: length of files and functions, Python tokens in all, calls that are forbidden.
+"""Budgets of the code: length of functions, Python tokens in all, calls that are forbidden.
 
 `python -m tests.budgets` prints the figures; tests/test_budgets.py fails where one is exceeded. Complexity is ruff's C90, import directions
 are the contracts in pyproject.toml (`lint-imports`).
@@ -13,12 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("commands", "server", "model", "cache")
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-MAX_SERVING_TOKENS = 187_200
+MAX_SERVING_TOKENS = 187_400
 """Python tokens of what `onehead serve` imports, imports inside functions included; docstrings, comments, line ends and indentation do not
 count. An issue that adds a capability says by how much this may rise."""
-MAX_TOKENS = 245_500
+MAX_TOKENS = 246_900
 """The same for all three packages, commands and studies included."""
 SERVING_ROOTS = (
     "server.serve",
@@ -84,10 +83,7 @@ def call_problems(name: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{name}:{node.lineno} calls {called}"
 
 
-def length_problems(name: str, path: Path, tree: ast.Module) -> Iterator[str]:
-    lines = path.read_text(encoding="utf-8").count("\n")
-    if lines > MAX_FILE_LINES:
-        yield f"{name} has {lines} lines, more than {MAX_FILE_LINES}"
+def length_problems(name: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
             length = node.end_lineno - node.lineno + 1
@@ -139,7 +135,7 @@ def problems() -> list[str]:
     """Everything that exceeds a budget, in words."""
     found: list[str] = []
     for name, path, tree in sources():
-        found += length_problems(name, path, tree)
+        found += length_problems(name, tree)
         found += call_problems(name, tree)
         found += docstring_problems(name, tree)
     serving, total = token_totals()

@@ -1,6 +1,7 @@
 """Shared fixtures: one torch thread per test process, a clean environment, tiny checkpoints."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -77,9 +78,7 @@ CHAT_TEMPLATE = (
 def embedded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model with a chat template, which it has none of its own."""
     folder = tmp_path_factory.mktemp("embedded") / "embedded"
-    folder.mkdir()
-    for path in EMBEDDED.iterdir():
-        (folder / path.name).symlink_to(path)
+    shutil.copytree(EMBEDDED, folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
