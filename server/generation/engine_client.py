@@ -5,6 +5,7 @@ arrive, not as clients read them. It knows nothing of HTTP and text.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -24,6 +25,10 @@ from server.supervision.engine import EngineEvent, PlainStream
 from server.supervision.journal import SequenceEvent, Written
 from server.supervision.supervisor import State, Supervisor
 
+log = logging.getLogger("onehead.api")
+
+MAX_IGNORED_NAMES = 64
+"""Ignored fields that are counted and logged by name."""
 FINISHED = frozenset({"length", "eos_token", "stop_sequence"})
 """Outcomes of sequences that were generated to their end."""
 AnyProgress = TypeVar("AnyProgress", bound=Progress)
@@ -88,6 +93,9 @@ class EngineClient(Protocol):
     def count_refused(self) -> None:
         """Counts a request that was refused before its sequences were opened."""
 
+    def count_ignored(self, names: Sequence[str]) -> None:
+        """Counts unknown fields of a request that were ignored, and logs each name once."""
+
     async def exposition(self) -> bytes:
         """All metrics of the server in the Prometheus text format."""
 
@@ -105,6 +113,8 @@ class LocalEngineClient:
         self.arrivals = Arrivals()
         self.monitor = Monitor(supervisor, metrics, self.arrivals, lambda: self.status)
         self.viewers = self.monitor.viewers
+        self._ignored: set[str] = set()
+        """Names of ignored fields that have been logged."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the state of the engine or of the server has changed."""
         self.on_started: Callable[[Progress], None] = lambda _: None
@@ -208,6 +218,13 @@ class LocalEngineClient:
 
     def count_refused(self) -> None:
         self.metrics.requests.labels("refused").inc()
+
+    def count_ignored(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMES:
+                self._ignored.add(name)
+                log.info("the field %s is unknown and ignored, in this request and others", name)
+            self.metrics.ignored_fields.labels(name if name in self._ignored else "other").inc()
 
     async def exposition(self) -> bytes:
         return self.metrics.exposition()

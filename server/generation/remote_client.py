@@ -180,6 +180,9 @@ class RemoteEngineClient:
     def count_refused(self) -> None:
         self.num_refused += 1
 
+    def count_ignored(self, names: Sequence[str]) -> None:
+        """Not counted: the front process has the metrics."""
+
     async def exposition(self, cache: bool = False) -> bytes:
         self.send(api_protocol.Scrape(number := self._ask(), cache))
         answer = await self.answer(number)
