@@ -172,6 +172,11 @@ class ServerSection(Section):
     max_header_bytes: int = Field(32 * 2**10, ge=1024, le=2**20, description="longest head of a request; longer ones get 431")
     max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")
     max_stop_strings: int = Field(16, ge=0, le=256, description="most stop strings of a request")
+    strict_fields: bool = Field(
+        False,
+        description="true: refuse every unknown field of a request; false: ignore it and say so in "
+        "x-onehead-ignored, unless it is a typing error or would change the answer",
+    )
     return_full_text: bool = Field(True, description="POST / repeats the prompt where the request does not say, as TGI does")
     grammar_timeout: float = Field(2.0, gt=0, le=60, description="seconds of processor time that a request's grammar may take to compile")
     open_objects: bool = Field(

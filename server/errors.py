@@ -14,7 +14,7 @@
         |-- MalformedBody      400   not UTF-8, not JSON, not an object, or a duplicate key
         |-- UnsupportedMedia   415   not application/json, or with a Content-Encoding
         |-- BodyTooLarge       413
-        |-- InvalidRequest     422   an unknown field, a wrong type or a value out of bounds (400 in OpenAI's dialect)
+        |-- InvalidRequest     422   a misspelt or unsupported field, a wrong type or a value out of bounds (400 in OpenAI's dialect)
         |-- NotFound           404   an unknown model or stream
         |-- Overloaded         429   with Retry-After
         |-- GenerationFailed   424   the engine could not finish this request (500 in OpenAI's dialect)
@@ -101,6 +101,10 @@ class BodyTooLarge(RequestError):
 
 class InvalidRequest(RequestError):
     status, openai_status, tgi_type, openai_type = 422, 400, "validation", "BadRequestError"
+
+
+class BadSize(InvalidRequest):
+    """A prompt or an answer of a wrong size. The message names fields as TGI does, in every dialect."""
 
 
 class NotFound(RequestError):

@@ -109,6 +109,12 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.ignored_fields = Counter(
+            "onehead_ignored_fields",
+            "Requests with an unknown field that was ignored, by its name; `other` above 64 names.",
+            ["field"],
+            registry=self.registry,
+        )
         self.by_client = ClientMetrics(self.registry)
         self._declare_others()
         self._reached: dict[Counter, int] = {}

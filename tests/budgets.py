@@ -134,7 +134,7 @@ def token_totals() -> tuple[int, int]:
 def problems() -> list[str]:
     """Everything that exceeds a budget, in words."""
     found: list[str] = []
-    for name, path, tree in sources():
+    for name, _, tree in sources():
         found += length_problems(name, tree)
         found += call_problems(name, tree)
         found += docstring_problems(name, tree)

@@ -5,6 +5,7 @@ arrive, not as clients read them. It knows nothing of HTTP and text.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,10 @@ from server.supervision.engine import EngineEvent
 from server.supervision.journal import SequenceEvent
 from server.supervision.supervisor import State, Supervisor
 
+log = logging.getLogger("onehead.api")
+
+MAX_IGNORED_NAMES = 64
+"""Ignored fields that are counted and logged by name."""
 FINISHED = frozenset({"length", "eos_token", "stop_sequence"})
 """Outcomes of sequences that were generated to their end."""
 
@@ -35,6 +40,8 @@ class EngineClient:
         self.arrivals = Arrivals()
         self.monitor = Monitor(supervisor, metrics, self.arrivals, lambda: self.status)
         self.viewers = self.monitor.viewers
+        self._ignored: set[str] = set()
+        """Names of ignored fields that have been logged."""
 
     @property
     def max_open(self) -> int:
@@ -121,6 +128,14 @@ class EngineClient:
             self.metrics.e2e_latency.observe(choice.last - choice.arrival)
             usage.run_seconds.append(choice.last - (choice.started or choice.arrival))
         self.metrics.requests.labels(outcome).inc()
+
+    def count_ignored(self, names: Sequence[str]) -> None:
+        """Counts unknown fields of a request that were ignored, and logs each name once."""
+        for name in names:
+            if name not in self._ignored and len(self._ignored) < MAX_IGNORED_NAMES:
+                self._ignored.add(name)
+                log.info("the field %s is unknown and ignored, in this request and others", name)
+            self.metrics.ignored_fields.labels(name if name in self._ignored else "other").inc()
 
     async def cache_dump(self) -> bytes:
         """The state of the KV cache as the engine's own lists have it, as JSON. Waits while no engine is ready."""

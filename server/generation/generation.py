@@ -12,7 +12,7 @@ from typing import Any
 
 from server import protocol
 from server.config import ServerSection
-from server.errors import InvalidRequest, Unavailable
+from server.errors import BadSize, InvalidRequest, Unavailable
 from server.generation.admission import Reservation
 from server.generation.engine_client import EngineClient
 from server.generation.price import price
@@ -70,8 +70,8 @@ class Generation:
             raise self._too_long_prompt(given)
         return await self.texts.run(job, client)
 
-    def _too_long_prompt(self, given: object) -> InvalidRequest:
-        return InvalidRequest(
+    def _too_long_prompt(self, given: object) -> BadSize:
+        return BadSize(
             f"`inputs` must have less than {self.max_total_tokens} tokens ({self._bound}). Given: {given}", param="inputs", code=TOO_LONG
         )
 
@@ -164,7 +164,7 @@ class Generation:
         """Most tokens to generate for a request. Raises InvalidRequest where its prompt is empty or they do not fit."""
         num_prompt, most = len(request.prompt), self.max_total_tokens
         if num_prompt == 0:
-            raise InvalidRequest("`inputs` holds no tokens; at least one is needed to go on from", param="inputs")
+            raise BadSize("`inputs` holds no tokens; at least one is needed to go on from", param="inputs")
         if num_prompt >= most:
             raise self._too_long_prompt(num_prompt)
         if request.max_new_tokens is None:
@@ -172,7 +172,7 @@ class Generation:
         if request.max_new_tokens == 0:
             return 1  # The engine samples a token after every prompt; ChoiceDetokenizer leaves it out.
         if num_prompt + request.max_new_tokens > most:
-            raise InvalidRequest(
+            raise BadSize(
                 f"`inputs` tokens + `max_new_tokens` must be <= {most} ({self._bound}). "
                 f"Given: {num_prompt} `inputs` tokens and {request.max_new_tokens} `max_new_tokens`",
                 param="max_new_tokens",

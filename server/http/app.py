@@ -74,7 +74,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """
     if not origins:
         return app
-    exposed = ["x-request-id", "x-stream-id", "retry-after"]
+    exposed = ["x-request-id", "x-stream-id", "x-onehead-ignored", "retry-after"]
     return CORSMiddleware(
         app,
         origins,

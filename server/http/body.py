@@ -4,7 +4,6 @@ Invariant: every refusal is a RequestError with a message of this server, not of
 """
 
 import asyncio
-import difflib
 import json
 import math
 import re
@@ -14,7 +13,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from server.config import ServerSection
 from server.errors import BodyTooLarge, InvalidRequest, MalformedBody, UnsupportedMedia
+from server.http.exchange import exchange_of
+from server.http.unknown_fields import Known, printable
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 16_384
@@ -31,28 +33,16 @@ _BRACKET = re.compile(r"[\[\]{}]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_NAMES = {"None": "null", "False": "false", "True": "true"}
 _JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object", "model": "object"}
-# Other servers' names of fields, and the names here that an error message suggests instead.
-ELSEWHERE = {
-    "guided_json": "structured_outputs",
-    "guided_regex": "structured_outputs",
-    "guided_choice": "structured_outputs",
-    "guided_grammar": "structured_outputs",
-    "grammar": "structured_outputs",
-    "json_schema": "response_format",
-    "content": "prompt",
-    "inputs": "prompt",
-    "max_new_tokens": "max_tokens",
-    "max_tokens": "max_new_tokens",
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-}
 Model = TypeVar("Model", bound=BaseModel)
 
 
-async def read_model(request: Request, schema: type[Model], max_bytes: int) -> Model:
-    """The body as a `schema`. Raises MalformedBody, UnsupportedMedia, BodyTooLarge or InvalidRequest."""
-    return check(await read_value(request, max_bytes), schema)
+async def read_model(request: Request, schema: type[Model], section: ServerSection) -> Model:
+    """The body as a `schema`; the response tells the fields of it that are ignored. Raises MalformedBody, UnsupportedMedia, BodyTooLarge
+    or InvalidRequest.
+    """
+    value = await read_value(request, section.max_body_bytes)
+    body, exchange_of(request).ignored = check(value, schema, section.strict_fields)
+    return body
 
 
 async def read_value(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -66,13 +56,13 @@ async def read_value(request: Request, max_bytes: int) -> dict[str, Any]:
     return value
 
 
-def check(value: dict[str, Any], schema: type[Model]) -> Model:
-    """`value` as a `schema`. Raises InvalidRequest."""
+def check(value: dict[str, Any], schema: type[Model], strict_fields: bool = False) -> tuple[Model, list[str]]:
+    """`value` as a `schema`, and the places of its fields that are ignored. Raises InvalidRequest."""
+    known = Known(schema, strict_fields)
     try:
-        return schema.model_validate(value, strict=True)
+        return schema.model_validate(known.members(value, schema), strict=True), [*known.ignored]
     except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        message = _describe(detail, schema)
+        message = _describe(error.errors(include_url=False)[0])
         named = _NAMED.match(message)
         raise InvalidRequest(message, param=named[1] if named else None) from None
 
@@ -151,7 +141,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for key, item in pairs:
         if key in value:
-            raise MalformedBody(f"the key `{_printable(key)}` occurs twice in one object")
+            raise MalformedBody(f"the key `{printable(key)}` occurs twice in one object")
         value[key] = item
     return value
 
@@ -180,18 +170,16 @@ def _lone_surrogate(value: Any) -> str | None:
         if found is None and isinstance(key, str):
             found = _lone_surrogate(key)
         if found is not None:
-            return f"{_printable(str(key))}.{found}".rstrip(".")
+            return f"{printable(str(key))}.{found}".rstrip(".")
     return None
 
 
-def _describe(detail: Any, schema: type[BaseModel]) -> str:
+def _describe(detail: Any) -> str:
     """The message for pydantic's first error: the field, the bound, and the given value if it is a number."""
     path = [str(part) for part in detail["loc"] if not str(part).startswith("<")]  # Without tags of unions, such as <word>.
-    field, kind, context = ".".join(_printable(part) for part in path), detail["type"], detail.get("ctx", {})
+    field, kind, context = ".".join(printable(part) for part in path), detail["type"], detail.get("ctx", {})
     value = detail["input"]
     given = f". Given: {value}" if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18 else ""
-    if kind == "extra_forbidden":
-        return _unknown_field(path, schema)
     if kind == "missing":
         return f"`{field}` is required"
     if kind == "value_error":
@@ -213,18 +201,3 @@ def _describe(detail: Any, schema: type[BaseModel]) -> str:
         return f"`{field}` {bounds[kind].format(**context)}" + (given if kind.startswith(("greater", "less")) else "")
     wanted = kind.removesuffix("_type").removesuffix("_parsing").replace("_", " ")
     return f"`{field}` must be of type {_JSON_TYPES.get(wanted, wanted)}"
-
-
-def _unknown_field(path: list[str], schema: type[BaseModel]) -> str:
-    known = list(schema.model_fields)
-    for part in path[:-1]:
-        annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
-        nested = [t for t in (annotation, *getattr(annotation, "__args__", ())) if isinstance(t, type) and issubclass(t, BaseModel)]
-        known = list(nested[0].model_fields) if nested else []
-    close = [ELSEWHERE[path[-1]]] if ELSEWHERE.get(path[-1]) in known else difflib.get_close_matches(path[-1][:64], known, n=1)
-    return f"`{'.'.join(_printable(part) for part in path)}` is not a known field" + (f"; did you mean `{close[0]}`?" if close else "")
-
-
-def _printable(name: str) -> str:
-    """A key from a body, shortened and escaped for messages and log lines."""
-    return ascii(name[:64])[1:-1][:64]

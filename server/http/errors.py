@@ -5,11 +5,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.errors import RequestError
+from server.errors import BadSize, RequestError
 from server.http.exchange import Dialect, exchange_of
 
 _OPENAI_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens"}
-"""Messages that both dialects send name fields as TGI does: TGI's name -> OpenAI's."""
+"""Messages of BadSize name fields as TGI does: TGI's name -> OpenAI's."""
 
 
 def error_status(error: RequestError, dialect: Dialect) -> int:
@@ -24,9 +24,10 @@ def error_body(error: RequestError, dialect: Dialect) -> dict[str, Any]:
     if dialect is Dialect.TGI:
         return {"error": error.message} | ({} if error.tgi_type is None else {"error_type": error.tgi_type})
     message, param = error.message, error.param
-    for ours, theirs in _OPENAI_NAMES.items():
-        message = message.replace(f"`{ours}`", f"`{theirs}`")
-    param = None if param is None else _OPENAI_NAMES.get(param, param)
+    if isinstance(error, BadSize):
+        for ours, theirs in _OPENAI_NAMES.items():
+            message = message.replace(f"`{ours}`", f"`{theirs}`")
+        param = _OPENAI_NAMES.get(param or "", param)
     return {"error": {"message": message, "type": error.openai_type, "param": param, "code": error.code or error_status(error, dialect)}}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from server import protocol
@@ -68,16 +68,11 @@ AllowedTokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**24)]], Field(m
 
 
 class Body(BaseModel):
-    """Base of every body. Unknown fields and non-finite numbers are refused. Null stands for the default of a field, and is accepted for
-    unknown fields too, because clients send it for unset options. The docstring of a field is its description in the OpenAPI document.
+    """Base of every body. server.http.unknown_fields has removed unknown fields, and nulls, which stand for the default of a field. The
+    docstring of a field is its description in the OpenAPI document.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def default(value: Value | None, otherwise: Value) -> Value:

@@ -28,6 +28,7 @@ from server.http.hosts import AllowedHosts
 from server.http.keys import UNNAMED, Keys
 from server.http.routes import Access, Route, RouteTable
 from server.http.tracing import Tracing
+from server.http.unknown_fields import header
 from server.logs import request_id as current_request_id
 
 access = logging.getLogger("onehead.access")
@@ -166,7 +167,10 @@ class LoggedResponse:
             own = list(message.get("headers", []))
             named = {name.lower() for name, _ in own}
             own.append((b"x-request-id", self._exchange.request_id.encode()))
-            own += [header for header in RAW_SAFETY_HEADERS if header[0] not in named]
+            if ignored := self._exchange.ignored:
+                own.append((b"x-onehead-ignored", header(ignored).encode()))
+                self._client.count_ignored(ignored)
+            own += [pair for pair in RAW_SAFETY_HEADERS if pair[0] not in named]
             if self._client.draining:
                 own.append((b"connection", b"close"))
             message["headers"] = own

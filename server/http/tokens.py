@@ -41,7 +41,7 @@ class TokenRoutes:
         """
         value = await read_value(http, self.section.max_body_bytes)
         exchange_of(http).dialect = Dialect.OPENAI if value.get("inputs") is None else Dialect.TGI
-        body = check(value, TokenizeBody)
+        body, exchange_of(http).ignored = check(value, TokenizeBody, self.section.strict_fields)
         codec, texts, client = self.generation.codec, self.generation.texts, exchange_of(http).client
         if body.inputs is not None:
             # `model` is not checked, as on TGI's other routes. The worker process writes the JSON.
@@ -61,7 +61,7 @@ class TokenRoutes:
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Turn token ids into text."""
-        body = await read_model(http, DetokenizeBody, self.section.max_body_bytes)
+        body = await read_model(http, DetokenizeBody, self.section)
         self.names.resolve(body.model)
         largest, vocab_size = max(body.tokens), self.generation.ready.vocab_size
         if largest >= vocab_size:

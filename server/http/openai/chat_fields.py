@@ -11,7 +11,7 @@ from server.generation.generation import Generation
 from server.generation.request import Request
 from server.http import fields
 from server.http.body import parse
-from server.http.fields import Body, Empty
+from server.http.fields import Body
 from server.http.openai.fields import GenerationBody
 from server.http.openai.llama_cpp_fields import ChatSlotFields, salt, switched_off
 from server.text.conversation import ChatInput
@@ -66,8 +66,6 @@ class CalledFunction(Body):
     """The function's name."""
     arguments: fields.Text
     """Its arguments, as the text of a JSON object. Up to 524,288 characters in all calls of a request."""
-    parsed_arguments: fields.Json = None
-    """Accepted for OpenAI's clients, which send it back; it changes nothing."""
 
 
 class ToolCall(Body):
@@ -77,8 +75,6 @@ class ToolCall(Body):
     """The call's id, which the message with its result repeats."""
     type: Literal["function"] = "function"
     """Only functions are supported."""
-    index: fields.Count | None = None
-    """Accepted for clients that send the number of a streamed call back; it changes nothing."""
     function: CalledFunction
     """The function and its arguments."""
 
@@ -100,12 +96,6 @@ class Message(Body):
     """The id of the call whose result a `tool`'s message is."""
     reasoning_content: fields.Text | None = None
     """The thought of an assistant's message, for chat templates that use it."""
-    annotations: list[fields.Json] | None = Empty
-    """Annotations are not supported: only an empty list is accepted."""
-    parsed: fields.Json = None
-    """Accepted for OpenAI's clients, which send it back; it changes nothing."""
-    provider_specific_fields: fields.Json = None
-    """Accepted for LiteLLM's clients, which send it back; it changes nothing."""
 
     @model_validator(mode="after")
     def _check_role(self) -> "Message":
@@ -120,9 +110,6 @@ class Message(Body):
 
 MAX_ARGUMENT_CHARS = 2**19
 """They are parsed at once, so that more would hold up other requests."""
-NOT_FOR_TEMPLATES: Any = dict.fromkeys(("annotations", "parsed", "provider_specific_fields", "type"), True)
-NOT_FOR_TEMPLATES["tool_calls"] = {"__all__": {"index": True, "function": {"parsed_arguments"}}}
-"""Fields of messages that no chat template is given."""
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -138,7 +125,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
         name = {"name": names[message.tool_call_id]} if message.role == "tool" and message.tool_call_id in names else {}
         content = "".join(part.text for part in message.content or ())
-        given = message.model_dump(exclude=NOT_FOR_TEMPLATES, exclude_none=True)
+        given = message.model_dump(exclude={"type"}, exclude_none=True)
         for call in given.get("tool_calls", ()):
             call["function"]["arguments"] = _arguments(call["function"]["arguments"])
         plain.append(name | given | {"content": content})
@@ -265,13 +252,6 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
     """Return this many most likely tokens at each position of the output; only with `logprobs`. Default: 0."""
     parallel_tool_calls: bool | None = None
     """Whether an output may have several calls. Default: true."""
-    # Accepted at the values that change nothing.
-    functions: list[fields.Json] | None = Empty
-    """OpenAI's older form of `tools` is not supported: only an empty list is accepted."""
-    function_call: Literal["none", "auto"] | None = None
-    """OpenAI's older form of `tool_choice` is not supported: only `none` and `auto` are accepted."""
-    modalities: list[Literal["text"]] | None = Field(default=None, max_length=16, fail_fast=True)
-    """Only text is supported."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatBody":

@@ -165,11 +165,6 @@ class DecisionBody(AnyDecisionBody):
     """What the questions are about: a text, or 1 to 1024 messages, after which each question is asked alone."""
     questions: list[DecisionQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS, fail_fast=True)
     """1 to 400 questions, none of which sees another."""
-    # Accepted without effect: fields that clients send by default.
-    prompt_cache_key: fields.Name | None = None
-    """Accepted for OpenAI's clients; it changes nothing: prompts that share a prefix share its KV cache anyway."""
-    safety_identifier: fields.Name | None = None
-    """Accepted for OpenAI's clients; it changes nothing."""
 
 
 class SystemQuestion(AnyQuestion):

@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's dialect with vLLM's extra fields, and their checks.
 
-Invariant: every field has an effect, or is listed under "accepted without effect" below, or is refused as unknown.
+Invariant: every field has an effect.
 """
 
 from dataclasses import replace
@@ -30,8 +30,6 @@ class StreamOptions(Body):
     """Whether a last chunk with empty `choices` has the token counts in `usage`. Default: false."""
     continuous_usage_stats: bool | None = None
     """Whether every chunk has the token counts so far; needs `include_usage`, and does nothing where that is false. Default: false."""
-    include_obfuscation: Literal[False] | None = None
-    """Padding against observers of lengths is not supported: only false is accepted."""
 
 
 class StructuredOutputs(Body):
@@ -105,23 +103,6 @@ class GenerationBody(SamplingBody, LimitedBody):
     """Whether the answer has the token ids of the prompt and of the output. Default: false."""
     request_id: Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
     """Becomes the part of the answer's `id` after the hyphen: 1 to 64 letters, digits, `_` and `-`. Default: a random one."""
-    # Accepted without effect: fields that clients send by default.
-    user: fields.Name | None = None
-    """Accepted for OpenAI's clients; it changes nothing."""
-    safety_identifier: fields.Name | None = None
-    """Accepted for OpenAI's clients; it changes nothing."""
-    prompt_cache_key: fields.Name | None = None
-    """Accepted for OpenAI's clients; it changes nothing: prompts that share a prefix share its KV cache anyway."""
-    metadata: dict[fields.Name, fields.Name] | None = Field(default=None, max_length=16)
-    """Accepted for OpenAI's clients; it changes nothing. Up to 16 keys."""
-    store: Literal[False] | None = None
-    """Answers are not stored: only false is accepted."""
-    service_tier: Literal["auto", "default"] | None = None
-    """Accepted for OpenAI's clients at these values; they change nothing."""
-    use_beam_search: Literal[False] | None = None
-    """Beam search is not supported: only false is accepted."""
-    spaces_between_special_tokens: Literal[True] | None = None
-    """Accepted for vLLM's clients at its default, true, which changes nothing."""
 
     @model_validator(mode="after")
     def _check_common_combinations(self) -> "GenerationBody":

@@ -109,7 +109,7 @@ class OpenAIRoutes:
         return await self.answers.json_answers.response(self._rendered(http, await self._prepared(http, ChatBody)))
 
     async def _prepared(self, http: HttpRequest, schema: type[AnyBody]) -> Any:
-        body = await read_model(http, schema, self.section.max_body_bytes)
+        body = await read_model(http, schema, self.section)
         self._check(body)
         return await REPLIES[schema].prepare(self.generation, body, exchange_of(http).client)
 
@@ -148,7 +148,7 @@ class OpenAIRoutes:
 
         Special tokens that are spelt in messages are told from those of the template only on the routes that take the messages themselves.
         """
-        body = await read_model(http, TemplateBody, self.section.max_body_bytes)
+        body = await read_model(http, TemplateBody, self.section)
         self.names.resolve(body.model)
         job = RenderChat(body.chat_input())
         return await self.answers.json_answers.response({"prompt": await self.generation.texts.run(job, exchange_of(http).client)})
@@ -213,7 +213,9 @@ class OpenAIRoutes:
             raise InvalidRequest("`url` must be /v1/completions or /v1/chat/completions", param="url")
         reservation = self.generation.client.reserve(caller)
         try:
-            reply = await self._open(check(value, schemas[path]), reservation)
+            body, ignored = check(value, schemas[path], self.section.strict_fields)
+            self.generation.client.count_ignored(ignored)
+            reply = await self._open(body, reservation)
             try:
                 return json.loads(b"".join(pieces(await full_response(reply))))
             finally:
@@ -223,7 +225,7 @@ class OpenAIRoutes:
 
     async def _answer(self, http: HttpRequest, schema: type[AnyBody], last: bytes = sse.DONE) -> Response:
         """The response to a request of a route that generates. `last`: bytes that end a stream."""
-        body = await read_model(http, schema, self.section.max_body_bytes)
+        body = await read_model(http, schema, self.section)
         delivery = Delivery.of(http, bool(body.stream), body.resumable, last)
         return await self.answers.answer(http, await self._open(body, exchange_of(http).reserved), delivery)
 

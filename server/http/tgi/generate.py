@@ -110,7 +110,7 @@ class TgiRoutes:
 
     async def _read(self, http: HttpRequest) -> GenerateBody:
         with tgi_error_prefix():
-            body = await read_model(http, GenerateBody, self.section.max_body_bytes)
+            body = await read_model(http, GenerateBody, self.section)
             check_stops("parameters.stop", body.parameters.stop if body.parameters else None, self.section.max_stop_strings)
         return body
 

@@ -152,8 +152,7 @@ INPUTS = [
     Case("parameters a list", prompt_and(',"parameters":[]}'), 422, ("`parameters`", "object")),
     Case("stream a string", prompt_and(',"stream":"true"}'), 422, ("`stream`", "boolean")),
     Case("stream a number", prompt_and(',"stream":1}'), 422, ("`stream`", "boolean")),
-    Case("a key of 1 MB", {"inputs": SECRET, "k" * 10**6: 1}, 422, ("not a known field",)),
-    Case("a key that forges a log line", prompt_and(',"\\n\\u001b[31m\\u202e":1}'), 422, ("`\\n\\x1b[31m\\u202e`",)),
+    Case("a misspelt key that forges a log line", prompt_and(',"strea\\n\\u202e":1}'), 422, ("`strea\\n\\u202e`",)),
     Case("400 digits for a float", prompt_and(f',"parameters":{{"temperature":1{"0" * 400}}}}}'), 422, ("`parameters.temperature`",)),
     Case("400 digits for an integer", prompt_and(f',"parameters":{{"max_new_tokens":1{"0" * 400}}}}}'), 422, ("2147483648",)),
 ]
@@ -216,11 +215,12 @@ BAD_PARAMETERS: dict[str, list[tuple[list[Any], tuple[str, ...]]]] = {
         ([{"type": "json", "value": {"x-guidance": {"lenient": True}}}], ("x-guidance",)),
         ([{"type": "json", "value": "{"}, {"type": "json", "value": []}, {"type": "json", "value": 1}], ("JSON",)),
     ],
-    "adapter_id": [(["../../etc/passwd", ""], ("not a known field",))],
+    "adapter_id": [(["../../etc/passwd"], ("not supported: there are no adapters",))],
     "temprature": [([1.0, False], ("not a known field", "did you mean `temperature`?"))],
     "max_tokens": [([1], ("not a known field", "did you mean `max_new_tokens`?"))],
-    "n": [([1, 2], ("not a known field",))],
-    "logprobs": [([1], ("not a known field",))],
+    "n": [([2], ("not supported",))],
+    "logprobs": [([1], ("did you mean `details`?",))],
+    "stream": [([True], ("`parameters.stream`", "did you mean `stream`?"))],
 }
 PARAMETERS = [
     Case(f"{name} {str(value)[:24]}", with_parameter(name, value), 422, (name, *words))
@@ -230,18 +230,16 @@ PARAMETERS = [
 ]
 
 UNSUPPORTED = [
-    Case(name, {"inputs": SECRET, name: value}, 422, (f"`{name}`", "not a known field"))
+    Case(name, {"inputs": SECRET, name: value}, 422, (f"`{name}`", "is not"))
     for name, value in {
         "input": "x",
-        "tools": [],
+        "tools": [{}],
         "image_url": "http://127.0.0.1/",
         "suffix": "x",
         "prompt_embeds": "AAAA",
         "chat_template": "{{ 1 }}",
         "response_format": {"type": "json_object"},
         "max_new_tokens": 4,
-        "__class__": {},
-        "model_config": {},
     }.items()
 ]
 
@@ -413,7 +411,10 @@ SLOW = [
     Case("keys below", {"inputs": "a", "parameters": {f"k{i}": i for i in range(DEEP)}}, 400),
     Case("a late double", b"{" + b"".join(b'"%d":1,' % i for i in range(DEEP)) + b'"99999":1}', 400),
     Case("double after double", b"{" + b'"a":1,' * DEEP + b'"a":1}', 400),
-    Case("a long key", {"inputs": "a", "k" * 10**6: 1}, 422),
+    Case("a long key", {"k" * 10**6: 1}, 422),
+    Case("long keys", {f"{i:064}"[::-1] + "k" * 900: 1 for i in range(2000)}, 422),
+    Case("keys nearly known", {f"parameter{i:03}": 1 for i in range(2000)}, 422),
+    Case("unknown keys in many objects", {"parameters": [{f"k{i}": 1 for i in range(2000)}] * 40}, 422),
     Case("stop strings", {"inputs": "a", "parameters": {"stop": ["a"] * 200_000}}, 422),
     Case("bad stop strings", {"inputs": "a", "parameters": {"stop": [1] * 200_000}}, 422),
     Case("bad ids", {"inputs": "a", "parameters": {"stop_token_ids": ["a"] * 200_000}}, 422),

@@ -84,7 +84,7 @@ async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check
                 assert answer.status_code == 200 and shown.get("model", "org/name") == "org/name", answer.text
             answer = await client.post(path, json=body | {"model": "gpt-4"})
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
-            assert (await client.post(path, json=body | {"model": "gpt-4", "nonsense": 1})).status_code == 400
+            assert (await client.post(path, json=body | {"model": "gpt-4", "modl": 1})).status_code == 400
         listed = (await client.get("/v1/models")).json()
         assert (await client.get("/v1/models/")).json() == listed
         assert [model["id"] for model in listed["data"]] == ["org/name", "alias"]

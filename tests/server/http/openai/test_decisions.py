@@ -260,7 +260,7 @@ REFUSED: list[tuple[type[DecisionBody] | type[SystemBody], dict[str, Any], str]]
     (
         DecisionBody,
         decision(instructions=[{"type": "input_image", "image_url": "x"}]),
-        "`questions.0.instructions.0.type` is supported only as",
+        "`questions.0.instructions.0.image_url` is not supported: text alone",
     ),
     (
         DecisionBody,
@@ -268,7 +268,7 @@ REFUSED: list[tuple[type[DecisionBody] | type[SystemBody], dict[str, Any], str]]
         "`input.0.type` is supported only as 'message'",
     ),
     (DecisionBody, decision() | {"stream": True}, "`stream` is supported only as false"),
-    (DecisionBody, decision() | {"prompt_cache_options": {}}, "`prompt_cache_options` is not a known field"),
+    (DecisionBody, decision() | {"question": []}, "`question` is not a known field; did you mean `questions`?"),
     (SystemBody, {"questions": {"q": {"type": "noul"}}}, "`state` is required"),
     (SystemBody, {"state": "x", "questions": {}}, "`questions` cannot be empty"),
     (SystemBody, system(type="noul", criteria={"yes": "x"}), "`criteria` of the type noul must be an object of `true` and `false`"),
@@ -278,8 +278,7 @@ REFUSED: list[tuple[type[DecisionBody] | type[SystemBody], dict[str, Any], str]]
     (SystemBody, system(type="score", criteria=["a"]), "`criteria` of the type score must be a list of 2 to 10 levels"),
     (SystemBody, system(type="score", criteria=["a"] * 11), "`criteria` of the type score must be a list of 2 to 10 levels"),
     (SystemBody, system(type="score", criteria={"a": 1, "b": 2}), "`criteria` of the type score must be a list"),
-    (SystemBody, system(type="noul", seed=1), "`questions.q.seed` is not a known field"),
-    (SystemBody, system(type="noul") | {"decision_template": "x"}, "`decision_template` is not a known field"),
+    (SystemBody, system(type="noul", criterias=1), "`questions.q.criterias` is not a known field; did you mean `criteria`?"),
 ]
 
 
