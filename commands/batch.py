@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commands.progress import progress
-from server.config import EngineSettings, Seconds, ServerSection
+from server.config import EngineSettings, ServerSection
 from server.errors import EngineGaveUp, MalformedBody, Overloaded, RequestError, ResourceError, Unavailable, UsageError
 from server.generation.engine_client import EngineClient
 from server.generation.generation import Generation
@@ -38,6 +38,7 @@ from server.http.openai.routes import OpenAIRoutes
 from server.http.stream_buffer import Retention, StreamStore
 from server.http.streams import StreamPublisher
 from server.hub.download import model_id
+from server.option_types import Seconds
 from server.service import running_engine
 
 MAX_OPEN = 100_000
