@@ -6,7 +6,7 @@ path, from which FrontDoor removes server.root_path, and the log's request id.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -83,6 +83,8 @@ class Exchange:
     """Whether the request is a resumable one of another process, whose stream this process goes on with."""
     outlives_response: bool = False
     """Whether a task of a resumable stream continues after the response, and calls `release` itself."""
+    ignored: Sequence[str] = ()
+    """Places of the fields of the body that are unknown and ignored, which the response tells."""
     status: int = CLIENT_GONE
     """Of the response."""
     trace: Trace | None = None
