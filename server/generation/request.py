@@ -43,6 +43,8 @@ class Request:
     form: CallFormat | None = None
     """How the model writes thoughts and calls, which are taken out of the text; None: all of the output is text."""
     calls: Calls = "none"
+    ignored: Sequence[str] = ()
+    """Parts of the body that are not followed, which the response tells."""
     in_thought: bool = False
     """Whether the prompt has begun a thought."""
     healed: str = ""

@@ -23,6 +23,7 @@ class CallFormat:
     of one such pair if `is_list`. A call is `before` NAME `after` ARGUMENTS `tail`.
     """
 
+    name: str = ""
     opening: Mark = ""
     closing: Mark = ""
     before: str = '{"name": "'
@@ -47,9 +48,10 @@ _PATTERN = re.compile(r"(?P<space>\\s\*)?(?P<mark>(?:[\w<]|\\[^\w])+>)(?P<before
 MARKS = ("opening", "closing", "quote", "thought", "thought_end")
 """The fields that are marks, where they are not empty."""
 FUNCTION_GEMMA = CallFormat(
-    "<start_function_call>", "<end_function_call>", "call:", "", "", quote="<escape>", stops=("<start_function_response>",)
+    "functiongemma", "<start_function_call>", "<end_function_call>", "call:", "", "", quote="<escape>", stops=("<start_function_response>",)
 )
 GEMMA_4 = CallFormat(
+    "gemma4",
     "<|tool_call>",
     "<tool_call|>",
     "call:",
@@ -61,9 +63,9 @@ GEMMA_4 = CallFormat(
     thought_end="<channel|>",
     thought_head="thought\n",
 )
-JAMBA = CallFormat("<tool_calls>", "</tool_calls>", begin="[\n    ", separator=",\n    ", end="\n]", is_list=True)
-GRANITE = CallFormat("<function_call>", begin=" ", separator="\n")
-WRAPPER = CallFormat(begin="[", separator=", ", end="]", is_list=True)
+JAMBA = CallFormat("jamba", "<tool_calls>", "</tool_calls>", begin="[\n    ", separator=",\n    ", end="\n]", is_list=True)
+GRANITE = CallFormat("granite", "<function_call>", begin=" ", separator="\n")
+WRAPPER = CallFormat("json", begin="[", separator=", ", end="]", is_list=True)
 """For models without a format of their own, where a call is required: a JSON array of calls is the whole output."""
 
 
@@ -113,11 +115,11 @@ def _described(template: Any) -> CallFormat | None:
         begun, bracket, head = thought.open.partition(">")
         common |= {"thought": begun + bracket, "thought_head": head, "thought_end": thought.close}
     if function == "{content}" and not before:
-        return CallFormat(mark, separator="\n" if pattern["space"] else "", **common)
+        return CallFormat("response_template", mark, separator="\n" if pattern["space"] else "", **common)
     if function == {"name": "{name}", "arguments": "{content}"} and before and delimiters and len({*delimiters[0]}) == 1:
         ends = fields.get("content", _Field()).close
         stops = (ends,) if isinstance(ends, str) else tuple(ends)
-        return CallFormat(mark, before=before, after="", tail="", quote=delimiters[0][0], stops=stops, **common)
+        return CallFormat("response_template", mark, before=before, after="", tail="", quote=delimiters[0][0], stops=stops, **common)
     return None
 
 

@@ -1,60 +1,111 @@
 """Builds the grammar of calls of tools, in a format of server.text.call_formats, as Lark for llguidance.
 
-Invariant: a text of the grammar is read by server.text.reply_parser as calls whose arguments satisfy the schemas of their functions, which
-may allow more. A schema that cannot be followed is refused. It knows no tokenizer.
+Invariant: a text of the grammar is read by server.text.reply_parser as calls whose arguments satisfy the
+schemas of their functions, which may allow more, but for the keywords that were left out. Those are told;
+a schema is never refused. It knows no tokenizer.
 """
 
 import json
+from typing import Any
 
 import msgspec
 
 from server.text import json_schema
 from server.text.call_formats import CallFormat, Mark
-from server.text.json_schema import Node, SchemaError
-from server.text.native_arguments import RuleWriter, problem
+from server.text.json_schema import Node
+from server.text.native_arguments import RuleWriter, Unsatisfiable
 
+MAX_CALLS = 128
+"""Most calls of one output: a message with them is accepted in the next request."""
 SPACED = json_schema.GUIDANCE | {"item_separator": ", ", "key_separator": ": "}
 """With spaces as Python's json.dumps writes them, which models have learnt from."""
 
 
 class CallRules(msgspec.Struct, frozen=True):
-    """What calls may be: of these functions, one or with `parallel` any number, all of the output or what follows an opening (`opened`)."""
+    """What calls may be: of these functions, one or with `parallel` several, all of the output or what
+    follows an opening (`opened`). `text`: the kind and source of a constraint on an output without
+    calls, and on the text before them.
+    """
 
     form: CallFormat
     functions: list[tuple[str, Node]]
     """Names and the schemas of their arguments."""
     parallel: bool
     opened: bool
+    text: tuple[str, str] | None = None
 
-    def lark(self, open_objects: bool) -> str:
-        """The grammar. Raises SchemaError."""
+    def lark(self, open_objects: bool, relaxed: list[str]) -> str:
+        """The grammar. The places of keywords that are not followed are added to `relaxed`."""
         form, rules = self.form, dict[str, str]()
-        begin, separator, end, tail = map(json.dumps, (form.begin, form.separator, form.end, form.tail))
+        marks = form.begin, form.separator, form.end, form.tail
+        begin, separator, end, tail = map(json.dumps, marks)
         opening, closing = _written(form.opening), _written(form.closing)
-        call = [self._call(number, name, schema, rules, open_objects) for number, (name, schema) in enumerate(self.functions)]
-        rules["call"] = f"({' | '.join(call)}) {tail}"
-        rules["unit"] = f"{begin} call {f'({separator} call)*' if form.is_list and self.parallel else ''} {end} {closing}"
-        more = f"({separator} {opening} unit)*" if self.parallel and not form.is_list else ""
+        call = [self._call(number, name, schema, rules, open_objects, relaxed) for number, (name, schema) in enumerate(self.functions)]
+        times = f"{{0,{MAX_CALLS - 1}}}"
+        several = f"({separator} call){times}" if form.is_list and self.parallel else ""
+        more = f"({separator} {opening} unit){times}" if self.parallel and not form.is_list else ""
         stop = f"({' | '.join(map(_written, form.stops))})?" if form.stops else ""
-        rules["start"] = f"{'' if self.opened else opening} unit {more} {stop}"
+        rules["call"] = f"({' | '.join(call)}) {tail}"
+        rules["unit"] = f"{begin} call {several} {end} {closing}"
+        rules["calls"] = f"{'' if self.opened else opening} unit {more} {stop}"
+        rules["start"] = "calls | @text" if self.text else "calls"
         return "\n".join(f"{name}: {text}" for name, text in rules.items())
 
-    def _call(self, number: int, name: str, schema: Node, rules: dict[str, str], open_objects: bool) -> str:
+    def _call(
+        self,
+        number: int,
+        name: str,
+        schema: Node,
+        rules: dict[str, str],
+        open_objects: bool,
+        relaxed: list[str],
+    ) -> str:
         """A call without its tail."""
-        try:
-            prepared = json_schema.prepare(schema, open_objects)
-            if prepared.setdefault("type", "object") != "object":
-                raise SchemaError("has another type than object")
-            if self.form.quote:
-                if problem(prepared):
-                    raise SchemaError("is no JSON Schema, has a pattern that is not supported, or cannot be satisfied by anything")
-                arguments = RuleWriter(prepared, _written(self.form.quote), f"f{number}_", rules).value(prepared)
-            else:
-                arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"
-        except SchemaError as error:
-            raise SchemaError(f"holds the function {name}, whose schema {error}") from None
+
+        def cannot(at: str, value: Any, why: str) -> None:
+            relaxed.append(f"{name}{at.removeprefix('#')}")
+
+        if _types(schema) != ["object"]:
+            if "object" not in _types(schema):
+                cannot("#/type", schema["type"], "arguments are an object")
+            schema = schema | {"type": "object"}
+        is_json = not self.form.quote
+        for followed in (schema, {"type": "object"}):
+            try:
+                prepared = json_schema.prepare(followed, open_objects, cannot, is_json)
+                if is_json:
+                    prepared = _satisfiable(prepared, cannot)
+                    arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"
+                else:
+                    quote, prefix = _written(self.form.quote), f"f{number}_"
+                    writer = RuleWriter(prepared, quote, prefix, rules, cannot)
+                    arguments = writer.value(prepared)
+                break
+            except (Unsatisfiable, RecursionError):
+                cannot("#", schema, "no value satisfies it, or it is nested too deeply")
         rules[f"arguments_{number}"] = arguments
         return f"{json.dumps(self.form.before + name + self.form.after)} arguments_{number}"
+
+
+def _types(schema: Node) -> list[Any]:
+    given = schema.get("type", "object")
+    return given if isinstance(given, list) else [given]
+
+
+def _satisfiable(prepared: Node, cannot: json_schema.Cannot) -> Node:
+    """The schema without the properties that llguidance cannot follow, or that no value has."""
+    if not json_schema.problem(prepared):
+        return prepared
+    definitions = json_schema.ANYTHING["$defs"] | prepared.get("$defs", {})
+    properties = prepared.get("properties", {})
+    prepared["$defs"] = definitions
+    for name, item in properties.items():
+        if item is not False and json_schema.problem(item | {"$defs": definitions}):
+            cannot(f"#/properties/{name}", item, "no value satisfies it")
+            properties[name] = {"$ref": json_schema.ANYTHING["$ref"]}
+    if json_schema.problem(prepared):
+        raise Unsatisfiable
+    return prepared
 
 
 def _written(mark: Mark) -> str:

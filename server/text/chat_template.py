@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from server.errors import ConfigurationError, InvalidRequest
 from server.text.codec import TextCodec
-from server.text.conversation import ChatInput
+from server.text.conversation import ChatInput, names_tools
 
 log = logging.getLogger("onehead.chat")
 
@@ -146,12 +146,10 @@ class ChatTemplate:
                 raise InvalidRequest(f"`chat_template_kwargs`: the model's chat template has no {name!a}", param="chat_template_kwargs")
         tokens: dict[str, Any] = {key: files.special_token(key) or "" for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
         end = _nonce() if given.continues else ""
-        messages = given.adapted(files.chat_template)
-        messages[-1] = messages[-1] | {"content": messages[-1]["content"] + end}
-        variables = {"messages": messages, "tools": given.tools or None, "documents": None, **tokens, **given.variables}
+        variables = {"tools": given.tools or None, "documents": None, **tokens, **given.variables}
+        variables["add_generation_prompt"] = given.add_generation_prompt
         try:
-            prompt = self.compiled.render(variables, add_generation_prompt=given.add_generation_prompt)
-            prompt.encode()  # A lone surrogate cannot be tokenized.
+            prompt = self._written(given, files.chat_template, variables, end)
         except Refusal as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
         except MemoryError:
@@ -167,6 +165,24 @@ class ChatTemplate:
         if len(prompt) > MAX_PROMPT_CHARS:
             raise InvalidRequest(f"the messages make a prompt of more than {MAX_PROMPT_CHARS} characters", param="messages")
         return prompt
+
+    def _written(self, given: ChatInput, source: str, variables: dict[str, Any], end: str) -> str:
+        """The text that the template writes. Calls and results become text where it names none, or
+        fails with them. `end`: what the last message's text ends with.
+        """
+        messages = given.adapted(source)
+        messages[-1] = messages[-1] | {"content": messages[-1]["content"] + end}
+        try:
+            prompt = self.compiled.render(variables | {"messages": messages})
+            prompt.encode()  # A lone surrogate cannot be tokenized.
+            return prompt
+        except MemoryError:
+            raise
+        except Exception:
+            plain = "tools" if names_tools(source) else ""
+            if source == plain or not given.has_calls:
+                raise
+            return self._written(given, plain, variables, end)
 
 
 class GenerationTag(Extension):

@@ -4,6 +4,7 @@ Invariant: roles are fixed words; all else is text of clients, and is changed as
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,13 @@ class ChatInput(msgspec.Struct, frozen=True):
     """Further variables of the template."""
     continues: bool = False
     """Whether the prompt ends with the text of the last message."""
+    describes: bool = True
+    """Whether tools are described to the model by a message where the template does not write them."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether messages hold calls or their results."""
+        return any(message["role"] == "tool" or "tool_calls" in message for message in self.messages)
 
     def changed(self, change: Callable[[str], str]) -> "ChatInput":
         """The input with all of its texts changed but the roles of messages."""
@@ -30,22 +38,27 @@ class ChatInput(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, messages=messages, tools=tools, variables=variables)
 
     def adapted(self, source: str) -> list[Message]:
-        """The messages for a template. Where its source does not name `developer`, that role is `system`. Where it names no tools, they
-        are described at the beginning of the conversation, calls are written as JSON, and their results are messages of the user.
+        """The messages for a template. Where its source does not name `developer`, that role is
+        `system`. What it does not name of tools, calls and results becomes text: tools are described at
+        the beginning of the conversation, calls are written as JSON, results are messages of the user.
         """
         messages = self.messages[:]
         if "developer" not in source:
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
-        if "tool" in source or not (self.tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)):
+        tools = [] if names_tools(source) or not self.describes else self.tools
+        calls = "tool_calls" not in source
+        results = calls and not re.search("[\"']tool[\"']", source)
+        if not tools and not (calls and self.has_calls):
             return messages
         plain: list[Message] = []
-        for role, content in map(_without_tools, messages):
-            if plain and plain[-1]["role"] == role:
-                plain[-1]["content"] += f"\n\n{content}"
+        for message in messages:
+            changed = _without_tools(message, results) if calls else message
+            if calls and plain and plain[-1]["role"] == changed["role"] != "tool":
+                plain[-1] |= {"content": f"{plain[-1]['content']}\n\n{changed['content']}"}
             else:
-                plain.append({"role": role, "content": content})
-        if self.tools:
-            plain[0]["content"] = f"{_described(self.tools)}\n\n{plain[0]['content']}"
+                plain.append(dict(changed))
+        if tools:
+            plain[0] |= {"content": f"{_described(tools)}\n\n{plain[0]['content']}"}
         return plain
 
 
@@ -65,12 +78,20 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _without_tools(message: Message) -> tuple[str, str]:
+def names_tools(source: str) -> bool:
+    """Whether a template writes the tools that it is given."""
+    return re.search(r"\btools\b", source) is not None
+
+
+def _without_tools(message: Message, results: bool) -> Message:
     role, content = message["role"], message["content"]
-    if role == "tool":
-        return "user", f"Result of {message.get('name', 'a call')}:\n{content}"
+    if role == "tool" and results:
+        text = f"Result of {message.get('name', 'a call')}:\n{content}"
+        return {"role": "user", "content": text}
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return role, "\n".join(filter(None, (content, json.dumps(calls, ensure_ascii=False) if calls else "")))
+    written = json.dumps(calls, ensure_ascii=False) if calls else ""
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return others | {"content": "\n".join(filter(None, (content, written)))}
 
 
 def _described(tools: list[dict[str, Any]]) -> str:

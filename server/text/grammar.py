@@ -11,10 +11,12 @@ import re
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
+from msgspec.structs import replace
 
 from server import guidance
 from server.text import json_schema
 from server.text.call_grammar import CallRules
+from server.text.jobs import Compiled
 
 TRIED_PATHS = 4
 TRIED_TOKENS = 16
@@ -28,15 +30,45 @@ class GrammarCompiler:
         self.tokenizer = tokenizer
         self._open_objects = open_objects
 
-    def compile(self, kind: str, source: str) -> str:
+    def compile(self, kind: str, source: str) -> Compiled:
         """The grammar for protocol.Submit. Raises ValueError with a message for the client."""
         if self.tokenizer is None:
             raise ValueError("is not supported: this model's tokenizer cannot be used for structured output")
+        if kind == "calls":
+            return self._calls(msgspec.json.decode(source, type=CallRules), self.tokenizer)
         grammar = _grammar(kind, source, self._open_objects)
         problem = _check(grammar, self.tokenizer)
         if problem is not None:
             raise ValueError(problem)
-        return grammar
+        return Compiled(grammar)
+
+    def _calls(self, rules: CallRules, tokenizer: LLTokenizer) -> Compiled:
+        """The grammar of calls. A function whose schema cannot be followed at all takes any object."""
+        compiled = self._written(rules)
+        problem = _check(compiled.grammar, tokenizer)
+        if problem is None:
+            return compiled
+        functions, refused = [], []
+        for name, schema in rules.functions:
+            alone = replace(rules, functions=[(name, schema)], text=None)
+            if _check(self._written(alone).grammar, tokenizer) is None:
+                functions.append((name, schema))
+            else:
+                functions.append((name, {"type": "object"}))
+                refused.append(name)
+        compiled = self._written(replace(rules, functions=functions))
+        if not refused or _check(compiled.grammar, tokenizer) is not None:
+            raise ValueError(problem)
+        return replace(compiled, relaxed=compiled.relaxed + refused)
+
+    def _written(self, rules: CallRules) -> Compiled:
+        relaxed: list[str] = []
+        grammar = LLMatcher.grammar_from_lark(rules.lark(self._open_objects, relaxed))
+        if rules.text:
+            (text,) = json.loads(_grammar(*rules.text, self._open_objects))["grammars"]
+            (calls,) = json.loads(grammar)["grammars"]
+            grammar = json.dumps({"grammars": [calls, text | {"name": "text"}]})
+        return Compiled(grammar, [*dict.fromkeys(relaxed)])
 
 
 def _grammar(kind: str, text: str, open_objects: bool) -> str:
@@ -44,8 +76,6 @@ def _grammar(kind: str, text: str, open_objects: bool) -> str:
     try:
         if kind == "json":
             text = json.dumps(json_schema.prepare(json_schema.parse(text), open_objects), allow_nan=False)
-        if kind == "calls":
-            return LLMatcher.grammar_from_lark(msgspec.json.decode(text, type=CallRules).lark(open_objects))
     except json.JSONDecodeError:
         raise ValueError("is a text that is not JSON") from None
     except RecursionError:
@@ -98,4 +128,4 @@ def _client_message(error: str) -> str:
         return "is not a regular expression that can be followed; look-around and back-references are not supported"
     if "nsatisfiable" in error:
         return "cannot be satisfied by anything"
-    return "cannot be compiled"
+    return f"cannot be compiled: {ascii(' '.join(error.split())[:120])[1:-1]}"

@@ -251,10 +251,19 @@ class Fill(Job, frozen=True):
         return texts.fim.fill(self.prefix, self.suffix, self.heal, self.extra, self.field, self.begun)
 
 
+class Compiled(msgspec.Struct, frozen=True):
+    """A grammar for protocol.Submit. `relaxed`: places of keywords in the schemas of tools that it does
+    not follow, each of which begins with the function's name.
+    """
+
+    grammar: str
+    relaxed: list[str] = []
+
+
 class CompileGrammar(Job, frozen=True):
     """The grammar of a constraint, compiled and tried."""
 
-    Result = str
+    Result = Compiled
     option = "grammar_timeout"
     needs_grammars = True
 
@@ -267,7 +276,7 @@ class CompileGrammar(Job, frozen=True):
     def num_chars(self) -> int:
         return len(self.source)
 
-    def run(self, texts: Texts) -> str:
+    def run(self, texts: Texts) -> Any:
         try:
             return texts.compiler.compile(self.kind, self.source)
         except ValueError as error:

@@ -1,27 +1,42 @@
-"""Prepares JSON schemas for llguidance: rewrites keywords that it does not follow exactly, or refuses them with keyword, value and place.
+"""Prepares JSON schemas for llguidance: keeps the keywords that it follows, and refuses or leaves
+out those that it does not, by keyword, value and place.
 
-An object that names properties and leaves out `additionalProperties` is closed: it gets `additionalProperties` false, unless it is
-combined with other schemas, or is the target of a $ref that is. A oneOf with exclusive branches becomes an anyOf. An unknown format is not
-enforced, as in the standard. Invariant: every value that satisfies the prepared schema satisfies the given one. No I/O.
+An object that names properties and leaves out `additionalProperties` is closed: it gets
+`additionalProperties` false, unless it is combined with other schemas. A oneOf with exclusive
+branches becomes an anyOf. An unknown format is not enforced, as in the standard, and annotations are
+left out. Numbers have at most 16 digits, and values of any kind a bounded depth. Invariant: every
+value that satisfies the prepared schema satisfies the given one but for what was left out. No I/O.
 """
 
 import json
 import math
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from llguidance import LLMatcher
+
 MAX_MULTIPLE = 1000
-"""Largest multipleOf without its decimal point (0.25 counts as 25): the lexer has a state for each remainder."""
+"""Largest multipleOf without its decimal point (0.25 counts as 25): the lexer has a state for each
+remainder."""
 MAX_BRANCHES = 64
 """Largest number of branches of a oneOf: each pair of them is compared."""
+MAX_ANY_DEPTH = 8
+"""Levels of arrays and objects in a value that has no schema."""
 GUIDANCE: Any = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
-"""llguidance's options: models may write flexible whitespace without end; a key with \\u would not be compared with declared ones."""
+"""llguidance's options: models may write flexible whitespace without end; a key with \\u would not be
+compared with declared ones."""
 EXACT = 2**53
 """llguidance reads numbers as floats, which represent integers exactly only below this."""
-_EXACT = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+MAX_INTEGER = 9 * 10**18
+"""Largest integer of a schema without bounds: it has 64 bits."""
+_LENIENT: Any = {"lenient": True}
+_EXACT = (
+    *("const", "enum", "minimum", "maximum"),
+    *("exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+)
 _INNER = ("items", "prefixItems", "additionalItems", "additionalProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 _FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -29,19 +44,129 @@ _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
+    r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Formats as regular expressions: llguidance's own allow 29 February in any year and a leap second in any minute."""
+"""Formats as regular expressions: llguidance's own allow 29 February in any year and a leap second in
+any minute."""
 _DIGITS = "-0123456789"
-_BEGINNINGS = {"null": "n", "boolean": "tf", "integer": _DIGITS, "number": _DIGITS, "string": '"', "array": "[", "object": "{"}
+_BEGINNINGS = {
+    "null": "n",
+    "boolean": "tf",
+    "integer": _DIGITS,
+    "number": _DIGITS,
+    "string": '"',
+    "array": "[",
+    "object": "{",
+}
 """Type -> the first characters of its values in JSON."""
-
 
 Node = dict[str, Any]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    key: (words, fits)
+    for keys, words, fits in (
+        (
+            "type",
+            f"one of {', '.join(_BEGINNINGS)}, or a list of these",
+            lambda value: (
+                bool(value)
+                and all(isinstance(name, str) and name in _BEGINNINGS for name in (value if isinstance(value, list) else [value]))
+            ),
+        ),
+        ("const", "a value", lambda value: True),
+        ("enum allOf anyOf oneOf", "a list with items", lambda v: isinstance(v, list) and bool(v)),
+        ("prefixItems", "a list", lambda value: isinstance(value, list)),
+        ("items", "a schema", lambda value: isinstance(value, dict | bool | list)),
+        (
+            "additionalProperties additionalItems",
+            "a schema",
+            lambda value: isinstance(value, dict | bool),
+        ),
+        ("properties patternProperties", "an object", lambda value: isinstance(value, dict)),
+        (
+            "required",
+            "a list of names",
+            lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+        ),
+        ("$ref pattern format", "a text", lambda value: isinstance(value, str)),
+        ("minimum maximum multipleOf", "a number", _is_number),
+        (
+            "exclusiveMinimum exclusiveMaximum",
+            "a number",
+            lambda value: isinstance(value, bool) or _is_number(value),
+        ),
+        (
+            "minLength maxLength minItems maxItems minProperties maxProperties",
+            "an integer of at least 0",
+            lambda value: _is_number(value) and value >= 0 and value % 1 == 0,
+        ),
+    )
+    for key in keys.split()
+}
+"""The keywords that are followed -> their values in words, and whether a value is one."""
+_UNFOLLOWED = frozenset(
+    (
+        "not if uniqueItems contains propertyNames dependentRequired dependentSchemas dependencies "
+        "unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef"
+    ).split()
+)
+"""The standard's other assertions; all other keywords are annotations."""
+_NAMES = ("#/$defs/number", f"#/$defs/any{MAX_ANY_DEPTH}")
+_SCALARS = [{"$ref": _NAMES[0]}, {"type": ["null", "boolean", "string"]}]
+_SHARED: dict[str, Node] = {
+    "number": {
+        "anyOf": [
+            {
+                "type": "number",
+                "multipleOf": 10.0**-places,
+                "exclusiveMinimum": -(10 ** (16 - places)),
+                "exclusiveMaximum": 10 ** (16 - places),
+            }
+            for places in (0, 3, 6, 10)
+        ]
+    }
+} | {
+    f"any{depth}": {
+        "anyOf": [
+            *_SCALARS,
+            {"type": "array", "items": {"$ref": f"#/$defs/any{depth - 1}"}},
+            {"type": "object", "additionalProperties": {"$ref": f"#/$defs/any{depth - 1}"}},
+        ]
+        if depth
+        else _SCALARS
+    }
+    for depth in range(MAX_ANY_DEPTH + 1)
+}
+"""Schemas of numbers with at most 16 digits, and of any value. llguidance's own let a model write
+digits, and open arrays, without end; a multipleOf is what bounds the digits after a point."""
+
+
+ANYTHING: Node = {"$ref": _NAMES[1], "$defs": _SHARED}
+"""The schema of a value of any kind."""
+
+
 class SchemaError(ValueError):
     """A schema that is not supported; the message is for the client."""
+
+
+Cannot = Callable[[str, Any, str], None]
+"""Called with the JSON pointer of a keyword that cannot be followed, its value, and why. Either it
+raises SchemaError, or the keyword is left out."""
+
+
+def refuse(at: str, value: Any, why: str) -> None:
+    """Raises the error for a keyword. `at`: its JSON pointer."""
+    pointer = json.dumps(at)[1:-1]
+    shown = f"{pointer.rpartition('/')[2]} {json.dumps(value)[:40]} at {pointer[-60:]}"
+    raise SchemaError(f"has {shown}: {why}")
 
 
 def _number(text: str) -> float:
@@ -56,107 +181,181 @@ def parse(text: str) -> Any:
     return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
 
 
-def prepare(schema: Any, open_objects: bool) -> Node:
-    """The schema for llguidance. `open_objects`: objects without `additionalProperties` allow further properties. Raises SchemaError."""
+def problem(schema: Any) -> str:
+    """What llguidance says against a schema; empty if there are values that satisfy it."""
+    text, lenient = json.dumps(schema), _LENIENT
+    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text, overrides=lenient))
+
+
+def prepare(schema: Any, open_objects: bool, cannot: Cannot = refuse, is_json: bool = True) -> Node:
+    """The schema for llguidance. `open_objects`: objects without `additionalProperties` allow further
+    properties. `is_json`: values are written as JSON, so numbers and values of any kind get their
+    bounds here. Raises SchemaError.
+    """
     if not isinstance(schema, dict):
         raise SchemaError("must be a JSON schema, which is an object")
-    if "x-guidance" in schema:
-        raise SchemaError("has the key x-guidance, which is not supported")
-    try:
-        return _SchemaRewriter(schema, not open_objects).run()
-    except (AttributeError, LookupError, TypeError):  # A value of the wrong type, such as a list for an object.
-        raise SchemaError("has a keyword with a value of the wrong type, or a reference to nothing") from None
-
-
-def refuse(at: str, value: Any, why: str) -> SchemaError:
-    """The error for a keyword. `at`: its JSON pointer."""
-    pointer = json.dumps(at)[1:-1]
-    return SchemaError(f"has {pointer.rpartition('/')[2]} {json.dumps(value)[:40]} at {pointer[-60:]}: {why}")
+    return _SchemaRewriter(schema, not open_objects, cannot, is_json).run()
 
 
 def target(root: Node, reference: str) -> Any:
-    """The schema that a `$ref` names."""
+    """The schema that a `$ref` names. Raises LookupError, TypeError or ValueError if there is none."""
     node: Any = root
-    for name in unquote(reference).split("/")[1:]:
-        items = {str(i): item for i, item in enumerate(node)} if isinstance(node, list) else node
-        node = items[name.replace("~1", "/").replace("~0", "~")]
+    names = [unquote(name) for name in reference.split("/")]
+    if names[0] != "#":
+        raise LookupError
+    for name in names[1:]:
+        key = int(name) if isinstance(node, list) else name.replace("~1", "/").replace("~0", "~")
+        node = node[key]
     return node
 
 
 class _SchemaRewriter:
-    def __init__(self, root: Node, closing: bool) -> None:
+    def __init__(self, root: Node, closing: bool, cannot: Cannot, is_json: bool) -> None:
         self._root = root
         self._closing = closing
-        self._open_references: set[str] = set()
-        """References to schemas that are combined with others, and so must stay open for the others' properties."""
-        self._known_pointers: set[str] = set()
-        """JSON pointers of all schemas, as references name them."""
-        self._references: dict[str, str] = {}
-        """Reference -> JSON pointer of the place that uses it."""
+        self._cannot = cannot
+        self._any: Node = {"$ref": _NAMES[1]} if is_json else {}
+        self._is_json = is_json
+        self._definitions: dict[tuple[str, bool], str] = {}
+        """Reference, and whether its schema is combined with others -> the definition's name."""
+        self._written: Node = {}
         self._known_forms: dict[int, set[str]] = {}
 
     def run(self) -> Node:
-        # A $ref in a schema that stays open keeps its target open too. Each round finds these one reference further on, four at most.
-        for _ in range(4):
-            num_open = len(self._open_references)
-            prepared: Node = self._schema(self._root, "#", self._closing)
-            if len(self._open_references) == num_open:
-                break
-        for reference, at in self._references.items():
-            if unquote(reference) not in self._known_pointers:
-                raise SchemaError(
-                    f"has a $ref at {json.dumps(at)[1:-1][-60:]} to no schema of its own; nothing is fetched, so give it whole"
-                )
-        return prepared
+        prepared = self._schema(self._root, "#", True)
+        if any(name in json.dumps([prepared, self._written]) for name in _NAMES):
+            self._written |= _SHARED
+        return prepared | ({"$defs": self._written} if self._written else {})  # type: ignore[no-any-return]
 
-    def _schema(self, node: Any, at: str, closing: bool) -> Any:
-        """The prepared form of a schema. `closing`: whether objects without `additionalProperties` are closed."""
+    def _schema(self, node: Any, at: str, alone: bool) -> Any:
+        """The prepared form of a schema. `alone`: it is not combined with others."""
         if not isinstance(node, dict):
-            return node
-        _check(node, at)
-        self._known_pointers.add(at)
-        combined = len(node.get("allOf", ())) + sum(key in node for key in ("anyOf", "oneOf", "$ref", "properties")) > 1
-        closing = closing and not combined and at not in self._open_references
-        if "$ref" in node and not closing:
-            self._open_references.add(node["$ref"])
-        prepared = {key: self._value(key, value, f"{at}/{key}", closing) for key, value in node.items()}
-        if not isinstance(node.get("items"), list):
-            prepared.pop("additionalItems", None)  # It has no meaning then, and makes llguidance ignore prefixItems.
-        besides = [{"anyOf": prepared.pop("oneOf")}] if "oneOf" in node else []
+            if not isinstance(node, bool):
+                self._cannot(at, node, "a schema is an object, true or false")
+            return False if node is False else self._any
+        node = self._followed(node, at)
+        if not node:
+            return self._any
+        applicators = len(node.get("allOf", ())) + len(node.keys() & {"anyOf", "oneOf", "$ref", "properties"})
+        alone = alone and applicators <= 1
+        prepared: Node = {}
+        for key, value in node.items():
+            if (item := self._value(key, value, f"{at}/{key}", alone)) is not None:
+                prepared[key] = item
+        besides = [{"anyOf": prepared.pop("oneOf")}] if "oneOf" in prepared else []
         if (name := prepared.pop("format", None)) in _FORMATS:
             prepared["format"] = name
         elif name in _PATTERNS:
             besides.append({"pattern": _PATTERNS[name]})
-        required = node.get("required", [])
-        if "properties" in node:
-            if not {"type", "const", "enum"} & node.keys():
-                prepared["type"] = "object"
-            if closing and "additionalProperties" not in node:
-                prepared["properties"] |= {name: True for name in required if name not in node["properties"]}
-                prepared["additionalProperties"] = False
-        is_open = prepared.get("additionalProperties") is not False or "patternProperties" in node
-        if is_open and node.get("minProperties", 0) > len(required) + 1:
-            raise refuse(
-                f"{at}/minProperties", node["minProperties"], "it would count names that may repeat; list more names under `required`"
-            )
+        self._finish_object(prepared, at, alone)
+        if self._is_json:
+            besides += self._bounds(prepared, alone and not node.keys() & {*_IN_PLACE, "$ref"})
         return prepared | ({"allOf": prepared.get("allOf", []) + besides} if besides else {})
 
-    def _value(self, key: str, value: Any, at: str, closing: bool) -> Any:
-        """The prepared value of a keyword. `closing` applies to subschemas of the same instance."""
-        if key in _NAMED:
-            escaped = {name: name.replace("~", "~0").replace("/", "~1") for name in value}
-            return {name: self._schema(item, f"{at}/{escaped[name]}", self._closing) for name, item in value.items()}
+    def _followed(self, node: Node, at: str) -> Node:
+        """The keywords of a schema that can be followed."""
+        kept: Node = {}
+        if "$id" in node and at != "#":
+            self._cannot(f"{at}/$id", node["$id"], "only the whole schema may have one")
+        for key, value in node.items():
+            if key in ("unevaluatedProperties", "unevaluatedItems") and not node.keys() & {
+                *("allOf", "anyOf", "oneOf", "$ref", "additionalProperties", "items"),
+                *("additionalItems", "if", "patternProperties", "dependentSchemas"),
+            }:
+                key = {"unevaluatedItems": "items"}.get(key, "additionalProperties")
+            if why := _why_not(key, value, node):
+                self._cannot(f"{at}/{key}", value, why)
+            elif key in _SHAPES and not (key == "required" and isinstance(value, bool)):
+                kept[key] = int(value) if _SHAPES[key][0].startswith("an integer") else value
+        if kept and not isinstance(node.get("items"), list):
+            kept.pop("additionalItems", None)  # It has no meaning then, and hides prefixItems.
+        if "pattern" in kept and problem({"type": "string", "pattern": kept["pattern"]}):
+            why = "it is no regular expression that can be followed: no look-around, no \\1"
+            self._cannot(f"{at}/pattern", kept.pop("pattern"), why)
+        return kept
+
+    def _value(self, key: str, value: Any, at: str, alone: bool) -> Any:
+        """The prepared value of a keyword; None where it is left out."""
+        if key in ("properties", "patternProperties"):
+            return {name: self._schema(item, f"{at}/{_escaped(name)}", True) for name, item in value.items()}
         if key == "$ref":
-            self._references[value] = at
+            return self._reference(value, at, alone)
         if key not in _INNER + _IN_PLACE:
             return value
-        closing = self._closing if key in _INNER else closing
+        if key in _INNER:
+            if not alone and value in (True, {}):
+                return True
+            alone = True
         if not isinstance(value, list):
-            return self._schema(value, at, closing)
-        branches = [self._schema(item, f"{at}/{i}", closing) for i, item in enumerate(value)]
+            return self._schema(value, at, alone)
         if key == "oneOf" and (name := self._discriminator(value, at)):
-            return [{"allOf": [branch], "required": [name]} for branch in branches]
+            value = [self._resolved(item) for item in value]
+            value = [item | {"required": [*item.get("required", ()), name]} if item else item for item in value]
+        branches = [self._schema(item, f"{at}/{i}", alone) for i, item in enumerate(value)]
+        if key == "allOf":
+            return [branch for branch in branches if branch != self._any] or None
         return branches
+
+    def _reference(self, reference: str, at: str, alone: bool) -> str | None:
+        """The new name of a reference's target; None if there is none."""
+        key = unquote(reference), alone
+        if key not in self._definitions:
+            try:
+                node = target(self._root, reference)
+            except (LookupError, TypeError, ValueError):
+                why = "no schema of its own has this place; nothing is fetched, so give it whole"
+                self._cannot(at, reference, why)
+                return None
+            self._definitions[key] = name = f"d{len(self._definitions)}"
+            prepared = self._schema(node, key[0], alone)
+            self._written[name] = prepared if prepared is False else {"$comment": key[0], **prepared}
+        return f"#/$defs/{self._definitions[key]}"
+
+    def _finish_object(self, prepared: Node, at: str, alone: bool) -> None:
+        """Closes an object, and checks the keywords about its properties together."""
+        required = prepared.get("required", [])
+        if "properties" in prepared:
+            if not {"type", "const", "enum"} & prepared.keys():
+                prepared["type"] = "object"
+            if alone and self._closing and "additionalProperties" not in prepared:
+                names = {name: True for name in required if name not in prepared["properties"]}
+                prepared["properties"] |= {name: self._any for name in names}
+                prepared["additionalProperties"] = False
+        patterns = prepared.get("patternProperties", {})
+        if problem({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}):
+            why = "its regular expressions overlap, or cannot be followed"
+            self._cannot(f"{at}/patternProperties", prepared.pop("patternProperties"), why)
+            prepared["additionalProperties"] = {"anyOf": [*patterns.values()]}
+        is_open = prepared.get("additionalProperties") is not False or patterns
+        optional = prepared.get("properties", {}).keys() - {*required}
+        for key in ("minProperties", "maxProperties"):
+            if key not in prepared:
+                continue
+            least = prepared[key] if key == "minProperties" else 0
+            if is_open and least > len(required) + 1:
+                why = "it would count names that may repeat; list more names under `required`"
+            elif optional and (least > len(required) or key == "maxProperties"):
+                if not is_open and prepared[key] == len(required) + 1:
+                    continue
+                why = "minProperties or maxProperties need all properties to be required"
+            else:
+                continue
+            self._cannot(f"{at}/{key}", prepared.pop(key), why)
+
+    def _bounds(self, prepared: Node, alone: bool) -> list[Node]:
+        """Bounds what could be written without end: numbers, and values of any kind. Returns schemas
+        to be combined with this one.
+        """
+        if prepared.keys() & {"const", "enum"}:
+            return []
+        names = {*([given] if isinstance(given := prepared.get("type", []), str) else given)}
+        if not names:
+            return [self._any] if alone else []
+        if alone and "object" in names:
+            prepared.setdefault("additionalProperties", self._any)
+        if alone and "array" in names and not isinstance(prepared.get("items"), list):
+            prepared.setdefault("items", self._any)
+        return _bounded_digits(prepared, names) if names & {"number", "integer"} else []
 
     def _resolved(self, node: Any) -> Node:
         """Follows a chain of references to a schema; an empty one for true and false."""
@@ -166,27 +365,70 @@ class _SchemaRewriter:
         return node if isinstance(node, dict) else {}
 
     def _discriminator(self, nodes: list[Any], at: str) -> str:
-        """The property whose values tell the object branches of a oneOf apart; empty if the branches differ in type. Raises SchemaError if
-        a value could satisfy two branches.
-        """
+        """The property whose values tell the object branches of a oneOf apart; empty if the branches
+        differ in type, or a value could satisfy two branches."""
         if len(nodes) > MAX_BRANCHES:
-            raise refuse(at, len(nodes), f"at most {MAX_BRANCHES} branches are supported; use anyOf")
+            why = f"at most {MAX_BRANCHES} branches are supported; use anyOf"
+            self._cannot(at, len(nodes), why)
+            return ""
+        try:
+            key, overlap = self._compared(nodes)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            key, overlap = "", True
+        if overlap:
+            why = "one value could satisfy two branches; use anyOf, or give each branch a property with its own const"
+            self._cannot(at, nodes, why)
+        return key
+
+    def _compared(self, nodes: list[Any]) -> tuple[str, bool]:
         forms = [self._forms(node) for node in nodes]
         objects = [self._resolved(node).get("properties", {}) for node, form in zip(nodes, forms, strict=True) if form == {"{"}]
         key = ""
         if len(objects) > 1:
-            key = next((name for name in objects[0] if not _overlap([self._forms(properties.get(name)) for properties in objects])), "")
-        if _overlap([form for form in forms if form != {"{"} or not key] + [{"{"}] * bool(key)):
-            raise refuse(at, nodes, "one value could satisfy two branches; use anyOf, or give each branch a property with its own const")
-        return key
+            key = next(
+                (name for name in objects[0] if not _overlap([self._forms(properties.get(name)) for properties in objects])),
+                "",
+            )
+        others = [form for form in forms if form != {"{"} or not key]
+        return key, _overlap(others + [{"{"}] * bool(key))
 
     def _forms(self, node: Any) -> set[str]:
-        """The forms of a schema, by which `_overlap` compares it with others: the JSON text and ";" of each value that const or enum
-        lists; for any other schema the first characters that the JSON of its values can have. Cached.
+        """The forms of a schema, by which `_overlap` compares it with others: the JSON text and ";" of
+        each value that const or enum lists; for any other schema the first characters that the JSON of
+        its values can have. Cached.
         """
         if id(node) not in self._known_forms:
             self._known_forms[id(node)] = _written_forms(self._resolved(node))
         return self._known_forms[id(node)]
+
+
+def number(bounds: Node) -> Node:
+    """The schema of a number or an integer with these keywords, whose values have few digits."""
+    prepared = dict(bounds)
+    besides = _bounded_digits(prepared, {prepared["type"]})
+    return prepared | ({"allOf": besides, "$defs": _SHARED} if besides else {})
+
+
+def _bounded_digits(prepared: Node, names: set[str]) -> list[Node]:
+    low, high = (
+        [prepared[key] for key in keys if _is_number(prepared.get(key))]
+        for keys in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+    )
+    if "number" in names and "multipleOf" not in prepared:
+        if low and high and max(low) + 1e-9 > min(high):
+            return []  # Between them there may be no number of few digits.
+        others = sorted(names - {"number", "integer"})
+        bounded = {"$ref": _NAMES[0]}
+        return [{"anyOf": [bounded, {"type": others}]} if others else bounded]
+    if not low:
+        prepared["minimum"] = -MAX_INTEGER
+    if not high:
+        prepared["maximum"] = MAX_INTEGER
+    return []
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _zero(text: str) -> float:
@@ -197,10 +439,12 @@ def _zero(text: str) -> float:
 def _written_forms(node: Node) -> set[str]:
     """The forms (see `_forms`) of a schema that is not a reference."""
     if {"const", "enum"} & node.keys():
-        values = json.loads(json.dumps(node.get("enum", [node.get("const")])), parse_int=_zero, parse_float=_zero)
+        listed = json.dumps(node.get("enum", [node.get("const")]))
+        values = json.loads(listed, parse_int=_zero, parse_float=_zero)
         return {json.dumps(value, sort_keys=True) + ";" for value in values}
     types = node.get("type", [*_BEGINNINGS])
-    return {*"".join(_BEGINNINGS[kind] for kind in ([types] if isinstance(types, str) else types))}
+    names = [types] if isinstance(types, str) else types
+    return {*"".join(_BEGINNINGS[kind] for kind in names)}
 
 
 def _overlap(values: list[set[str]]) -> bool:
@@ -214,21 +458,48 @@ def _overlap(values: list[set[str]]) -> bool:
     return False
 
 
-def _check(node: Node, at: str) -> None:
-    """Raises SchemaError for keyword values that llguidance would read as other values."""
-    if "$id" in node and at != "#":
-        raise refuse(f"{at}/$id", node["$id"], "only the whole schema may have one")
-    for key in node.keys() & {*_EXACT}:
-        text, numbers = json.dumps(node[key], ensure_ascii=False), list[str]()
-        json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
-        if any(abs(float(number)) >= EXACT for number in numbers):
-            raise refuse(f"{at}/{key}", node[key], f"numbers from {EXACT} on are not exact; use a text, or leave the bound out")
-        if re.search(r"(?<!\\)(?:\\\\)*\\u00|\x7f", text):
-            raise refuse(f"{at}/{key}", node[key], "it holds a control character, which cannot be generated")
-    if multiple := abs(node.get("multipleOf", 0)):
-        scaled, digits = float(multiple), 0
-        while scaled % 1:
-            scaled, digits = scaled * 10, digits + 1
-        # llguidance computes the digits in this way; if that gives another number than the given one, it would enforce the other.
-        if scaled > MAX_MULTIPLE or Decimal(scaled) != Decimal(str(multiple)).scaleb(digits):
-            raise refuse(f"{at}/multipleOf", multiple, f"only numbers whose digits make up to {MAX_MULTIPLE} are supported")
+def _why_not(key: str, value: Any, node: Node) -> str:
+    """Why a keyword cannot be followed; empty if it can, or asserts nothing."""
+    if key in _UNFOLLOWED:
+        return "it cannot be followed; leave it out" if _asserts(key, value, node) else ""
+    if key not in _SHAPES or (key == "required" and isinstance(value, bool)):
+        return ""  # In drafts 3 and older, which some libraries write, `required` is a boolean.
+    words, fits = _SHAPES[key]
+    if not fits(value):
+        return f"it must be {words}"
+    if key not in _EXACT:
+        return ""
+    text, numbers = json.dumps(value, ensure_ascii=False), list[str]()
+    json.loads(text, parse_int=numbers.append, parse_float=numbers.append)
+    if any(abs(float(number)) >= EXACT for number in numbers):
+        return f"numbers from {EXACT} on are not exact; use a text, or leave the bound out"
+    if re.search(r"(?<!\\)(?:\\\\)*\\u00|\x7f", text):
+        return "it holds a control character, which cannot be generated"
+    return _why_not_multiple(abs(value)) if key == "multipleOf" else ""
+
+
+def _why_not_multiple(multiple: float) -> str:
+    scaled, digits = float(multiple), 0
+    while scaled % 1:
+        scaled, digits = scaled * 10, digits + 1
+    # llguidance computes the digits in this way; if that gives another number than the given one, it
+    # would enforce the other.
+    exact = Decimal(scaled) == Decimal(str(multiple)).scaleb(digits)
+    if 0 < scaled <= MAX_MULTIPLE and exact:
+        return ""
+    return f"only numbers whose digits make up to {MAX_MULTIPLE} are supported"
+
+
+def _asserts(key: str, value: Any, node: Node) -> bool:
+    """Whether a keyword of `_UNFOLLOWED` forbids any value."""
+    if key == "if":
+        return bool({"then", "else"} & node.keys())
+    if key in ("not", "uniqueItems"):
+        return value is not False
+    if key == "contains":
+        return node.get("minContains") != 0 or "maxContains" in node
+    if isinstance(value, dict):
+        if key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            return any(item not in ([], {}, True) for item in value.values())
+        return any(name in _UNFOLLOWED or (name in _SHAPES and (name, item) != ("type", "string")) for name, item in value.items())
+    return value is not True

@@ -1,8 +1,10 @@
-"""Rules of a Lark grammar for arguments that are not written as JSON: texts stand between two marks, and keys are bare.
+"""Rules of a Lark grammar for arguments that are not written as JSON: texts stand between two marks,
+and keys are bare.
 
-That is how FunctionGemma and Gemma 4 write them: {city:<escape>Rome<escape>,days:3,units:[true]}, with the keys in the order of Jinja's
-dictsort. It reads schemas that server.text.json_schema has prepared. Invariant: what a rule matches satisfies its schema, which may allow
-more; a keyword that it does not follow is refused. `format` is an annotation here, as in the standard.
+That is how FunctionGemma and Gemma 4 write them: {city:<escape>Rome<escape>,days:3,units:[true]}, with
+the keys in the order of Jinja's dictsort. It reads schemas that server.text.json_schema has prepared.
+Invariant: what a rule matches satisfies its schema, which may allow more, but for the keywords that
+`cannot` was told. `format` is an annotation here, as in the standard.
 """
 
 import json
@@ -10,28 +12,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from llguidance import LLMatcher, regex_to_lark
+from llguidance import regex_to_lark
 
-from server.text.json_schema import GUIDANCE, Node, refuse, target
+from server.text.json_schema import GUIDANCE, MAX_ANY_DEPTH, Cannot, Node, number, problem, target
 
-ANNOTATIONS = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "format",
-        "nullable",
-        "$schema",
-        "$id",
-        "$comment",
-        "$defs",
-        "definitions",
-        "deprecated",
-        "readOnly",
-    ]
-)
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 OF_TYPES = {
     "string": ("minLength", "maxLength", "pattern"),
@@ -43,51 +27,66 @@ OF_TYPES = {
     "object": ("properties", "required", "additionalProperties"),
 }
 """The keywords that are followed, by the type that they are about."""
-KEYWORDS = frozenset(("type", "enum", "const", "anyOf", *(name for names in OF_TYPES.values() for name in names)))
-_KEY = re.compile(r'[^\s:,{}\[\]<>"|\\]+')
+FOLLOWED = frozenset(("type", "enum", "const", "anyOf", *(name for names in OF_TYPES.values() for name in names)))
+_IGNORED = {"$comment", "$defs", "format"}
+_KEY = re.compile(r'[^:,{}\[\]<>"|\\\x00-\x1f]+')
+
+
+class Unsatisfiable(Exception):
+    """No value satisfies a schema."""
 
 
 class RuleWriter:
-    """Adds the rules of one schema to `rules`, whose names begin with `prefix`. `quote`: what encloses texts, in Lark."""
+    """Adds the rules of one schema to `rules`, whose names begin with `prefix`. `quote`: what encloses
+    texts, in Lark.
+    """
 
-    def __init__(self, root: Node, quote: str, prefix: str, rules: dict[str, str]) -> None:
+    def __init__(self, root: Node, quote: str, prefix: str, rules: dict[str, str], cannot: Cannot) -> None:
         self._root = root
         self._quote = quote
         self._prefix = prefix
         self._rules = rules
+        self._cannot = cannot
         self._references: dict[str, str] = {}
 
     def value(self, node: Any, at: str = "#") -> str:
-        """The expression of what satisfies a schema. `at`: its JSON pointer. Raises SchemaError."""
-        if isinstance(node, list):
-            raise refuse(at, node, "only one schema for all items is supported")
+        """The expression of what satisfies a schema. `at`: its JSON pointer. Raises Unsatisfiable."""
         if node is False:
-            raise refuse(at, node, "no value satisfies it")
-        if node is True or not node.keys() - ANNOTATIONS:
-            return self._any()
-        if "$ref" in node and not node.keys() - ANNOTATIONS - {"$ref"}:
+            raise Unsatisfiable
+        if node is True or not node.keys() - _IGNORED:
+            return self._any(MAX_ANY_DEPTH)
+        if "$ref" in node and not node.keys() - _IGNORED - {"$ref"}:
             return self._reference(node["$ref"])
         node = self._merged(node, at)
-        for name in sorted(node.keys() - ANNOTATIONS - KEYWORDS):
-            raise refuse(f"{at}/{name}", node[name], "calls in this model's format cannot be held to it; leave it out")
+        for name in sorted(node.keys() - FOLLOWED):
+            self._cannot(f"{at}/{name}", node.pop(name), "this model's format cannot follow it")
         if "enum" in node or "const" in node:
-            values = [value for value in node.get("enum", [node.get("const")]) if self._takes(node, value)]
-            if not values:
-                raise refuse(at, node, "no value satisfies it")
+            values = [v for v in node.get("enum", [node.get("const")]) if self._takes(node, v)]
             return _either(map(self._literal, values))
         if "anyOf" in node:
             rest = {name: value for name, value in node.items() if name != "anyOf"}
-            bare = not rest.keys() - ANNOTATIONS
-            branches = enumerate(node["anyOf"])
-            return _either(self.value(branch if bare else {"allOf": [branch, rest]}, f"{at}/anyOf/{i}") for i, branch in branches)
+            branches = [{"allOf": [branch, rest]} if rest else branch for branch in node["anyOf"]]
+            return self._first_of(branches, f"{at}/anyOf")
         types = _types(node)
-        return _either(self._typed(kind, node, at) for kind in sorted(types - ({"integer"} if "number" in types else set())))
+        kinds = sorted(types - ({"integer"} if "number" in types else set()))
+        return _either(self._typed(kind, node, at) for kind in kinds)
+
+    def _first_of(self, branches: list[Any], at: str) -> str:
+        """The expression of what satisfies one of several schemas, without those that nothing does."""
+        written = []
+        for i, branch in enumerate(branches):
+            try:
+                written.append(self.value(branch, f"{at}/{i}"))
+            except Unsatisfiable:
+                continue
+        return _either(written)
 
     def _takes(self, node: Node, value: Any) -> bool:
-        """Whether a value that the `enum` or `const` of a schema lists satisfies the other keywords."""
-        others = {name: item for name, item in node.items() if name != "enum"}
-        definitions = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
-        return not problem(definitions | {"allOf": [others, {"const": value}]})
+        """Whether a value that the `enum` or `const` of a schema lists satisfies its other keywords, and
+        can be written."""
+        others = {name: item for name, item in node.items() if name not in ("enum", "const")}
+        definitions = {"$defs": self._root["$defs"]} if "$defs" in self._root else {}
+        return _is_writable(value) and (not others or not problem(definitions | {"allOf": [others, {"const": value}]}))
 
     def _rule(self, text: str, terminal: bool = False) -> str:
         name = f"{self._prefix}{len(self._rules)}"
@@ -95,20 +94,27 @@ class RuleWriter:
         self._rules[name] = text
         return name
 
-    def _any(self) -> str:
-        if "any" not in self._rules:
-            self._rules["ANY_KEY"] = "/[A-Za-z_][0-9A-Za-z_]*/"
-            self._rules["any"] = (
-                f"{self._quote} /(?s:.*)/ {self._quote} | {_json({'type': ['number', 'boolean', 'null']})} | "
-                '"[" (any ("," any)*)? "]" | "{" (any_pair ("," any_pair)*)? "}"'
-            )
-            self._rules["any_pair"] = 'ANY_KEY ":" any'
-        return "any"
+    def _any(self, depth: int) -> str:
+        """The rule of any value with at most `depth` levels of arrays and objects."""
+        name = f"any{depth}"
+        if name not in self._rules:
+            self._rules["ANY_KEY"] = "/[A-Za-z_][0-9A-Za-z_]{0,63}/"
+            types = ("number", "boolean", "null")
+            scalars = [f"{self._quote} /(?s:.*)/ {self._quote}", *(_json({"type": t}) for t in types)]
+            self._rules[name] = " | ".join(scalars)
+            if depth:
+                inner = self._any(depth - 1)
+                pair = self._rule(f'ANY_KEY ":" {inner}')
+                self._rules[name] += f' | "[" ({inner} ("," {inner})*)? "]"'
+                self._rules[name] += f' | "{{" ({pair} ("," {pair})*)? "}}"'
+        return name
 
     def _reference(self, reference: str) -> str:
         if reference not in self._references:
+            node = target(self._root, reference)
             self._references[reference] = name = self._rule("")
-            self._rules[name] = self.value(target(self._root, reference), reference)
+            at = reference if node is False else node.get("$comment", reference)
+            self._rules[name] = self.value(node, at)
         return self._references[reference]
 
     def _merged(self, node: Any, at: str) -> Node:
@@ -116,22 +122,33 @@ class RuleWriter:
         if isinstance(node, bool):
             return {} if node else {"enum": []}
         others = [target(self._root, node["$ref"])] if "$ref" in node else []
-        parts = [{name: value for name, value in node.items() if name not in ("$ref", "allOf")}]
-        parts += [self._merged(other, at) for other in (*others, *node.get("allOf", ()))]
-        merged: Node = {}
-        for part in parts:
-            for name, value in part.items():
-                if name == "required":
-                    merged[name] = [*merged.get(name, ()), *value]
-                elif merged.get(name, value) == value:
-                    merged[name] = value
-                elif name not in ANNOTATIONS:
-                    raise refuse(f"{at}/{name}", value, "it is combined with another in a way that is not supported")
-        # It is about names beside the properties of its own part.
-        closed = [part for part in parts if part.get("additionalProperties", True) is not True]
-        if any(part.get("properties", {}) != merged.get("properties", {}) for part in closed):
-            raise refuse(f"{at}/additionalProperties", merged["additionalProperties"], "it is combined with properties of another schema")
+        left_out = {*_IGNORED, "$ref", "allOf"}
+        merged = {name: value for name, value in node.items() if name not in left_out}
+        for other in (*others, *node.get("allOf", ())):
+            self._merge(merged, self._merged(other, at), at)
         return merged
+
+    def _merge(self, merged: Node, part: Node, at: str) -> None:
+        for name, value in part.items():
+            if name not in merged or merged[name] == value:
+                merged[name] = value
+            elif name == "required":
+                merged[name] = [*merged[name], *value]
+            elif name == "properties":
+                merged[name] = value | {key: {"allOf": [item, value[key]]} if key in value else item for key, item in merged[name].items()}
+            elif name == "type":
+                merged[name] = sorted(_types({"type": merged[name]}) & _types({"type": value}))
+            elif name in ("anyOf", "enum"):
+                if name == "enum":
+                    merged[name] = [item for item in merged[name] if item in value]
+                else:
+                    merged[name] = [{"allOf": [a, b]} for a in merged[name] for b in value]
+            elif name in ("minLength", "minItems", "minimum", "exclusiveMinimum"):
+                merged[name] = max(merged[name], value)
+            elif name in ("maxLength", "maxItems", "maximum", "exclusiveMaximum"):
+                merged[name] = min(merged[name], value)
+            else:
+                self._cannot(f"{at}/{name}", value, "it is combined with another")
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, str):
@@ -139,7 +156,7 @@ class RuleWriter:
         if isinstance(value, list):
             return f'"[" {_joined(map(self._literal, value))} "]"'
         if isinstance(value, dict):
-            pairs = (f"{json.dumps(_key(name, '#') + ':')} {self._literal(value[name])}" for name in sorted(value, key=str.lower))
+            pairs = (f"{json.dumps(name + ':')} {self._literal(value[name])}" for name in sorted(value, key=str.lower))
             return f'"{{" {_joined(pairs)} "}}"'
         return json.dumps(json.dumps(value))
 
@@ -150,81 +167,120 @@ class RuleWriter:
             return self._array(node, at)
         if kind == "object":
             return self._object(node, at)
-        return _json({"type": kind} | {name: node[name] for name in OF_TYPES[kind] if name in node})
+        bounds = {name: node[name] for name in OF_TYPES[kind] if name in node}
+        if bounds and problem({"type": kind} | bounds):
+            raise Unsatisfiable
+        return _json({"type": kind} | bounds)
 
     def _string(self, node: Node) -> str:
         parts = []
         if "minLength" in node or "maxLength" in node:
             parts.append(f"/(?s:.{{{node.get('minLength', 0)},{node.get('maxLength', '')}}})/")
         if "pattern" in node:
+            string = {name: node[name] for name in OF_TYPES["string"] if name in node}
+            if problem({"type": "string"} | string):
+                raise Unsatisfiable
             pattern: str = regex_to_lark(node["pattern"], "dw")
             start = "" if pattern.startswith("^") else "(?s:.*)"
             end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
-            parts.append(f"/{start}(?:{pattern.removeprefix('^') if not start else pattern}".removesuffix("" if end else "$") + f"){end}/")
-        return f"{self._quote} {self._rule(' & '.join(parts) or '/(?s:.*)/', terminal=True)} {self._quote}"
+            body = pattern if start else pattern.removeprefix("^")
+            parts.append(f"/{start}(?:{body}".removesuffix("" if end else "$") + f"){end}/")
+        text = self._rule(" & ".join(parts) or "/(?s:.*)/", terminal=True)
+        return f"{self._quote} {text} {self._quote}"
 
     def _array(self, node: Node, at: str) -> str:
-        item = self._rule(self.value(node.get("items", True), f"{at}/items"))
         least, most = node.get("minItems", 0), node.get("maxItems")
         if most is not None and most < least:
-            raise refuse(at, node, "no value satisfies it")
+            raise Unsatisfiable
+        items = node.get("items", True)
+        if isinstance(items, list):
+            self._cannot(f"{at}/items", items, "one schema for all items is followed")
+            items = {"anyOf": items} if items else True
+        try:
+            item = self._rule(self.value(items, f"{at}/items")) if most != 0 else ""
+        except Unsatisfiable:
+            if least:
+                raise
+            most = 0
         if most == 0:
             return '"[" "]"'
         # A range cannot end at 0.
-        more = "" if most == 1 else f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+        times = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        more = "" if most == 1 else f'("," {item}){times}'
         return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
     def _object(self, node: Node, at: str) -> str:
         others = node.get("additionalProperties", True)
-        properties = dict.fromkeys(node.get("required", ()), others) | node.get("properties", {})
-        if not properties:
-            if others is False:
-                return '"{" "}"'
-            self._any()
-            pair = self._rule(f'ANY_KEY ":" {self.value(others, f"{at}/additionalProperties")}')
-            return f'"{{" ({pair} ("," {pair})*)? "}}"'
-        return self._listed(properties, frozenset(node.get("required", ())), at)
+        required = node.get("required", ())
+        properties = dict.fromkeys(required, others) | node.get("properties", {})
+        if properties:
+            return self._listed(properties, required, at)
+        try:
+            value = self.value(others, f"{at}/additionalProperties")
+        except Unsatisfiable:
+            return '"{" "}"'
+        self._any(0)
+        pair = self._rule(f'ANY_KEY ":" {value}')
+        return f'"{{" ({pair} ("," {pair})*)? "}}"'
 
-    def _listed(self, properties: Node, required: frozenset[str], at: str) -> str:
-        """An object of these properties and no others. `rest`: what may follow a property; `first`: the properties from it on."""
-        rest, first = "", ""
+    def _listed(self, properties: Node, names: Iterable[str], at: str) -> str:
+        """An object of these properties and no others. `rest`: what may follow a property; `first`: the
+        properties from it on.
+        """
+        rest, first, required = "", "", {*names}
         for name in sorted(properties, key=str.lower, reverse=True):
-            value = self.value(properties[name], f"{at}/properties/{name}")
-            pair = self._rule(f"{json.dumps(_key(name, f'{at}/properties') + ':')} {value}")
+            place = f"{at}/properties/{name}"
+            if not _KEY.fullmatch(name):
+                why = "calls in this model's format take no such name; use letters, digits, _ and -"
+                self._cannot(place, name, why)
+                required.discard(name)
+                continue
+            try:
+                value = self.value(properties[name], place)
+            except Unsatisfiable:
+                if name in required:
+                    raise
+                continue
+            pair = self._rule(f"{json.dumps(name + ':')} {value}")
             begun = f"{pair} {rest}"
             first = begun if name in required or not first else f"{begun} | {first}"
-            rest = self._rule(f'"," {pair} {rest}' if name in required else f'("," {pair})? {rest}')
+            is_required = name in required
+            rest = self._rule(f'"," {pair} {rest}' if is_required else f'("," {pair})? {rest}')
+        if not first:
+            return '"{" "}"'
         body = self._rule(first)
         return f'"{{" {body} "}}"' if required else f'"{{" ({body})? "}}"'
 
 
-def problem(schema: Node) -> str:
-    """What is wrong with a schema, or that nothing satisfies it, in llguidance's words; empty if it is sound but for unknown keywords."""
-    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"lenient": True}))
+def _is_writable(value: Any) -> bool:
+    """Whether the keys of a value can be written bare."""
+    if isinstance(value, dict):
+        return all(_KEY.fullmatch(key) and _is_writable(value[key]) for key in value)
+    return not isinstance(value, list) or all(map(_is_writable, value))
 
 
 def _json(schema: Node) -> str:
     """The expression of numbers, booleans and null, which are written as in JSON."""
+    schema = number(schema) if schema["type"] in ("number", "integer") else schema
     return f"%json {json.dumps(schema | {'x-guidance': GUIDANCE})}"
 
 
-def _key(name: str, at: str) -> str:
-    if not _KEY.fullmatch(name):
-        raise refuse(at, name, "calls in this model's format take no such name of a property; use letters, digits, _ and -")
-    return name
-
-
 def _types(node: Node) -> set[str]:
-    """The types that a schema allows; for one that names none, those that its keywords are about, or all."""
+    """The types that a schema allows; for one that names none, those that its keywords are about, or
+    all.
+    """
     named = node.get("type")
     if named is not None:
-        return {named} if isinstance(named, str) else set(named)
+        types = {named} if isinstance(named, str) else set(named)
+        return types | ({"integer"} if "number" in types else set())
     about = {kind for kind, names in OF_TYPES.items() if node.keys() & {*names}}
     return about or {*OF_TYPES}
 
 
 def _either(alternatives: Iterable[str]) -> str:
     listed = [*dict.fromkeys(alternatives)]
+    if not listed:
+        raise Unsatisfiable
     return listed[0] if len(listed) == 1 else f"({' | '.join(listed)})"
 
 

@@ -14,7 +14,7 @@ from server.text.call_formats import CallFormat
 
 NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 """Characters of the names of functions."""
-Calls = Literal["none", "auto", "required"]
+Calls = Literal["none", "auto", "first", "required"]
 
 
 class CallDelta(msgspec.Struct, frozen=True, gc=False):
@@ -40,13 +40,14 @@ def ends_in_thought(form: CallFormat, prompt: Sequence[int]) -> bool:
 
 
 class ReplyParser:
-    """Parses one output. `calls`: none are looked for; after an opening mark; or the whole output is calls. `in_thought`: whether the
-    prompt has begun a thought.
+    """Parses one output. `calls`: none are looked for; after an opening mark; after one that begins the
+    output; or the whole output is calls. `in_thought`: whether the prompt has begun a thought.
     """
 
     def __init__(self, form: CallFormat, calls: Calls, in_thought: bool) -> None:
         self._form = form
-        self._opening = form.opening if calls == "auto" else ""
+        self._opening = form.opening if calls in ("auto", "first") else ""
+        self._only_first = calls == "first"
         self._calls = _CallReader(form) if calls == "required" else None
         self._in_thought = in_thought
         self._head = ""
@@ -80,7 +81,10 @@ class ReplyParser:
                 return Parsed()
             self._head = ""
             return Parsed(thought=text.removeprefix(head))
-        return Parsed(self._until_opening(text, special))
+        text = self._until_opening(text, special)
+        if text and self._only_first:
+            self._opening = ""
+        return Parsed(text)
 
     def _until_opening(self, text: str, special: bool) -> str:
         """The text that cannot be part of an opening. An opening that is a text ends where a token ends, and holds no special token."""

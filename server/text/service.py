@@ -5,18 +5,23 @@ Invariant: nothing whose cost has no known bound runs in this process. It knows 
 
 import asyncio
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.text.chat_template import MAX_CHEAP_MESSAGES
-from server.text.jobs import AnyJob, CompileGrammar, EncodeChat, Texts
+from server.text.jobs import AnyJob, Compiled, CompileGrammar, EncodeChat, Texts
+
+log = logging.getLogger("onehead.chat")
 
 LONG_TEXT_CHARS = 4096
 """Texts of at least this many characters are tokenized in a worker process."""
 MAX_SOURCE_CHARS = 2**16
 CACHED_GRAMMARS = 256
+MAX_LOGGED = 8
+"""Most places of keywords in a log line."""
 
 Kind = Literal["json", "regex", "lark", "choice", "calls"]
 
@@ -30,6 +35,17 @@ class Source:
     kind: Kind
     value: Any
     field: str
+
+    @property
+    def text(self) -> str:
+        """What is compiled. Raises InvalidRequest."""
+        if isinstance(self.value, str):
+            return self.value
+        try:
+            return json.dumps(self.value)
+        except RecursionError:
+            message = f"`{self.field}` is nested too deeply"
+            raise InvalidRequest(message, param=self.field) from None
 
 
 class Runner(Protocol):
@@ -47,7 +63,7 @@ class TextService:
         self._section = section
         self.cheap_template = False
         """Whether short conversations may be rendered in this process."""
-        self._grammars: dict[CompileGrammar, asyncio.Task[str]] = {}
+        self._grammars: dict[CompileGrammar, asyncio.Task[Compiled]] = {}
         """Compilations that run or have succeeded, oldest first."""
 
     async def run(self, job: AnyJob, client: str) -> Any:
@@ -62,10 +78,12 @@ class TextService:
         return self.cheap_template and len(job.given.messages) <= MAX_CHEAP_MESSAGES and not job.given.tools
 
     async def grammar(self, source: Source | None, client: str) -> str:
-        """The compiled grammar of a constraint; empty without one. Raises InvalidRequest, Overloaded or Unavailable."""
-        if source is None:
-            return ""
-        text = source.value if isinstance(source.value, str) else _written(source)
+        """The grammar of a constraint; empty without one. Raises as `compiled` does."""
+        return "" if source is None else (await self.compiled(source, client)).grammar
+
+    async def compiled(self, source: Source, client: str) -> Compiled:
+        """The compiled grammar of a constraint. Raises InvalidRequest, Overloaded or Unavailable."""
+        text = source.text
         if len(text) > MAX_SOURCE_CHARS:
             message = f"`{source.field}` is longer than {MAX_SOURCE_CHARS} characters. Given: {len(text)}"
             raise InvalidRequest(message, param=source.field)
@@ -76,16 +94,14 @@ class TextService:
                 del self._grammars[next(iter(self._grammars))]
             # It goes on if its client leaves, for others that wait for the same grammar.
             task = self._grammars[job] = asyncio.create_task(self.run(job, client))
-            task.add_done_callback(lambda done: self._forget_failed(job, done))
+            task.add_done_callback(lambda done: self._finish(job, done))
         return await asyncio.shield(task)
 
-    def _forget_failed(self, job: CompileGrammar, task: asyncio.Task[str]) -> None:
-        if (task.cancelled() or task.exception() is not None) and self._grammars.get(job) is task:
+    def _finish(self, job: CompileGrammar, task: asyncio.Task[Compiled]) -> None:
+        """Forgets a failed compilation, and logs what another does not follow."""
+        if not (task.cancelled() or task.exception() is not None):
+            if relaxed := task.result().relaxed:
+                shown = ", ".join(relaxed[:MAX_LOGGED])
+                log.info("schemas of tools are followed but for %d keywords: %s", len(relaxed), shown)
+        elif self._grammars.get(job) is task:
             del self._grammars[job]
-
-
-def _written(source: Source) -> str:
-    try:
-        return json.dumps(source.value)
-    except RecursionError:
-        raise InvalidRequest(f"`{source.field}` is nested too deeply", param=source.field) from None

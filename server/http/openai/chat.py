@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
-from server.errors import InvalidRequest
 from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
@@ -16,6 +16,7 @@ from server.http.openai.chat_fields import ChatBody, NamedTool
 from server.http.openai.replies import OpenAIReply
 from server.text.call_formats import WRAPPER
 from server.text.call_grammar import CallRules
+from server.text.conversation import names_tools
 from server.text.jobs import EncodeChat
 from server.text.reply_parser import ends_in_thought
 from server.text.service import Source
@@ -30,19 +31,27 @@ async def with_calls(generation: Generation, body: ChatBody, request: Request, c
     if body.calls == "none":
         return request
     if known is None and body.calls == "auto":
-        text = "`tools`: no format is known in which this model calls functions; set `tool_choice` to required, or to one function"
-        raise InvalidRequest(text, param="tools")
+        told = names_tools(generation.codec.files.chat_template or "")
+        return replace(request, form=None, calls="none", ignored=() if told else ("tools",))
     is_open, choice = body.calls == "auto", body.tool_choice
+    is_named, source = isinstance(choice, NamedTool), body.source() if is_open else None
     functions = [
         (tool.function.name, tool.function.parameters)
         for tool in body.tools or ()
         if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
     ]
-    rules = CallRules(form, functions, body.parallel_tool_calls is not False, is_open)
-    grammar = await generation.texts.grammar(Source("calls", msgspec.json.encode(rules).decode(), "tools"), client)
+    text = None if source is None else (source.kind, source.text)
+    is_parallel = body.parallel_tool_calls is not False and not is_named
+    rules = CallRules(form, functions, is_parallel, is_open and text is None, text)
+    written = msgspec.json.encode(rules).decode()
+    compiled = await generation.texts.compiled(Source("calls", written, "tools"), client)
     # As stop strings do, those of the body end no output that is calls alone.
     stops = (*(request.stop_token_ids if is_open else ()), *(stop for stop in form.stops if isinstance(stop, int)))
-    return replace(request, grammar=grammar, opening=opening if is_open else None, stop_token_ids=stops)
+    ignored = [f"tools.{quote(place, safe='/$@:')}" for place in compiled.relaxed]
+    request = replace(request, grammar=compiled.grammar, stop_token_ids=stops, ignored=ignored)
+    if text is not None:
+        return replace(request, calls="first")
+    return replace(request, opening=opening if is_open else None)
 
 
 class ChatReply(OpenAIReply):
@@ -60,7 +69,8 @@ class ChatReply(OpenAIReply):
     @staticmethod
     async def prepare(generation: Generation, body: ChatBody, client: str) -> Request:
         """The internal request, with the prompt that the chat template makes. Raises RequestError."""
-        prompt = await generation.tokenize(EncodeChat(body.chat_input()), client, truncated=body.truncate_prompt_tokens is not None)
+        given = body.chat_input(generation.texts.texts.calls is not None)
+        prompt = await generation.tokenize(EncodeChat(given), client, truncated=body.truncate_prompt_tokens is not None)
         prompt = body.truncated(prompt, generation.max_total_tokens)
         return await with_calls(generation, body, await body.request(generation, client, prompt), client)
 

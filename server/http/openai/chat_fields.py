@@ -192,10 +192,13 @@ class Conversation(Body):
     or empty. Up to 64.
     """
     tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
-    """Functions that the model may call. Up to 128. Not with `response_format` and `structured_outputs`. Default: none."""
+    """Functions that the model may call. Up to 128. With `response_format` or `structured_outputs` text
+    follows these, and calls follow the functions. Default: none.
+    """
     tool_choice: ToolChoice | None = None
-    """`none`: nothing is called, and the tools are not shown to the model; `auto`: the model decides; `required`: the output is calls; or
-    the function that is called. Default: `auto` with `tools`.
+    """`none`: nothing is called, and the tools are not shown to the model; `auto`: the model decides, if
+    GET /v1/models shows a `tool_call_format`, else the output is text; `required`: the output is calls; or
+    the function that is called, once. Default: `auto` with `tools`.
     """
 
     @model_validator(mode="after")
@@ -221,14 +224,17 @@ class Conversation(Body):
             return "none"
         return "auto" if self.tool_choice in (None, "auto") else "required"
 
-    def chat_input(self) -> ChatInput:
-        """What the chat template is given."""
+    def chat_input(self, can_call: bool = True) -> ChatInput:
+        """What the chat template is given. `can_call`: calls are recognised under `auto` too; if not, the
+        model is not told how to write some.
+        """
         return ChatInput(
             plain_messages(self.messages),
             self.add_generation_prompt is not False and not self.continue_final_message,
             [] if self.calls == "none" else [tool.model_dump(exclude={"function": {"strict"}}) for tool in self.tools or ()],
             self.chat_template_kwargs or {},
             bool(self.continue_final_message),
+            can_call or self.calls != "auto",
         )
 
 
@@ -251,7 +257,7 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
     top_logprobs: fields.NumTop | None = None
     """Return this many most likely tokens at each position of the output; only with `logprobs`. Default: 0."""
     parallel_tool_calls: bool | None = None
-    """Whether an output may have several calls. Default: true."""
+    """Whether an output may have several calls, up to 128. Default: true, but for a named function."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatBody":
@@ -261,8 +267,6 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
             raise ValueError("`top_logprobs` is allowed only with `logprobs`")
         if self.calls == "none":
             return self
-        if self.source() is not None:
-            raise ValueError("`tools` cannot be combined with `response_format` and `structured_outputs`, unless `tool_choice` is none")
         if self.logprob_token_ids:
             raise ValueError("`logprob_token_ids` cannot be combined with `tools`, as calls follow a grammar")
         return self

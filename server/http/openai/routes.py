@@ -150,7 +150,7 @@ class OpenAIRoutes:
         """
         body = await read_model(http, TemplateBody, self.section)
         self.names.resolve(body.model)
-        job = RenderChat(body.chat_input())
+        job = RenderChat(body.chat_input(self.generation.texts.texts.calls is not None))
         return await self.answers.json_answers.response({"prompt": await self.generation.texts.run(job, exchange_of(http).client)})
 
     async def props(self) -> Response:
@@ -201,6 +201,7 @@ class OpenAIRoutes:
             "owned_by": "onehead",
             "max_model_len": self.generation.max_total_tokens,
             "meta": {"n_ctx": self.generation.max_total_tokens},
+            "tool_call_format": None if (calls := self.generation.texts.texts.calls) is None else calls[0].name,
         }
 
     async def response_without_http(self, path: str, value: dict[str, Any], caller: str) -> Any:
@@ -227,7 +228,10 @@ class OpenAIRoutes:
         """The response to a request of a route that generates. `last`: bytes that end a stream."""
         body = await read_model(http, schema, self.section)
         delivery = Delivery.of(http, bool(body.stream), body.resumable, last)
-        return await self.answers.answer(http, await self._open(body, exchange_of(http).reserved), delivery)
+        reply = await self._open(body, exchange_of(http).reserved)
+        exchange = exchange_of(http)
+        exchange.ignored = [*exchange.ignored, *reply.streams.choices[0].request.ignored]
+        return await self.answers.answer(http, reply, delivery)
 
     async def _open(self, body: AnyBody, reservation: Reservation) -> Reply:
         """Checks a request and starts it. Raises RequestError."""
