@@ -47,6 +47,11 @@ export class CacheState {
     return counts;
   }
 
+  /** Number of pages up to the last one that is not free. */
+  get extent() {
+    return this.kinds.findLastIndex((kind) => kind !== FREE) + 1;
+  }
+
   /** The hue of the sequence that owns a page. */
   hueOf(page) {
     return this.sequences.get(this.owners[page])?.hue ?? 0;

@@ -5,6 +5,8 @@ import { NUM_TOP } from "./tokens.js";
 import { Work } from "./work.js";
 
 const blank = () => el("p", { class: "blank", text: "A conversation begins with your message." });
+const LACKING = "This checkpoint has no chat template, so it cannot chat; Complete continues any text. To chat, serve a checkpoint that "
+  + "was tuned for it, or give the server a template: --server.chat_template FILE.";
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
 
 /** Mounts the mode into its panel. Returns its view. */
@@ -17,7 +19,8 @@ class Chat {
   #answers = [];
   #chosen = 0;
   #system = textArea("System message", { rows: 2, placeholder: "Says how the assistant is to behave", "aria-label": "System message" }).area;
-  #draft = textArea("Message", { rows: 2, placeholder: "Write a message; without one, the last answer is given anew" });
+  #draft = textArea("Message", { rows: 1, enterKeyHint: "send",
+    placeholder: "Enter sends, Shift+Enter breaks the line", on: { keydown: (event) => this.#onKey(event) } });
   #turns = el("div", { class: "turns" }, blank());
   #last = null;
 
@@ -28,11 +31,13 @@ class Chat {
       name: "chat",
       path: "v1/chat/completions",
       schema: "ChatBody",
+      needs: "completion_chat",
+      lacking: LACKING,
       initial: { max_tokens: "256" },
       verb: "Send",
       continued: (body, content) => ({ ...body, messages: [...body.messages, { role: "assistant", content }], continue_final_message: true }),
       stage: (actions, alert) => [el("div", { class: "row" }, system, clear), this.#turns, alert,
-        el("div", { class: "card" }, el("div", { class: "editor" }, this.#draft.label, this.#draft.area), actions)],
+        el("div", { class: "card composer" }, el("div", { class: "editor" }, this.#draft.label, this.#draft.area), actions)],
       body: (again) => this.#body(again),
       place: (panes, again) => this.#place(panes, again),
       form: () => ({ system: this.#system.value, messages: this.#messages }),
@@ -40,6 +45,14 @@ class Chat {
       title: () => this.#messages.findLast((message) => message.role === "user")?.content ?? "",
       done: () => this.#offer(),
     });
+  }
+
+  /** Enter sends a message, but not while an input method composes a character with it. */
+  #onKey(event) {
+    const { key, shiftKey, ctrlKey, altKey, metaKey, isComposing, keyCode } = event;
+    if (key !== "Enter" || shiftKey || ctrlKey || altKey || metaKey || isComposing || keyCode === 229) return; // 229: Safari's.
+    event.preventDefault();
+    if (this.#draft.area.value.trim() !== "") this.work.run();
   }
 
   /** The request: `again` asks for another answer to the same messages, as an empty draft does. */

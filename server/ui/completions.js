@@ -24,6 +24,8 @@ export function fill(panel, api, history) {
   return mount(panel, api, history, { prompt, suffix }, panes, {
     name: "fill",
     initial: { max_tokens: "48" },
+    needs: "completion_fim",
+    lacking: "This checkpoint's tokenizer has no fill-in-the-middle tokens, so it cannot fill a gap. Complete continues any text.",
     stage: (actions, alert) => [el("div", { class: "card" }, editor(prompt), hole, editor(suffix), actions), alert],
     title: () => prompt.area.value.slice(-200),
   });

@@ -56,9 +56,9 @@ export class SequenceTable {
 
   #row(id, hue) {
     const choose = () => this.follow(id === this.followed ? null : id);
-    const name = el("th", { scope: "row" }, button(id, choose, { class: "plain" }));
+    const name = el("th", { scope: "row" }, button(id, null, { class: "plain" })); // Its click is the row's.
     name.style.borderLeftColor = `var(--hue-${hue})`;
-    return el("tr", {}, name, ...COLUMNS.slice(1).map(() => el("td")));
+    return el("tr", { on: { click: choose } }, name, ...COLUMNS.slice(1).map(() => el("td")));
   }
 }
 

@@ -34,6 +34,7 @@ from server.http.openai.llama_cpp import LlamaCppReply
 from server.http.openai.llama_cpp_fields import InfillBody, LlamaCppBody, LlamaCppCompletionBody
 from server.http.pieces import pieces
 from server.http.routes import Route
+from server.text.fim import FillInTheMiddle
 from server.text.jobs import RenderChat
 
 AnyBody = GenerationBody | LlamaCppBody | AnyDecisionBody
@@ -201,6 +202,11 @@ class OpenAIRoutes:
             "owned_by": "onehead",
             "max_model_len": self.generation.max_total_tokens,
             "meta": {"n_ctx": self.generation.max_total_tokens},
+            "default_sampling_params": self.generation.codec.files.sampling_defaults,
+            "capabilities": {
+                "completion_chat": self.generation.codec.files.chat_template is not None,
+                "completion_fim": FillInTheMiddle(self.generation.codec).marks is not None,
+            },
         }
 
     async def response_without_http(self, path: str, value: dict[str, Any], caller: str) -> Any:
