@@ -25,7 +25,6 @@ export class Api extends EventTarget {
   #served = null;
   /** The served model as GET /v1/models lists it, once it is known. */
   model = null;
-  #looking = null;
   /** How the server was last seen: connecting, ready, recovering, draining, waiting or unreachable; its own words. */
   health = { state: "connecting", status: "" };
 
@@ -58,12 +57,7 @@ export class Api extends EventTarget {
   }
 
   /** Looks how the server is, for which no key is needed. A change is the event "health". */
-  look() {
-    this.#looking ??= this.#look().finally(() => (this.#looking = null));
-    return this.#looking;
-  }
-
-  async #look() {
+  async look() {
     let seen = { state: "unreachable", status: "" };
     try {
       const signal = AbortSignal.timeout(LOOK_TIMEOUT_MS);

@@ -12,10 +12,8 @@ const THEMES = { auto: ["◐", "as the system", "light"], light: ["☀", "light"
 const ALT = { c: "continue", r: "again", ...Object.fromEntries(MODES.map((mode, index) => [index + 1, `#${mode}`])) };
 const LOOK_MS = 3000;
 /** What the header says in each state of the server. */
-const STATES = {
-  connecting: "connecting", ready: "ready", recovering: "recovering: a new engine starts", draining: "draining: it is shutting down",
-  waiting: "not ready", unreachable: "cannot be reached",
-};
+const STATES = { connecting: "connecting", ready: "ready", recovering: "recovering: a new engine starts",
+  draining: "draining: it is shutting down", waiting: "not ready", unreachable: "cannot be reached" };
 const byId = (id) => document.getElementById(id);
 
 const api = new Api(askForKey);
@@ -61,16 +59,12 @@ function askForKey(refused) {
   const dialog = byId("key");
   const input = byId("key-value");
   byId("key-title").textContent = refused ? "The server refused that API key" : "This server asks for an API key";
-  input.value = "";
-  dialog.returnValue = "";
+  input.value = dialog.returnValue = "";
   dialog.showModal();
-  return new Promise((resolve) => {
-    const answer = () => {
-      resolve(dialog.returnValue === "use" && input.value !== "" ? input.value : null);
-      input.value = "";
-    };
-    dialog.addEventListener("close", answer, { once: true });
-  });
+  return new Promise((resolve) => dialog.addEventListener("close", () => {
+    resolve(dialog.returnValue === "use" && input.value !== "" ? input.value : null);
+    input.value = "";
+  }, { once: true }));
 }
 
 /** Looks how the server is, and which model it serves until that is known or a key is needed for it. */
@@ -78,14 +72,10 @@ async function watch() {
   if (document.hidden) return;
   const { state } = await api.look();
   if (needsKey || state === "unreachable") return;
-  try {
-    const before = api.model;
-    if (before === (await api.served())) return;
-    for (const mounted of views.values()) mounted.then((mode) => mode.prepare());
-  } catch (error) {
-    needsKey = error.status === 401;
-  }
-  showServer();
+  const before = api.model;
+  const served = await api.served().catch((error) => ((needsKey = error.status === 401), before));
+  if (served !== before) for (const mounted of views.values()) mounted.then((mode) => mode.prepare());
+  if (served !== before || needsKey) showServer();
 }
 
 /** Shows the served model and how the server is. */
@@ -94,12 +84,10 @@ function showServer() {
   const { id = "", max_model_len: context = 0 } = api.model ?? {};
   const asks = needsKey && state === "ready";
   let words = asks ? "an API key is needed" : STATES[state];
-  if (state === "ready" && context) words += ` · ${context.toLocaleString("en")} tokens of context`;
-  const children = [el("span", { class: "name", text: id, title: id }), el("span", { class: "quiet", text: words })];
-  if (asks) children.push(button("Enter key", () => api.renewKey()));
-  byId("model").replaceChildren(...children);
+  if (state === "ready" && context) words += `, context of ${context.toLocaleString("en")} tokens`;
+  const key = asks ? [button("Enter key", () => api.renewKey())] : [];
+  byId("model").replaceChildren(el("span", { class: "name", text: id, title: id }), el("span", { class: "quiet", text: words, title: status }), ...key);
   byId("model").dataset.state = asks ? "waiting" : state;
-  byId("model").title = state === "ready" ? "" : status;
 }
 
 /** Shortcuts of the page; a dialog closes itself on Escape. */

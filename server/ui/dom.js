@@ -97,9 +97,8 @@ export async function copy(text) {
 
 /** A button that copies what `text()` returns, and says so for a moment. */
 export function copyButton(name, text, properties = {}) {
-  const self = button(name, async () => {
+  return button(name, async ({ currentTarget: self }) => {
     self.textContent = (await copy(text())) ? "Copied" : "Select and copy by hand";
     setTimeout(() => (self.textContent = name), 1500);
   }, properties);
-  return self;
 }

@@ -24,18 +24,14 @@ export class Monitor {
   constructor(parent, api) {
     Object.assign(this, { parent, api, state: new CacheState(), stats: null, followed: null, stopping: new AbortController() });
     const { signal } = this.stopping;
-    const follow = (id) => {
-      this.followed = id;
-      this.#showState();
-    };
+    const follow = (id) => this.#showState((this.followed = id));
     this.status = el("p", { class: "status", role: "status", text: "Connecting" });
     this.facts = el("p", { class: "quiet" });
     this.mapTitle = el("h2", { text: TITLE });
     this.map = new PageMap({ follow, signal, laidOut: () => this.#showMultiHead() });
     this.legend = LEGEND.map((text, kind) => el("li", { data: { kind }, text }));
     this.keys = el("ul", { class: "keys-of-map quiet" }, ...this.legend, el("li", { class: "unmarked", text: UNMARKED }));
-    const scale = el("p", { class: "row quiet" }, this.map.scale, this.map.zoom);
-    const map = el("section", { class: "card" }, this.mapTitle, this.map.frame, scale, this.keys, this.map.readout);
+    const map = el("section", { class: "card" }, this.mapTitle, this.map.frame, this.map.scale, this.keys, this.map.readout);
     this.multiHead = new MultiHead();
     this.table = new SequenceTable(follow);
     this.panel = new FollowPanel(() => follow(null));

@@ -1,10 +1,9 @@
-/* The page map: pages of the KV cache as cells of a canvas, those up to the last one in use or all. Once a frame, the cells that have changed
-   are drawn again.
+/* The page map: pages of the KV cache as cells of a canvas, as far as they are in use. Once a frame, the cells that have changed are drawn.
 
    Invariant: what is drawn follows from the CacheState, the followed sequence and what was just written. It knows no network. */
 
 import { CACHED, FREE, OWNED, SHARED, phaseOf } from "./cache-state.js";
-import { button, counted, el, setText, sized } from "./dom.js";
+import { counted, el, setText, sized } from "./dom.js";
 import { colours } from "./theme.js";
 
 const [LARGEST_CELL, SMALLEST_CELL, TALLEST] = [26, 2, 340]; // CSS pixels; the last is the map's height.
@@ -60,9 +59,7 @@ export class PageMap {
   constructor({ follow, laidOut, signal }) {
     Object.assign(this, { follow, laidOut, state: null, grid: null, followed: null, dirty: new Set(), written: new Set() });
     this.at = null; // The page under the cursor.
-    Object.assign(this, { shown: 0, isWhole: false, factor: 1, pageBytes: 0 });
-    this.scale = el("span");
-    this.zoom = button("", () => this.layOut(this.followed, (this.isWhole = !this.isWhole)), { class: "plain" });
+    Object.assign(this, { shown: 0, factor: 1, pageBytes: 0, scale: el("p", { class: "quiet" }) });
     this.isStill = matchMedia("(prefers-reduced-motion: reduce)");
     this.readout = el("p", { class: "quiet readout", text: HINT });
     this.spoken = el("p", { class: "offscreen", "aria-live": "polite" }); // Unlike the readout it changes only when the cursor moves.
@@ -83,9 +80,8 @@ export class PageMap {
 
   /** Shows a state to which an event was applied; `change` is what `apply` returned. */
   show(state, change) {
-    const isSame = this.state === state && this.numPages === state.numPages;
     this.state = state;
-    if (!isSame || this.#wanted() !== this.shown) this.layOut();
+    if (this.numPages !== state.numPages || this.#wanted() !== this.shown) this.layOut();
     this.#highlight(this.isStill.matches ? [] : change.written);
     this.#draw(change.whole ? Array(state.numPages).keys() : change.pages);
     clearTimeout(this.fading);
@@ -111,7 +107,6 @@ export class PageMap {
   /** The number of pages to show. */
   #wanted() {
     const { numPages, extent } = this.state;
-    if (this.isWhole) return numPages;
     const owned = this.state.counts().slice(OWNED).reduce((sum, count) => sum + count);
     return regionOf(Math.max(extent, owned * this.factor), this.shown, numPages);
   }
@@ -123,8 +118,6 @@ export class PageMap {
     const { numPages, shown, state } = this;
     const part = shown < numPages ? `Pages 0 to ${shown - 1} of ${counted(numPages, "page")}, the rest is free` : `All ${counted(numPages, "page")}`;
     setText(this.scale, `${part}. A cell is a page: ${counted(state.pageSize, "token")}${pageBytes ? `, ${sized(pageBytes)}` : ""}.`);
-    setText(this.zoom, this.isWhole ? "Zoom to the pages in use" : "Show all pages");
-    this.zoom.hidden = shown === numPages && !this.isWhole;
   }
 
   #highlight(written) {

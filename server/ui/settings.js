@@ -13,7 +13,7 @@ const OWN = new Set([
   "max_completion_tokens", "truncate_prompt_tokens", "token_healing", "continue_final_message",
 ]);
 const WITHOUT_EFFECT = /chang\w+ nothing|not supported|not stored|only text is supported/i;
-const CALM = "0.3"; // The temperature where the checkpoint names no sampling parameters: 1 is noise with a small model.
+const CALM = "0.4"; // Temperature where the checkpoint names no sampling parameters: 1 would make noise of a small model.
 const MAX_RANGE = 100; // A field with a wider range gets no slider.
 
 export class Settings {

@@ -20,7 +20,7 @@ export class Work {
   #alert = el("div", { class: "alert", role: "alert", hidden: true });
 
   /** `mode`: {name, path, schema, initial settings, stage(actions, alert), body(again), continued(body, text), place(panes, again),
-      form(), setForm(form), title()}, and if it likes {verb, done(), needs: a capability of the model, lacking: words where it has none}. */
+      form(), setForm(form), title()}, and if it likes {verb, isSingle: has one output, done(), needs: a capability of the model, lacking: words where it has none}. */
   constructor(panel, api, history, mode) {
     Object.assign(this, { api, history, mode });
     this.settings = new Settings(mode.name, mode.initial);
@@ -29,8 +29,7 @@ export class Work {
     this.continueButton = button("Continue", () => this.continue(), { title: "Alt+C", disabled: true });
     this.againButton = button("Regenerate", () => this.again(), { title: "Again with the same seed (Alt+R)", disabled: true });
     const actions = el("div", { class: "actions" }, this.runButton, this.stopButton, this.continueButton, this.againButton,
-      el("span", { class: "quiet", text: "Outputs", "aria-hidden": "true" }),
-      radios("Outputs side by side", COUNTS, (count) => (this.#count = Number(count))),
+      mode.isSingle ? null : el("span", { class: "row quiet" }, "Outputs", radios("Outputs side by side", COUNTS, (count) => (this.#count = Number(count)))),
       button("Code", () => this.#showCode(), { class: "spread", "aria-haspopup": "dialog" }));
     this.code = el("dialog", { class: "code", "aria-label": "The request as code" });
     this.notice = el("p", { class: "blank", role: "status", text: mode.lacking ?? "", hidden: true });
