@@ -95,6 +95,7 @@ class Monitor:
         if (ready := self._supervisor.ready) is not None:
             ratio = ready.multi_head_bytes_per_token / ready.kv_bytes_per_token
             stats |= {"device": ready.device, "page_size": ready.page_size, "num_pages": ready.num_pages, "multi_head_ratio": ratio}
+            stats["page_bytes"] = ready.page_bytes
         return stats
 
 

@@ -33,12 +33,13 @@ class FillInTheMiddle:
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._marks: tuple[int, int, int] | None = None
+        self.marks: tuple[int, int, int] | None = None
+        """Ids of the tokens before the prefix, the suffix and the middle; None where the tokenizer has none."""
         self._separator: int | None = None
         for *marks, separator in (_named_marks(codec), *MARKS):
             prefix, suffix, middle = (codec.token_id(mark) if mark else None for mark in marks)
             if prefix is not None and suffix is not None and middle is not None:
-                self._marks = prefix, suffix, middle
+                self.marks = prefix, suffix, middle
                 self._separator = codec.token_id(separator) if separator else None
                 break
 
@@ -50,10 +51,10 @@ class FillInTheMiddle:
 
         Raises InvalidRequest that names `field` if the tokenizer has no fill-in-the-middle tokens.
         """
-        if self._marks is None:
+        if self.marks is None:
             known = ", ".join(marks[0] for marks in MARKS)
             raise InvalidRequest(f"`{field}`: this model cannot fill in the middle, for its tokenizer has none of {known}", param=field)
-        prefix_id, suffix_id, middle_id = self._marks
+        prefix_id, suffix_id, middle_id = self.marks
         prefix_ids, begun_ids = self._codec.encode_plain(prefix), self._codec.encode_plain(begun)
         healed = ""
         if heal and begun:
@@ -71,7 +72,7 @@ class FillInTheMiddle:
             middle_id,
             *begun_ids,
         ]
-        stops = (*self._marks, *(() if self._separator is None else (self._separator,)))
+        stops = (*self.marks, *(() if self._separator is None else (self._separator,)))
         return Filling(prompt, healed, stops)
 
     def _file(self, name: str, text: str) -> list[int]:

@@ -112,12 +112,20 @@ _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     for key in keys.split()
 }
 """The keywords that are followed -> their values in words, and whether a value is one."""
-_UNFOLLOWED = frozenset(
-    (
-        "not if uniqueItems contains propertyNames dependentRequired dependentSchemas dependencies "
-        "unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef"
-    ).split()
-)
+_UNFOLLOWED = {
+    "not",
+    "if",
+    "uniqueItems",
+    "contains",
+    "propertyNames",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "$dynamicRef",
+    "$recursiveRef",
+}
 """The standard's other assertions; all other keywords are annotations."""
 _NAMES = ("#/$defs/number", f"#/$defs/any{MAX_ANY_DEPTH}")
 _SCALARS = [{"$ref": _NAMES[0]}, {"type": ["null", "boolean", "string"]}]

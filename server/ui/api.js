@@ -5,6 +5,7 @@
    no elements of the page: `askForKey` is given by app.js. */
 
 const JSON_TYPE = { "content-type": "application/json" };
+const LOOK_TIMEOUT_MS = 5000;
 
 /** An answer that refuses a request: the server's own words and its status. */
 export class ApiError extends Error {
@@ -21,8 +22,11 @@ export class Api extends EventTarget {
   /** Whether the user was asked and gave no key. */
   declined = false;
   #document = null;
-  /** The served model's name, once it is known. */
-  model = "";
+  #served = null;
+  /** The served model as GET /v1/models lists it, once it is known. */
+  model = null;
+  /** How the server was last seen: connecting, ready, recovering, draining, waiting or unreachable; its own words. */
+  health = { state: "connecting", status: "" };
 
   constructor(askForKey) {
     super();
@@ -43,6 +47,30 @@ export class Api extends EventTarget {
       if (response.status !== 401) return response;
       if (used === this.#key && (this.declined || !(await this.renewKey()))) return response;
     }
+  }
+
+  /** The served model, asked for once. Throws ApiError. */
+  served() {
+    this.#served ??= this.json("v1/models").then(({ data: [first] }) => (this.model = first));
+    this.#served.catch(() => (this.#served = null));
+    return this.#served;
+  }
+
+  /** Looks how the server is, for which no key is needed. A change is the event "health". */
+  async look() {
+    let seen = { state: "unreachable", status: "" };
+    try {
+      const signal = AbortSignal.timeout(LOOK_TIMEOUT_MS);
+      const response = await fetch(new URL("health", this.base), { cache: "no-store", signal });
+      const { status } = await response.json();
+      seen = { state: stateOf(response.ok, status), status };
+    } catch {
+      this.#served = null; // It may come back with another model.
+    }
+    const isNew = seen.state !== this.health.state || seen.status !== this.health.status;
+    this.health = seen;
+    if (isNew) this.dispatchEvent(new Event("health"));
+    return seen;
   }
 
   /** Asks for a key, once for all requests that are refused at the same time. Returns whether one was given, which is the event "key". */
@@ -80,6 +108,13 @@ export class Api extends EventTarget {
     const kindOf = (schema) => (schema.anyOf ?? schema.oneOf)?.map(kindOf).find((kind) => kind.type !== "null") ?? schema;
     return new Map(Object.entries(properties).map(([name, schema]) => [name, { ...kindOf(schema), description: schema.description ?? "" }]));
   }
+}
+
+/** The state of a server that says this of itself: not a proxy's words, which are an Error. */
+function stateOf(isHealthy, status) {
+  if (status === "ok") return "ready";
+  if (status === "draining") return status;
+  return isHealthy || status.startsWith("restarting") ? "recovering" : "waiting";
 }
 
 /** The ApiError of a refused request, in either of the server's dialects. */

@@ -10,14 +10,17 @@ const MODES = ["complete", "fill", "chat", "cache"];
 /** Theme -> its sign, its name, the next theme. */
 const THEMES = { auto: ["◐", "as the system", "light"], light: ["☀", "light", "dark"], dark: ["☾", "dark", "auto"] };
 const ALT = { c: "continue", r: "again", ...Object.fromEntries(MODES.map((mode, index) => [index + 1, `#${mode}`])) };
-const MODEL_RETRY = 2000;
+const LOOK_MS = 3000;
+/** What the header says in each state of the server. */
+const STATES = { connecting: "connecting", ready: "ready", recovering: "recovering: a new engine starts",
+  draining: "draining: it is shutting down", waiting: "not ready", unreachable: "cannot be reached" };
 const byId = (id) => document.getElementById(id);
 
 const api = new Api(askForKey);
 const history = new History(openEntry);
 /** Mode -> its view: run(), stop(), continue(), again(), restore(entry); null for a mode that has none of these. */
 const views = new Map();
-let [shown, monitor] = [null, null];
+let [shown, monitor, needsKey] = [null, null, false];
 
 /** Shows the tab that the URL names. */
 async function showTab() {
@@ -56,36 +59,35 @@ function askForKey(refused) {
   const dialog = byId("key");
   const input = byId("key-value");
   byId("key-title").textContent = refused ? "The server refused that API key" : "This server asks for an API key";
-  input.value = "";
-  dialog.returnValue = "";
+  input.value = dialog.returnValue = "";
   dialog.showModal();
-  return new Promise((resolve) => {
-    const answer = () => {
-      resolve(dialog.returnValue === "use" && input.value !== "" ? input.value : null);
-      input.value = "";
-    };
-    dialog.addEventListener("close", answer, { once: true });
-  });
+  return new Promise((resolve) => dialog.addEventListener("close", () => {
+    resolve(dialog.returnValue === "use" && input.value !== "" ? input.value : null);
+    input.value = "";
+  }, { once: true }));
 }
 
-/** Shows the served model. Tries again while the server is loading it or away, and once there is a key. */
-async function showModel() {
-  const model = byId("model");
-  try {
-    const [first] = (await api.json("v1/models")).data;
-    api.model = first.id;
-    for (const mounted of views.values()) mounted.then((mode) => mode.prepare());
-    model.dataset.state = "ready";
-    const context = `${first.max_model_len.toLocaleString("en")} tokens of context`;
-    model.replaceChildren(el("span", { class: "name", text: first.id, title: first.id }), el("span", { class: "quiet", text: context }));
-  } catch (error) {
-    model.dataset.state = "waiting";
-    const text = error.status === 401 ? "an API key is needed" : "waiting for the server";
-    model.replaceChildren(el("span", { class: "name", text }));
-    if (error.status !== 401) return setTimeout(showModel, MODEL_RETRY);
-    model.append(button("Enter key", () => api.renewKey()));
-    api.addEventListener("key", showModel, { once: true });
-  }
+/** Looks how the server is, and which model it serves until that is known or a key is needed for it. */
+async function watch() {
+  if (document.hidden) return;
+  const { state } = await api.look();
+  if (needsKey || state === "unreachable") return;
+  const before = api.model;
+  const served = await api.served().catch((error) => ((needsKey = error.status === 401), before));
+  if (served !== before) for (const mounted of views.values()) mounted.then((mode) => mode.prepare());
+  if (served !== before || needsKey) showServer();
+}
+
+/** Shows the served model and how the server is. */
+function showServer() {
+  const { state, status } = api.health;
+  const { id = "", max_model_len: context = 0 } = api.model ?? {};
+  const asks = needsKey && state === "ready";
+  let words = asks ? "an API key is needed" : STATES[state];
+  if (state === "ready" && context) words += `, context of ${context.toLocaleString("en")} tokens`;
+  const key = asks ? [button("Enter key", () => api.renewKey())] : [];
+  byId("model").replaceChildren(el("span", { class: "name", text: id, title: id }), el("span", { class: "quiet", text: words, title: status }), ...key);
+  byId("model").dataset.state = asks ? "waiting" : state;
 }
 
 /** Shortcuts of the page; a dialog closes itself on Escape. */
@@ -122,5 +124,9 @@ byId("show-history").addEventListener("click", () => history.show());
 document.addEventListener("click", ({ target }) => target.closest("[data-close]")?.closest("dialog").close());
 document.addEventListener("keydown", onKey);
 window.addEventListener("hashchange", showTab);
+api.addEventListener("health", showServer);
+api.addEventListener("key", () => watch((needsKey = false)));
+document.addEventListener("visibilitychange", watch);
+setInterval(watch, LOOK_MS);
 showTab();
-showModel();
+watch();

@@ -33,8 +33,7 @@ export class CacheState {
       throw new Error(`view ${event.view} of engine ${event.engine} came after view ${this.view} of engine ${this.engine}`);
     }
     if (event.whole) this.#allocate(event.num_pages, event.page_size);
-    this.engine = event.engine;
-    this.view = event.view;
+    [this.engine, this.view] = [event.engine, event.view];
     const pages = this.#setCells(event.cells);
     const advanced = this.#setSequences(event, now);
     return { whole: event.whole, pages, written: event.whole ? [] : this.#pagesOf(advanced) };
@@ -47,14 +46,18 @@ export class CacheState {
     return counts;
   }
 
+  /** Number of pages up to the last one that is not free. */
+  get extent() {
+    return this.kinds.findLastIndex((kind) => kind !== FREE) + 1;
+  }
+
   /** The hue of the sequence that owns a page. */
   hueOf(page) {
     return this.sequences.get(this.owners[page])?.hue ?? 0;
   }
 
   #allocate(numPages, pageSize) {
-    this.numPages = numPages;
-    this.pageSize = pageSize;
+    [this.numPages, this.pageSize] = [numPages, pageSize];
     this.kinds = new Uint8Array(numPages);
     this.owners = new Float64Array(numPages).fill(-1); // Ids may exceed 32 bits.
     this.positions = new Float64Array(numPages);

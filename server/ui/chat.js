@@ -1,10 +1,12 @@
-/* Mode "Chat": a conversation by the checkpoint's chat template. Answers side by side are alternatives: one of them is gone on with. */
+/* Mode "Chat": a conversation by the checkpoint's chat template. */
 
 import { button, el, textArea } from "./dom.js";
 import { NUM_TOP } from "./tokens.js";
 import { Work } from "./work.js";
 
 const blank = () => el("p", { class: "blank", text: "A conversation begins with your message." });
+const LACKING = "This checkpoint has no chat template, so it cannot chat; Complete continues any text. To chat, serve a checkpoint that "
+  + "was tuned for it, or give the server a template: --server.chat_template FILE.";
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
 
 /** Mounts the mode into its panel. Returns its view. */
@@ -13,11 +15,11 @@ export const chat = (panel, api, history) => new Chat(panel, api, history).work;
 class Chat {
   /** The messages before the last answer, as the server takes them. */
   #messages = [];
-  /** The panes of the last answer, of which one is chosen; none before the first. */
-  #answers = [];
-  #chosen = 0;
+  /** The pane of the last answer; null before the first. */
+  #answer = null;
   #system = textArea("System message", { rows: 2, placeholder: "Says how the assistant is to behave", "aria-label": "System message" }).area;
-  #draft = textArea("Message", { rows: 2, placeholder: "Write a message; without one, the last answer is given anew" });
+  #draft = textArea("Message", { rows: 1, enterKeyHint: "send",
+    placeholder: "Enter sends, Shift+Enter breaks the line", on: { keydown: (event) => this.#onKey(event) } });
   #turns = el("div", { class: "turns" }, blank());
   #last = null;
 
@@ -28,18 +30,29 @@ class Chat {
       name: "chat",
       path: "v1/chat/completions",
       schema: "ChatBody",
+      needs: "completion_chat",
+      lacking: LACKING,
       initial: { max_tokens: "256" },
       verb: "Send",
+      isSingle: true,
       continued: (body, content) => ({ ...body, messages: [...body.messages, { role: "assistant", content }], continue_final_message: true }),
       stage: (actions, alert) => [el("div", { class: "row" }, system, clear), this.#turns, alert,
-        el("div", { class: "card" }, el("div", { class: "editor" }, this.#draft.label, this.#draft.area), actions)],
+        el("div", { class: "card composer" }, el("div", { class: "editor" }, this.#draft.label, this.#draft.area), actions)],
       body: (again) => this.#body(again),
-      place: (panes, again) => this.#place(panes, again),
+      place: ([pane], again) => this.#place(pane, again),
       form: () => ({ system: this.#system.value, messages: this.#messages }),
       setForm: (form) => this.#setForm(form),
       title: () => this.#messages.findLast((message) => message.role === "user")?.content ?? "",
       done: () => this.#offer(),
     });
+  }
+
+  /** Enter sends a message, but not while an input method composes a character with it. */
+  #onKey(event) {
+    const { key, shiftKey, ctrlKey, altKey, metaKey, isComposing, keyCode } = event;
+    if (key !== "Enter" || shiftKey || ctrlKey || altKey || metaKey || isComposing || keyCode === 229) return; // 229: Safari's.
+    event.preventDefault();
+    if (this.#draft.area.value.trim() !== "") this.work.run();
   }
 
   /** The request: `again` asks for another answer to the same messages, as an empty draft does. */
@@ -58,15 +71,15 @@ class Chat {
     return again || content === "" ? [] : [{ role: "user", content }];
   }
 
-  /** The messages with the chosen answer, unless it failed before its first word. */
+  /** The messages with the last answer, unless it failed before its first word. */
   #settled() {
-    const { text = "", toolCalls: calls = [] } = this.#answers[this.#chosen] ?? {};
+    const { text = "", toolCalls: calls = [] } = this.#answer ?? {};
     if (text === "" && calls.length === 0) return this.#messages;
     return [...this.#messages, { role: "assistant", content: text, ...(calls.length > 0 ? { tool_calls: calls } : {}) }];
   }
 
-  /** Puts the panes of a new answer below the conversation, after the draft if it is sent now. */
-  #place(panes, again) {
+  /** Puts the pane of a new answer below the conversation, after the draft if it is sent now. */
+  #place(pane, again) {
     const drafted = this.#drafted(again);
     if (drafted.length > 0) {
       this.#settle(drafted);
@@ -74,41 +87,30 @@ class Chat {
     }
     this.#turns.querySelector(".blank")?.remove();
     this.#last ??= this.#turns.appendChild(el("div", { class: "turn" }));
-    this.#last.replaceChildren(el("div", { class: "panes" }, ...panes.map((pane) => pane.element)));
-    this.#answers = panes;
-    this.#chosen = 0;
+    this.#last.replaceChildren(pane.element);
+    this.#answer = pane;
   }
 
-  /** Makes the chosen answer a part of the conversation, and adds messages. */
+  /** Makes the last answer a part of the conversation, and adds messages. */
   #settle(added) {
     this.#messages = [...this.#settled(), ...added];
-    const kept = this.#answers[this.#chosen];
-    kept?.settle();
-    if (kept !== undefined) this.#last.replaceChildren(kept.element);
-    [this.#answers, this.#last] = [[], null];
+    this.#answer?.settle();
+    [this.#answer, this.#last] = [null, null];
     this.#turns.append(...added.map(turnOf));
   }
 
-  /** Offers what an ended answer leaves to do: to choose it, to give the results of its tool calls. */
+  /** Offers to give the results of an ended answer's tool calls. */
   #offer() {
-    this.#choose(this.#chosen);
-    this.#answers.forEach((pane, index) => pane.offerResults((results) => {
-      if (this.work.isRunning) return;
-      this.#chosen = index;
+    this.#answer.offerResults((results) => {
       this.#settle(results);
       this.work.again();
-    }));
-  }
-
-  #choose(chosen) {
-    this.#chosen = chosen;
-    if (this.#answers.length > 1) this.#answers.forEach((pane, index) => pane.setChoice(index === chosen, () => this.#choose(index)));
+    });
   }
 
   #setForm({ system, messages }) {
     this.work.reset();
     this.#system.value = system;
-    [this.#messages, this.#answers, this.#last] = [messages, [], null];
+    [this.#messages, this.#answer, this.#last] = [messages, null, null];
     this.#turns.replaceChildren(...(messages.length > 0 ? messages.map(turnOf) : [blank()]));
   }
 }

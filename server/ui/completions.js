@@ -6,7 +6,7 @@ import { Work } from "./work.js";
 
 /** Mounts a mode into its panel. Returns its view. */
 export function complete(panel, api, history) {
-  const prompt = textArea("Prompt", { value: "def fibonacci(n):\n    ", rows: 3 });
+  const prompt = textArea("Prompt", { value: "def read_lines(path):\n    with open(path) as file:\n", rows: 3 });
   const panes = panesWith("Press Run, or Ctrl+Enter: the text goes on from here.");
   return mount(panel, api, history, { prompt }, panes, {
     name: "complete",
@@ -17,13 +17,15 @@ export function complete(panel, api, history) {
 }
 
 export function fill(panel, api, history) {
-  const prompt = textArea("Before the gap", { value: "def add(a, b):\n    ", rows: 3 });
-  const suffix = textArea("After the gap", { value: "\n\nprint(add(1, 2))\n", rows: 3 });
+  const prompt = textArea("Before the gap", { value: "import os\n\ndef read(path):\n    with open(", rows: 3 });
+  const suffix = textArea("After the gap", { value: "\n        return file.read()\n", rows: 3 });
   const panes = panesWith("Press Run, or Ctrl+Enter: what belongs here is written here.");
   const hole = el("div", { class: "hole" }, el("p", { class: "label", text: "The gap" }), panes);
   return mount(panel, api, history, { prompt, suffix }, panes, {
     name: "fill",
     initial: { max_tokens: "48" },
+    needs: "completion_fim",
+    lacking: "This checkpoint's tokenizer has no fill-in-the-middle tokens, so it cannot fill a gap. Complete continues any text.",
     stage: (actions, alert) => [el("div", { class: "card" }, editor(prompt), hole, editor(suffix), actions), alert],
     title: () => prompt.area.value.slice(-200),
   });

@@ -27,6 +27,12 @@ export function button(text, onclick, properties = {}) {
   return el("button", { type: "button", text, on: { click: onclick }, ...properties });
 }
 
+/** A number of bytes in words, such as "1.25 MiB". */
+export function sized(bytes) {
+  const power = Math.min(3, Math.max(0, Math.floor(Math.log2(bytes || 1) / 10)));
+  return `${Number((bytes / 1024 ** power).toPrecision(3)).toLocaleString("en")} ${["B", "KiB", "MiB", "GiB"][power]}`;
+}
+
 /** A number of things in words, such as "1 token" and "2,000 tokens". */
 export const counted = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
@@ -36,6 +42,7 @@ export function withCode(text) {
   return parts.length % 2 ? parts.map((part, index) => (index % 2 ? el("code", { text: part }) : part)) : [text];
 }
 
+const END_PIXELS = 4;
 let lastId = 0;
 
 /** An id that no other element of the page has. */
@@ -45,6 +52,22 @@ export const newId = (prefix) => `${prefix}-${(lastId += 1)}`;
 export function textArea(label, properties = {}) {
   const area = el("textarea", { id: newId("text"), spellcheck: false, ...properties });
   return { area, label: el("label", { htmlFor: area.id, text: label }) };
+}
+
+/** Keeps the window at the end of an element that grows while `grows()`, unless its reader scrolls up. Returns a function that goes there. */
+export function followEnd(element, grows) {
+  let [follows, last] = [true, 0];
+  const beyond = () => element.getBoundingClientRect().bottom - innerHeight;
+  const toEnd = () => {
+    follows = true;
+    if (beyond() > 0) scrollBy(0, beyond());
+  };
+  new ResizeObserver(() => follows && grows() && toEnd()).observe(element);
+  document.addEventListener("scroll", () => {
+    follows = beyond() < END_PIXELS || (follows && scrollY >= last);
+    last = scrollY;
+  }, { passive: true });
+  return toEnd;
 }
 
 /** A row of choices, of which the first is chosen; `choose` is called with the text of another one. */
@@ -74,9 +97,8 @@ export async function copy(text) {
 
 /** A button that copies what `text()` returns, and says so for a moment. */
 export function copyButton(name, text, properties = {}) {
-  const self = button(name, async () => {
+  return button(name, async ({ currentTarget: self }) => {
     self.textContent = (await copy(text())) ? "Copied" : "Select and copy by hand";
     setTimeout(() => (self.textContent = name), 1500);
   }, properties);
-  return self;
 }

@@ -5,7 +5,7 @@
 
 import { errorOf, events } from "./api.js";
 import { CacheState } from "./cache-state.js";
-import { counted, el, setText } from "./dom.js";
+import { counted, el, setText, sized } from "./dom.js";
 import { MultiHead } from "./multi-head.js";
 import { PageMap } from "./page-map.js";
 import { Plots } from "./plots.js";
@@ -14,6 +14,7 @@ import { FollowPanel, SequenceTable } from "./sequences.js";
 const [FIRST_DELAY_MS, LONGEST_DELAY_MS] = [500, 8000]; // Before the stream is opened again.
 const SILENCE_MS = 10_000; // Stats come each second: after this long without an event the connection is dead.
 const UNMARKED = "Too small for marks: a shared page has the colour of one of its sequences, a prefix is grey";
+const MOST_TIMES = 8; // As many times the owned pages as the map has room for at least, for multi-head attention beside it.
 const TITLE = "One key/value head";
 /** By kind, as in counts(). */
 const LEGEND = ["free", "kept as a prefix", "owned by a sequence, in one of 8 colours", "shared by several", "just written"];
@@ -23,17 +24,14 @@ export class Monitor {
   constructor(parent, api) {
     Object.assign(this, { parent, api, state: new CacheState(), stats: null, followed: null, stopping: new AbortController() });
     const { signal } = this.stopping;
-    const follow = (id) => {
-      this.followed = id;
-      this.#showState();
-    };
+    const follow = (id) => this.#showState((this.followed = id));
     this.status = el("p", { class: "status", role: "status", text: "Connecting" });
     this.facts = el("p", { class: "quiet" });
     this.mapTitle = el("h2", { text: TITLE });
     this.map = new PageMap({ follow, signal, laidOut: () => this.#showMultiHead() });
     this.legend = LEGEND.map((text, kind) => el("li", { data: { kind }, text }));
     this.keys = el("ul", { class: "keys-of-map quiet" }, ...this.legend, el("li", { class: "unmarked", text: UNMARKED }));
-    const map = el("section", { class: "card" }, this.mapTitle, this.map.frame, this.keys, this.map.readout);
+    const map = el("section", { class: "card" }, this.mapTitle, this.map.frame, this.map.scale, this.keys, this.map.readout);
     this.multiHead = new MultiHead();
     this.table = new SequenceTable(follow);
     this.panel = new FollowPanel(() => follow(null));
@@ -95,6 +93,7 @@ export class Monitor {
 
   #onStats(stats) {
     this.stats = stats;
+    this.map.setScale(Math.min(stats.multi_head_ratio ?? 1, MOST_TIMES), stats.page_bytes ?? 0);
     this.plots.add(stats);
     this.#showPages();
     this.#showFollowed();
@@ -114,7 +113,8 @@ export class Monitor {
     if (!this.state.numPages) return;
     const counts = this.state.counts();
     const owned = counts[2] + counts[3];
-    setText(this.mapTitle, `${TITLE}: ${counted(owned, "page")} owned`);
+    const memory = this.map.pageBytes ? `, ${sized(owned * this.map.pageBytes)}` : "";
+    setText(this.mapTitle, `${TITLE}: ${counted(owned, "page")} owned${memory}`);
     counts.forEach((count, kind) => setText(this.legend[kind], `${count} ${LEGEND[kind]}`));
     this.plots.setPages(owned, counts[1]);
   }

@@ -1,13 +1,14 @@
-/* The page map: every page of the KV cache as a cell of a canvas. Once a frame, the cells that have changed are drawn again.
+/* The page map: pages of the KV cache as cells of a canvas, as far as they are in use. Once a frame, the cells that have changed are drawn.
 
    Invariant: what is drawn follows from the CacheState, the followed sequence and what was just written. It knows no network. */
 
 import { CACHED, FREE, OWNED, SHARED, phaseOf } from "./cache-state.js";
-import { el } from "./dom.js";
+import { counted, el, setText, sized } from "./dom.js";
 import { colours } from "./theme.js";
 
 const [LARGEST_CELL, SMALLEST_CELL, TALLEST] = [26, 2, 340]; // CSS pixels; the last is the map's height.
 const MARKED_CELL = 5; // Device pixels: smaller cells have no gaps and marks.
+const LEAST_SHOWN = 256; // Pages: so many cells have their largest size.
 const HIGHLIGHT_MS = 350;
 const DIMMED = 0.25;
 const LABEL = "Page map. Arrow keys move over the pages, Enter follows the sequence that owns one.";
@@ -20,6 +21,12 @@ function gridOf(numPages, width, ratio) {
   while (cell > SMALLEST_CELL * ratio && Math.ceil(numPages / columnsOf()) * cell > TALLEST * ratio) cell -= 1;
   const columns = columnsOf();
   return { columns, rows: Math.ceil(numPages / columns), cell, gap: cell < MARKED_CELL ? 0 : Math.max(1, Math.round(cell / 12)), ratio };
+}
+
+/** How many pages to show where `needed` are to be seen: a power of two, which is kept until a quarter of it is enough. */
+function regionOf(needed, before, numPages) {
+  const least = Math.max(LEAST_SHOWN, 2 ** Math.ceil(Math.log2(needed || 1)));
+  return Math.min(numPages, least < before && 4 * needed > before ? before : least);
 }
 
 /** The left and upper edge of a cell in device pixels. */
@@ -52,6 +59,7 @@ export class PageMap {
   constructor({ follow, laidOut, signal }) {
     Object.assign(this, { follow, laidOut, state: null, grid: null, followed: null, dirty: new Set(), written: new Set() });
     this.at = null; // The page under the cursor.
+    Object.assign(this, { shown: 0, factor: 1, pageBytes: 0, scale: el("p", { class: "quiet" }) });
     this.isStill = matchMedia("(prefers-reduced-motion: reduce)");
     this.readout = el("p", { class: "quiet readout", text: HINT });
     this.spoken = el("p", { class: "offscreen", "aria-live": "polite" }); // Unlike the readout it changes only when the cursor moves.
@@ -72,9 +80,8 @@ export class PageMap {
 
   /** Shows a state to which an event was applied; `change` is what `apply` returned. */
   show(state, change) {
-    const isSame = this.state === state && this.numPages === state.numPages;
     this.state = state;
-    if (!isSame) this.layOut();
+    if (this.numPages !== state.numPages || this.#wanted() !== this.shown) this.layOut();
     this.#highlight(this.isStill.matches ? [] : change.written);
     this.#draw(change.whole ? Array(state.numPages).keys() : change.pages);
     clearTimeout(this.fading);
@@ -88,11 +95,29 @@ export class PageMap {
     if (!this.state?.numPages || !this.frame.clientWidth) return;
     this.numPages = this.state.numPages;
     this.colours = colours();
-    this.grid = gridOf(this.numPages, this.frame.clientWidth, devicePixelRatio || 1);
+    this.shown = this.#wanted();
+    this.grid = gridOf(this.shown, this.frame.clientWidth, devicePixelRatio || 1);
     this.context = sizeCanvas(this.canvas, this.grid, this.grid.rows);
-    this.#draw(Array(this.numPages).keys());
+    this.#draw(Array(this.shown).keys());
     this.#place(this.at);
+    this.setScale(this.factor, this.pageBytes);
     this.laidOut();
+  }
+
+  /** The number of pages to show. */
+  #wanted() {
+    const { numPages, extent } = this.state;
+    const owned = this.state.counts().slice(OWNED).reduce((sum, count) => sum + count);
+    return regionOf(Math.max(extent, owned * this.factor), this.shown, numPages);
+  }
+
+  /** Says what a cell is. `factor`: how many times the owned pages are to have room; `pageBytes`: 0 while it is not known. */
+  setScale(factor, pageBytes) {
+    Object.assign(this, { factor, pageBytes });
+    if (!this.grid) return;
+    const { numPages, shown, state } = this;
+    const part = shown < numPages ? `Pages 0 to ${shown - 1} of ${counted(numPages, "page")}, the rest is free` : `All ${counted(numPages, "page")}`;
+    setText(this.scale, `${part}. A cell is a page: ${counted(state.pageSize, "token")}${pageBytes ? `, ${sized(pageBytes)}` : ""}.`);
   }
 
   #highlight(written) {
@@ -103,7 +128,7 @@ export class PageMap {
 
   /** Draws pages in the next frame. */
   #draw(pages) {
-    for (const page of pages) this.dirty.add(page);
+    for (const page of pages) if (page < this.shown) this.dirty.add(page);
     if (!this.dirty.size || !this.grid) return;
     this.frameRequest ??= requestAnimationFrame(() => {
       this.frameRequest = undefined;
@@ -136,8 +161,8 @@ export class PageMap {
   #onKey(event) {
     if (!this.grid || event.ctrlKey || event.altKey || event.metaKey) return;
     const { columns } = this.grid;
-    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -this.numPages, End: this.numPages };
-    if (event.key in steps) this.#place(Math.min(this.numPages - 1, Math.max(0, (this.at ?? 0) + steps[event.key])));
+    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -this.shown, End: this.shown };
+    if (event.key in steps) this.#place(Math.min(this.shown - 1, Math.max(0, (this.at ?? 0) + steps[event.key])));
     else if (event.key === "Enter" || event.key === " ") this.#choose();
     else if (event.key === "Escape") this.follow(null);
     else return;
@@ -154,12 +179,12 @@ export class PageMap {
     const { columns, cell, ratio } = this.grid;
     const [column, row] = [offsetX, offsetY].map((offset) => Math.max(0, Math.floor((offset * ratio) / cell)));
     const page = row * columns + Math.min(columns - 1, column);
-    return page < this.numPages ? page : null;
+    return page < this.shown ? page : null;
   }
 
   /** Moves the cursor to a page; null: nowhere. */
   #place(page) {
-    this.at = page === null || !this.grid ? null : Math.min(page, this.numPages - 1);
+    this.at = page === null || !this.grid ? null : Math.min(page, this.shown - 1);
     this.cursor.hidden = this.at === null;
     if (this.at !== null) {
       const { cell, gap, ratio } = this.grid;

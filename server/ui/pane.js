@@ -9,18 +9,14 @@ const EMPTY = { failed: "Failed", tool_calls: "" };
 const STATS_MS = 100;
 
 export class Pane {
-  #api;
-  #stream = null;
+  #api; #times; #tokens; #sender = null; #stream = null;
   #aligner = new Aligner();
   #calls = new Map();
-  #times;
-  #tokens;
   #title = el("h2");
   #stats = el("span", { class: "quiet stats" });
   #thinking = el("p", { class: "note" });
   #tools = el("div");
   #note = el("p", { class: "note", role: "status" });
-  #sender = null;
   /** Why the output ended: one of the server's reasons, `stopped`, `failed`, or null while it has not. */
   finish = null;
 
@@ -28,9 +24,9 @@ export class Pane {
     this.#api = api;
     this.output = new Output(name);
     this.#title.textContent = name;
-    this.actions = el("span", { class: "row spread" }, copyButton("Copy", () => this.text, { class: "plain" }));
+    const copy = copyButton("Copy", () => this.text, { class: "plain spread" });
     this.element = el("article", { class: "pane", "aria-label": name },
-      el("header", {}, this.#title, this.#stats, this.actions), this.#thinking, this.output.element, this.#tools, this.#note);
+      el("header", {}, this.#title, this.#stats, copy), this.#thinking, this.output.element, this.#tools, this.#note);
   }
 
   get text() {
@@ -84,13 +80,6 @@ export class Pane {
     this.output.append([{ text, tokens: [] }]);
   }
 
-  /** Shows whether the conversation goes on with this answer, with a button that chooses it. */
-  setChoice(chosen, choose) {
-    this.choice?.remove();
-    this.choice = button(chosen ? "Chosen" : "Choose", choose, { class: "plain", "aria-pressed": String(chosen) });
-    this.actions.prepend(this.choice);
-  }
-
   /** Asks for the results of the tool calls that end the answer; `send` gets them as messages. */
   offerResults(send) {
     if (this.finish !== "tool_calls" || this.#sender !== null) return;
@@ -105,7 +94,6 @@ export class Pane {
 
   /** Takes away what the answer offers to do: it is a part of the conversation now. */
   settle() {
-    this.choice?.remove();
     this.#sender?.remove();
     for (const area of this.#tools.querySelectorAll("textarea")) area.disabled = true;
   }

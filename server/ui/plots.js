@@ -1,6 +1,5 @@
-/* Live plots of the last five minutes, from the stats events of GET /monitor, in a part of the page that can be closed. Rates and quantiles
-   are differences between two events. The numbers at the cursor, or else the latest, are there as text. It knows nothing of the network;
-   uPlot draws. */
+/* Live plots of the last five minutes, from the stats events of GET /monitor; uPlot draws. Rates and quantiles are differences between two
+   events. The numbers at the cursor, or else the latest, are there as text. It knows nothing of the network. */
 
 import { el } from "./dom.js";
 import { colours } from "./theme.js";

@@ -1,5 +1,4 @@
-/* The open sequences as a sortable table, which says in words what the page map shows, and a panel about the sequence that is followed:
-   its phases in time and its numbers. */
+/* The open sequences as a table, which says in words what the page map shows, and a panel with the times and numbers of one of them. */
 
 import { phaseOf } from "./cache-state.js";
 import { button, counted, el, setText } from "./dom.js";
@@ -19,28 +18,18 @@ const COLUMNS = [
 export class SequenceTable {
   /** `follow` is told the id of a sequence that is chosen, or null. */
   constructor(follow) {
-    Object.assign(this, { follow, rows: new Map(), column: 0, sign: 1 });
-    this.headers = COLUMNS.map(([name], column) => el("th", { scope: "col" }, button(name, () => this.sortBy(column), { class: "plain" })));
+    Object.assign(this, { follow, rows: new Map() });
+    const headers = COLUMNS.map(([text]) => el("th", { scope: "col", text }));
     this.caption = el("caption");
     this.body = el("tbody");
-    const table = el("table", {}, this.caption, el("thead", {}, el("tr", {}, ...this.headers)), this.body);
+    const table = el("table", {}, this.caption, el("thead", {}, el("tr", {}, ...headers)), this.body);
     this.element = el("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Open sequences" }, table);
-  }
-
-  sortBy(column) {
-    this.sign = this.column === column ? -this.sign : 1;
-    this.column = column;
-    this.show(this.state, this.followed);
   }
 
   /** Shows the sequences of a state; `followed` is the id of one. */
   show(state, followed) {
-    Object.assign(this, { state, followed });
-    const { column, sign, body } = this;
-    this.headers.forEach((header, i) => (header.ariaSort = i !== column ? "none" : sign > 0 ? "ascending" : "descending"));
-    const value = COLUMNS[column][1];
-    const compare = (a, b) => sign * (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : a.id - b.id);
-    const shown = [...state.sequences.values()].sort(compare).slice(0, MOST_ROWS);
+    this.followed = followed;
+    const shown = [...state.sequences.values()].sort((a, b) => a.id - b.id).slice(0, MOST_ROWS);
     const rest = state.sequences.size - shown.length;
     setText(this.caption, `${counted(state.sequences.size, "open sequence")}${rest ? `, of which ${rest} are not listed` : ""}`);
     const rows = new Map(shown.map(({ id, hue }) => [id, this.rows.get(id) ?? this.#row(id, hue)]));
@@ -48,7 +37,7 @@ export class SequenceTable {
     this.rows = rows;
     shown.forEach((sequence, i) => {
       const row = rows.get(sequence.id);
-      if (body.children[i] !== row) body.insertBefore(row, body.children[i] ?? null);
+      if (this.body.children[i] !== row) this.body.insertBefore(row, this.body.children[i] ?? null);
       row.querySelector("button").ariaPressed = String(sequence.id === followed);
       COLUMNS.slice(1).forEach(([, value], at) => setText(row.children[at + 1], String(value(sequence))));
     });
@@ -56,9 +45,9 @@ export class SequenceTable {
 
   #row(id, hue) {
     const choose = () => this.follow(id === this.followed ? null : id);
-    const name = el("th", { scope: "row" }, button(id, choose, { class: "plain" }));
+    const name = el("th", { scope: "row" }, button(id, null, { class: "plain" })); // Its click is the row's.
     name.style.borderLeftColor = `var(--hue-${hue})`;
-    return el("tr", {}, name, ...COLUMNS.slice(1).map(() => el("td")));
+    return el("tr", { on: { click: choose } }, name, ...COLUMNS.slice(1).map(() => el("td")));
   }
 }
 
@@ -66,29 +55,24 @@ export class FollowPanel {
   /** `close` is called when the sequence is not to be followed any more. */
   constructor(close) {
     this.title = el("h2");
-    this.bar = el("div", { class: "phases", "aria-hidden": "true" });
     this.words = el("p", { class: "quiet" });
     this.close = button("Stop following", close);
-    this.element = el("section", { class: "card", "aria-label": "Followed sequence" }, this.title, this.bar, this.words, this.close);
+    this.element = el("section", { class: "card", "aria-label": "Followed sequence" }, this.title, this.words, this.close);
     this.show(undefined);
   }
 
   /** Shows a sequence at a time in seconds; undefined: says how to choose one. */
   show(sequence, now) {
     this.close.hidden = !sequence;
-    const { id, request, phases } = sequence ?? { phases: [] };
+    const { id, request } = sequence ?? {};
     setText(this.title, sequence ? `Sequence ${id}${request ? ` of request ${request}` : ""}` : "Follow a sequence");
-    const spans = phases.map(({ phase, since }, i) => ({ phase, seconds: (phases[i + 1]?.since ?? now) - since }));
-    this.bar.replaceChildren(...spans.map(({ phase }) => el("span", { data: { phase }, text: phase })));
-    spans.forEach(({ phase, seconds }, i) => (this.bar.children[i].style.flexGrow = isEnd(phase) ? 0 : Math.max(seconds, 0.01)));
-    setText(this.words, sequence ? inWords(sequence, spans) : HINT);
+    setText(this.words, sequence ? inWords(sequence, now) : HINT);
   }
 }
 
-const isEnd = (phase) => phase.startsWith("ended");
-
-function inWords({ numPrompt, numCached, numComputed, numOutput, numPages, numPreemptions }, spans) {
-  const phases = spans.map(({ phase, seconds }) => (isEnd(phase) ? phase : `${phase} ${seconds.toFixed(1)} s`)).join(", then ");
+function inWords({ numPrompt, numCached, numComputed, numOutput, numPages, numPreemptions, phases: all }, now) {
+  const lasted = (index) => ((all[index + 1]?.since ?? now) - all[index].since).toFixed(1);
+  const phases = all.map(({ phase }, index) => (phase.startsWith("ended") ? phase : `${phase} ${lasted(index)} s`)).join(", then ");
   const prompt = `Prompt of ${counted(numPrompt, "token")}, ${numCached} of them found in the prefix cache.`;
   const stored = `${counted(numOutput, "token")} generated, ${numComputed} stored in ${counted(numPages, "page")}`;
   return `${phases}. ${prompt} ${stored}, ${counted(numPreemptions, "preemption")}.`;

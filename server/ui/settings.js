@@ -13,17 +13,17 @@ const OWN = new Set([
   "max_completion_tokens", "truncate_prompt_tokens", "token_healing", "continue_final_message",
 ]);
 const WITHOUT_EFFECT = /chang\w+ nothing|not supported|not stored|only text is supported/i;
+const CALM = "0.4"; // Temperature where the checkpoint names no sampling parameters: 1 would make noise of a small model.
 const MAX_RANGE = 100; // A field with a wider range gets no slider.
 
 export class Settings {
   #controls = [];
   /** What the controls hold, to be restored: name -> text. */
-  kept;
+  kept = null;
 
-  /** `name` of the mode whose settings these are; `initial` values are those of its first time. */
+  /** `name` of the mode whose settings these are; `initial` values are those that "Reset all" gives back. */
   constructor(name, initial) {
-    this.name = `settings.${name}`;
-    this.kept = load(this.name, initial);
+    Object.assign(this, { name: `settings.${name}`, initial });
     this.fields = el("div", { class: "fields" }, el("p", { class: "quiet", text: "The server has not told them yet." }));
     this.element = el("details", { class: "card settings", open: matchMedia("(min-width: 1021px)").matches },
       el("summary", { text: "Parameters" }), this.fields);
@@ -31,13 +31,18 @@ export class Settings {
 
   /** Makes the controls of a request body. Throws ApiError if the server does not give its schema. */
   async show(api, body) {
-    const fields = await api.fields(body);
+    const [{ default_sampling_params: sampling = {} }, fields] = await Promise.all([api.served(), api.fields(body)]);
+    const isUnnamed = Object.keys(sampling).length === 0;
+    if (isUnnamed) this.initial.temperature = CALM;
+    for (const [name, value] of Object.entries(sampling)) Object.assign(fields.get(name) ?? {}, { usual: String(value) });
+    this.kept ??= { ...this.initial, ...load(this.name, {}) };
     const names = [...fields.keys()].filter((name) => !OWN.has(name));
     const controls = (chosen, from = fields, group = "") =>
       chosen.filter((name) => isChoosable(from.get(name))).map((name) => this.#control(name, from.get(name), group));
     const more = (title, ...inner) => el("details", { class: "more" }, el("summary", { text: title }), el("div", { class: "fields" }, ...inner));
     const formats = fields.has(FORMAT) ? await api.fields("StructuredOutputs") : new Map();
-    this.fields.replaceChildren(...controls(FIRST), more("Output format", ...controls([...formats.keys()], formats, FORMAT)),
+    const about = isUnnamed ? `The checkpoint names no sampling parameters: temperature ${CALM} is this page's.` : "Defaults are the checkpoint's.";
+    this.fields.replaceChildren(el("p", { class: "quiet", text: about }), ...controls(FIRST), more("Output format", ...controls([...formats.keys()], formats, FORMAT)),
       more("More parameters", ...controls(names.filter((name) => !FIRST.includes(name)))), button("Reset all", () => this.restore({})));
   }
 
@@ -52,9 +57,14 @@ export class Settings {
   }
 
   restore(kept) {
-    this.kept = { ...kept };
+    this.kept = { ...this.initial, ...kept };
     for (const control of this.#controls) control.show();
-    save(this.name, this.kept);
+    this.#save();
+  }
+
+  /** Keeps what differs from the initial values, which may be another model's the next time. */
+  #save() {
+    save(this.name, Object.fromEntries(Object.entries(this.kept).filter(([name, text]) => text !== (this.initial[name] ?? ""))));
   }
 
   /** A field's name, description and input, and a slider where its range is small. */
@@ -62,17 +72,18 @@ export class Settings {
     const kind = kindOf(field);
     const input = Object.assign(kind.input(field), { id: newId("field"), name });
     const about = el("p", { class: "quiet", id: newId("about"), hidden: true }, ...withCode(field.description));
-    const reset = button("×", () => set(""), { class: "info spread", title: `Reset ${name}`, "aria-label": `Reset ${name}` });
+    const usual = this.initial[group + name] ?? "";
+    const reset = button("×", () => set(usual), { class: "info spread", title: `Reset ${name}`, "aria-label": `Reset ${name}` });
     const slider = sliderOf(field, name);
     const show = (text = this.kept[group + name] ?? "") => {
       if (input.value !== text) input.value = text;
       if (slider !== null) slider.value = text || defaultOf(field) || slider.min;
-      reset.hidden = text === "";
+      reset.hidden = text === usual;
       input.classList.remove("invalid");
     };
     const set = (text) => {
       this.kept[group + name] = text;
-      save(this.name, this.kept);
+      this.#save();
       show();
     };
     input.addEventListener("input", () => set(input.value));
@@ -90,9 +101,9 @@ function isChoosable(field) {
   return !isFixed && !WITHOUT_EFFECT.test(field.description);
 }
 
-/** The default in a description's words, such as 16 of "Default: 16."; empty if it names none. */
+/** The checkpoint's default, or that of a description's words, such as 16 of "Default: 16."; empty if there is none. */
 function defaultOf(field) {
-  return /Default: (?:the checkpoint's [^;]*, else\s)?(-?\d+(?:\.\d+)?|true|false)/.exec(field.description)?.[1] ?? "";
+  return field.usual ?? /Default: (?:the checkpoint's [^;]*, else\s)?(-?\d+(?:\.\d+)?|true|false)/.exec(field.description)?.[1] ?? "";
 }
 
 function aboutButton(name, about) {

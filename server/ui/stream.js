@@ -103,14 +103,10 @@ export class Stream {
   async #lookWhetherAway() {
     if (this.#isAway || this.#heardAt === 0 || performance.now() - this.#heardAt < SILENT_MS) return;
     const asked = (this.#heardAt = performance.now());
-    try {
-      const response = await this.api.fetch("ready");
-      const { status } = await response.json();
-      if (response.status !== 503 || this.#heardAt !== asked) return; // An event may have come meanwhile, or the end.
-      this.#say("waiting", `The engine is away (${status}). The stream goes on by itself.`);
-    } catch {
-      // The connection of the stream will tell.
-    }
+    const { state, status } = await this.api.look();
+    if (!["recovering", "waiting"].includes(state)) return;
+    if (this.#heardAt !== asked) return; // An event may have come meanwhile, or the end.
+    this.#say("waiting", `The engine is away (${status}). The stream goes on by itself.`);
   }
 
   /** Says what has become of the stream; that it was resumed, only after something else. */

@@ -1,7 +1,6 @@
-/* Generated text as tokens, each tinted by how likely it was, with its alternatives in a card on hover, focus or touch.
+/* Generated text as tokens, each tinted by how likely it was, with its alternatives in a card on hover, focus or touch. It knows no requests.
 
-   Text is only ever appended, in one batch per animation frame. Lines are elements in blocks that are laid out by themselves, so that a frame
-   costs the same however much stands above it. It knows no requests. */
+   Text is only ever appended, once a frame. Lines are in blocks that are laid out by themselves: a frame costs the same below any text. */
 
 import { el } from "./dom.js";
 
@@ -50,21 +49,14 @@ export class Aligner {
   /** The piece of what is left. */
   flush() {
     const piece = { text: this.#text, tokens: this.#tokens };
-    this.#text = "";
-    this.#tokens = [];
+    [this.#text, this.#tokens] = ["", []];
     return piece.text === "" ? [] : [piece];
   }
 }
 
 /** The element in which a text grows. */
 export class Output {
-  #queue;
-  #block;
-  #blockEnd;
-  #line;
-  #spans;
-  #current;
-  #frame = 0;
+  #queue; #block; #blockEnd; #line; #spans; #current; #frame = 0;
   /** The text so far. */
   text;
 
@@ -122,10 +114,7 @@ export class Output {
   }
 
   #span(text, tokens) {
-    const span = document.createElement("span");
-    span.className = `t t${tintOf(tokens)}${text === "" ? " nl" : ""}`;
-    span.textContent = text;
-    span.tokens = tokens;
+    const span = el("span", { class: `t t${tintOf(tokens)}${text === "" ? " nl" : ""}`, text, tokens });
     this.#spans.push(span);
     return span;
   }
@@ -161,7 +150,8 @@ function tintOf(tokens) {
 /** The strip that explains the tints. */
 export function legend() {
   const steps = [...LIMITS.keys()].map((index) => el("i", { class: `t${index + 1}` }));
-  return el("p", { class: "legend" }, "Tokens, before temperature: likely", el("span", {}, el("i"), ...steps), "unlikely");
+  const strip = el("span", {}, "likely", el("span", {}, el("i"), ...steps), "unlikely");
+  return el("p", { class: "legend" }, "Tokens, before temperature:", strip);
 }
 
 /** The card beside a token. Escape hides it; it stays while the pointer is on it. */
@@ -220,10 +210,7 @@ function describe(token) {
   return [el("div", { text: said }), el("table", {}, el("tbody", {}, ...rows))];
 }
 
-function percent(logprob) {
-  const share = Math.exp(logprob) * 100;
-  return share >= 0.01 ? `${Number(share.toPrecision(3))} %` : "< 0.01 %";
-}
+const percent = (logprob) => (Math.exp(logprob) >= 1e-4 ? `${Number((Math.exp(logprob) * 100).toPrecision(3))} %` : "< 0.01 %");
 
 /** A token's text with its spaces and line ends made visible. */
 function visible(text) {

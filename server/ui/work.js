@@ -2,7 +2,7 @@
 
    A mode gives its editor and turns its form into a body; this does the rest. */
 
-import { button, copyButton, el, radios } from "./dom.js";
+import { button, copyButton, el, followEnd, radios } from "./dom.js";
 import { Pane } from "./pane.js";
 import { Settings } from "./settings.js";
 import { SNIPPETS } from "./snippets.js";
@@ -20,7 +20,7 @@ export class Work {
   #alert = el("div", { class: "alert", role: "alert", hidden: true });
 
   /** `mode`: {name, path, schema, initial settings, stage(actions, alert), body(again), continued(body, text), place(panes, again),
-      form(), setForm(form), title()}, and if it likes {verb, done()}. */
+      form(), setForm(form), title()}, and if it likes {verb, isSingle: has one output, done(), needs: a capability of the model, lacking: words where it has none}. */
   constructor(panel, api, history, mode) {
     Object.assign(this, { api, history, mode });
     this.settings = new Settings(mode.name, mode.initial);
@@ -29,18 +29,25 @@ export class Work {
     this.continueButton = button("Continue", () => this.continue(), { title: "Alt+C", disabled: true });
     this.againButton = button("Regenerate", () => this.again(), { title: "Again with the same seed (Alt+R)", disabled: true });
     const actions = el("div", { class: "actions" }, this.runButton, this.stopButton, this.continueButton, this.againButton,
-      el("span", { class: "quiet", text: "Outputs", "aria-hidden": "true" }),
-      radios("Outputs side by side", COUNTS, (count) => (this.#count = Number(count))),
+      mode.isSingle ? null : el("span", { class: "row quiet" }, "Outputs", radios("Outputs side by side", COUNTS, (count) => (this.#count = Number(count)))),
       button("Code", () => this.#showCode(), { class: "spread", "aria-haspopup": "dialog" }));
     this.code = el("dialog", { class: "code", "aria-label": "The request as code" });
-    panel.replaceChildren(el("div", { class: "work" },
-      el("div", { class: "stage" }, ...mode.stage(actions, this.#alert), legend()), this.settings.element), this.code);
+    this.notice = el("p", { class: "blank", role: "status", text: mode.lacking ?? "", hidden: true });
+    const stage = el("div", { class: "stage" }, this.notice, ...mode.stage(actions, this.#alert), legend());
+    this.toEnd = followEnd(stage, () => this.isRunning);
+    panel.replaceChildren(el("div", { class: "work" }, stage, this.settings.element), this.code);
     this.prepare();
   }
 
-  /** Shows the settings, once; again after the server has refused its schema. Returns whether they are there. */
+  /** Shows the settings, once; again after the server has refused its schema. Returns whether the mode can run. */
   prepare() {
-    const succeed = () => (this.#alert.hidden = true);
+    const succeed = () => {
+      const isAble = this.api.model.capabilities?.[this.mode.needs] !== false;
+      this.#alert.hidden = true;
+      this.notice.hidden = isAble;
+      this.#update();
+      return isAble;
+    };
     const fail = (error) => {
       this.ready = null;
       const textContent = error.status === 401 ? "An API key is needed: Enter key, above." : error.message;
@@ -73,6 +80,7 @@ export class Work {
     this.#lastSeed = body.seed ?? seed ?? Math.floor(Math.random() * SEEDS);
     this.#place(this.#count, again);
     this.#start(this.#panes.map((pane, index) => [pane, { ...body, seed: this.#lastSeed + index }, false]));
+    this.toEnd();
   }
 
   /** Goes on where the outputs ended. */
@@ -138,11 +146,11 @@ export class Work {
   }
 
   #update() {
-    const running = this.isRunning;
-    this.runButton.disabled = running;
-    this.stopButton.disabled = !running;
-    this.againButton.disabled = running || this.#lastSeed === null;
-    this.continueButton.disabled = running || !this.#panes.some(canContinue);
+    const isBlocked = this.isRunning || !this.notice.hidden;
+    this.runButton.disabled = isBlocked;
+    this.stopButton.disabled = !this.isRunning;
+    this.againButton.disabled = isBlocked || this.#lastSeed === null;
+    this.continueButton.disabled = isBlocked || !this.#panes.some(canContinue);
   }
 
   /** Shows the present request in each language, with the seed of the output that is shown. */
@@ -151,7 +159,7 @@ export class Work {
     if (body === null) return;
     const { logprobs, top_logprobs: _, ...plain } = body;
     const seed = this.#lastSeed === null ? {} : { seed: this.#lastSeed };
-    const request = { model: this.api.model, ...seed, ...plain, stream: true };
+    const request = { model: this.api.model.id, ...seed, ...plain, stream: true };
     const pre = el("pre", { tabIndex: 0, "aria-label": "Code" });
     const write = (language) => (pre.textContent = SNIPPETS[language](this.api.base.href, this.mode.path, request, this.api.hasKey));
     this.code.replaceChildren(el("h2", { text: "This request as code" }), radios("Language", Object.keys(SNIPPETS), write), pre,

@@ -202,6 +202,11 @@ class OpenAIRoutes:
             "max_model_len": self.generation.max_total_tokens,
             "meta": {"n_ctx": self.generation.max_total_tokens},
             "tool_call_format": None if (calls := self.generation.texts.texts.calls) is None else calls[0].name,
+            "default_sampling_params": self.generation.codec.files.sampling_defaults,
+            "capabilities": {
+                "completion_chat": self.generation.codec.files.chat_template is not None,
+                "completion_fim": self.generation.texts.texts.fim.marks is not None,
+            },
         }
 
     async def response_without_http(self, path: str, value: dict[str, Any], caller: str) -> Any:
