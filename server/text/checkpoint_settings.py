@@ -36,12 +36,13 @@ class CheckpointFiles:
         self._folder = folder
         self._tokenizer = read_object(folder / "tokenizer_config.json", MOST_LIST_BYTES) or {}
         self.chat_template_place, source = self._template() if template is None else _given(template)
-        generation = read_object(folder / "generation_config.json", MOST_CONFIG_BYTES) or {}
+        self.generation = read_object(folder / "generation_config.json", MOST_CONFIG_BYTES) or {}
+        """generation_config.json, unchecked."""
         if (source is not None or template is not None) and (not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS):
             raise CheckpointError(f"{self.chat_template_place}: expected a text of up to {MAX_TEMPLATE_CHARS} characters")
         self.chat_template: str | None = source
         """The template's source. Errors of it begin with `chat_template_place`, its file and field."""
-        self.sampling_defaults = {key: self._number(key, value) for key in BOUNDS if (value := generation.get(key)) is not None}
+        self.sampling_defaults = {key: self._number(key, value) for key in BOUNDS if (value := self.generation.get(key)) is not None}
         """The sampling parameters in generation_config.json, by name."""
         self.eos_token = self.special_token("eos_token")
         self.response_template = self._tokenizer.get("response_template")
