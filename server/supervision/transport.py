@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 
@@ -27,6 +28,8 @@ log = logging.getLogger("onehead.supervisor")
 
 EXIT_SECONDS = 1.0
 """Time for an engine that has closed its pipe to exit by itself; then it is killed."""
+POLL_SECONDS = 0.01
+"""Seconds from one look whether an engine has ended to the next."""
 ENGINE_MODULE = "server.engine.worker"
 READ_BYTES = 2**18
 """Bytes read before the event loop runs other tasks."""
@@ -112,11 +115,11 @@ class EngineProcess:
 
     async def ended(self, timeout: float) -> None:
         """Waits for the process to end; kills it after `timeout` seconds."""
-        try:
-            await asyncio.to_thread(self.process.wait, timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            await asyncio.to_thread(self.process.wait)
+        end = time.monotonic() + timeout
+        while self.process.poll() is None:  # Without a thread, which may not be had any more.
+            if time.monotonic() >= end:
+                self.kill()
+            await asyncio.sleep(POLL_SECONDS)
 
     def _read(self) -> None:
         try:

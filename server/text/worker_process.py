@@ -9,13 +9,16 @@ nothing whose cost depends on a request. It knows no clients, queues or time lim
 """
 
 import contextlib
+import fcntl
 import gc
 import logging
 import os
 import resource
 import select
+import signal
 import socket
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,8 +40,8 @@ GRAMMARS_MEMORY, GRAMMARS_SECONDS = 2**30, 20
 MAX_PREPARED = 3
 """Times that this is begun without success before structured output is refused."""
 JOB_NICE, CONSTRAINT_NICE = 10, 19
-FORK_PAUSE = 0.1
-"""Seconds until another attempt where the system has no process to fork."""
+FORK_ATTEMPTS, FORK_PAUSE = 10, 0.1
+"""Attempts to fork a child where the system has no process for it, and the seconds between them."""
 LENGTH_BYTES = 4
 
 
@@ -79,6 +82,21 @@ def outcome(job: AnyJob, texts: Texts) -> Outcome:
         return Outcome(failure=type(error).__name__)
 
 
+@contextlib.contextmanager
+def ended_by_close(descriptor: int) -> Iterator[None]:
+    """Meanwhile, has Linux end this process as soon as the other end of a socket is closed, from which
+    nothing is to come: SIGIO ends a process that does not handle it.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([descriptor], [], [], 0)[0]:  # It has been closed already.
+        os._exit(0)
+    yield
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+
 def _run_job(descriptor: int, texts: Texts) -> None:
     os.nice(JOB_NICE)
     # Libraries write about memory that they lack to standard error, in words of their own.
@@ -88,7 +106,9 @@ def _run_job(descriptor: int, texts: Texts) -> None:
         stream.flush()
         length = int.from_bytes(stream.read(LENGTH_BYTES), "big")
         job: AnyJob = msgspec.msgpack.decode(stream.read(length), type=AnyJob)
-        stream.write(frame(outcome(job, texts)))
+        with ended_by_close(descriptor):
+            done = outcome(job, texts)
+        stream.write(frame(done))
 
 
 def _follow(descriptor: int, texts: Texts) -> None:
@@ -102,10 +122,12 @@ def _follow(descriptor: int, texts: Texts) -> None:
 
 
 def _fork_child(channel: socket.socket, texts: Texts) -> None:
-    """Forks the child that the next message of a channel asks for, when the system has a process for it."""
+    """Forks the child that the next message of a channel asks for. Where the system has no process for it, that is said by closing its
+    descriptor.
+    """
     message, (descriptor, *_), _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 1)
     work, memory = (_follow, CONSTRAINT_MEMORY) if message == FOLLOW else (_run_job, JOB_MEMORY)
-    while True:
+    for _ in range(FORK_ATTEMPTS):
         try:
             child_process.fork(lambda: work(descriptor, texts), descriptor, most_bytes=memory)
             break

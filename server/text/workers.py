@@ -59,8 +59,10 @@ class Workers:
         self._said, self._jobs, self.grammars = (ours for ours, _ in self._channels)
         self._said.setblocking(False)
         self._texts: Texts | None = None
-        self._forker = 0
-        """The process id of the forking process; 0 while there is none."""
+        self._forker: int | None = None
+        """The process id of the forking process; None while there is none. No other process can have
+        it before it has been waited for here.
+        """
         self._queue = JobQueue(quick, slow)
         self._turns: dict[Ticket, asyncio.Event] = {}
 
@@ -72,16 +74,32 @@ class Workers:
     def keep_running(self) -> None:
         """Replaces the forking process if it has ended. Raises OSError."""
         assert self._texts is not None, "start was called"
-        if self._forker and os.waitpid(self._forker, os.WNOHANG)[0]:
-            log.warning("the process that forks workers ended; it is replaced")
-            self._forker = 0
-        if not self._forker:
+        before = self._forker
+        if self._has_ended():
+            if before is not None:
+                log.warning("the process that forks workers ended; it is replaced")
             texts, ends = self._texts, [theirs for _, theirs in self._channels]
             self._forker = child_process.fork(lambda: worker_process.run(texts, *ends), *(end.fileno() for end in ends))
 
+    def _has_ended(self, options: int = os.WNOHANG) -> bool:
+        """Whether there is no forking process; forgets one that has ended."""
+        if self._forker is not None:
+            try:
+                ended = os.waitpid(self._forker, options)[0] != 0
+            except ChildProcessError:  # Where SIGCHLD is ignored, nothing is left of a process that has ended.
+                ended = True
+            if ended:
+                self._forker = None
+        return self._forker is None
+
     def _replace(self) -> None:
         log.warning("the process that forks workers does not answer; it is replaced")
-        os.kill(self._forker, signal.SIGKILL)
+        self._kill()
+
+    def _kill(self) -> None:
+        """Kills the forking process, if there is one."""
+        if not self._has_ended() and self._forker is not None:
+            os.kill(self._forker, signal.SIGKILL)
 
     async def loaded(self) -> Loaded:
         """The first message of the first forking process. Raises Unavailable if none arrives within LOAD_SECONDS."""
@@ -93,10 +111,8 @@ class Workers:
 
     def close(self) -> None:
         """Ends all processes."""
-        if self._forker:
-            os.kill(self._forker, signal.SIGKILL)
-            os.waitpid(self._forker, 0)
-            self._forker = 0
+        self._kill()
+        self._has_ended(0)
         for end in itertools.chain(*self._channels):
             end.close()
 
@@ -169,12 +185,11 @@ class Workers:
             try:
                 return await self._watched(ticket, reading, pid, seconds, job)
             finally:
-                if not reading.done():
-                    reading.cancel()
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
+                reading.cancel()
         finally:
-            writer.close()
+            # Which ends a process that still computes (worker_process.ended_by_close). It is not
+            # killed by its id: that may be another process's by now.
+            writer.transport.abort()
 
     async def _child(self, reader: asyncio.StreamReader) -> int:
         """The process id of a forked child. Raises _NotForked."""
@@ -188,7 +203,7 @@ class Workers:
             raise _NotForked from None
 
     async def _watched(self, ticket: Ticket, reading: asyncio.Task[Outcome], pid: int, seconds: float, job: AnyJob) -> Outcome | None:
-        """The outcome of a job that runs in process `pid`, if it comes within its time. The caller kills the process if not."""
+        """The outcome of a job that runs in process `pid`, if it comes within its time. The caller ends the process if not."""
         while not reading.done():
             limit = seconds if self._queue.is_slow(ticket) else min(QUANTUM, seconds)
             left = limit - _processor_seconds(pid)

@@ -1,9 +1,11 @@
 """Worker processes: results and refusals cross them, limits end a job alone, and what is lost is begun again."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,17 +14,18 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from server import guidance
+from server import child_process, guidance
 from server.engine.masks import MaskProcesses
-from server.errors import InvalidRequest, Overloaded
+from server.errors import InvalidRequest, Overloaded, Unavailable
 from server.text.codec import TextCodec
 from server.text.conversation import ChatInput
 from server.text.jobs import AnyJob, CompileGrammar, Encode, EncodeChat, EncodeWithPlaces, Fill, Texts
-from server.text.workers import Workers
+from server.text.workers import FORK_SECONDS, Workers
 from tests.support.checkpoints import make_tokenizer
 from tests.support.paths import EMBEDDED
 from tests.support.processes import alive, children
 
+KILL = os.kill
 NAMES = [f"property_{number}" for number in range(300)]
 SCHEMA = {"type": "object", "properties": {name: {"type": "integer"} for name in NAMES}, "required": NAMES}
 LARGE = CompileGrammar("json", json.dumps(SCHEMA), "grammar")
@@ -95,6 +98,7 @@ async def test_cheap_jobs_are_done_while_expensive_ones_run(workers: Workers) ->
 
 
 def forker(workers: Workers) -> int:
+    assert workers._forker is not None
     return workers._forker
 
 
@@ -136,6 +140,59 @@ async def test_a_job_that_its_client_leaves_is_ended(workers: Workers) -> None:
 async def test_a_job_that_makes_no_progress_is_refused_as_overload(workers: Workers) -> None:
     with pytest.raises(Overloaded):
         await during(workers, BOMB, lambda _, job: os.kill(job, signal.SIGSTOP), 0.2)
+
+
+def no_process(*_: Any, **__: Any) -> int:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("sigchld", [signal.SIG_DFL, signal.SIG_IGN])
+async def test_only_a_forking_process_that_is_there_is_killed(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, sigchld: signal.Handlers
+) -> None:
+    """Not process 0, which is this process's group, where it has ended and none can be forked."""
+    killed: list[int] = []
+    monkeypatch.setattr("server.text.workers.FORK_SECONDS", 0.3)
+    assert await run(workers, JOBS[0])
+    first = forker(workers)
+    previous = signal.signal(signal.SIGCHLD, sigchld)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("server.text.workers.os.kill", lambda pid, _: killed.append(pid))
+            KILL(first, signal.SIGSTOP)  # It does not answer,
+            waiting = asyncio.create_task(run(workers, JOBS[0]))
+            await asyncio.sleep(0.05)
+            KILL(first, signal.SIGKILL)  # and ends,
+            while alive(first):
+                await asyncio.sleep(0.005)
+            patch.setattr("server.text.workers.child_process.fork", no_process)
+            with pytest.raises(OSError, match="unavailable"):
+                workers.keep_running()  # while no other can be started.
+            with pytest.raises(Unavailable):
+                await waiting
+            workers._replace()
+            workers.close()
+            assert not killed
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+
+
+async def test_a_job_for_which_no_process_is_forked_is_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the forking process, which stays, with all the processes that it has forked."""
+    limited = Workers()
+    forks = iter([child_process.fork])  # In the forking process none is left.
+    monkeypatch.setattr(child_process, "fork", lambda *args, **options: next(forks, no_process)(*args, **options))
+    try:
+        limited.start(Texts(TextCodec(EMBEDDED)))
+        there = forker(limited)
+        began = time.monotonic()
+        with pytest.raises(Unavailable):
+            await run(limited, JOBS[0], seconds=60.0)
+        assert time.monotonic() - began < FORK_SECONDS and forker(limited) == there and alive(there)
+    finally:
+        limited.close()
 
 
 async def test_nothing_depends_on_the_files_once_they_are_read(tmp_path: Path) -> None:
