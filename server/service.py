@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -17,6 +18,7 @@ import msgspec
 from prometheus_client import ProcessCollector
 
 from model.checkpoint.families import read_spec
+from model.control_groups import num_oom_kills
 from model.spec import CheckpointError
 from server import child_process, protocol
 from server.config import EngineSettings, ServerSection
@@ -104,7 +106,8 @@ class SupervisedEngine:
         self._crashed_at: float | None = None
         self._tick = min(TICK_SECONDS, section.stall_after / 10)
         self._watch: asyncio.Task[None] | None = None
-        self.every_second: list[Callable[[], None]] = [self.workers.keep_running]
+        self._num_oom_kills = num_oom_kills()
+        self.every_second: list[Callable[[], None]] = [self._keep_workers]
         """Called once a second."""
         self.metrics = Metrics(name, section.metrics_aliases)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.process_registry)
@@ -152,8 +155,21 @@ class SupervisedEngine:
             self.metrics.engine_restarts.inc()
             self._process = EngineProcess(start, self.workers.grammars)
         self._num_spawned += 1
-        self._process.listen(on_message, on_exit)
+        self._process.listen(on_message, partial(self._on_exit, on_exit))
         return self._process
+
+    def _on_exit(self, then: Callable[[int], None], status: int) -> None:
+        before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
+        if status == -signal.SIGKILL and self._num_oom_kills > before:
+            log.error(
+                "the kernel ended a process for lack of memory (OOM killer): lower cache.memory or cache.pages, hold the weights in "
+                "fewer bits (engine.quantization), or raise the limit of memory of this container or service"
+            )
+        then(status)
+
+    def _keep_workers(self) -> None:
+        with contextlib.suppress(OSError):  # Where no process can be started, the next second may be better.
+            self.workers.keep_running()
 
     def _on_state(self, state: State) -> None:
         log.info("engine: %s%s", self.supervisor.status, f" ({self.supervisor.reason})" if self.supervisor.reason else "")

@@ -8,21 +8,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from model.control_groups import PROC, control_groups
+
 SPIN_ITERATIONS = 14_000
 """Iterations that an OpenMP thread spins at a barrier before it sleeps (about 0.2 ms; the default of libgomp is 300,000); see
 docs/decisions/0033-short-spins.md."""
 WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
 DEVICES = Path("/dev")
 STEP_SIZES = {False: (64, 512), True: (256, 4096)}
 """Sequences and tokens of a step by default, on a CPU and on a GPU."""
 
 
-def available_processors(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUPS) -> float:
+def available_processors(proc: Path = PROC) -> float:
     """Processors that this process may use: its affinity mask, limited by the CPU quotas of its control groups."""
     processors = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
-    return min([processors, *_quotas(root, own)])
+    return min([processors, *(quota for folder in control_groups("cpu", proc) for quota in _quota(folder))])
 
 
 def engine_threads(configured: int | None, environment: Mapping[str, str] = os.environ) -> int:
@@ -58,22 +58,6 @@ def engine_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
     if WAIT_VARIABLES & environment.keys():
         return dict(environment)
     return {**environment, "GOMP_SPINCOUNT": str(SPIN_ITERATIONS)}
-
-
-def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """CPU quotas, in processors, of every control group of this process (cgroup v1 and v2)."""
-    try:
-        lines = own.read_text(errors="surrogateescape").splitlines()
-    except OSError:  # No control groups, hence no quota.
-        return
-    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1):
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        hierarchy = root / controllers if controllers else root
-        group = hierarchy / path.lstrip("/")
-        # Quotas of parent groups apply too. In a container the path may be the host's while only the root is visible.
-        for folder in {group, *group.parents, hierarchy} - {*hierarchy.parents}:
-            yield from _quota(folder)
 
 
 def _quota(folder: Path) -> Iterator[float]:

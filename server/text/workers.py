@@ -79,7 +79,12 @@ class Workers:
             if before is not None:
                 log.warning("the process that forks workers ended; it is replaced")
             texts, ends = self._texts, [theirs for _, theirs in self._channels]
-            self._forker = child_process.fork(lambda: worker_process.run(texts, *ends), *(end.fileno() for end in ends))
+            try:
+                self._forker = child_process.fork(lambda: worker_process.run(texts, *ends), *(end.fileno() for end in ends))
+            except OSError as error:
+                if before is not None:
+                    log.error("no process can be forked, so long texts and grammars are refused: %s", error.strerror)
+                raise
 
     def _has_ended(self, options: int = os.WNOHANG) -> bool:
         """Whether there is no forking process; forgets one that has ended."""

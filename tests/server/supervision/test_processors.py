@@ -17,8 +17,13 @@ def write(path: Path, text: str) -> None:
 
 
 def available(tmp_path: Path, groups: str) -> float:
-    write(tmp_path / "own", groups)
-    return processors.available_processors(tmp_path / "fs", tmp_path / "own")
+    """Processors of a process in these groups, of a machine whose groups are in `fs`."""
+    proc = tmp_path / "proc"
+    write(proc / "cgroup", groups)
+    mounts = [f"30 23 0:26 / {tmp_path}/fs rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate"]
+    mounts += [f"31 23 0:27 / {tmp_path}/fs/{name} rw - cgroup cgroup rw,{name}" for name in ("cpu,cpuacct", "memory")]
+    write(proc / "mountinfo", "\n".join(["22 1 8:1 / / rw - ext4 /dev/root rw", *mounts]))
+    return processors.available_processors(proc)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +33,7 @@ def _eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_quota_every_processor_of_the_affinity_mask_counts(tmp_path: Path) -> None:
-    assert processors.available_processors(tmp_path / "fs", tmp_path / "none") == 8
+    assert processors.available_processors(tmp_path / "none") == 8
     write(tmp_path / "fs" / "cpu.max", "max 100000\n")
     assert available(tmp_path, "0::/\n") == 8
 
@@ -56,8 +61,9 @@ def test_a_quota_of_the_first_version(tmp_path: Path) -> None:
 
 def test_lines_that_are_not_understood_are_passed_over(tmp_path: Path) -> None:
     write(tmp_path / "fs" / "cpu.max", "150000 100000\n")
-    (tmp_path / "own").write_bytes(b"\nno colon\n0::/caf\xe9\n")
-    assert processors.available_processors(tmp_path / "fs", tmp_path / "own") == 1.5
+    available(tmp_path, "0::/\n")
+    (tmp_path / "proc" / "cgroup").write_bytes(b"\nno colon\n0::/caf\xe9\n")
+    assert processors.available_processors(tmp_path / "proc") == 1.5
 
 
 def test_threads_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
