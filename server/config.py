@@ -75,7 +75,9 @@ class ServerSection(Section):
     kv_events_replay: str = Field("", description="address, like tcp://*:5558, where missed KV events are sent again; default: none")
     kv_events_topic: str = Field("", description="topic of KV events; llm-d expects kv@POD_IP@MODEL; default: empty")
     trusted_proxies: Networks = Field(
-        (), description="networks, like 10.0.0.0/8, of proxies whose X-Forwarded-For names the client; default: none is believed"
+        (),
+        description="addresses, like 10.0.3.7, or networks of the proxies whose X-Forwarded-For names "
+        "the client; default: none is believed",
     )
     root_path: str = Field(
         "", pattern="^(/[^/ ]+)*$", description="path prefix, like /llm, that a reverse proxy passes on; none where it removes the prefix"
@@ -132,7 +134,8 @@ class ServerSection(Section):
     max_detached: int = Field(
         64,
         ge=0,
-        description="most resumable streams without a reader; above it, the one without a reader for longest is cancelled",
+        description="most resumable streams without a reader; above it, of the client with most of them, the "
+        "one without a reader for longest is cancelled",
     )
 
     @model_validator(mode="after")

@@ -15,7 +15,10 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-MAX_QUEUED = 10_000
+MAX_QUEUED_CHARS, LINE_OVERHEAD = 2**22, 100
+"""Characters of the lines that wait to be written, and those that each counts for beside its own."""
+MAX_MESSAGE_CHARS, MAX_TRACE_CHARS = 4096, 2**15
+"""Characters of a message, from its beginning, and of a traceback, from its end, that a line shows."""
 EXIT_SECONDS = 1.0
 ERASE_LINE = "\x1b[2K"
 
@@ -30,24 +33,39 @@ class Sink(logging.Handler):
         super().__init__()
         self.num_dropped = 0
         self._stream = stream
-        self._lines: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._num_queued = self._num_written = 0
+        """Characters, each counted by one thread: by who holds this handler's lock, and by the one that writes."""
         self._thread = threading.Thread(target=self._write, daemon=True, name="log")
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(self.format(record) + "\n")
+            self._queue(self.format(record) + "\n")
         except Exception:  # The queue is full, or the line cannot be formatted.
             self.num_dropped += 1
+
+    def _queue(self, line: str) -> None:
+        """Has the thread write a line. Raises Full."""
+        self.acquire()
+        try:
+            size = len(line) + LINE_OVERHEAD
+            if self._num_queued - self._num_written + size > MAX_QUEUED_CHARS:
+                raise queue.Full
+            self._num_queued += size
+            self._lines.put(line)
+        finally:
+            self.release()
 
     def show(self, text: str) -> None:
         """Writes a status to a terminal, which the next line overwrites. Does nothing where the stream is no terminal."""
         with contextlib.suppress(Exception):  # The queue is full, or there is no standard error.
             if self._stream.isatty():
-                self._lines.put_nowait(f"{ERASE_LINE}{text}\r")
+                self._queue(f"{ERASE_LINE}{text}\r")
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
+            self._num_written += len(line) + LINE_OVERHEAD
             try:
                 self._stream.write(line)
                 self._stream.flush()
@@ -56,9 +74,8 @@ class Sink(logging.Handler):
 
     def close(self) -> None:
         """Waits up to EXIT_SECONDS for the queued lines to be written. `logging` calls it at exit."""
-        with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=EXIT_SECONDS)
-            self._thread.join(EXIT_SECONDS)
+        self._lines.put(None)
+        self._thread.join(EXIT_SECONDS)
         super().close()
 
 
@@ -68,7 +85,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         name = request_id.get()
         when = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
-        line = f"{when}Z {record.levelname} {record.name}: {_escaped(record.getMessage())}" + (f" request={name}" if name else "")
+        line = f"{when}Z {record.levelname} {record.name}: {_escaped(_message(record))}" + (f" request={name}" if name else "")
         return f"{line}\n{_trace(record)}" if record.exc_info else line
 
 
@@ -80,7 +97,7 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
         }
         if name := request_id.get():
             line["request_id"] = name
@@ -101,10 +118,16 @@ def configure(level: str, style: str) -> Sink:
     return sink
 
 
+def _message(record: logging.LogRecord) -> str:
+    text = record.getMessage()
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}... ({len(text)} characters)"
+
+
 def _escaped(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _trace(record: logging.LogRecord) -> str:
-    lines = "".join(traceback.format_exception(*record.exc_info)).rstrip().split("\n") if record.exc_info else []
+    text = "".join(traceback.format_exception(*record.exc_info)).rstrip() if record.exc_info else ""
+    lines = text[-MAX_TRACE_CHARS:].split("\n") if text else []
     return "\n".join(f"  {_escaped(line)}" for line in lines)

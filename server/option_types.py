@@ -34,7 +34,7 @@ def _parse_network(value: object) -> object:
     try:
         return ip_network(str(value))
     except ValueError as error:
-        raise ValueError(f"must be networks such as 10.0.0.0/8 or addresses: {error}") from None
+        raise ValueError(f"must be addresses such as 10.0.3.7 or networks such as 10.0.3.0/28: {error}") from None
 
 
 def _check_origin(value: str) -> str:

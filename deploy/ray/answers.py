@@ -25,6 +25,13 @@ async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield rest
 
 
+def server_url(server: str, path: str) -> str:
+    """The URL of a path on a server. A path that does not begin with a slash would else go on with the
+    port, or make what comes before it a user's name of another host.
+    """
+    return f"{server}/{path.removeprefix('/')}"
+
+
 def labelled(expositions: Mapping[str, str]) -> str:
     """One Prometheus exposition of several, by the replica that each is of, which every sample gets as the label `replica`."""
     families: dict[str, list[str]] = {}

@@ -145,7 +145,7 @@ class Replica:
             return
         request = self.session.request(
             call.method,
-            yarl.URL(self.url + call.path, encoded=True),
+            yarl.URL(answers.server_url(self.url, call.path), encoded=True),
             headers=call.headers,
             data=call.body or None,
             allow_redirects=False,

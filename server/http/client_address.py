@@ -10,6 +10,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from starlette.types import Scope
 
 Network = IPv4Network | IPv6Network
+MAX_PROXIES = 16
+"""Entries of X-Forwarded-For that are looked at, from the right; a chain of proxies is shorter."""
 CLIENT_PREFIX = 64
 """Bits of an IPv6 address that count as one client: a host may choose the others itself."""
 
@@ -18,7 +20,7 @@ def client_address(scope: Scope, trusted: Sequence[Network]) -> str:
     """The address of the client; the rightmost untrusted one where the peer is a trusted proxy."""
     address = scope["client"][0] if scope.get("client") else ""
     forwarded = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"] if trusted else []
-    for entry in reversed(",".join(forwarded).split(",")):
+    for entry in reversed(",".join(forwarded).rsplit(",", MAX_PROXIES)[-MAX_PROXIES:]):
         known, next_one = parsed_address(address), parsed_address(entry)
         if known is None or next_one is None or not any(known in network for network in trusted):
             break

@@ -35,6 +35,8 @@ access = logging.getLogger("onehead.access")
 
 RAW_SAFETY_HEADERS = tuple((name.encode(), value.encode()) for name, value in SAFETY_HEADERS.items())
 STREAMS = "/v1/streams/"
+MAX_PATH_CHARS = 200
+"""Characters of a path that the access log shows."""
 
 
 class FrontDoor:
@@ -184,7 +186,7 @@ class LoggedResponse:
         status = exchange.refused_status or (exchange.status if self._complete else CLIENT_GONE)
         milliseconds = round((time.monotonic() - exchange.received) * 1e3, 1)
         method = self._scope["method"]
-        path = self._scope["path"]
+        path = self._scope["path"][:MAX_PATH_CHARS]
         if path.startswith(STREAMS):
             path = f"{STREAMS}..."  # A stream can be read by its id, so the id is kept out of the log.
         fields = {"method": method, "path": path, "status": status, "milliseconds": milliseconds}
@@ -193,7 +195,7 @@ class LoggedResponse:
         details = {name: value for name, value in details.items() if value}
         level = logging.DEBUG if route is not None and route.probe else logging.INFO
         words = "".join(f" {name}={value}" for name, value in details.items())
-        text = f"{method} {ascii(path[:200])[1:-1]} {status} {milliseconds:.1f} ms{words}"
+        text = f"{method} {ascii(path)[1:-1]} {status} {milliseconds:.1f} ms{words}"
         access.log(level, "%s", text, extra={"fields": fields | details})
 
 

@@ -6,7 +6,7 @@ reader gets each event after its last one exactly once, or is told that some wer
 """
 
 import secrets
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,9 +70,10 @@ class Reader:
 class StreamBuffer:
     """The last events of one stream."""
 
-    def __init__(self, id: str, owner: str, stop: Callable[[str], None], now: float) -> None:
+    def __init__(self, id: str, owner: str, stop: Callable[[str], None], now: float, client: str) -> None:
         self.id = id
         self.owner = owner
+        self.client = client
         self._stop = stop
         self._stopped = False
         self.num_events = 0
@@ -137,15 +138,26 @@ class StreamStore:
         self._expired: OrderedDict[str, str] = OrderedDict()
         """Id -> owner of streams that are no longer kept."""
         self.num_bytes = 0
+        self._bytes: dict[str, int] = {}
+        """Client -> bytes of its streams, where there are any."""
+
+    def _count(self, buffer: StreamBuffer, num_bytes: int) -> None:
+        """Counts bytes that were added to a stream, or removed from it."""
+        self.num_bytes += num_bytes
+        self._bytes[buffer.client] = self._bytes.get(buffer.client, 0) + num_bytes
+        if not self._bytes[buffer.client]:
+            del self._bytes[buffer.client]
 
     @property
     def num_detached(self) -> int:
         """Number of running streams without a reader."""
         return len(self._detached())
 
-    def open(self, owner: str, stop: Callable[[str], None], now: float) -> StreamBuffer:
-        """Creates a stream of `owner`. `stop` is called, at most once, with the reason for which the stream is cancelled."""
-        buffer = StreamBuffer(self._new_id(), owner, stop, now)
+    def open(self, owner: str, stop: Callable[[str], None], now: float, client: str = "") -> StreamBuffer:
+        """Creates a stream of `owner`. `stop` is called, at most once, with the reason for which the stream is cancelled. `client`: who
+        shares the bounds with others; the owner by default.
+        """
+        buffer = StreamBuffer(self._new_id(), owner, stop, now, client or owner)
         self._streams[buffer.id] = buffer
         return buffer
 
@@ -160,26 +172,29 @@ class StreamStore:
         raise NotFound("there is no such stream", code="stream_not_found")
 
     def append(self, buffer: StreamBuffer, *events: bytes) -> None:
-        """Adds events, and wakes the reader once. Over `stream_bytes` it drops the oldest events of this stream; over `total_bytes` whole
-        ended streams, the oldest first, and then the oldest events of this stream.
+        """Adds events, and wakes the reader once. Over `stream_bytes` it drops the oldest events of this stream; over `total_bytes`, of
+        the client that has the most, whole ended streams, the oldest first, and then the oldest events of this or its largest stream.
         """
         for event in events:
-            self.num_bytes += buffer.append(event)
+            self._count(buffer, buffer.append(event))
             self._drop(buffer)
         buffer.tell()
 
     def _drop(self, buffer: StreamBuffer) -> None:
         """Drops events until the bounds hold."""
         while buffer.num_bytes > self.retention.stream_bytes and (freed := buffer.drop_oldest()):
-            self.num_bytes -= freed
+            self._count(buffer, -freed)
         while self.num_bytes > self.retention.total_bytes:
-            oldest = next((ended for ended in self._ended.values() if ended is not buffer), None)
+            client = max(self._bytes, key=self._bytes.__getitem__)
+            oldest = next((ended for ended in self._ended.values() if ended.client == client and ended is not buffer), None)
             if oldest is not None:
                 self._expire(oldest)
-            elif freed := buffer.drop_oldest():
-                self.num_bytes -= freed
-            else:
+                continue
+            own = [buffer] if buffer.client == client else [stream for stream in self._streams.values() if stream.client == client]
+            largest = max(own, key=lambda stream: stream.num_bytes)
+            if not (freed := largest.drop_oldest()):
                 break
+            self._count(largest, -freed)
 
     def end(self, buffer: StreamBuffer, now: float) -> None:
         """Marks the stream as ended."""
@@ -220,14 +235,17 @@ class StreamStore:
         return [buffer for buffer in self._streams.values() if buffer.reader is None and not buffer.ended]
 
     def _cancel_longest_detached(self) -> None:
-        """Cancels the streams that have been without a reader for longest, down to `max_detached`."""
+        """Cancels streams without a reader, down to `max_detached`: of the client that has most of them the one without for longest."""
         detached = sorted(self._detached(), key=lambda buffer: buffer.idle_since)
-        for buffer in detached[: max(0, len(detached) - self.retention.max_detached)]:
-            buffer.stop(f"more than {self.retention.max_detached} streams have no reader")
+        while len(detached) > self.retention.max_detached:
+            held = Counter(buffer.client for buffer in detached)
+            longest = max(detached, key=lambda buffer: held[buffer.client])
+            detached.remove(longest)
+            longest.stop(f"more than {self.retention.max_detached} streams have no reader, most of them this client's")
 
     def _expire(self, buffer: StreamBuffer) -> None:
         del self._streams[buffer.id], self._ended[buffer.id]
-        self.num_bytes -= buffer.num_bytes
+        self._count(buffer, -buffer.num_bytes)
         self._expired[buffer.id] = buffer.owner
         if len(self._expired) > MAX_EXPIRED:
             self._expired.popitem(last=False)

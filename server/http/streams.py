@@ -43,7 +43,7 @@ class StreamWriter:
     ) -> None:
         self._store, self._exchange, self._source = store, exchange, source
         self._close, self._error_event, self._last = close, error_event, last
-        self.buffer = store.open(exchange.caller, self._stop, time.monotonic())
+        self.buffer = store.open(exchange.caller, self._stop, time.monotonic(), exchange.client)
         self.buffer.gap_event = b"event: error\n" + error_event(_GAP)
         source.listen(self._push)
         asyncio.get_running_loop().call_soon(self._push)

@@ -80,7 +80,8 @@ def test_a_seeded_text_is_that_of_the_server_and_speed_goes_to_standard_error(em
     _, answer = server.post("/v1/completions", body)
     assert server.stop() == 0
     assert done.stdout == f"def f({answer['choices'][0]['text']}\n"
-    assert re.fullmatch(SPEED, done.stderr)[1] == "length" and "prompt of 3" in done.stderr
+    speed = re.fullmatch(SPEED, done.stderr)
+    assert speed is not None and speed[1] == "length" and "prompt of 3" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import yaml
 
 from server.config import ServeSettings, load
+from server.errors import HostNotAllowed
+from server.http.hosts import AllowedHosts
 from tests.support.manifests import DEPLOY
 from tests.support.observability import DASHBOARD, PROMETHEUS
 from tests.support.paths import ROOT
@@ -41,7 +44,17 @@ def test_compose_gives_the_server_options_that_it_accepts(monkeypatch: pytest.Mo
     server = COMPOSE["onehead"]
     for name, value in server["environment"].items():
         monkeypatch.setenv(name, value)
-    assert len(load(ServeSettings, [], "onehead serve").server.trusted_proxies) == 3
+    section = load(ServeSettings, [], "onehead serve").server
+    # nginx alone is believed, and names of other hosts are not answered on a port that is published on a loopback address.
+    (proxy,) = section.trusted_proxies
+    assert str(proxy.network_address) == COMPOSE["nginx"]["networks"]["api"]["ipv4_address"] and proxy.num_addresses == 1
+    (subnet,) = read("compose.yaml")["networks"]["api"]["ipam"]["config"]
+    assert proxy.subnet_of(ip_network(subnet["subnet"]))
+    hosts = AllowedHosts(section.allowed_hosts, "0.0.0.0")
+    for host in (b"localhost:8000", b"127.0.0.1:8000", b"onehead:8000"):
+        hosts.check({"headers": [(b"host", host)]})
+    with pytest.raises(HostNotAllowed):
+        hosts.check({"headers": [(b"host", b"page.example")]})
     assert int(server["stop_grace_period"].removesuffix("s")) > DRAIN + ENGINE_STOP_SECONDS
     assert server["build"]["context"] == ".." and (DEPLOY / ".." / "Dockerfile").is_file()
 

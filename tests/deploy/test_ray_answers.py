@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -14,6 +15,16 @@ from tests.support.fake_engine import serve
 from tests.support.wire import parse_event
 
 EVENTS = b'id: s.1\ndata: {"a": 1}\n\ndata: {"b": 2}\n\n: keep-alive\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    "path", ["/x?y=/z", "@host.example/x", "5/x", ":80@host.example", "//host.example/x", "http://host.example/x", "*", ""]
+)
+def test_no_path_leads_to_another_host(path: str) -> None:
+    parts = urlsplit(answers.server_url("http://127.0.0.1:4567", path))
+    assert (parts.scheme, parts.netloc, parts.path[:1]) == ("http", "127.0.0.1:4567", "/")
+    if path.startswith("/"):
+        assert parts.geturl() == f"http://127.0.0.1:4567{path}"
 
 
 @pytest.mark.parametrize("size", range(1, len(EVENTS) + 1))

@@ -86,11 +86,31 @@ def test_a_pipe_that_nobody_reads_holds_up_nobody() -> None:
 
     pipe = Pipe()
     sink = logs.Sink(pipe)
-    for number in range(logs.MAX_QUEUED + 100):
-        sink.emit(record("line %d", number))
-    assert 99 <= sink.num_dropped <= 100
+    sink.setFormatter(logs.JsonFormatter())
+    size = len(sink.format(record("line %s", "x" * 1000))) + 1 + logs.LINE_OVERHEAD
+    most = logs.MAX_QUEUED_CHARS // size
+    for _ in range(most + 100):
+        sink.emit(record("line %s", "x" * 1000))
+    assert 98 <= sink.num_dropped <= 100  # One may have been taken already.
     open_again.set()
-    wait_until(lambda: pipe.getvalue().count("line ") >= logs.MAX_QUEUED, "what was queued")
+    wait_until(lambda: pipe.getvalue().count("line ") >= most, "what was queued")
+    dropped = sink.num_dropped
+    for _ in range(100):
+        sink.emit(record("line %s", "x" * 1000))
+    wait_until(lambda: pipe.getvalue().count("line ") >= most + 100, "what was logged afterwards")
+    assert sink.num_dropped == dropped
+
+
+@pytest.mark.parametrize("letter", ["x", "\x01", "\u20ac", "\U0001f600"])
+@pytest.mark.parametrize("form", [logs.TextFormatter, logs.JsonFormatter])
+def test_a_line_is_bounded_whatever_it_shows(form: type[logging.Formatter], letter: str) -> None:
+    try:
+        raise ValueError(letter * 10**6)
+    except ValueError:
+        failed = record("failed: %s", letter * 10**6)
+        failed.exc_info = sys.exc_info()
+    line = form().format(failed)
+    assert len(line) < 12 * (logs.MAX_MESSAGE_CHARS + logs.MAX_TRACE_CHARS) + 500 and "(1000008 characters)" in line
 
 
 def test_a_line_that_cannot_be_formatted_is_dropped() -> None:

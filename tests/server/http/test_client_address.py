@@ -1,6 +1,7 @@
 """X-Forwarded-For is believed only of trusted proxies, from the right; IPv6 addresses of one network are one client."""
 
 import hashlib
+import logging
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server import logs
 from server.http.client_address import client_address, client_group
 from tests.server.http.test_routes import make
 
@@ -33,6 +35,11 @@ def scope(peer: str | None, *forwarded: str) -> dict[str, Any]:
         ("10.0.0.1", ["5.6.7.8, nonsense"], "10.0.0.1"),
         ("10.0.0.1", ["nonsense, 10.0.0.2"], "10.0.0.2"),
         ("10.0.0.1", ["5.6.7.8:443"], "5.6.7.8"),
+        # The client wrote the first ones itself, and as many as a head may hold.
+        ("10.0.0.1", ["10.0.0.2," * 3200 + "5.6.7.8"], "5.6.7.8"),
+        ("10.0.0.1", ["5.6.7.8, " + ", ".join(f"10.0.0.{number}" for number in range(1, 16))], "5.6.7.8"),
+        ("10.0.0.1", ["5.6.7.8, " + ", ".join(f"10.0.0.{number}" for number in range(1, 17))], "10.0.0.1"),
+        ("10.0.0.1", ["5.6.7.8"] + ["10.0.9.9"] * 3200, "10.0.9.9"),
         ("fd00::1", ["[2001:db8::7]:443"], "2001:db8::7"),
         ("::ffff:10.0.0.1", ["5.6.7.8"], "5.6.7.8"),
         ("a socket's path", ["5.6.7.8"], "a socket's path"),
@@ -76,3 +83,16 @@ async def test_the_access_line_and_the_admission_are_given_the_same_client(
             assert (await http.post("/generate", json={"inputs": "def", "parameters": {"max_new_tokens": 2}})).status_code == 200
     assert [given[:2] for given in reserved] == [(keys[0] if keys else "", client)]
     assert f" client={address} " in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 30_000, "/" + "%01" * 10_000, "/%F0%9F%98%80" * 2_000, "/v1/streams/" + "y" * 30_000])
+@pytest.mark.parametrize("form", [logs.TextFormatter, logs.JsonFormatter])
+async def test_the_access_line_is_short_whatever_the_path(
+    path: str, form: type[logging.Formatter], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = await make(tmp_path, api_keys=(DIGEST,))
+    with caplog.at_level("INFO", logger="onehead.access"):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://test") as http:
+            assert (await http.get(path)).status_code == 401
+    (line,) = (form().format(record) for record in caplog.records if record.name == "onehead.access")
+    assert len(line) < 5_000 and ("yy" not in line)

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from server.config import ServerSection
 from server.errors import MalformedBody, NotFound, StreamExpired
-from server.http.stream_buffer import Retention, StreamStore
+from server.http.stream_buffer import Retention, StreamBuffer, StreamStore
 from tests.support.fake_engine import FakeEngine, Served, serve
 
 KEYS = ["key of the first", "key of the second"]
@@ -131,6 +132,50 @@ def test_ended_streams_expire_and_unread_ones_are_stopped() -> None:
     assert store.num_bytes == 0
 
 
+def test_the_client_with_most_streams_without_a_reader_loses_one() -> None:
+    cancelled: list[str] = []
+    store = store_of(max_detached=64)
+
+    def leave(client: str, now: float) -> None:
+        buffer = store.open("", lambda _: (cancelled.append(client), store.end(buffer, now)), now, client=client)
+        store.detach(store.attach(buffer, 0), now)
+
+    for client in ("victim", "other", "other"):
+        leave(client, 0.0)
+    for number in range(70):
+        leave("hog", 1.0 + number)
+    assert cancelled == ["hog"] * 9
+    for number in range(40):
+        leave("other", 100.0 + number)
+    assert set(cancelled) == {"hog", "other"} and store.num_detached == 64
+    assert Counter(buffer.client for buffer in store._detached()) == {"victim": 1, "hog": 31, "other": 32}
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_memory_is_taken_from_the_client_that_has_most(ended: bool) -> None:
+    """Whether its streams have ended or run, and whoever's event comes next."""
+    store = store_of(total_bytes=2000)
+    done, runs = (store.open("me", ignore, 0.0, client="me") for _ in range(2))
+    for _ in range(3):
+        store.append(done, bytes(36))
+    store.end(done, 0.0)
+    hog = [store.open("hog", ignore, 1.0) for _ in range(6)]
+    for stream in hog:
+        for _ in range(4):
+            store.append(stream, bytes(36))
+        if ended:
+            store.end(stream, 1.0)
+    for _ in range(5):
+        store.append(runs, bytes(36))
+    assert store.find(done.id, "me") is done and len(done.kept) == 3 and len(runs.kept) == 5
+    assert store.num_bytes == sum(store._bytes.values()) <= 2000
+    for stream in (done, runs, *hog):
+        if stream.id in store._streams and not stream.ended:
+            store.end(stream, 2.0)
+    store.sweep(1000.0)
+    assert not store._bytes and not store.num_bytes
+
+
 @pytest.fixture
 async def served(tokenizer_folder: Path) -> Served:
     digests = ",".join(hashlib.sha256(key.encode()).hexdigest() for key in KEYS)
@@ -138,6 +183,27 @@ async def served(tokenizer_folder: Path) -> Served:
     while not served.client.admission.accepting:
         await asyncio.sleep(0)
     return served
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+async def test_streams_share_their_bounds_by_key_or_address(
+    with_keys: bool, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[str, str]] = []
+
+    def open_noted(self: StreamStore, *arguments: Any, **named: Any) -> StreamBuffer:
+        buffer = StreamStore.open(self, *arguments, **named)
+        opened.append((buffer.owner, buffer.client))
+        return buffer
+
+    digest = hashlib.sha256(KEYS[0].encode()).hexdigest()
+    section = ServerSection.model_validate({"api_keys": digest} if with_keys else {})
+    monkeypatch.setattr("tests.support.fake_engine.StreamStore", type("Noted", (StreamStore,), {"open": open_noted}))
+    served = serve(tokenizer_folder, FakeEngine(), section)
+    while not served.client.admission.accepting:
+        await asyncio.sleep(0)
+    await Client(served).request("POST", "/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": 2}, "resumable": True})
+    assert opened == [(digest, digest) if with_keys else ("", "127.0.0.1")]
 
 
 class Client:
