@@ -223,7 +223,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--passes", default=",".join((*passes(), KILL)), help=f"there is also {WIDENED}; default: %(default)s")
     options = parser.parse_args()
     options.quantizations, options.passes = options.quantizations.split(","), options.passes.split(",")
-    for name, known in (("quantizations", QUANTIZATIONS), ("passes", (*passes(), WIDENED, KILL))):
+    for name, known in (("quantizations", (*QUANTIZATIONS, "auto")), ("passes", (*passes(), WIDENED, KILL))):
         unknown = set(getattr(options, name)) - set(known)
         if unknown:
             parser.error(f"--{name}: no {min(unknown)!r}; there are: {', '.join(known)}")

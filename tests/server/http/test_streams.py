@@ -137,7 +137,11 @@ def test_the_client_with_most_streams_without_a_reader_loses_one() -> None:
     store = store_of(max_detached=64)
 
     def leave(client: str, now: float) -> None:
-        buffer = store.open("", lambda _: (cancelled.append(client), store.end(buffer, now)), now, client=client)
+        def stop(reason: str) -> None:
+            cancelled.append(client)
+            store.end(buffer, now)
+
+        buffer = store.open("", stop, now, client=client)
         store.detach(store.attach(buffer, 0), now)
 
     for client in ("victim", "other", "other"):
@@ -167,7 +171,7 @@ def test_memory_is_taken_from_the_client_that_has_most(ended: bool) -> None:
             store.end(stream, 1.0)
     for _ in range(5):
         store.append(runs, bytes(36))
-    assert store.find(done.id, "me") is done and len(done.kept) == 3 and len(runs.kept) == 5
+    assert store.find(done.id, "me") is done and len(done.after(0)[1]) == 3 and len(runs.after(0)[1]) == 5
     assert store.num_bytes == sum(store._bytes.values()) <= 2000
     for stream in (done, runs, *hog):
         if stream.id in store._streams and not stream.ended:
