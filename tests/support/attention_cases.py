@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from cache.layout import CacheLayout
 from cache.pages import PageAllocator
 from cache.pool import KVPool, in_float8
 from cache.table import PageTable
 from model.batch import build_batch
-from model.decode import DecodeTable
+from model.decode import NO_SAMPLE, DecodeTable
 from model.devices import create_backend
 from model.devices.gpu.attention.configurations import Configuration
 from model.devices.gpu.attention.singles import packed, unpacked
@@ -104,10 +105,17 @@ class Case:
         tiles.capacity = self.capacity or tiles.capacity
         return backend
 
-    def run(self, chosen: list[int], layer: int = 0, name: str | None = None, pool: KVPool | None = None) -> list[torch.Tensor]:
+    def run(
+        self,
+        chosen: list[int],
+        layer: int = 0,
+        name: str | None = None,
+        pool: KVPool | None = None,
+        num_decoding: int = 0,
+    ) -> list[torch.Tensor]:
         """The outputs of these rows, computed together; keys and values are written to `pool`."""
         backend = self.backend(name or self.kernels, pool or self.pool())
-        batch = build_batch(StepPlan(tuple(self.rows[i] for i in chosen)), self.layout, self.device.upload)
+        batch = build_batch(self.step(chosen, num_decoding), self.layout, self.device.upload)
         q_THd, k_Td, v_Tv = (torch.cat([self.inputs[i][part] for i in chosen]).to(self.device.torch_device) for part in range(3))
         o_THv = backend.run(backend.plan(batch), layer, q_THd, k_Td, v_Tv, self.rotation(batch.position_ids_T))
         return list(o_THv.split([len(self.rows[i].tokens) for i in chosen]))
@@ -135,10 +143,24 @@ class Case:
         self.rows[i], self.inputs[i] = row, inputs
         return torch.cat(outputs)
 
-    def check(self, relative: float, layer: int = 0) -> None:
-        """Attention and what it wrote are the reference's."""
+    def step(self, chosen: Sequence[int], num_decoding: int = 0) -> StepPlan:
+        """A step of these rows, of which the first `num_decoding`, which are single tokens, come as columns."""
+        rows = [self.rows[i] for i in chosen]
+        columns = DecodeTable.of(self.layout, rows[:num_decoding], [PENDING] * num_decoding).advance() if num_decoding else None
+        return StepPlan(tuple(rows[num_decoding:]), decode=columns)
+
+    def check(self, relative: float, layer: int = 0, num_decoding: int = 0, draws: bool = True) -> None:
+        """Attention and the keys and values that it stored are those of the reference. `draws`: about half of the rows draw a token,
+        as backends may order rows by whether they do.
+        """
+        if draws:
+            rng = random.Random(sum(row.start for row in self.rows))
+            self.rows = [structs.replace(row, sample=rng.choice([None, NO_SAMPLE])) for row in self.rows]
         pools = self.pool(), self.pool()
-        outputs = [self.run(self.everyone(), layer, name, pool) for name, pool in zip(("reference", self.kernels), pools, strict=True)]
+        outputs = [
+            self.run(self.everyone(), layer, name, pool, num_decoding)
+            for name, pool in zip(("reference", self.kernels), pools, strict=True)
+        ]
         for expected, actual in zip(*outputs, strict=True):
             assert actual.dtype is expected.dtype and actual.isfinite().all()
             assert ((actual.float() - expected.float()).abs() <= relative * (1 + expected.float().abs())).all()

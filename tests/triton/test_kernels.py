@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from msgspec import structs
 
+from model.decode import NO_SAMPLE
 from model.devices.gpu.attention.configurations import Configuration
 from model.layers import Rotation
 from tests.support.attention_cases import SMALL, Case, captured_plan
@@ -84,6 +85,38 @@ def test_what_is_turned_is_rounded_once(dtype: torch.dtype) -> None:
     else:
         # The interpreter cuts off.
         assert ((turned - expected).abs() <= 2.0**-7 * expected.abs()).all() and not torch.equal(turned, torch.zeros_like(turned))
+
+
+def check_random_step(seed: int) -> None:
+    """A step of columns, single tokens and chunks in random order, of which any kind may be absent, some rows drawing and some not."""
+    rng = random.Random(seed)
+    window, kernels = rng.choice([None, None, 20]), rng.choice(["triton-fast", "triton-fast", "triton"])
+    case = Case(seed, rng.choice([1, 3, 16]), 32, rng.choice([None, 16]), 16, window, 60, kernels=kernels)
+    case.rows = [structs.replace(row, sample=rng.choice([None, NO_SAMPLE])) for row in case.rows]
+    if rng.random() < 0.6:  # No chunks.
+        case.rows = [structs.replace(row, tokens=row.tokens[:1]) for row in case.rows]
+        case.inputs = [tuple(x[:1] for x in inputs) for inputs in case.inputs]
+    if not case.value_in_key and rng.random() < 0.5:
+        case.rotate(rng.random() < 0.5)
+    order = rng.sample(case.everyone(), len(case.rows))
+    columns = [i for i in order if len(case.rows[i].tokens) == 1 and case.rows[i].sample is not None][: rng.randint(0, 2)]
+    order = columns + [i for i in order if i not in columns]
+    case.rows, case.inputs = [case.rows[i] for i in order], [case.inputs[i] for i in order]
+    case.check(EXACT, rng.choice([0, 2]) if window else 0, num_decoding=len(columns), draws=False)
+
+
+@pytest.mark.parametrize("seed", range(24))
+@torch.inference_mode()
+def test_random_steps_of_rows_that_draw_and_rows_that_do_not(seed: int) -> None:
+    check_random_step(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(10))
+@torch.inference_mode()
+def test_a_thousand_random_steps(hundred: int) -> None:
+    for seed in range(hundred * 100, hundred * 100 + 100):
+        check_random_step(seed)
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])

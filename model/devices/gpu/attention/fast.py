@@ -80,12 +80,14 @@ class FastBackend:
             step = DecodeTable.of(layout, [row for row, _ in singles], [PENDING] * len(singles), step).advance()
         if step is not None:
             shape = Shape(len(step), step.num_keys)
-            words.append(packed(step, shape, layout, [*range(num_decoding), *(first for _, first in singles)] if chunks else None))
+            # Sorting may have moved single tokens, so their own places are sent wherever some were listed, with or without chunks.
+            tokens = [*range(num_decoding), *(first for _, first in singles)] if listed else None
+            words.append(packed(step, shape, layout, tokens))
         words_N = upload(torch.from_numpy(np.concatenate(words)), self.pool.keys_LPSd.device)
         num_listed = sum(part.size for group in lists for part in group.parts)
         return StepLists(
             laid_out(lists, words_N[:num_listed]),
-            None if shape is None else unpacked(words_N[num_listed:], shape, layout, bool(chunks)),
+            None if shape is None else unpacked(words_N[num_listed:], shape, layout, bool(listed)),
         )
 
     def _configuration(self, chunks: Sequence[Row]) -> Configuration:
