@@ -43,7 +43,9 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class TextCodec:
-    """A checkpoint's tokenizer. `encode` recognises special tokens in text; the post-processor decides whether BOS is added."""
+    """A checkpoint's tokenizer. `encode` recognises special tokens in text; the post-processor decides whether BOS is added, but to a text
+    that begins with it, such as a rendered chat, it adds no other.
+    """
 
     def __init__(self, folder: Path, template: Path | None = None) -> None:
         """Reads tokenizer.json; `template` as in CheckpointFiles. Raises ConfigurationError if it is missing and cannot be converted from
@@ -132,18 +134,23 @@ class TextCodec:
 
     def _encoding(self, text: str, with_post_processor: bool = False) -> Encoding:
         """Encodes a text. (`encode_batch` would use threads, which a process that forks must not have.) Raises InvalidRequest."""
+        num_added = len(self.opening) if with_post_processor else 0
         try:
-            return self.tokenizer.encode(text, add_special_tokens=with_post_processor)
+            encoding = self.tokenizer.encode(text, add_special_tokens=with_post_processor)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException:  # The library raises Exception itself, and its panics are BaseExceptions.
             raise InvalidRequest("the model's tokenizer fails on this text", code="tokenization_failed") from None
+        if num_added and encoding.ids[num_added : num_added + 1] == self.opening[:1]:
+            encoding.truncate(len(encoding) - num_added, direction="left")
+        return encoding
 
     @cached_property
     def opening(self) -> list[int]:
-        """Token ids that the post-processor puts before every prompt: BOS, or none."""
-        closed: list[int] = self.tokenizer.encode("").ids
-        return [] if closed and closed[0] in self.end_token_ids else closed
+        """Token ids that the post-processor puts before a text: BOS, or none."""
+        encoding = self.tokenizer.encode("a")
+        ids: list[int] = encoding.ids
+        return ids[: [*encoding.special_tokens_mask, 0].index(0)]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text, None if there is none."""
