@@ -12,7 +12,17 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AnyUrl,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -62,6 +72,22 @@ def _parse_network(value: object) -> object:
         raise ValueError(f"must be networks such as 10.0.0.0/8 or addresses: {error}") from None
 
 
+def _check_origin(value: str) -> str:
+    """Refuses what no browser sends as the origin of a page."""
+    try:
+        written = str(AnyUrl(value)).removesuffix("/")
+    except ValidationError:
+        written = ""
+    is_bare = re.fullmatch("[^*@/]+://[^*@/]+", value) and value == written and value.islower()
+    if not is_bare and value not in ("*", "null", "file://"):
+        raise ValueError(
+            f"{value!r} is the origin of no page; browsers send a scheme and a host in lower case, a "
+            "port unless it is the scheme's own, and nothing else: https://app.example:8443. "
+            "* alone stands for every page"
+        )
+    return value
+
+
 def _check_digest(value: str) -> str:
     """The message does not repeat the value: it may be the key itself."""
     if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
@@ -75,6 +101,9 @@ File = Annotated[Path, AfterValidator(Path.absolute)]
 Digest = Annotated[str, AfterValidator(_check_digest)]
 Size = TypeAliasType("Size", Annotated[float, BeforeValidator(_parse_memory)])
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_words)]
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_parse_words)
+]
 Network = Annotated[IPv4Network | IPv6Network, BeforeValidator(_parse_network)]
 Networks = Annotated[tuple[Network, ...], NoDecode, BeforeValidator(_parse_words)]
 Digests = Annotated[tuple[Digest, ...], NoDecode, BeforeValidator(_parse_words)]
@@ -131,7 +160,11 @@ class ServerSection(Section):
         description="names and addresses, without a port, that the Host header may have beside localhost and loopback addresses; "
         "default: where the server listens on a loopback address alone, no others; elsewhere any",
     )
-    cors_origins: Words = Field((), description="origins whose pages may call from a browser; default: none")
+    cors_origins: Origins = Field(
+        (),
+        description="origins, like https://app.example, whose pages may call from a browser; * for all; "
+        "default: none",
+    )
     ui: bool = Field(True, description="serve pages for people: the playground, and what shows the KV cache (/monitor)")
     api_processes: int | None = Field(
         None,

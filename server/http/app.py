@@ -70,12 +70,19 @@ def create_app(
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """The application with CORS for these origins, if there are any. CORS wraps FrontDoor, because browsers send preflight requests
-    without an API key.
+    without an API key. Of a page on the internet they also ask whether it may call a server in their own network.
     """
     if not origins:
         return app
     exposed = ["x-request-id", "x-stream-id", "x-onehead-ignored", "retry-after"]
-    return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+    return CORSMiddleware(
+        app,
+        origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        allow_private_network=True,
+        expose_headers=exposed,
+    )
 
 
 async def _request_error(request: Request, error: Exception) -> Response:

@@ -236,6 +236,59 @@ def test_keys_from_the_environment_and_a_file(monkeypatch: pytest.MonkeyPatch, t
     assert section.api_keys == (KEY_DIGEST,) and section.cors_origins == ("http://a", "http://b")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "https://app.example",
+        "http://localhost:3000",
+        "http://[::1]:8000",
+        "https://xn--bcher-kva.example",
+        "http://a.example.",
+        "chrome-extension://abcdefghijklmnop",
+        "tauri://localhost",
+        "app://obsidian.md",
+        "file://",
+        "null",
+        "*",
+    ],
+)
+def test_origins_as_browsers_send_them(given: str) -> None:
+    assert load(ServeSettings, ["--server.cors_origins", given], "onehead serve").server.cors_origins == (given,)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "https://app.example/",
+        "https://app.example/chat",
+        "HTTPS://app.example",
+        "https://App.example",
+        "app.example",
+        "localhost:3000",
+        "*.example.com",
+        "https://*.example.com",
+        "https://app.example:443",
+        "http://app.example:80",
+        "http://app.example:99999",
+        "http://user@app.example",
+        "http://app.example?x",
+        "http://app.example#x",
+        "http://bücher.example",
+        "http://[0:0:0:0:0:0:0:1]",
+        "http://127.1",
+        "http://",
+        "//app.example",
+        "http:/app.example",
+        "data:",
+    ],
+)
+def test_an_origin_that_no_page_has_is_refused(given: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load(ServeSettings, ["--server.cors_origins", f"https://app.example,{given}"], "onehead serve")
+    assert str(error.value).startswith("server.cors_origins.1: ") and repr(given) in str(error.value)
+    assert "https://app.example:8443" in str(error.value)
+
+
 @pytest.mark.parametrize("given", ["password", KEY_DIGEST[:-1], f"{KEY_DIGEST},password"])
 def test_a_key_in_place_of_its_digest_is_refused_and_not_repeated(given: str) -> None:
     with pytest.raises(ConfigurationError) as error:
