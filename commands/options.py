@@ -10,8 +10,9 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from model.spec import OptionError
-from server.config import Size, Words, load
+from server.config import load
 from server.errors import ConfigurationError, UsageError
+from server.option_types import Size, Words
 
 Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["multi_query", "multi_head"]

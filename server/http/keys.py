@@ -11,9 +11,10 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from server.config import Digest, Section, describe
+from server.config import Section, describe
 from server.errors import ConfigurationError
 from server.generation.clients import Terms
+from server.option_types import Digest
 
 log = logging.getLogger("onehead")
 
