@@ -22,7 +22,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from server.config import EngineSettings, Seconds, ServerSection
+from server.config import EngineSettings, ServerSection
 from server.errors import EngineGaveUp, MalformedBody, Overloaded, RequestError, ResourceError, Unavailable, UsageError
 from server.generation.engine_client import LocalEngineClient
 from server.generation.generation import Generation
@@ -35,6 +35,7 @@ from server.http.openai.routes import OpenAIRoutes
 from server.http.stream_buffer import Retention, StreamStore
 from server.http.streams import StreamPublisher
 from server.hub.download import model_id
+from server.option_types import Seconds
 from server.service import running_engine
 
 MAX_OPEN = 100_000
