@@ -83,7 +83,7 @@ def describe(app: FastAPI, needs_key: Callable[[str], bool]) -> dict[str, Any]:
         schema["properties"] = {name: None for name in schema.get("required", ())} | schema["properties"]
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
-            operation |= paths[path][method]
+            operation |= (paths.get(path) or paths[f"/v1{path}"])[method]
             operation["summary"], _, operation["description"] = operation["description"].partition("\n\n")
             if needs_key(path):
                 operation["security"] = [{"bearer": []}]

@@ -13,6 +13,7 @@ import httpx
 import jsonschema
 import msgspec
 import pytest
+import requests
 
 from server import errors
 from server.config import ServerSection, ServeSettings, load
@@ -130,15 +131,32 @@ def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
     jsonschema.Draft202012Validator(closed(schema) | {"components": closed(document["components"])}).validate(value)
 
 
+def events(text: str) -> Iterator[dict[str, str]]:
+    """The fields of each event of a stream."""
+    for lines in text.split("\n\n"):
+        if fields := dict(line.split(": ", 1) for line in lines.splitlines() if not line.startswith(":")):
+            yield fields
+
+
+def check_event(document: dict[str, Any], schema: dict[str, Any], event: dict[str, str]) -> None:
+    """Raises where an event is not as its schema says, which is that of an event and not of its data, or its data is not."""
+    check(document, schema, event)
+    resolved = resolve(document, schema)
+    kinds = [resolve(document, kind)["properties"]["data"] for kind in resolved.get("anyOf", [resolved])]
+    contents = [text["contentSchema"] for kind in kinds for text in kind.get("anyOf", [kind]) if "contentSchema" in text]
+    assert contents
+    if event["data"] != "[DONE]":
+        check(document, {"anyOf": contents}, json.loads(event["data"]))
+
+
 def check_reply(document: dict[str, Any], operation: dict[str, Any], response: httpx.Response) -> None:
     """Raises where a status is not documented, or a body or an event is not as documented."""
     documented = resolve(document, operation["responses"][str(response.status_code)])
     kind = response.headers["content-type"].partition(";")[0]
     schema = documented["content"][kind]["schema"]
     if kind == "text/event-stream":
-        for event in re.findall("^data: (.*)$", response.text, re.M):
-            if event != "[DONE]":
-                check(document, schema, json.loads(event))
+        for event in events(response.text):
+            check_event(document, schema, event)
     elif kind == "application/json":
         check(document, schema, response.json())
     if kind != "text/event-stream":
@@ -156,6 +174,37 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
     assert len(ids) == len(set(ids))
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_tools_read_streams_as_events(document: dict[str, Any], embedded_server: ServerProcess) -> None:
+    """Schemathesis validates events that a server sends, and finds what is none of the documented ones."""
+    import schemathesis
+    from schemathesis.core.transport import Response
+
+    schema = schemathesis.openapi.from_dict(document)
+    asked: dict[str, dict[str, Any]] = {
+        "/generate_stream": {"inputs": "def f", "parameters": {"max_new_tokens": 3}},
+        "/v1/completions": {"prompt": "def f", "max_tokens": 3, "stream": True, "resumable": True},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stream": True},
+        "/fim/completions": {"prompt": "def f", "suffix": "x", "max_tokens": 3, "stream": True},
+        "/completion": {"prompt": "def f", "n_predict": 3, "stream": True},
+        "/infill": {"input_prefix": "def f", "input_suffix": "x", "n_predict": 3, "stream": True},
+    }
+    for path, body in asked.items():
+        with httpx.Client(base_url=f"http://127.0.0.1:{embedded_server.port}", timeout=60) as http:
+            answer = http.post(path, json=body)
+        assert answer.status_code == 200 and answer.text.count("data: ") >= 3, answer.text
+
+        def validated(text: str, path: str = path) -> None:
+            request = requests.Request("POST", f"http://test{path}").prepare()
+            headers = {"content-type": ["text/event-stream"]}
+            response = Response(200, headers, text.encode(), request, 0.1, False, message="OK", http_version="1.1")
+            schema[path]["POST"].validate_response(response)
+
+        validated(answer.text)
+        for other in ("data: 1\n\n", "data: x\n\n", "data: []\n\n"):
+            with pytest.raises(Exception, match="SSE event"):
+                validated(answer.text + other)
 
 
 def test_every_operation_has_a_summary(document: dict[str, Any]) -> None:
@@ -243,8 +292,9 @@ def check_events(document: dict[str, Any], http: httpx.Client) -> None:
         lines = response.iter_lines()
         while kinds:
             kind = next(line.removeprefix("event: ") for line in lines if line)
-            schema = {"$ref": f"#/components/schemas/{kinds.pop(kind)}"}
-            check(document, schema, json.loads(next(lines).removeprefix("data: ")))
+            event = {"event": kind, "data": next(lines).removeprefix("data: ")}
+            check_event(document, {"$ref": "#/components/schemas/MonitorEvent"}, event)
+            check(document, {"$ref": f"#/components/schemas/{kinds.pop(kind)}"}, json.loads(event["data"]))
 
 
 # Fields that add to an answer: (path, fields beside those of its first example).
