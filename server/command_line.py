@@ -26,6 +26,47 @@ TYPES = {
 TYPES |= {"list[int]": "N,N,...", "list[float]": "NUMBER,..."}
 DEFAULTS = {NO_NONE: "none", "": "none", "None": "none", "()": "none", "[]": "none", "True": "true", "False": "false"}
 EXIT_USAGE = 2
+OTHER_NAMES = """
+--model = model_id m hf hf_repo
+--model ORG/NAME@REVISION = revision
+--model ORG/NAME:FILE.gguf = hf_file hff
+--host = hostname
+--server.model_name = served_model_name alias a
+--engine.max_context = max_model_len max_total_tokens max_input_length max_input_tokens
+--engine.max_context = ctx_size c context_length
+--engine.max_running = max_num_seqs max_batch_size parallel np max_running_requests
+--engine.step_tokens = max_num_batched_tokens max_batch_prefill_tokens batch_size b ubatch_size ub
+--engine.dtype = dtype
+--engine.quantization = quantization quantize
+--engine.threads = threads t threads_batch tb
+--engine.device cuda = n_gpu_layers gpu_layers ngl
+--engine.device = device dev
+--engine.speculation ngram = speculative_config speculate spec_type
+--cache.memory = gpu_memory_utilization cuda_memory_fraction max_batch_total_tokens
+--cache.memory = mem_fraction_static kv_cache_memory_bytes
+--cache.page_size = block_size
+--cache.pages = num_gpu_blocks_override
+--cache.dtype fp8 = kv_cache_dtype cache_type_k cache_type_v ctk ctv
+--server.api_keys, of digests = api_key
+--server.max_waiting = max_concurrent_requests
+--server.max_stop_strings = max_stop_sequences
+--server.cors_origins = allowed_origins cors_allow_origin
+--server.root_path = root_path api_prefix
+--server.drain_timeout = shutdown_timeout
+--server.chat_template = chat_template chat_template_file
+--server.tls_certificate = ssl_certfile ssl_cert_file
+--server.tls_key = ssl_keyfile ssl_key_file
+--server.tracing_endpoint = otlp_traces_endpoint otlp_endpoint
+--server.log_format json = json_output
+--server.log_level = uvicorn_log_level
+always on = enable_prefix_caching enable_chunked_prefill cont_batching cb flash_attn fa
+never done: code of a checkpoint is not run = trust_remote_code
+a server for each GPU = tensor_parallel_size tp pipeline_parallel_size data_parallel_size num_shard
+not served: no LoRA adapters = enable_lora lora lora_adapters
+"""
+"""Options as they are called here = by vLLM, text-generation-inference, llama.cpp and SGLang.
+scripts/serve reads this table too.
+"""
 
 
 def command_line(cls: type[BaseSettings], argv: list[str], prog: str) -> CliSettingsSource[Any]:
@@ -69,13 +110,14 @@ def _as_declared(argv: list[str], names: dict[str, str], prog: str) -> list[str]
     line that names the nearest one.
     """
     end = argv.index("--") if "--" in argv else len(argv)
-    return [_option(argument, names, prog) if argument.startswith("--") else argument for argument in argv[:end]] + argv[end:]
+    return [_option(argument, names, prog) if argument.startswith("-") else argument for argument in argv[:end]] + argv[end:]
 
 
 def _option(argument: str, names: dict[str, str], prog: str) -> str:
     name, equals, value = argument.partition("=")
-    key = name[2:].replace("-", "_")
-    if " " in name:  # A text, such as a prompt.
+    key = name.lstrip("-").replace("-", "_")
+    # A text, such as a prompt; or a short name, which is the library's business or another server's.
+    if " " in name or not (name.startswith("--") or _elsewhere(key, names)):
         return argument
     if key in names:
         return names[key] + equals + value
@@ -84,12 +126,25 @@ def _option(argument: str, names: dict[str, str], prog: str) -> str:
 
 
 def nearest(key: str, known: dict[str, str]) -> str:
-    """Words that suggest the known name nearest to `key`, by its whole or its last part; empty if none is near. `known`: name -> how it is
-    written.
+    """Words that suggest the known name that is meant by `key`: that of an option of another server,
+    or the nearest one, by its whole or its last part; empty if there is none. `known`: name -> how it
+    is written.
     """
+    if ours := _elsewhere(key.rpartition(".")[2], known):
+        return f"; here it is {ours}"
     near = {name.rpartition(".")[2]: written for name, written in known.items()} | known
     close = get_close_matches(key, near, 1)
     return f"; did you mean {near[close[0]]}?" if close else ""
+
+
+def _elsewhere(key: str, known: dict[str, str]) -> str:
+    """An option of another server as it is called here; empty if it is no such, or not known."""
+    for line in OTHER_NAMES.split("\n"):
+        ours, _, theirs = line.partition(" = ")
+        option = ours.replace(",", "").split(" ")[0]
+        if key in theirs.split() and (not option.startswith("--") or option[2:] in known):
+            return ours
+    return ""
 
 
 def _as_written(kwargs: dict[str, Any]) -> dict[str, Any]:

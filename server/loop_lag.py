@@ -16,6 +16,7 @@ LOGGED_SECONDS = 0.1
 LOOK_SECONDS = 0.04
 """Processor time of this process from one look to the next."""
 NUM_SECONDS = 10
+UNSEEN = "no request: other processes may have had the processors"
 log = logging.getLogger("onehead")
 
 
@@ -65,7 +66,7 @@ class LoopLag(selectors.DefaultSelector):  # type: ignore[misc, valid-type, unus
         elif lag > longest:
             self._lags[-1] = second, lag
         if lag > LOGGED_SECONDS:
-            log.warning("the event loop stood still for %.2f s, in %s", lag, self._culprit or "a call that was not seen")
+            log.warning("the event loop stood still for %.2f s, in %s", lag, self._culprit or UNSEEN)
 
     def _look(self, *_: object) -> None:
         """Notes which task runs. In a call that does not return to Python code it is called afterwards."""

@@ -173,7 +173,11 @@ class Metrics:
         free, total = ready.device_memory
         self.device_memory_used.set(total - free)
         self.device_memory_total.set(total)
-        words = {name: str(value) for name, value in asdict(ready).items() if isinstance(value, str | bool)}
+        words = {
+            name: str(value).lower() if isinstance(value, bool) else value
+            for name, value in asdict(ready).items()
+            if isinstance(value, str | bool)
+        }
         self._model_info.info(self._model | words)
 
     def idle(self) -> None:

@@ -31,7 +31,7 @@ TORCH = next(line.split("==")[1] for line in (ROOT / "constraints.txt").read_tex
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files that the scripts read, and the stubs first on PATH."""
     tree, stubs = tmp_path / "tree", tmp_path / "stubs"
-    for name in ("scripts/setup", "scripts/serve", "server/config.py", "pyproject.toml", "constraints.txt"):
+    for name in ("scripts/setup", "scripts/serve", "server/config.py", "server/command_line.py", "pyproject.toml", "constraints.txt"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
     (tree / "model" / "devices" / "cpu" / "native").mkdir(parents=True)
@@ -124,3 +124,15 @@ def test_every_option_passes_and_a_misspelt_one_is_told_before_set_up(tree: Path
         for arguments in ([misspelt, "1"], [f"{misspelt}=1"], ["--port", "80", misspelt]):
             done = run(serve, *arguments)
             assert (done.returncode, done.stderr) == (2, f"scripts/serve: {misspelt}: no such option; --help lists them\n")
+
+    for theirs, ours in (
+        ("--max-model-len", "--engine.max_context"),
+        ("--api-key", "--server.api_keys, of digests"),
+        ("-ngl", "--engine.device cuda"),
+        ("-m", "--model"),
+        ("--trust-remote-code", "never done: code of a checkpoint is not run"),
+    ):
+        for arguments in ([theirs, "1"], [f"{theirs}=1"], ["--port", "80", theirs]):
+            done = run(serve, *arguments)
+            told = f"scripts/serve: {theirs}: no such option; here it is {ours}\n"
+            assert (done.returncode, done.stderr) == (2, told)

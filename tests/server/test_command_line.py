@@ -8,7 +8,9 @@ import pytest
 from commands import cli
 from commands.generate import GenerateSettings
 from commands.options import ConvertOptions, PlanOptions, TrainOptions, load_options
-from server.config import EMBEDDED_MODEL, ServeSettings, load
+from server.command_line import OTHER_NAMES
+from server.config import EMBEDDED_MODEL, ServeSettings, _names, load
+from tests.support.paths import ROOT
 
 COMMANDS = [*([name] for name in cli.COMMANDS), ["bench", "--offline"]]
 TYPE_WORDS = r"PATH|TEXT|N|NUMBER|SIZE|A,B,\.\.\.|N,N,\.\.\.|NUMBER,\.\.\.|\{[a-z0-9_]+(,[a-z0-9_]+)+\}"
@@ -56,7 +58,6 @@ def test_values_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) 
     [
         (["batch"], "onehead batch [OPTIONS] INPUT OUTPUT", "INPUT, OUTPUT"),
         (["batch", "in.jsonl"], "onehead batch [OPTIONS] INPUT OUTPUT", "OUTPUT"),
-        (["generate"], "onehead generate [OPTIONS] PROMPT", "PROMPT"),
         (["train"], "onehead train [OPTIONS] --output PATH", "--output"),
         (["compare"], "onehead compare [OPTIONS] --output PATH", "--output"),
         (["convert", "--output", "x"], "onehead convert [OPTIONS] --model PATH --output PATH", "--model"),
@@ -130,8 +131,49 @@ def test_hyphens_of_flags_without_a_section() -> None:
         (["plan", "x", "--page-sise", "1"], "no such option --page-sise; did you mean --page_size?"),
         (["convert", "--no-evaluat"], "no such option --no-evaluat; did you mean --no-evaluate?"),
         (["serve", "--qqqqqqqqqqqq"], "no such option --qqqqqqqqqqqq; --help lists all"),
+        (["serve", "--max-model-len", "9"], "no such option --max-model-len; here it is --engine.max_context"),
+        (["serve", "--max_total_tokens=9"], "no such option --max_total_tokens; here it is --engine.max_context"),
+        (["serve", "-c", "9"], "no such option -c; here it is --engine.max_context"),
+        (["serve", "--dtype", "half"], "no such option --dtype; here it is --engine.dtype"),
+        (["batch", "--num-shard", "2"], "no such option --num-shard; here it is a server for each GPU"),
+        # Where a command has no such option, another server's is none either.
+        (["plan", "x", "--max-model-len", "9"], "no such option --max-model-len; --help lists all"),
+        (["bench", "--served-model-name", "x"], "no such option --served-model-name; --help lists all"),
     ],
 )
 def test_a_misspelt_option_is_one_line_with_the_nearest_name(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(argv, 2, capsys)
     assert text.startswith(f"onehead {argv[0]}: {line}") and text.count("\n") == 1
+
+
+def options_of_others(page: Path) -> list[tuple[str, str]]:
+    """(option, cell beside it) of the table of options of a page for those who come from another server."""
+    table = page.read_text().split("## Options\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    found = re.compile(r"`(--?[a-z][\w-]*)")
+    return [(option, ours) for theirs, ours in rows for option in found.findall(theirs)]
+
+
+PAGES = sorted((ROOT / "docs" / "guides").glob("moving-from-*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_option_that_a_guide_translates_is_translated_by_the_command(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = {option for option in options_of_others(page) if option[0] not in ("--host", "--port")}
+    assert len(known) >= 10
+    for theirs, ours in known:
+        said = output(["serve", theirs, "1"], 2, capsys)
+        assert said.startswith(f"onehead serve: no such option {theirs}; here it is "), theirs
+        named = re.search(r"here it is (--[\w.]+)", said)
+        assert named is None or named[1] in ("--model",) or named[1] in ours, (said, ours)
+
+
+def test_every_name_that_is_told_is_an_option() -> None:
+    told = [line.split(" = ") for line in OTHER_NAMES.strip().splitlines()]
+    names = [f"--{name}" for name in _names(ServeSettings)]
+    assert len(told) > 30
+    for ours, theirs in told:
+        assert not ours.startswith("--") or re.split("[ ,]", ours)[0] in names, ours
+        assert not {f"--{name}" for name in theirs.split()} & set(names), theirs
+    every = [name for _, theirs in told for name in theirs.split()]
+    assert len(every) == len(set(every))

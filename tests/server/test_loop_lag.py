@@ -76,14 +76,14 @@ def test_a_stall_is_a_line_that_names_the_task(
         lag.select(0)
         clock[0] += 0.25
         lag.select(0)
-        assert "stood still for 0.25 s, in a call that was not seen" in caplog.text
+        assert "stood still for 0.25 s, in no request" in caplog.text
         lag._look()
         clock[0] += 0.3
         lag.select(0)
         assert "stood still for 0.30 s, in POST '/infill'" in caplog.text
         clock[0] += 0.2
         lag.select(0)  # What was seen in the turn before is not named again.
-        assert "stood still for 0.20 s, in a call that was not seen" in caplog.text
+        assert "stood still for 0.20 s, in no request" in caplog.text
 
 
 def test_a_loop_with_it_names_a_route_that_blocks(caplog: pytest.LogCaptureFixture) -> None:

@@ -66,7 +66,7 @@ def test_the_model_and_the_version_are_labels_of_info_metrics() -> None:
     assert found["model_name"] == "org/tiny" and (found["model_type"], found["dtype"], found["deterministic"]) == (
         "hash",
         "float32",
-        "False",
+        "false",
     )
 
 
