@@ -109,12 +109,6 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
-        self.ignored_fields = Counter(
-            "onehead_ignored_fields",
-            "Requests with an unknown field that was ignored, by its name; `other` above 64 names.",
-            ["field"],
-            registry=self.registry,
-        )
         self.by_client = ClientMetrics(self.registry)
         self._declare_others()
         self._reached: dict[Counter, int] = {}
@@ -133,6 +127,12 @@ class Metrics:
 
     def _declare_others(self) -> None:
         """Latencies, and metrics that belong to no request."""
+        self.ignored_fields = Counter(
+            "onehead_ignored_fields",
+            "Requests with an unknown field that was ignored, by its name; `other` above 64 names.",
+            ["field"],
+            registry=self.registry,
+        )
         self.process_registry = CollectorRegistry()
         """Metrics that are read from /proc, which takes as long as all the others: shown as they were up to a second ago."""
         self._processes, self._processes_until = "", 0.0

@@ -21,6 +21,15 @@ SPACED = json_schema.GUIDANCE | {"item_separator": ", ", "key_separator": ": "}
 """With spaces as Python's json.dumps writes them, which models have learnt from."""
 
 
+class Compiled(msgspec.Struct, frozen=True):
+    """A grammar for protocol.Submit. `relaxed`: places of keywords in the schemas of tools that it does
+    not follow, each of which begins with the function's name.
+    """
+
+    grammar: str
+    relaxed: list[str] = []
+
+
 class CallRules(msgspec.Struct, frozen=True):
     """What calls may be: of these functions, one or with `parallel` several, all of the output or what
     follows an opening (`opened`). `text`: the kind and source of a constraint on an output without

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from server import guidance
 from server.text import json_schema
-from server.text.call_grammar import CallRules
-from server.text.jobs import Compiled
+from server.text.call_grammar import CallRules, Compiled
 
 TRIED_PATHS = 4
 TRIED_TOKENS = 16

@@ -13,6 +13,7 @@ import msgspec
 from server.errors import InvalidRequest
 from server.protocol import Opening
 from server.text.call_formats import CallFormat, format_of, opening_of
+from server.text.call_grammar import Compiled
 from server.text.chat_template import ChatTemplate
 from server.text.codec import TextCodec
 from server.text.conversation import ChatInput
@@ -249,15 +250,6 @@ class Fill(Job, frozen=True):
 
     def run(self, texts: Texts) -> Filling:
         return texts.fim.fill(self.prefix, self.suffix, self.heal, self.extra, self.field, self.begun)
-
-
-class Compiled(msgspec.Struct, frozen=True):
-    """A grammar for protocol.Submit. `relaxed`: places of keywords in the schemas of tools that it does
-    not follow, each of which begins with the function's name.
-    """
-
-    grammar: str
-    relaxed: list[str] = []
 
 
 class CompileGrammar(Job, frozen=True):
