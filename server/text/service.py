@@ -11,8 +11,9 @@ from typing import Any, Literal, Protocol
 
 from server.config import ServerSection
 from server.errors import InvalidRequest
+from server.text.call_grammar import Compiled
 from server.text.chat_template import MAX_CHEAP_MESSAGES
-from server.text.jobs import AnyJob, Compiled, CompileGrammar, EncodeChat, Texts
+from server.text.jobs import AnyJob, CompileGrammar, EncodeChat, Texts
 
 log = logging.getLogger("onehead.chat")
 
