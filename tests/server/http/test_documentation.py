@@ -131,14 +131,15 @@ def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
     jsonschema.Draft202012Validator(closed(schema) | {"components": closed(document["components"])}).validate(value)
 
 
-def events(text: str) -> Iterator[dict[str, str]]:
+def events(text: str) -> Iterator[dict[str, Any]]:
     """The fields of each event of a stream."""
     for lines in text.split("\n\n"):
-        if fields := dict(line.split(": ", 1) for line in lines.splitlines() if not line.startswith(":")):
-            yield fields
+        fields = dict(line.split(": ", 1) for line in lines.splitlines() if not line.startswith(":"))
+        if fields:
+            yield fields | ({"retry": int(fields["retry"])} if "retry" in fields else {})
 
 
-def check_event(document: dict[str, Any], schema: dict[str, Any], event: dict[str, str]) -> None:
+def check_event(document: dict[str, Any], schema: dict[str, Any], event: dict[str, Any]) -> None:
     """Raises where an event is not as its schema says, which is that of an event and not of its data, or its data is not."""
     check(document, schema, event)
     resolved = resolve(document, schema)
