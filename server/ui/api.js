@@ -19,12 +19,10 @@ export class ApiError extends Error {
 export class Api extends EventTarget {
   #key = null;
   #asking = null;
-  /** Whether the user was asked and gave no key. */
-  declined = false;
+  declined = false; // Whether the user was asked and gave no key.
   #document = null;
   #served = null;
-  /** The served model as GET /v1/models lists it, once it is known. */
-  model = null;
+  model = null; // As GET /v1/models lists it, once it is known.
   /** How the server was last seen: connecting, ready, recovering, draining, waiting or unreachable; its own words. */
   health = { state: "connecting", status: "" };
 

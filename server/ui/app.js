@@ -85,8 +85,8 @@ function showServer() {
   const asks = needsKey && state === "ready";
   let words = asks ? "an API key is needed" : STATES[state];
   if (state === "ready" && context) words += `, context of ${context.toLocaleString("en")} tokens`;
-  const key = asks ? [button("Enter key", () => api.renewKey())] : [];
-  byId("model").replaceChildren(el("span", { class: "name", text: id, title: id }), el("span", { class: "quiet", text: words, title: status }), ...key);
+  const spans = [el("span", { class: "name", text: id, title: id }), el("span", { class: "quiet", text: words, title: status })];
+  byId("model").replaceChildren(...spans, ...(asks ? [button("Enter key", () => api.renewKey())] : []));
   byId("model").dataset.state = asks ? "waiting" : state;
 }
 

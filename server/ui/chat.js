@@ -21,7 +21,6 @@ class Chat {
   #draft = textArea("Message", { rows: 1, enterKeyHint: "send",
     placeholder: "Enter sends, Shift+Enter breaks the line", on: { keydown: (event) => this.#onKey(event) } });
   #turns = el("div", { class: "turns" }, blank());
-  #last = null;
 
   constructor(panel, api, history) {
     const clear = button("New conversation", () => this.#setForm({ system: this.#system.value, messages: [] }), { class: "plain spread" });
@@ -86,8 +85,8 @@ class Chat {
       this.#draft.area.value = "";
     }
     this.#turns.querySelector(".blank")?.remove();
-    this.#last ??= this.#turns.appendChild(el("div", { class: "turn" }));
-    this.#last.replaceChildren(pane.element);
+    if (this.#answer === null) this.#turns.append(el("div", { class: "turn" }, pane.element));
+    else this.#answer.element.replaceWith(pane.element);
     this.#answer = pane;
   }
 
@@ -95,7 +94,7 @@ class Chat {
   #settle(added) {
     this.#messages = [...this.#settled(), ...added];
     this.#answer?.settle();
-    [this.#answer, this.#last] = [null, null];
+    this.#answer = null;
     this.#turns.append(...added.map(turnOf));
   }
 
@@ -110,7 +109,7 @@ class Chat {
   #setForm({ system, messages }) {
     this.work.reset();
     this.#system.value = system;
-    [this.#messages, this.#answer, this.#last] = [messages, null, null];
+    [this.#messages, this.#answer] = [messages, null];
     this.#turns.replaceChildren(...(messages.length > 0 ? messages.map(turnOf) : [blank()]));
   }
 }

@@ -30,7 +30,7 @@ export function button(text, onclick, properties = {}) {
 /** A number of bytes in words, such as "1.25 MiB". */
 export function sized(bytes) {
   const power = Math.min(3, Math.max(0, Math.floor(Math.log2(bytes || 1) / 10)));
-  return `${Number((bytes / 1024 ** power).toPrecision(3)).toLocaleString("en")} ${["B", "KiB", "MiB", "GiB"][power]}`;
+  return `${Number((bytes / 1024 ** power).toPrecision(3)).toLocaleString("en")}\u00a0${["B", "KiB", "MiB", "GiB"][power]}`;
 }
 
 /** A number of things in words, such as "1 token" and "2,000 tokens". */

@@ -14,7 +14,7 @@ import { FollowPanel, SequenceTable } from "./sequences.js";
 const [FIRST_DELAY_MS, LONGEST_DELAY_MS] = [500, 8000]; // Before the stream is opened again.
 const SILENCE_MS = 10_000; // Stats come each second: after this long without an event the connection is dead.
 const UNMARKED = "Too small for marks: a shared page has the colour of one of its sequences, a prefix is grey";
-const MOST_TIMES = 8; // As many times the owned pages as the map has room for at least, for multi-head attention beside it.
+const MOST_TIMES = 8; // The map has room for so many times the owned pages, for multi-head attention beside it.
 const TITLE = "One key/value head";
 /** By kind, as in counts(). */
 const LEGEND = ["free", "kept as a prefix", "owned by a sequence, in one of 8 colours", "shared by several", "just written"];
@@ -115,7 +115,7 @@ export class Monitor {
     const owned = counts[2] + counts[3];
     const memory = this.map.pageBytes ? `, ${sized(owned * this.map.pageBytes)}` : "";
     setText(this.mapTitle, `${TITLE}: ${counted(owned, "page")} owned${memory}`);
-    counts.forEach((count, kind) => setText(this.legend[kind], `${count} ${LEGEND[kind]}`));
+    counts.forEach((count, kind) => setText(this.legend[kind], `${count.toLocaleString("en")} ${LEGEND[kind]}`));
     this.plots.setPages(owned, counts[1]);
   }
 

@@ -23,8 +23,9 @@ export class MultiHead {
     Object.assign(this.badge, { textContent: `× ${times}`, hidden: false });
     const memory = pageBytes ? `, ${sized(needed * pageBytes)}` : "";
     this.title.textContent = `Multi-head attention, same load: ${counted(needed, "page")}${memory}`;
-    const fit = beyond > 0 ? `${beyond} do not fit; as many as there is room for are drawn pale` : `${needed} of ${state.numPages}`;
-    this.words.textContent = `With a key and a value for every query head, the same tokens take ${times} times as many pages: ${fit}.`;
+    const fit = beyond > 0 ? `${counted(beyond, "page")} too many, drawn pale as far as there is room`
+      : `${needed.toLocaleString("en")} of ${counted(state.numPages, "page")}`;
+    this.words.textContent = `With a key and a value for every query head, the same tokens take ${times} times the memory: ${fit}.`;
   }
 }
 

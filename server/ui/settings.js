@@ -36,14 +36,15 @@ export class Settings {
     if (isUnnamed) this.initial.temperature = CALM;
     for (const [name, value] of Object.entries(sampling)) Object.assign(fields.get(name) ?? {}, { usual: String(value) });
     this.kept ??= { ...this.initial, ...load(this.name, {}) };
-    const names = [...fields.keys()].filter((name) => !OWN.has(name));
+    const rest = [...fields.keys()].filter((name) => !OWN.has(name) && !FIRST.includes(name));
     const controls = (chosen, from = fields, group = "") =>
       chosen.filter((name) => isChoosable(from.get(name))).map((name) => this.#control(name, from.get(name), group));
     const more = (title, ...inner) => el("details", { class: "more" }, el("summary", { text: title }), el("div", { class: "fields" }, ...inner));
     const formats = fields.has(FORMAT) ? await api.fields("StructuredOutputs") : new Map();
-    const about = isUnnamed ? `The checkpoint names no sampling parameters: temperature ${CALM} is this page's.` : "Defaults are the checkpoint's.";
-    this.fields.replaceChildren(el("p", { class: "quiet", text: about }), ...controls(FIRST), more("Output format", ...controls([...formats.keys()], formats, FORMAT)),
-      more("More parameters", ...controls(names.filter((name) => !FIRST.includes(name)))), button("Reset all", () => this.restore({})));
+    const text = isUnnamed ? `The checkpoint names no sampling parameters: temperature ${CALM} is this page's.` : "Defaults are the checkpoint's.";
+    this.fields.replaceChildren(el("p", { class: "quiet", text }), ...controls(FIRST),
+      more("Output format", ...controls([...formats.keys()], formats, FORMAT)), more("More parameters", ...controls(rest)),
+      button("Reset all", () => this.restore({})));
   }
 
   /** The fields that are set, with their values. Throws an Error that names a field whose text is no value of it. */

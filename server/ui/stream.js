@@ -104,8 +104,7 @@ export class Stream {
     if (this.#isAway || this.#heardAt === 0 || performance.now() - this.#heardAt < SILENT_MS) return;
     const asked = (this.#heardAt = performance.now());
     const { state, status } = await this.api.look();
-    if (!["recovering", "waiting"].includes(state)) return;
-    if (this.#heardAt !== asked) return; // An event may have come meanwhile, or the end.
+    if (!["recovering", "waiting"].includes(state) || this.#heardAt !== asked) return; // An event may have come meanwhile, or the end.
     this.#say("waiting", `The engine is away (${status}). The stream goes on by itself.`);
   }
 

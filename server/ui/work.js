@@ -8,7 +8,6 @@ import { Settings } from "./settings.js";
 import { SNIPPETS } from "./snippets.js";
 import { legend } from "./tokens.js";
 
-const COUNTS = ["1", "2", "3", "4"];
 const SEEDS = 1_000_000;
 const CONTINUABLE = ["length", "stopped", "stop", "timeout", null];
 const canContinue = (pane) => pane.text !== "" && CONTINUABLE.includes(pane.finish);
@@ -20,7 +19,7 @@ export class Work {
   #alert = el("div", { class: "alert", role: "alert", hidden: true });
 
   /** `mode`: {name, path, schema, initial settings, stage(actions, alert), body(again), continued(body, text), place(panes, again),
-      form(), setForm(form), title()}, and if it likes {verb, isSingle: has one output, done(), needs: a capability of the model, lacking: words where it has none}. */
+      form(), setForm(form), title()}, and if it likes {verb, isSingle: has one output, done(), needs: a capability, lacking: words without}. */
   constructor(panel, api, history, mode) {
     Object.assign(this, { api, history, mode });
     this.settings = new Settings(mode.name, mode.initial);
@@ -28,8 +27,9 @@ export class Work {
     this.stopButton = button("Stop", () => this.stop(), { title: "Esc", disabled: true });
     this.continueButton = button("Continue", () => this.continue(), { title: "Alt+C", disabled: true });
     this.againButton = button("Regenerate", () => this.again(), { title: "Again with the same seed (Alt+R)", disabled: true });
+    const counts = radios("Outputs side by side", ["1", "2", "3", "4"], (count) => (this.#count = Number(count)));
     const actions = el("div", { class: "actions" }, this.runButton, this.stopButton, this.continueButton, this.againButton,
-      mode.isSingle ? null : el("span", { class: "row quiet" }, "Outputs", radios("Outputs side by side", COUNTS, (count) => (this.#count = Number(count)))),
+      mode.isSingle ? null : el("span", { class: "row quiet" }, "Outputs", counts),
       button("Code", () => this.#showCode(), { class: "spread", "aria-haspopup": "dialog" }));
     this.code = el("dialog", { class: "code", "aria-label": "The request as code" });
     this.notice = el("p", { class: "blank", role: "status", text: mode.lacking ?? "", hidden: true });

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.processes import ServerProcess
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,9 +36,14 @@ class Watch:
     """Patterns of console lines that the test expects, such as the one about an answer of 401."""
 
     def follow(self, page: Any) -> None:
-        page.on("console", lambda message: self.console.append(f"{message.type}: {message.text}"))
+        page.on("console", self._on_console)
         page.on("pageerror", lambda error: self.console.append(f"uncaught: {error}"))
         page.on("request", lambda request: self.requests.append(request.url))
+
+    def _on_console(self, message: Any) -> None:
+        """Keeps a line, unless it is about a look at how the server is: the page goes on looking after it is gone."""
+        if not message.location["url"].endswith("/health"):
+            self.console.append(f"{message.type}: {message.text}")
 
     @property
     def unexpected(self) -> list[str]:

@@ -5,17 +5,20 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
-playwright: Any = pytest.importorskip("playwright.sync_api", reason="the extra [browser] is not installed: scripts/browser does it")
+playwright: Any = pytest.importorskip("playwright.sync_api", reason="the extra [browser] is missing: scripts/setup dev installs it")
 expect = playwright.expect
 TIMEOUT = 15_000
 """Milliseconds that an expectation may take: the machine may be busy."""
 expect.set_options(timeout=TIMEOUT)
 FAKE_STREAM = Path(__file__).with_name("fake_stream.js").read_text()
+AXE = files("axe_playwright_python") / "axe.min.js"
+STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 MODES = {"complete": "Complete", "fill": "Fill in the middle", "chat": "Chat"}
 
 
@@ -69,6 +72,29 @@ class Mode:
 
 
 TEXT_OF = """(output) => [...output.querySelectorAll(":scope > div > div")].map((line) => line.textContent).join("\\n")"""
+
+
+def violations(page: Any) -> list[str]:
+    """What axe-core finds wrong with the page as it stands."""
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("(tags) => axe.run(document, { runOnly: tags, preload: false })", STANDARDS)
+    return [
+        f"{rule['id']}: {node['html'][:160]} {node['failureSummary'][:300]}"
+        for rule in found["violations"]
+        for node in rule["nodes"]
+    ]
+
+
+def check_width(page: Any, width: int) -> None:
+    """Asserts that nothing is beside a window of this width, and that controls can be hit (WCAG 2.2, target size)."""
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = page.evaluate(
+        """() => [...document.querySelectorAll("button, a:not(.skip), input, select, summary")]
+        .filter((element) => element.checkVisibility())
+        .map((element) => [element.outerHTML, element.getBoundingClientRect().toJSON()])"""
+    )
+    for html, box in boxes:
+        assert box["left"] >= 0 and box["right"] <= width and box["height"] >= 24, (html, box)
 
 
 def fake_answers(events: list[Any], path: str = "v1/completions", per_read: int = 1, pause: float = 0) -> str:

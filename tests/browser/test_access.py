@@ -6,23 +6,11 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import OpenPage
-from tests.browser.support import MODES, Mode, expect
-from tests.support.paths import ROOT
+from tests.browser.support import MODES, Mode, check_width, expect, violations
 from tests.support.processes import ServerProcess
 
-AXE = ROOT / ".browser" / "axe.min.js"
-STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 PHONE = {"width": 360, "height": 740}
 DESK = {"width": 1280, "height": 800}
-
-
-def violations(page: Any) -> list[str]:
-    """What axe-core finds wrong with the page as it stands."""
-    if not AXE.exists():
-        pytest.skip(f"{AXE} is missing: scripts/browser fetches it")
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("(tags) => axe.run(document, { runOnly: tags })", STANDARDS)
-    return [f"{rule['id']}: {node['html'][:160]} {node['failureSummary'][:300]}" for rule in found["violations"] for node in rule["nodes"]]
 
 
 def filled(page: Any, name: str) -> Mode:
@@ -70,11 +58,7 @@ def test_axe_finds_no_violation_in_dialogs(open_page: OpenPage, server: ServerPr
 def test_a_phone_shows_everything_without_sideways_scrolling(open_page: OpenPage, server: ServerProcess, name: str) -> None:
     page = open_page(server.port, viewport=PHONE, has_touch=True, is_mobile=True)
     mode = filled(page, name)
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    for element in page.locator("button:visible, a:not(.skip):visible, input:visible, select:visible, summary:visible").all():
-        box = element.bounding_box()
-        assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"], element.evaluate("(e) => e.outerHTML")
-        assert box["height"] >= 24, element.evaluate("(e) => e.outerHTML")  # WCAG 2.2, target size.
+    check_width(page, PHONE["width"])
     mode.panel.locator(".t").nth(2).tap()
     card = page.locator(".token-card")
     expect(card).to_be_visible()

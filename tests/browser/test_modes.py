@@ -110,14 +110,18 @@ def test_up_to_four_side_by_side(page: Any, server: ServerProcess) -> None:
     mode.panel.get_by_role("radio", name="4").check()
     mode.run(4)
     texts = [mode.text(number) for number in range(4)]
-    assert texts == [completion(server, prompt=PROMPT, max_tokens=16, seed=11 + number) for number in range(4)]
+    wanted = [
+        completion(server, prompt=PROMPT, max_tokens=16, seed=11 + number, temperature=0.4)
+        for number in range(4)
+    ]
+    assert texts == wanted
     boxes = [mode.panes.nth(number).bounding_box() for number in range(4)]
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
 
 
 def test_fill_shows_the_gap_in_its_place(page: Any, server: ServerProcess) -> None:
     before, after = "def add(a, b):\n    ret", "\n\nprint(add(1, 2))\n"
-    mode = Mode(page, "fill").write(before, 0).write(after, 1).set(max_tokens=16, seed=3).run()
+    mode = Mode(page, "fill").write(before, 0).write(after, 1).set(max_tokens=16, seed=3, temperature=1).run()
     assert mode.text() == completion(server, prompt=before, suffix=after, max_tokens=16, seed=3)
     tops = [mode.panel.locator(".editor textarea").nth(0), mode.panes, mode.panel.locator(".editor textarea").nth(1)]
     assert [top.bounding_box()["y"] for top in tops] == sorted(top.bounding_box()["y"] for top in tops)
@@ -143,13 +147,10 @@ def test_chat_keeps_the_conversation(page: Any, server: ServerProcess) -> None:
     expect(mode.panel.locator(".turn")).to_have_count(0)
 
 
-def test_chat_goes_on_with_the_chosen_answer(page: Any) -> None:
-    mode = Mode(page, "chat").set(max_tokens=10, seed=5)
-    mode.panel.get_by_role("radio", name="2").check()
-    mode.write("Hello").run(2)
-    mode.panes.nth(1).get_by_role("button", name="Choose").click()
-    chosen = mode.text(1)
-    mode.panel.get_by_role("radio", name="1").check()
+def test_another_answer_takes_the_place_of_the_last(page: Any) -> None:
+    mode = Mode(page, "chat").set(max_tokens=10, seed=5).write("Hello").run()
+    mode.set(seed=6).press("Send").ended()
+    chosen = mode.text()
     with page.expect_request("**/v1/chat/completions") as sent:
         mode.write("Go on").press("Send")
     assert sent.value.post_data_json["messages"][1] == {"role": "assistant", "content": chosen}
@@ -242,15 +243,25 @@ def test_chat_shows_the_calls_of_a_real_server(open_page: OpenPage, tmp_path: Pa
 
 def test_without_a_chat_template_it_says_what_to_do(open_page: OpenPage) -> None:
     with ServerProcess(EMBEDDED, "--cache.pages", "64") as server:
-        page = open_page(server.port, expected=("status of 400",))
-        chat = Mode(page, "chat").write("Hello").run()
-        expect(chat.panes).to_contain_text("this model has no chat template; give the server one with --server.chat_template FILE")
-        expect(chat.panes.locator(".output")).to_have_attribute("data-empty", "Failed")
-        expect(page.get_by_role("alert")).to_have_count(0)  # It is said once.
+        page = open_page(server.port)
+        chat = Mode(page, "chat").write("Hello")
+        notice = chat.panel.locator(".stage > .blank")
+        expect(notice).to_contain_text("This checkpoint has no chat template")
+        expect(notice).to_contain_text("--server.chat_template FILE")
+        expect(chat.panel.get_by_role("button", name="Send", exact=True)).to_be_disabled()
+        page.keyboard.press("Control+Enter")
+        expect(chat.panes).to_have_count(0)
         fill = Mode(page, "fill").run()
         assert fill.text() != ""
-        page.get_by_role("button", name="History").click()
-        expect(page.locator("#history-list li")).to_have_count(1)  # A failed run is not kept.
+
+
+def test_a_failed_run_is_not_kept(page: Any) -> None:
+    page.watch.expected.append("status of 400")
+    mode = Mode(page, "complete").set(stop="\n".join(map(str, range(20)))).run()
+    expect(mode.panes.locator(".output")).to_have_attribute("data-empty", "Failed")
+    expect(mode.panel.get_by_role("alert")).to_have_count(0)  # It is said once.
+    page.get_by_role("button", name="History").click()
+    expect(page.locator("#history-list li")).to_have_count(0)
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -284,9 +295,7 @@ def test_parameters_are_sent_as_they_are_set(page: Any) -> None:
         mode.run()
     body = sent.value.post_data_json
     wanted = {"top_k": 5, "stop": ["END\n", "a\\b"], "stop_token_ids": [3, 4], "ignore_eos": True, "logit_bias": {"5": -1}, "seed": 9}
-    assert {name: body[name] for name in wanted} == wanted and "temperature" not in body
-    mode.press("Reset all")
-    assert mode.field("top_k").input_value() == "" and mode.field("stop").input_value() == ""
+    assert {name: body[name] for name in wanted} == wanted and "top_p" not in body
 
 
 def test_the_output_follows_a_schema_or_an_expression(page: Any) -> None:

@@ -10,7 +10,7 @@ from tests.browser.support import CuttingProxy, Mode, expect
 from tests.support.processes import ServerProcess, kill
 
 PROMPT = "def fibonacci(n):\n    "
-LONG: dict[str, Any] = {"max_tokens": 1500, "seed": 7, "ignore_eos": "true"}
+LONG: dict[str, Any] = {"max_tokens": 1500, "seed": 7, "temperature": 1, "ignore_eos": "true"}
 NETWORK_ERRORS = r"error: Failed to load resource: net::ERR_"
 """The browser logs every request that fails; nothing else may be logged."""
 
@@ -172,7 +172,7 @@ def test_a_stream_that_had_ended_when_it_was_cut_is_said_to_have_gone_on(open_pa
 def test_an_answer_about_the_engine_that_comes_late_is_not_shown(open_page: OpenPage, server: ServerProcess) -> None:
     away = 'later(2500, new Response(\'{"status": "restarting"}\', { status: 503 }))'
     script = answers_in_turn(
-        **{"v1/completions": f"streamed([[0, '{ONE}'], [2500, '{DONE}']])", "/ready": f"(window.asked = true, {away})"}
+        **{"v1/completions": f"streamed([[0, '{ONE}'], [2500, '{DONE}']])", "/health": f"(window.asked = true, {away})"}
     )
     page = open_page(server.port, script=script)
     mode = Mode(page, "complete").run()
