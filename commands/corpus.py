@@ -9,12 +9,11 @@ import json
 import random
 import sys
 import sysconfig
-from bisect import bisect_left
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from server.hub.tokenizer_file import tokenizer_path
 END = "<|endoftext|>"
 FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = "<fim_prefix>", "<fim_middle>", "<fim_suffix>"
 SPECIAL_TOKENS = (END, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, "<fim_pad>")
-HELD_OUT = 0.05
+HELD_OUT_PERCENT = 5
 LEAST_HELD_OUT, MOST_HELD_OUT = 0.01, 0.5
 """Shares of the text within which a choice of documents by name is kept."""
 LICENCE_FILES = ("LICEN[CS]E*", "COPYING*", "NOTICE*")
@@ -49,19 +48,15 @@ class Document:
 
     name: str
     text: str
-    chosen: bool | None = None
-    """Whether `split` has held it out; None: its name decides."""
-
-    @property
-    def digest(self) -> float:
-        """From 0 to 1, by its name alone."""
-        digest = hashlib.sha256(self.name.encode(errors="replace")).digest()
-        return int.from_bytes(digest[:4], "big") % 100 / 100
+    is_end: bool | None = None
+    """Of a document that `split` has cut: whether it is the end, which is held out."""
 
     @property
     def held_out(self) -> bool:
-        """Whether the document is kept from training."""
-        return self.digest < HELD_OUT if self.chosen is None else self.chosen
+        """Whether a document is kept from training, a whole one by a hash of its name alone."""
+        digest = hashlib.sha256(self.name.encode(errors="replace")).digest()
+        by_name = int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+        return by_name if self.is_end is None else self.is_end
 
 
 def read_documents(place: Path | None) -> list[Document]:
@@ -143,25 +138,20 @@ def _text_of(line: str) -> str:
 
 
 def split(parts: list[list[Document]]) -> list[list[Document]]:
-    """The documents of each part, some of them held out: by their names, if that gives a fair share
-    of the text; else those of the least digests; where that is too much, the end of each document.
+    """The documents of each part, some of them held out: by their names or, where these give too
+    small or too large a share of the text, the end of each document.
     """
-    every = sorted(chain(*parts), key=lambda document: document.digest)
-    sizes = [*accumulate(len(document.text) for document in every)] or [0]
-    least, most = LEAST_HELD_OUT * sizes[-1], MOST_HELD_OUT * sizes[-1]
-    if least <= sum(len(document.text) for document in every if document.held_out) <= most:
+    total = sum(len(document.text) for document in chain(*parts))
+    held_out = sum(len(document.text) for document in chain(*parts) if document.held_out)
+    if LEAST_HELD_OUT * total <= held_out <= MOST_HELD_OUT * total:
         return parts
-    last = bisect_left(sizes, HELD_OUT * sizes[-1])
-    if sizes[last] <= most:
-        chosen = set(every[: last + 1])
-        return [[replace(each, chosen=each in chosen) for each in part] for part in parts]
     return [[*chain(*map(_cut, part))] for part in parts]
 
 
 def _cut(document: Document) -> list[Document]:
     """A document without its end, and the end, which begins with a line where there is one near."""
     name, text = document.name, document.text
-    cut = int(len(text) * (1 - HELD_OUT))
+    cut = len(text) * (100 - HELD_OUT_PERCENT) // 100
     cut = text.rfind("\n", cut * 9 // 10, cut) + 1 or cut
     parts = Document(name, text[:cut], False), Document(f"{name}, its end", text[cut:], True)
     return [part for part in parts if part.text.strip()]

@@ -73,6 +73,7 @@ def test_set_up_says_what_it_fetches_before_and_that_it_is_done_after(tree: Path
     assert done.returncode == 0 and done.stdout == ""
     assert first.startswith("installing onehead into .venv: about 3 GB to download, with PyTorch for CUDA; README.md says how")
     assert last.startswith("installed onehead in ") and "--quiet" in (tree / "pip.log").read_text()
+    assert "--editable .[train]" in (tree / "pip.log").read_text()  # For the pictures of commands.
     again = run(tree / "scripts" / "setup")
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "") and (tree / "pip.log").read_text().count("install") == 1
 

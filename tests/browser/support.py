@@ -78,11 +78,7 @@ def violations(page: Any) -> list[str]:
     """What axe-core finds wrong with the page as it stands."""
     page.evaluate(AXE.read_text())
     found = page.evaluate("(tags) => axe.run(document, { runOnly: tags, preload: false })", STANDARDS)
-    return [
-        f"{rule['id']}: {node['html'][:160]} {node['failureSummary'][:300]}"
-        for rule in found["violations"]
-        for node in rule["nodes"]
-    ]
+    return [f"{rule['id']}: {node['html'][:160]} {node['failureSummary'][:300]}" for rule in found["violations"] for node in rule["nodes"]]
 
 
 def check_width(page: Any, width: int) -> None:

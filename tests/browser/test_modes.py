@@ -110,10 +110,7 @@ def test_up_to_four_side_by_side(page: Any, server: ServerProcess) -> None:
     mode.panel.get_by_role("radio", name="4").check()
     mode.run(4)
     texts = [mode.text(number) for number in range(4)]
-    wanted = [
-        completion(server, prompt=PROMPT, max_tokens=16, seed=11 + number, temperature=0.4)
-        for number in range(4)
-    ]
+    wanted = [completion(server, prompt=PROMPT, max_tokens=16, seed=11 + number, temperature=0.4) for number in range(4)]
     assert texts == wanted
     boxes = [mode.panes.nth(number).bounding_box() for number in range(4)]
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
