@@ -151,7 +151,9 @@ class OpenAIRoutes:
         body = await read_model(http, TemplateBody, self.section)
         self.names.resolve(body.model)
         job = RenderChat(body.chat_input(self.generation.texts.texts.calls is not None))
-        return await self.answers.json_answers.response({"prompt": await self.generation.texts.run(job, exchange_of(http).client)})
+        exchange = exchange_of(http)
+        text = await self.generation.convert(job, exchange.client, exchange.terms)
+        return await self.answers.json_answers.response({"prompt": text})
 
     async def props(self) -> Response:
         """Show the context length and the chat template.
