@@ -111,9 +111,12 @@ class OpenAIRoutes:
     async def _prepared(self, http: HttpRequest, schema: type[AnyBody]) -> Any:
         body = await read_model(http, schema, self.section)
         self._check(body)
-        return await REPLIES[schema].prepare(self.generation, body, exchange_of(http).client)
+        exchange = exchange_of(http)
+        self.generation.client.admission.charge(exchange.client, exchange.terms, 0)
+        return await REPLIES[schema].prepare(self.generation, body, exchange.client)
 
     def _rendered(self, http: HttpRequest, request: Request) -> dict[str, Any]:
+        self.generation.client.admission.clients[exchange_of(http).client].tokens.level -= len(request.prompt)
         return {
             "request_id": exchange_of(http).request_id,
             "token_ids": iter(request.prompt),

@@ -144,6 +144,7 @@ BODIES: list[tuple[str, dict[str, object], int]] = [
     ("/tokenize", {"prompt": "a" * 400}, 200),
     ("/tokenize", {"content": "a" * 400}, 200),
     ("/detokenize", {"tokens": [5] * 400}, 200),
+    ("/v1/completions/render", {"prompt": [[5] * 60] * 2, "max_tokens": 2}, 200),
     # Refused once it is tokenized: the context is 64 tokens.
     ("/v1/completions", {"prompt": "ab " * 40, "max_tokens": 2}, 400),
     ("/generate", {"inputs": "ab " * 40}, 422),
