@@ -32,9 +32,9 @@ def _check(folder: Path) -> None:
 
 
 def _serve(argv: list[str]) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads the file of keys again, which is not read yet.
     from server.config import ServeSettings, load
 
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads the file of keys again, which is not read yet.
     settings = load(ServeSettings, argv, "onehead serve")
     from server import logs
 

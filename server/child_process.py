@@ -84,6 +84,19 @@ def limit_memory(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
+def allow_files(wanted: int) -> int:
+    """Raises this process's limit of open files to so many, as far as it may be raised. Returns the
+    limit.
+    """
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
+
+
 def release_freed_memory() -> None:
     """Returns memory that this process has freed to the system; with glibc only."""
     with contextlib.suppress(AttributeError):
@@ -92,6 +105,7 @@ def release_freed_memory() -> None:
 
 def main() -> None:
     """Runs the module that the command line names."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # A service manager may send it to every process.
     end_with_parent(int(sys.argv[1]))
     del sys.argv[:2]
     packages = str(_SCRIPT.parent.parent)

@@ -170,6 +170,8 @@ async def serve(settings: ServeSettings, sink: logs.Sink, lag: LoopLag) -> int:
         if section.tls_certificate and section.tls_key:
             check_certificate(section.tls_certificate, section.tls_key)
         keys = Keys(section.api_keys, section.api_keys_file)
+        # Handled once the event loop runs: what changes while the engine is started is not missed.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Else it is ignored, and stays so.
             signal.signal(signal.SIGTERM, _leave)
         engine = started_engine(settings, section, names.shown)

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import logging
 import math
-import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from server.child_process import allow_files
 from server.config import ServerSection
 from server.drain import FLUSH_SECONDS
 from server.errors import ResourceError
@@ -90,12 +90,9 @@ def raise_file_limit(max_connections: int) -> int:
     """Raises this process's limit of open files for so many connections. Returns the number of connections that it allows. Raises
     ResourceError if it allows next to none.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = OTHER_FILES + PROBE_CONNECTIONS
     wanted = max_connections + others
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    soft = allow_files(wanted)
     if soft < min(wanted, others + MIN_CONNECTIONS):
         raise ResourceError(f"this process may have {soft} files open, and needs {others + MIN_CONNECTIONS}; allow it more (ulimit -n)")
     if soft < wanted:

@@ -24,7 +24,7 @@ from model.checkpoint.identity import ModelFiles
 from model.spec import CheckpointError, ModelSpec, OptionError
 from model.step import SampledToken
 from server import logs, protocol
-from server.child_process import release_freed_memory
+from server.child_process import allow_files, release_freed_memory
 from server.engine.cache_view import CacheViews
 from server.engine.core import EngineCore
 from server.engine.drafts import Drafter
@@ -42,6 +42,8 @@ log = logging.getLogger("onehead")
 
 PATIENCE = 0.5
 """Share of the time of a step for which the next one waits for masks, so that constrained sequences run together."""
+OTHER_FILES = 64
+"""Open files of an engine besides a pipe for each sequence."""
 READ_BYTES = 2**20
 """Messages that are read between two steps, about 10 ms of work, so that many large ones do not hold up the sequences that run."""
 
@@ -50,6 +52,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     """Loads the engine; checks the config before it imports torch. Raises CheckpointError, OptionError or MemoryError."""
     folder = Path(start.model)
     spec = read_spec(folder)
+    _check_files(start.options.max_running)
     files = ModelFiles(folder, Path(start.tokenizer))  # Hashed in threads while torch is imported and the weights are read.
     _check_conversion(start, folder)
     max_context = _max_context(start, spec)
@@ -93,6 +96,16 @@ def _quantization(start: protocol.Start, runner: "ModelRunner") -> str:
     """How weights are quantized: by the option or, where they are as in the file, by the forms that they have."""
     asked = start.options.quantization
     return asked if asked != "auto" else "+".join(sorted(runner.decoder.block_forms)) or "none"
+
+
+def _check_files(max_running: int) -> None:
+    """Allows a pipe for each sequence that runs, to a process that follows its constraint. Raises OptionError."""
+    needed = max_running + OTHER_FILES
+    if (limit := allow_files(needed)) < needed:
+        raise OptionError(
+            f"engine.max_running {max_running} needs {needed} open files, and this process may have {limit} "
+            "at most (ulimit -Hn): lower it, or allow more"
+        )
 
 
 def _load_runner(start: protocol.Start, folder: Path, spec: ModelSpec, max_context: int, report: "Report") -> "ModelRunner":

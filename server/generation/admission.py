@@ -114,6 +114,20 @@ class Admission:
         """
         if key is not None and (caller, key) in self.keys_in_use:
             raise Conflict("a request with this Idempotency-Key is being answered already", code="idempotency_conflict")
+        usage = self._usage(client, terms)
+        with self.counting_refusals():
+            self._check(usage, 1, 1)
+            self._check_rates(usage, is_new=True)
+        return Reservation(self, caller, client, usage, key)
+
+    def charge(self, client: str, terms: Terms, num_tokens: int) -> None:
+        """Counts a request that starts no sequence, and so many tokens, against a client's rates. Raises Overloaded."""
+        usage = self._usage(client, terms)
+        with self.counting_refusals():
+            self._check_rates(usage, is_new=True)
+        usage.tokens.level -= num_tokens
+
+    def _usage(self, client: str, terms: Terms) -> Usage:
         usage = self.clients.get(client)
         if usage is None:
             if len(self.clients) > 2 * (self.num_open + self.num_reserved) + MOST_NAMED:
@@ -121,11 +135,7 @@ class Admission:
                 self.metrics.by_client.clients = self.clients
             usage = self.clients[client] = Usage(terms)
         usage.terms = terms
-        with self.counting_refusals():
-            self._check(usage, 1, 1)
-            self._check_rates(usage)
-        usage.requests.level -= 1
-        return Reservation(self, caller, client, usage, key)
+        return usage
 
     def check(self, usage: Usage, num_sequences: int, num_tokens: int) -> None:
         """Raises Unavailable or Overloaded if so many more sequences and prompt tokens of a client are over a bound now; InvalidRequest if
@@ -136,6 +146,7 @@ class Admission:
             if num_sequences > most:
                 raise InvalidRequest(f"{num_sequences} sequences are requested at once; at most {most} are allowed", param="n")
             self._check(usage, num_sequences, num_tokens)
+            self._check_rates(usage, is_new=False)  # Others may have been submitted since it was reserved.
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -181,13 +192,16 @@ class Admission:
             text = f"the estimated queue wait is {seconds:.0f} s, and at most {self.section.max_queue_wait:g} s are allowed"
             raise self._overloaded(usage, text, code="queue_too_long")
 
-    def _check_rates(self, usage: Usage) -> None:
+    def _check_rates(self, usage: Usage, is_new: bool) -> None:
+        """Raises Overloaded where a rate is used up; counts a request that is new."""
         terms, now = usage.terms, time.monotonic()
-        seconds = usage.requests.seconds(terms.requests_per_minute, now), usage.tokens.seconds(terms.tokens_per_minute, now)
+        of_requests = usage.requests.seconds(terms.requests_per_minute if is_new else None, now)
+        seconds = of_requests, usage.tokens.seconds(terms.tokens_per_minute, now)
         if max(seconds):
             number, what = max(zip(seconds, (f"{terms.requests_per_minute} requests", f"{terms.tokens_per_minute} tokens"), strict=True))
             text = f"this key may use {what} a minute; try again in {ceil(number)} s"
             raise Overloaded(text, ceil(number), code="rate_limit_exceeded")
+        usage.requests.level -= is_new
 
     def _overloaded(self, usage: Usage, text: str, code: str) -> Overloaded:
         """Its Retry-After is the client's estimated queue wait and a random part of up to 25 %, so that clients do not retry together."""

@@ -14,6 +14,7 @@ from server import protocol
 from server.config import ServerSection
 from server.errors import BadSize, InvalidRequest, Unavailable
 from server.generation.admission import Reservation
+from server.generation.clients import Terms
 from server.generation.engine_client import EngineClient
 from server.generation.price import price
 from server.generation.request import Request
@@ -24,6 +25,7 @@ from server.text.service import TextService
 
 log = logging.getLogger("onehead.api")
 
+CHARS_PER_TOKEN = 4
 TOO_LONG = "context_length_exceeded"
 
 
@@ -70,6 +72,13 @@ class Generation:
             raise self._too_long_prompt(given)
         return await self.texts.run(job, client)
 
+    async def convert(self, job: AnyJob, client: str, terms: Terms) -> Any:
+        """The result of a job for a request that starts no sequence. It counts against the client's rates,
+        with an estimate of its tokens. Raises InvalidRequest, Overloaded or Unavailable.
+        """
+        self.client.admission.charge(client, terms, job.num_chars // CHARS_PER_TOKEN)
+        return await self.texts.run(job, client)
+
     def _too_long_prompt(self, given: object) -> BadSize:
         return BadSize(
             f"`inputs` must have less than {self.max_total_tokens} tokens ({self._bound}). Given: {given}", param="inputs", code=TOO_LONG
@@ -84,9 +93,13 @@ class Generation:
         """Validates the sequences of a reserved request and submits all of them, or none. The caller must close the returned streams.
         Raises InvalidRequest, Overloaded or Unavailable.
         """
-        with self.client.admission.counting_refusals():
-            submits = [self._submission(request, reservation) for request in requests]
-            price(submits, self.max_total_tokens)
+        try:
+            with self.client.admission.counting_refusals():
+                submits = [self._submission(request, reservation) for request in requests]
+                price(submits, self.max_total_tokens)
+        except InvalidRequest:  # Its prompts have been tokenized all the same.
+            reservation.usage.tokens.level -= sum(len(request.prompt) for request in requests)
+            raise
         streams = OpenStreams(self.client, self.codec, requests, submits)
         streams.open(reservation, submits)
         if self.section.log_prompts:

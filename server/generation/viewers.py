@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.errors import Overloaded
+from server.generation.admission import HELD_PER_FREE
 from server.generation.arrivals import Arrivals, Wake
 
 MAX_VIEWERS = 64
@@ -67,22 +68,23 @@ class Viewers:
 
     def __init__(self, arrivals: Arrivals, ask_whole: Callable[[], None]) -> None:
         self.arrivals, self.ask_whole = arrivals, ask_whole
-        self.shows: list[Callable[[Shown], None]] = []
-        """Viewer.show of each."""
+        self.shows: dict[Callable[[Shown], None], str] = {}
+        """Viewer.show of each -> its client."""
         self.ended = False
         self._stats = Shown()
         self.stats_due = 0.0
         """When the last stats event is a second old."""
 
-    def join(self) -> Viewer:
+    def join(self, client: str = "") -> Viewer:
         """A new viewer, until its `show` is removed. It gets the last stats event at once, unless it is outdated; the whole state of the
-        cache is asked for. Raises Overloaded.
+        cache is asked for. Raises Overloaded, to a client that has many already also while there are places.
         """
-        if len(self.shows) >= MAX_VIEWERS:
-            text = f"{MAX_VIEWERS} viewers watch this server, which is the limit; try again later"
-            raise Overloaded(text, RETRY_SECONDS, code="too_many_viewers")
+        held, num_free = [*self.shows.values()].count(client), MAX_VIEWERS - len(self.shows)
+        if held >= num_free * HELD_PER_FREE or not num_free:
+            text = f"{len(self.shows)} viewers watch this server, {held} of this client; at most {MAX_VIEWERS} may, fewer of one client"
+            raise Overloaded(f"{text}; try again later", RETRY_SECONDS, code="too_many_viewers")
         viewer = Viewer(self)
-        self.shows.append(viewer.show)
+        self.shows[viewer.show] = client
         if time.monotonic() < self.stats_due:
             viewer.show(self._stats)
         self.ask_whole()

@@ -3,11 +3,12 @@
 import asyncio
 from functools import partial
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.errors import Unavailable
 from server.generation.engine_client import EngineClient
-from server.http.exchange import Dialect
+from server.http.exchange import Dialect, exchange_of
 from server.http.routes import Route
 from server.http.sse import EventResponse
 
@@ -28,14 +29,14 @@ class MonitorRoutes:
             Route("/monitor/cache", ("GET",), self.cache, Dialect.TGI, tag="operations"),
         ]
 
-    async def watch(self) -> Response:
+    async def watch(self, http: HttpRequest) -> Response:
         """Watch the pages of the KV cache, and the server's counts.
 
         Server-sent events without an end: `cache` says what each page holds and which sequences are open, first as a whole and then as
         changes, at most 10 times a second; `stats` has counts and latencies, once a second.
         """
-        viewer = self._client.viewers.join()
-        return EventResponse(viewer, partial(self._client.viewers.shows.remove, viewer.show), {}, self._keep_alive)
+        viewer = self._client.viewers.join(exchange_of(http).client)
+        return EventResponse(viewer, partial(self._client.viewers.shows.__delitem__, viewer.show), {}, self._keep_alive)
 
     async def cache(self) -> Response:
         """Show the pages of the KV cache as the engine's own lists have them.

@@ -1,5 +1,9 @@
 """POST /tokenize, whose body selects TGI's, vLLM's or llama.cpp's form, and POST /detokenize."""
 
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -14,7 +18,7 @@ from server.http.pieces import JsonAnswers
 from server.http.routes import Route
 from server.http.token_fields import DetokenizeBody, TokenizeBody
 from server.text.conversation import ChatInput
-from server.text.jobs import Decode, Encode, EncodeChat, EncodeWithPlaces
+from server.text.jobs import AnyJob, Decode, Encode, EncodeChat, EncodeWithPlaces
 
 
 class TokenRoutes:
@@ -42,22 +46,27 @@ class TokenRoutes:
         value = await read_value(http, self.section.max_body_bytes)
         exchange_of(http).dialect = Dialect.OPENAI if value.get("inputs") is None else Dialect.TGI
         body, exchange_of(http).ignored = check(value, TokenizeBody, self.section.strict_fields)
-        codec, texts, client = self.generation.codec, self.generation.texts, exchange_of(http).client
+        codec, convert = self.generation.codec, self._convert(http)
         if body.inputs is not None:
             # `model` is not checked, as on TGI's other routes. The worker process writes the JSON.
-            return Response(await texts.run(EncodeWithPlaces(body.inputs), client), media_type="application/json")
+            return Response(await convert(EncodeWithPlaces(body.inputs)), media_type="application/json")
         self.names.resolve(body.model)
         if body.messages is not None:
             given = ChatInput(plain_messages(body.messages), body.add_generation_prompt is not False)
-            ids = await texts.run(EncodeChat(given), client)
+            ids = await convert(EncodeChat(given))
         elif body.content is not None:
-            ids = await texts.run(Encode(body.content, bare=not body.add_special), client)
+            ids = await convert(Encode(body.content, bare=not body.add_special))
             return await self.answers.response({"tokens": iter(ids)})
         else:
-            ids = await texts.run(Encode(body.prompt or "", bare=body.add_special_tokens is False), client)
+            ids = await convert(Encode(body.prompt or "", bare=body.add_special_tokens is False))
         names = map(codec.tokenizer.id_to_token, ids) if body.return_token_strs else None
         answer = {"count": len(ids), "max_model_len": self.generation.max_total_tokens, "tokens": iter(ids), "token_strs": names}
         return await self.answers.response(answer)
+
+    def _convert(self, http: HttpRequest) -> Callable[[AnyJob], Awaitable[Any]]:
+        """Generation.convert, for the client of a request."""
+        exchange = exchange_of(http)
+        return partial(self.generation.convert, client=exchange.client, terms=exchange.terms)
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Turn token ids into text."""
@@ -66,5 +75,5 @@ class TokenRoutes:
         largest, vocab_size = max(body.tokens), self.generation.ready.vocab_size
         if largest >= vocab_size:
             raise InvalidRequest(f"`tokens` holds the id {largest}, which is not below the vocabulary's {vocab_size}", param="tokens")
-        text = await self.generation.texts.run(Decode(body.tokens), exchange_of(http).client)
+        (text,) = await self._convert(http)(Decode([body.tokens]))
         return await self.answers.response({"prompt": text})

@@ -107,18 +107,18 @@ class EncodeWithPlaces(Encode, frozen=True):
 
 
 class Decode(Job, frozen=True):
-    """The text of token ids."""
+    """The texts of lists of token ids."""
 
-    Result = str
+    Result = list[str]
 
-    ids: list[int]
+    lists: list[list[int]]
 
     @property
     def num_chars(self) -> int:
-        return len(self.ids)
+        return sum(map(len, self.lists))
 
-    def run(self, texts: Texts) -> str:
-        return texts.codec.decode(self.ids)
+    def run(self, texts: Texts) -> list[str]:
+        return [*map(texts.codec.decode, self.lists)]
 
 
 class Spell(Job, frozen=True):

@@ -64,8 +64,8 @@ class TextService:
         self._section = section
         self.cheap_template = False
         """Whether short conversations may be rendered in this process."""
-        self._grammars: dict[CompileGrammar, asyncio.Task[Compiled]] = {}
-        """Compilations that run or have succeeded, oldest first."""
+        self._grammars: dict[tuple[str, CompileGrammar], asyncio.Task[Compiled]] = {}
+        """Compilations that run or have succeeded, oldest first; by client, as the time of one would say what others have asked for."""
 
     async def run(self, job: AnyJob, client: str) -> Any:
         """The result of a job of a client. Raises InvalidRequest, Overloaded or Unavailable."""
@@ -89,20 +89,21 @@ class TextService:
             message = f"`{source.field}` is longer than {MAX_SOURCE_CHARS} characters. Given: {len(text)}"
             raise InvalidRequest(message, param=source.field)
         job = CompileGrammar(source.kind, text, source.field)
-        task = self._grammars.get(job)
+        key = client, job
+        task = self._grammars.get(key)
         if task is None:
             if len(self._grammars) >= CACHED_GRAMMARS:
                 del self._grammars[next(iter(self._grammars))]
             # It goes on if its client leaves, for others that wait for the same grammar.
-            task = self._grammars[job] = asyncio.create_task(self.run(job, client))
-            task.add_done_callback(lambda done: self._finish(job, done))
+            task = self._grammars[key] = asyncio.create_task(self.run(job, client))
+            task.add_done_callback(lambda done: self._finish(key, done))
         return await asyncio.shield(task)
 
-    def _finish(self, job: CompileGrammar, task: asyncio.Task[Compiled]) -> None:
+    def _finish(self, key: tuple[str, CompileGrammar], task: asyncio.Task[Compiled]) -> None:
         """Forgets a failed compilation, and logs what another does not follow."""
         if not (task.cancelled() or task.exception() is not None):
             if relaxed := task.result().relaxed:
                 shown = ", ".join(relaxed[:MAX_LOGGED])
                 log.info("schemas of tools are followed but for %d keywords: %s", len(relaxed), shown)
-        elif self._grammars.get(job) is task:
-            del self._grammars[job]
+        elif self._grammars.get(key) is task:
+            del self._grammars[key]

@@ -1,6 +1,8 @@
 """A child process ends when its parent does, at whatever moment, and finds its module without a working directory."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +63,33 @@ def test_it_needs_no_working_directory_and_no_absolute_path(tmp_path: Path) -> N
     command, environment = [sys.executable, "-c", code, str(gone)], os.environ | {"PYTHONPATH": "."}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_hangup_does_not_end_a_child_that_still_imports(tmp_path: Path, slow_import: dict[str, str]) -> None:
+    """A service manager may send it to every process of the service."""
+    code = PARENT.replace("time.sleep(100)", "sys.stdin.read()")
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=slow_import)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    wait_until((tmp_path / "began").exists, "the import has begun")
+    (ignored,) = re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{child}/status").read_text())
+    assert int(ignored, 16) >> (signal.SIGHUP - 1) & 1
+    os.kill(child, signal.SIGHUP)
+    parent.communicate()
+    wait_until(lambda: not alive(child), "the child's end")
+
+
+FILES = """
+import resource, sys
+from server.child_process import allow_files
+soft, hard, wanted = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print(allow_files(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard", "wanted", "limit"), [(256, 1024, 512, 512), (256, 1024, 2000, 1024), (512, 1024, 256, 512)])
+def test_open_files_are_allowed_up_to_the_hard_limit(soft: int, hard: int, wanted: int, limit: int) -> None:
+    command = [sys.executable, "-c", FILES, str(soft), str(hard), str(wanted)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(limit)] * 2

@@ -18,7 +18,7 @@ from server.http.openai.replies import OpenAIReply
 from server.protocol import PromptScore
 from server.text.codec import Detokenizer
 from server.text.fim import Filling, cut_last_token
-from server.text.jobs import Prompts
+from server.text.jobs import Decode, Prompts
 
 MAX_EVENT_LOGPROBS = 2**14
 """Made in one go of about 10 ms, where answers that are not streamed are made in pieces."""
@@ -47,10 +47,13 @@ class CompletionReply(OpenAIReply):
         job = Prompts(texts, body.add_special_tokens is False, body.suffix, default(body.token_healing, not common.grammar))
         truncated = body.suffix is None and body.truncate_prompt_tokens is not None
         filled = iter(await generation.tokenize(job, client, truncated) if texts else [])
-        return [
+        made = [
             _request(generation, body, common, prompt, next(filled) if isinstance(prompt, str) else Filling(prompt))
             for prompt in body.prompt
         ]
+        echoed = [shown for _, shown in made if not isinstance(shown, str)]
+        written = iter(await generation.texts.run(Decode(echoed), client))
+        return [(request, shown if isinstance(shown, str) else next(written)) for request, shown in made]
 
     @classmethod
     async def open(cls, generation: Generation, body: CompletionBody, model_id: str, reservation: Reservation) -> "CompletionReply":
@@ -145,13 +148,14 @@ class CompletionReply(OpenAIReply):
 
 def _request(
     generation: Generation, body: CompletionBody, common: Request, prompt: str | list[int], filling: Filling
-) -> tuple[Request, str]:
-    """The internal request of one prompt, made from what all prompts have in common, and the text for `echo`."""
-    codec, ids, healed, text = generation.codec, filling.prompt, filling.healed, ""
+) -> tuple[Request, str | list[int]]:
+    """The internal request of one prompt, made from what all prompts have in common, and the text for `echo`, or its tokens."""
+    codec, ids, healed = generation.codec, filling.prompt, filling.healed
+    text: str | list[int] = ""
     if body.suffix is None or not isinstance(prompt, str):
         ids = body.truncated(ids, generation.max_total_tokens)
         if body.echo:
-            text = prompt if isinstance(prompt, str) and len(ids) == len(filling.prompt) else codec.decode(ids)
+            text = prompt if isinstance(prompt, str) and len(ids) == len(filling.prompt) else ids
         if body.token_healing and isinstance(prompt, str):
             ids, healed = cut_last_token(codec, ids, prompt)
     scored = bool(body.echo) and body.logprobs is not None

@@ -111,9 +111,12 @@ class OpenAIRoutes:
     async def _prepared(self, http: HttpRequest, schema: type[AnyBody]) -> Any:
         body = await read_model(http, schema, self.section)
         self._check(body)
-        return await REPLIES[schema].prepare(self.generation, body, exchange_of(http).client)
+        exchange = exchange_of(http)
+        self.generation.client.admission.charge(exchange.client, exchange.terms, 0)
+        return await REPLIES[schema].prepare(self.generation, body, exchange.client)
 
     def _rendered(self, http: HttpRequest, request: Request) -> dict[str, Any]:
+        self.generation.client.admission.clients[exchange_of(http).client].tokens.level -= len(request.prompt)
         return {
             "request_id": exchange_of(http).request_id,
             "token_ids": iter(request.prompt),
@@ -151,7 +154,9 @@ class OpenAIRoutes:
         body = await read_model(http, TemplateBody, self.section)
         self.names.resolve(body.model)
         job = RenderChat(body.chat_input(self.generation.texts.texts.calls is not None))
-        return await self.answers.json_answers.response({"prompt": await self.generation.texts.run(job, exchange_of(http).client)})
+        exchange = exchange_of(http)
+        text = await self.generation.convert(job, exchange.client, exchange.terms)
+        return await self.answers.json_answers.response({"prompt": text})
 
     async def props(self) -> Response:
         """Show the context length and the chat template.

@@ -13,12 +13,14 @@ import pytest
 
 from model.devices.device import Device
 from model.options import EngineOptions
+from model.spec import OptionError
 from model.step import StepPlan, StepResult
 from server import logs, protocol
+from server.engine import worker
 from server.engine.core import EngineCore
 from server.engine.masks import MaskProcesses
 from server.engine.scheduler import Limits, Scheduler
-from server.engine.worker import Worker, _say_what_is_slow, load_report
+from server.engine.worker import Worker, _check_files, _say_what_is_slow, load_report
 from tests.server.test_logs import Terminal
 from tests.support.guesser import Guesser
 from tests.support.hash_model import HashModel, next_token, one_group, oracle
@@ -253,3 +255,13 @@ def test_what_is_slow_is_said(
         _say_what_is_slow(protocol.Start(0, "", "", options, 1.0, "info", "text"), device)
     assert len(caplog.records) == (said is not None)
     assert said is None or re.search(said, caplog.text)
+
+
+def test_more_sequences_than_files_are_refused_with_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may need a pipe to a process that follows its constraint."""
+    asked: list[int] = []
+    monkeypatch.setattr(worker, "allow_files", lambda wanted: asked.append(wanted) or min(wanted, 1024))
+    _check_files(900)
+    with pytest.raises(OptionError, match=r"engine.max_running 2000 needs 2064 open files, and this process may have 1024"):
+        _check_files(2000)
+    assert asked == [964, 2064]

@@ -140,6 +140,41 @@ def test_tokens_a_minute_count_those_that_were_used(monkeypatch: pytest.MonkeyPa
     office.enter("b")
 
 
+def test_tokens_a_minute_are_checked_again_when_their_number_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests of a key were admitted before the first of them was read."""
+    office, terms = Office(monkeypatch, max_running=10), Terms(tokens_per_minute=100, requests_per_minute=7)
+    reserved = [office.admission.reserve("", "a", terms) for _ in range(7)]
+    assert office.refusal("a", tokens_per_minute=100, requests_per_minute=7).code == "rate_limit_exceeded"
+    admitted = 0
+    for reservation in reserved:
+        reservation.release()
+        try:
+            office.admission.check(reservation.usage, 1, 10)
+        except Overloaded as error:
+            assert error.code == "rate_limit_exceeded" and "100 tokens a minute" in error.message
+        else:
+            office.open(reservation, 10, 50)
+            admitted += 1
+    assert admitted == 2, "the second one may exceed the rest"
+
+
+def test_requests_that_start_no_sequence_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    office, terms = Office(monkeypatch), Terms(tokens_per_minute=100)
+    for _ in range(2):
+        office.admission.charge("a", terms, 60)
+    with pytest.raises(Overloaded, match="100 tokens a minute"):
+        office.admission.charge("a", terms, 60)
+    office.refusal("a", tokens_per_minute=100)
+    office.admission.charge("b", terms, 60)
+    office.now += 60.0
+    office.admission.charge("a", terms, 60)
+    office.admission.charge("c", Terms(requests_per_minute=1), 10**6)
+    with pytest.raises(Overloaded, match="1 requests a minute"):
+        office.admission.charge("c", Terms(requests_per_minute=1), 0)
+    for _ in range(100):
+        office.admission.charge("d", Terms(), 10**6)
+
+
 def test_clients_that_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     office = Office(monkeypatch)
     for number in range(5000):

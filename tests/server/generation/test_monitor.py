@@ -118,7 +118,7 @@ async def test_one_that_joins_or_lags_gets_a_whole_state_and_the_others_go_on(to
         await until(lambda joined=joined: joined.cache.num_changes)
         await joined.compare(served.client)
         assert joined.cache.num_whole == 1
-        served.client.viewers.shows.remove(joined.viewer.show)
+        served.client.viewers.shows.pop(joined.viewer.show)
     await asyncio.gather(*requests)
     await steady.compare(served.client)
     assert steady.cache.num_whole == 1 and lagging.cache.num_whole >= 5
@@ -162,7 +162,7 @@ async def test_the_engine_is_asked_only_while_there_are_viewers(tokenizer_folder
     assert engine.looks == []
     watching = Watching(served.client.viewers.join())
     await until(lambda: len(engine.looks) > 5)
-    served.client.viewers.shows.remove(watching.viewer.show)
+    served.client.viewers.shows.pop(watching.viewer.show)
     await until(lambda: served.client.monitor._watching is None or served.client.monitor._watching.done())
     asked = len(engine.looks)
     await ask(served, 1)
@@ -273,8 +273,24 @@ async def test_viewers_are_limited_in_number(tokenizer_folder: Path, monkeypatch
     served.client.viewers.join()
     with pytest.raises(Overloaded, match="2 viewers"):
         served.client.viewers.join()
-    served.client.viewers.shows.remove(first.show)
+    served.client.viewers.shows.pop(first.show)
     served.client.viewers.join()
+
+
+async def test_one_client_does_not_take_all_places(tokenizer_folder: Path) -> None:
+    served = await ready(FakeEngine(), tokenizer_folder)
+
+    def fill(client: str) -> int:
+        for count in range(viewers.MAX_VIEWERS + 1):
+            try:
+                served.client.viewers.join(client)
+            except Overloaded:
+                return count
+        raise AssertionError("without a limit")
+
+    assert fill("hog") == 56
+    assert [fill(client) for client in ("a", "b")] == [7, 1], "the last place is for who has none"
+    assert fill("c") == 0 and len(served.client.viewers.shows) == viewers.MAX_VIEWERS
 
 
 async def test_ended_viewers_have_nothing_more_to_take(tokenizer_folder: Path) -> None:

@@ -139,6 +139,35 @@ async def test_what_a_key_may_is_in_the_file(tokenizer_folder: Path, tmp_path: P
     assert (await ask("one", priority=0)).status_code == 200
 
 
+BODIES: list[tuple[str, dict[str, object], int]] = [
+    ("/tokenize", {"inputs": "a" * 400}, 200),
+    ("/tokenize", {"prompt": "a" * 400}, 200),
+    ("/tokenize", {"content": "a" * 400}, 200),
+    ("/detokenize", {"tokens": [5] * 400}, 200),
+    ("/v1/completions/render", {"prompt": [[5] * 60] * 2, "max_tokens": 2}, 200),
+    # Refused once it is tokenized: the context is 64 tokens.
+    ("/v1/completions", {"prompt": "ab " * 40, "max_tokens": 2}, 400),
+    ("/generate", {"inputs": "ab " * 40}, 422),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), BODIES)
+async def test_tokenizing_counts_against_the_tokens_of_a_key(
+    path: str, body: dict[str, object], status: int, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(table("one", "one") + "tokens_per_minute = 90\n" + table("two", "two"))
+    served = serve(tokenizer_folder, section=ServerSection(api_keys_file=file))
+    await asyncio.sleep(0)  # The engine becomes ready.
+
+    async def ask(key: str) -> int:
+        response = await Client(served).request("POST", path, body, authorization=f"Bearer {key}")
+        return int(response.status_code)
+
+    assert [await ask("one") for _ in range(3)] == [status, 429, 429]
+    assert [await ask("two") for _ in range(3)] == [status] * 3
+
+
 async def test_without_keys_priority_orders_the_requests_of_one_address(tokenizer_folder: Path) -> None:
     served = serve(tokenizer_folder)
     await asyncio.sleep(0)  # The engine becomes ready.
