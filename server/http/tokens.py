@@ -13,11 +13,9 @@ from server.generation.generation import Generation
 from server.http.body import check, read_model, read_value
 from server.http.exchange import Dialect, exchange_of
 from server.http.model_names import ModelNames
-from server.http.openai.chat_fields import plain_messages
 from server.http.pieces import JsonAnswers
 from server.http.routes import Route
 from server.http.token_fields import DetokenizeBody, TokenizeBody
-from server.text.conversation import ChatInput
 from server.text.jobs import AnyJob, Decode, Encode, EncodeChat, EncodeWithPlaces
 
 
@@ -52,11 +50,13 @@ class TokenRoutes:
             return Response(await convert(EncodeWithPlaces(body.inputs)), media_type="application/json")
         self.names.resolve(body.model)
         if body.messages is not None:
-            given = ChatInput(plain_messages(body.messages), body.add_generation_prompt is not False)
-            ids = await convert(EncodeChat(given))
+            ids = await convert(EncodeChat(body.chat_input()))
+            if body.add_special_tokens and ids[:1] != codec.opening[:1]:
+                ids = codec.opening + ids
         elif body.content is not None:
             ids = await convert(Encode(body.content, bare=not body.add_special))
-            return await self.answers.response({"tokens": iter(ids)})
+            tokens = map(self._piece, ids) if body.with_pieces else iter(ids)
+            return await self.answers.response({"tokens": tokens})
         else:
             ids = await convert(Encode(body.prompt or "", bare=body.add_special_tokens is False))
         names = map(codec.tokenizer.id_to_token, ids) if body.return_token_strs else None
@@ -68,12 +68,23 @@ class TokenRoutes:
         exchange = exchange_of(http)
         return partial(self.generation.convert, client=exchange.client, terms=exchange.terms)
 
+    def _piece(self, id: int) -> dict[str, Any]:
+        """A token and its text, or its bytes where they are part of a character."""
+        piece = self.generation.codec.token_bytes(id)
+        try:
+            return {"id": id, "piece": piece.decode()}
+        except UnicodeDecodeError:
+            return {"id": id, "piece": list(piece)}
+
     async def detokenize(self, http: HttpRequest) -> Response:
-        """Turn token ids into text."""
+        """Turn token ids into text.
+
+        In llama.cpp's form, `content`, and in vLLM's, `prompt`.
+        """
         body = await read_model(http, DetokenizeBody, self.section)
         self.names.resolve(body.model)
-        largest, vocab_size = max(body.tokens), self.generation.ready.vocab_size
+        largest, vocab_size = max(body.tokens, default=0), self.generation.ready.vocab_size
         if largest >= vocab_size:
             raise InvalidRequest(f"`tokens` holds the id {largest}, which is not below the vocabulary's {vocab_size}", param="tokens")
         (text,) = await self._convert(http)(Decode([body.tokens]))
-        return await self.answers.response({"prompt": text})
+        return await self.answers.response({"content": text, "prompt": text})

@@ -203,6 +203,8 @@ class Conversation(Body):
 
     @model_validator(mode="after")
     def _check_conversation(self) -> "Conversation":
+        if not self.messages:  # On /tokenize, without a conversation.
+            return self
         last = self.messages[-1]
         if self.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
             raise ValueError("`continue_final_message` needs a last message of the role assistant, with content and no calls")

@@ -70,10 +70,28 @@ class AnyQuestion(Body):
 
 
 class DecisionMessage(Message):
-    """A message of the input: text, of which parts are joined."""
+    """An item of the input: a message of text, of which parts are joined, a call of a tool, or what it returned."""
 
-    type: Literal["message"] | None = None
-    """Only messages are supported."""
+    type: (
+        Literal[
+            "message",
+            "function_call",
+            "function_call_output",
+            "custom_tool_call",
+            "custom_tool_call_output",
+        ]
+        | None
+    ) = None
+    """A message, unless it is a call, with `call_id`, `name` and `arguments` or `input`, or what one returned, with `call_id` and `output`.
+    """
+    call_id: fields.Name | None = None
+    """The call's id, which what it returned repeats."""
+    arguments: fields.Text | None = None
+    """The arguments of a function's call, as the text of a JSON object."""
+    input: fields.Text | None = None
+    """The input of a custom tool's call."""
+    output: TextParts | None = None
+    """What a call returned."""
 
 
 class DecisionChoice(Body):
@@ -103,10 +121,10 @@ class DecisionQuestion(AnyQuestion):
     """The question or the statement: a text, or a list of parts, which are joined."""
     name: fields.Name | None = None
     """Becomes the `name` of the answer. Default: none."""
-    choices: list[DecisionChoice] | None = Field(default=None, min_length=2, max_length=MAX_CHOICES, fail_fast=True)
-    """The possible answers of the type choice: 2 to 255 different ones."""
-    levels: list[DecisionLevel] | None = Field(default=None, min_length=2, max_length=MAX_LEVELS, fail_fast=True)
-    """The levels of the type score: 2 to 10, from the lowest to the highest."""
+    choices: list[DecisionChoice] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+    """The possible answers of the type choice: 1 to 255 different ones. Of a single one `label_mass` says how likely it is."""
+    levels: list[DecisionLevel] | None = Field(default=None, min_length=1, max_length=MAX_LEVELS, fail_fast=True)
+    """The levels of the type score: 1 to 10, from the lowest to the highest."""
 
     @model_validator(mode="after")
     def _check(self) -> "DecisionQuestion":
@@ -152,7 +170,26 @@ class AnyDecisionBody(LimitedBody):
 
 
 def _in_messages(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(fields.text_or_list(value), str) else value
+    """Calls of tools, and what they returned, as messages of a chat; calls in a row are one message."""
+    if isinstance(fields.text_or_list(value), str):
+        return [{"role": "user", "content": value}]
+    messages: list[Any] = []
+    calls: list[Any] | None = None
+    for item in value or ():
+        kind = str(item.get("type")) if isinstance(item, dict) else ""
+        if kind.endswith("_call"):
+            if calls is None:
+                messages.append({"role": "assistant", "tool_calls": (calls := [])})
+            given = item.get("arguments") or json.dumps({"input": item.get("input", "")})
+            function = {"name": item.get("name"), "arguments": given}
+            calls.append({"id": item.get("call_id"), "function": function})
+            continue
+        calls = None
+        if kind.endswith("_output"):
+            result = {"content": item.get("output"), "tool_call_id": item.get("call_id")}
+            item = {"role": "tool"} | result
+        messages.append(item)
+    return messages
 
 
 Messages = Annotated[list[DecisionMessage], Field(min_length=1, max_length=1024, fail_fast=True)]
@@ -175,7 +212,7 @@ class SystemQuestion(AnyQuestion):
     instructions: fields.Text | None = None
     """The question. Default: none."""
     criteria: fields.Json = None
-    """The possible answers. choice: an object of 2 to 255 answers with what they mean, or null. score: a list of 2 to 10 levels, from the
+    """The possible answers. choice: an object of 1 to 255 answers with what they mean, or null. score: a list of 1 to 10 levels, from the
     lowest to the highest. noul: an object of what `true` and `false` mean, or nothing. What is no text is written as JSON.
     """
 
@@ -183,9 +220,9 @@ class SystemQuestion(AnyQuestion):
     def _check(self) -> "SystemQuestion":
         given: Any = {} if self.criteria is None else self.criteria
         if self.type == "score":
-            fits, shape = isinstance(given, list) and 2 <= len(given) <= MAX_LEVELS, f"a list of 2 to {MAX_LEVELS} levels"
+            fits, shape = isinstance(given, list) and 1 <= len(given) <= MAX_LEVELS, f"a list of 1 to {MAX_LEVELS} levels"
         elif self.type == "choice":
-            fits, shape = isinstance(given, dict) and 2 <= len(given) <= MAX_CHOICES, f"an object of 2 to {MAX_CHOICES} answers"
+            fits, shape = isinstance(given, dict) and 1 <= len(given) <= MAX_CHOICES, f"an object of 1 to {MAX_CHOICES} answers"
         else:
             fits, shape = isinstance(given, dict) and given.keys() <= {"true", "false"}, "an object of `true` and `false`"
         if not fits:

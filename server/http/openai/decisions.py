@@ -45,15 +45,20 @@ class Labels:
         for *before, token in dict.fromkeys(chain(*map(_starts, chain(*self._answers)))):
             self.next[tuple(before)].append(token)
 
-    def read(self, pieces: Iterator[Piece]) -> tuple[list[float], float]:
-        """The probability of each answer among all of them, and of all labels together among all texts; by the pieces of `next`."""
-        logprobs = {(*start, token): logprob for start, piece in zip(self.next, pieces, strict=False) for token, logprob in piece.top}
+    def read(self, pieces: Iterator[Piece]) -> tuple[list[float], float, bool]:
+        """The probability of each answer among all of them, and of all labels together among all texts; by the pieces of `next`. And
+        whether the likeliest token begins a label.
+        """
+        read = [*zip(self.next.items(), pieces, strict=False)]
+        logprobs = {(*start, id): logprob for (start, _), piece in read for id, logprob in piece.top}
+        (_, begun), first = read[0]
         sums = [[fsum(map(logprobs.__getitem__, _starts(label))) for label in labels] for labels in self._answers]
         # Relative to the largest, as all may be too small for a float.
         largest = max(map(max, sums))
         shares = [fsum(exp(logprob - largest) for logprob in labels) for labels in sums]
         total = fsum(shares)
-        return [share / total for share in shares], min(1.0, exp(largest) * total)
+        mass = min(1.0, exp(largest) * total)
+        return [share / total for share in shares], mass, first.token in begun
 
 
 def _starts(label: Tokens) -> Iterator[Tokens]:
@@ -126,7 +131,8 @@ class DecisionReply(Reply):
     def full_response(self) -> dict[str, Any]:
         choices, reservation = self.streams.choices, self.streams.reservation
         pieces = (self.pieces[choice.index] for choice in choices)
-        answers: Any = [question.answer(*labels.read(pieces)) for question, labels in self.asked]
+        reads = [(question, *labels.read(pieces)) for question, labels in self.asked]
+        answers: Any = [question.answer(shares, mass) for question, shares, mass, _ in reads]
         num_tokens, num_cached = prompt_tokens(choices), sum(choice.num_cached for choice in choices)
         usage = {
             "input_tokens": num_tokens,
@@ -139,4 +145,6 @@ class DecisionReply(Reply):
         if isinstance(self.body, SystemBody):
             answers = dict(zip(self.body.questions, answers, strict=True))
             head = {"id": f"decision-{reservation.reply_id}", "object": "structured_decision", "created": reservation.created}
+            found = [{"label_mass": mass, "argmax_is_label": is_one} for *_, mass, is_one in reads]
+            head["diagnostics"] = dict(zip(answers, found, strict=True))
         return head | {"answers": answers, "model": self.model_id, "usage": usage}

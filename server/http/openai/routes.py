@@ -6,6 +6,7 @@ nothing of TGI's dialect.
 """
 
 import json
+import secrets
 import time
 from functools import partial
 from typing import Any
@@ -99,14 +100,17 @@ class OpenAIRoutes:
         Those that POST /v1/completions computes for the same body, in vLLM's form, for routers that look for their prefixes.
         """
         prepared = await self._prepared(http, CompletionBody)
-        return await self.answers.json_answers.response([self._rendered(http, request) for request, _ in prepared])
+        rendered = [self._rendered(http, f"cmpl-{secrets.token_hex(16)}", request) for request, _ in prepared]
+        return await self.answers.json_answers.response(rendered)
 
     async def render_chat(self, http: HttpRequest) -> Response:
         """Show the tokens of a conversation.
 
         Those that POST /v1/chat/completions computes for the same body, in vLLM's form, for routers that look for their prefixes.
         """
-        return await self.answers.json_answers.response(self._rendered(http, await self._prepared(http, ChatBody)))
+        request = await self._prepared(http, ChatBody)
+        rendered = self._rendered(http, f"chatcmpl-{secrets.token_hex(16)}", request)
+        return await self.answers.json_answers.response(rendered)
 
     async def _prepared(self, http: HttpRequest, schema: type[AnyBody]) -> Any:
         body = await read_model(http, schema, self.section)
@@ -115,10 +119,10 @@ class OpenAIRoutes:
         self.generation.client.admission.charge(exchange.client, exchange.terms, 0)
         return await REPLIES[schema].prepare(self.generation, body, exchange.client)
 
-    def _rendered(self, http: HttpRequest, request: Request) -> dict[str, Any]:
+    def _rendered(self, http: HttpRequest, id: str, request: Request) -> dict[str, Any]:
         self.generation.client.admission.clients[exchange_of(http).client].tokens.level -= len(request.prompt)
         return {
-            "request_id": exchange_of(http).request_id,
+            "request_id": id,
             "token_ids": iter(request.prompt),
             "features": None,
             "sampling_params": {"max_tokens": self.generation.max_new_tokens(request)},
@@ -165,6 +169,8 @@ class OpenAIRoutes:
         """
         value = {
             "default_generation_settings": {"n_ctx": self.generation.max_total_tokens},
+            "total_slots": self.generation.client.max_open - self.section.max_waiting,
+            "modalities": dict.fromkeys(("vision", "audio", "video"), False),
             "model_alias": self.names.shown,
             "chat_template": self.generation.codec.files.chat_template or "",
         }

@@ -13,6 +13,7 @@ import torch
 from server.errors import InvalidRequest
 from server.generation.stream import Piece
 from server.http.body import check
+from server.http.openai.chat_fields import plain_messages
 from server.http.openai.decision_fields import DecisionBody, SystemBody
 from server.http.openai.decisions import Labels
 from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint
@@ -212,6 +213,78 @@ def test_a_conversation_is_asked_by_the_chat_template(embedded_server: ServerPro
     )
 
 
+def test_calls_of_tools_and_what_they_returned_are_part_of_the_input() -> None:
+    """In openai's form; calls in a row are those of one message."""
+    items: list[Any] = [
+        {"role": "user", "content": "Weather?"},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"city": "Oslo"}', "status": "completed"},
+        {"type": "custom_tool_call", "call_id": "2", "name": "g", "input": "Oslo", "id": "x"},
+        {"type": "function_call_output", "call_id": "1", "output": "rain"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "cold"}]},
+        {"type": "message", "role": "assistant", "content": "Rain."},
+        {"type": "function_call", "call_id": "3", "name": "f", "arguments": ""},
+    ]
+    body, ignored = check({"input": items, "questions": [YES_NO]}, DecisionBody)
+    assert ignored == ["input.status", "input.id"]
+    messages = plain_messages(body.input)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
+    calls = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in messages[1]["tool_calls"]]
+    assert calls == [("1", "f", {"city": "Oslo"}), ("2", "g", {"input": "Oslo"})]
+    results = [(message["tool_call_id"], message["name"], message["content"]) for message in messages[2:4]]
+    assert results == [("1", "f", "rain"), ("2", "g", "cold")]
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"type": "function_call", "call_id": "1", "name": "a b", "arguments": "{}"}, "`input.0.tool_calls.0.function.name` must match"),
+        ({"type": "function_call", "call_id": "1", "arguments": "{}"}, "`input.0.tool_calls.0.function.name` must be of type string"),
+        ({"type": "function_call_output", "call_id": "1"}, "only an assistant's message may have no content"),
+        ({"type": "function_call_output", "output": [{"type": "input_image", "image_url": "x"}]}, "image_url` is not supported"),
+        (1, "`input.0` must be of type object"),
+    ],
+)
+def test_an_item_that_is_incomplete_is_refused(item: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check({"input": [item], "questions": [YES_NO]}, DecisionBody)
+    assert words in str(caught.value)
+
+
+def test_a_loop_of_tools_is_asked_about(embedded_server: ServerProcess) -> None:
+    """Of a model whose chat template knows no tools: what a call returned changes the answer."""
+
+    def ask(output: str) -> Any:
+        items = [
+            {"role": "user", "content": "Weather?"},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": output},
+        ]
+        status, answer = embedded_server.post("/v1/decisions", {"input": items, "questions": [YES_NO]})
+        assert status == 200, answer
+        return answer["answers"][0]["probability"]
+
+    assert ask("rain") == ask("rain") != ask("sunshine")
+
+
+def test_a_single_option_is_certain_and_its_mass_says_how_likely_it_is(embedded_server: ServerProcess) -> None:
+    option = {"type": "choice", "instructions": "Colour?", "choices": [{"value": "red"}]}
+    level = {"type": "score", "instructions": "How?", "levels": [{"label": "low"}]}
+    status, answer = embedded_server.post("/v1/decisions", {"input": "a", "questions": [option, level]})
+    assert status == 200, answer
+    choice, score = answer["answers"]
+    assert choice["choice"] == "red" and choice["probabilities"] == [{"value": "red", "probability": 1.0}]
+    assert 0 < choice["label_mass"] < 1 and choice["confidence"] == choice["label_mass"]
+    assert score["score"] == 0 and score["probabilities"][0]["probability"] == 1.0
+    assert answer["usage"]["output_tokens"] == 0 and answer["usage"]["total_tokens"] == answer["usage"]["input_tokens"]
+    asked = {"q": {"type": "choice", "instructions": "Colour?", "criteria": {"red": None}}}
+    status, answer = embedded_server.post("/v1/systemone", {"state": "a", "questions": asked})
+    assert status == 200, answer
+    assert answer["answers"]["q"]["choice"] == "red"
+    diagnostics = answer["diagnostics"]["q"]
+    assert diagnostics["label_mass"] == answer["answers"]["q"]["label_mass"]
+    assert isinstance(diagnostics["argmax_is_label"], bool)
+
+
 def piece(top: dict[int, float]) -> Piece:
     return Piece(0, 0, "", logprob=0.0, top=tuple(top.items()))
 
@@ -221,10 +294,11 @@ def test_labels_are_read_up_to_the_token_that_tells_them_apart() -> None:
     assert labels.next == {(): [1, 3, 6], (1,): [2, 4]}
     first, second = piece({1: math.log(0.5), 3: math.log(0.1), 6: math.log(0.2)}), piece({2: math.log(0.4), 4: math.log(0.2)})
     pieces = iter([first, second, first])
-    shares, mass = labels.read(pieces)
+    shares, mass, is_label = labels.read(pieces)
     assert shares == pytest.approx([0.3 / 0.6, 0.1 / 0.6, 0.2 / 0.6]) and mass == pytest.approx(0.6)
+    assert not is_label, "the likeliest token is 0, and labels begin with 1, 3 and 6"
     assert next(pieces) is first, "the next question's are left"
-    shares, mass = labels.read(iter([piece({1: -2000.0, 3: -1e4, 6: -2001.0}), piece({2: 0.0, 4: -50.0})]))
+    shares, mass, _ = labels.read(iter([piece({1: -2000.0, 3: -1e4, 6: -2001.0}), piece({2: 0.0, 4: -50.0})]))
     assert mass == 0 and shares[0] == pytest.approx(1 / (1 + math.exp(-1)))
     same: list[list[list[tuple[int, ...]]]] = [[[(1,)], [(1,)]], [[(1,)], [(1, 2)]], [[(1,)], [()]]]
     for answers in same:
@@ -252,7 +326,8 @@ REFUSED: list[tuple[type[DecisionBody] | type[SystemBody], dict[str, Any], str]]
     (DecisionBody, decision(choices=[ONE, {"value": "b"}]), "`choices` goes with the type choice"),
     (DecisionBody, decision(type="choice"), "`choices` goes with the type choice, which needs it"),
     (DecisionBody, decision(type="score"), "`levels` with the type score"),
-    (DecisionBody, decision(type="choice", choices=[ONE]), "`questions.0.choices` cannot be empty"),
+    (DecisionBody, decision(type="choice", choices=[]), "`questions.0.choices` cannot be empty"),
+    (DecisionBody, decision(type="score", levels=[]), "`questions.0.levels` cannot be empty"),
     (DecisionBody, decision(type="choice", choices=[{"value": str(i)} for i in range(256)]), "`questions.0.choices` supports up to 255"),
     (DecisionBody, decision(type="choice", choices=[ONE, ONE]), "`choices` must have different values"),
     (DecisionBody, decision(type="choice", choices=[ONE, {"value": 1}]), "`choices` must have different values, strings or booleans"),
@@ -264,8 +339,8 @@ REFUSED: list[tuple[type[DecisionBody] | type[SystemBody], dict[str, Any], str]]
     ),
     (
         DecisionBody,
-        {"input": [{"type": "function_call", "role": "user"}], "questions": [YES_NO]},
-        "`input.0.type` is supported only as 'message'",
+        {"input": [{"type": "reasoning", "role": "user"}], "questions": [YES_NO]},
+        "`input.0.type` is supported only as 'message', 'function_call', ",
     ),
     (DecisionBody, decision() | {"stream": True}, "`stream` is supported only as false"),
     (DecisionBody, decision() | {"question": []}, "`question` is not a known field; did you mean `questions`?"),
@@ -273,10 +348,10 @@ REFUSED: list[tuple[type[DecisionBody] | type[SystemBody], dict[str, Any], str]]
     (SystemBody, {"state": "x", "questions": {}}, "`questions` cannot be empty"),
     (SystemBody, system(type="noul", criteria={"yes": "x"}), "`criteria` of the type noul must be an object of `true` and `false`"),
     (SystemBody, system(type="noul", criteria=["x"]), "`criteria` of the type noul must be an object of `true` and `false`"),
-    (SystemBody, system(type="choice"), "`criteria` of the type choice must be an object of 2 to 255 answers"),
+    (SystemBody, system(type="choice"), "`criteria` of the type choice must be an object of 1 to 255 answers"),
     (SystemBody, system(type="choice", criteria=["a", "b"]), "`criteria` of the type choice must be an object"),
-    (SystemBody, system(type="score", criteria=["a"]), "`criteria` of the type score must be a list of 2 to 10 levels"),
-    (SystemBody, system(type="score", criteria=["a"] * 11), "`criteria` of the type score must be a list of 2 to 10 levels"),
+    (SystemBody, system(type="score", criteria=[]), "`criteria` of the type score must be a list of 1 to 10 levels"),
+    (SystemBody, system(type="score", criteria=["a"] * 11), "`criteria` of the type score must be a list of 1 to 10 levels"),
     (SystemBody, system(type="score", criteria={"a": 1, "b": 2}), "`criteria` of the type score must be a list"),
     (SystemBody, system(type="noul", criterias=1), "`questions.q.criterias` is not a known field; did you mean `criteria`?"),
 ]
