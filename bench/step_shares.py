@@ -108,7 +108,7 @@ def names(runner: ModelRunner) -> dict[int, str]:
     """The address of a product's struct -> the name of its module within a block."""
     found = {}
     for name, module in runner.decoder.blocks.named_modules():
-        for product in module.products if isinstance(module, PackedLinear) else ():
+        for _, product in module.parts if isinstance(module, PackedLinear) else ():
             found[ctypes.addressof(product)] = name.partition(".")[2]
     return found
 

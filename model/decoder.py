@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         self.products, self.batch_invariant = "torch", False
         """Name of the kernels that compute its matrix products, and whether a row of a product depends on that row alone, bit for bit."""
         self.block_forms = Counter[str]()
-        """Matrices of the checkpoint by the format of their blocks, of those that are held in blocks."""
+        """Where matrices are held in blocks as in their file: how many tensors of the file in each format."""
         # Counted before any module is replaced: quantized ones have scales besides.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.num_parts_run = 0

@@ -12,7 +12,7 @@ from model.options import EngineOptions as EngineOptions
 from model.step import Sampling as Sampling
 from model.step import bitmap as bitmap
 
-VERSION = 17
+VERSION = 18
 MAX_FRAME_BYTES = 64 * 2**20
 FOLLOW = b"follow"
 """What the engine sends with its request for a process that follows constraints, whose pipe the message's descriptor is."""

@@ -32,10 +32,13 @@ KINDS = {
 """Formats by the first bytes of their files, and what to do with one where another is expected."""
 
 
+SAFETENSORS = "a safetensors file; --model takes the folder that it is in, with its config.json"
+
+
 def other_kind(data: bytes) -> str | None:
-    """What a file is that begins with these bytes, none of those that are read, with what to do; None if that is not known."""
+    """What a file is that begins with these bytes, with what to do; None if that is not known."""
     if data[8:9] == b"{":
-        return "a safetensors file; --model takes the folder that it is in, with its config.json"
+        return SAFETENSORS
     return next((words for begin, words in KINDS.items() if data.startswith(begin)), None)
 
 

@@ -18,7 +18,6 @@ from model.spec import CheckpointError, ModelSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MOST_SHARDS = 9999
 THREADS = 4
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 
@@ -38,7 +37,7 @@ def weight_names(folder: Path) -> list[str]:
     if (folder / SINGLE).exists() or len(checkpoints) != 1:
         return [SINGLE]
     ((stem, count),) = checkpoints
-    return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, min(count, MOST_SHARDS) + 1)]
+    return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 class ModelFiles:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from model.checkpoint.files import LFS, other_kind, read_exactly
+from model.checkpoint.files import SAFETENSORS, first_bytes, other_kind, read_exactly
 from model.checkpoint.names import Entry
 from model.spec import CheckpointError
 
@@ -79,7 +79,8 @@ class SafetensorsFile:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            found = other_kind(first_bytes(path))
+            raise CheckpointError(f"{path}: {error if found in (None, SAFETENSORS) else f'is {found}'}") from None
 
     @property
     def paths(self) -> list[Path]:
@@ -120,10 +121,6 @@ def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:
     if len(prefix) < LENGTH.size:
         raise CheckpointError(f"{size} bytes long; a safetensors file begins with 8 bytes for the length of its header")
     (length,) = LENGTH.unpack(prefix)
-    start = prefix + file.read(len(LFS) - len(prefix))
-    if start[LENGTH.size :][:1] != b"{" and (found := other_kind(start)) is not None:
-        raise CheckpointError(f"is {found}")
-    file.seek(LENGTH.size)
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"its header says it is {length} bytes long; at most {MAX_HEADER_BYTES} are read. Is this a safetensors file?"

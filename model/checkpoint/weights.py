@@ -165,7 +165,7 @@ def load_decoder(
         keeps = products.keeps_blocks
         loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, keeps), names)
         for done, forms in zip(accumulate(sizes), loaded, strict=True):
-            decoder.block_forms.update(forms)
+            decoder.block_forms.update(forms if keeps else ())
             report("loading weights", done, total)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -308,8 +308,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 def _hint(folder: Path) -> str:
     """What to do if the folder has weights under other names or in another format."""
     if names := sorted(path.name for path in folder.glob("*.safetensors")):
-        listed = ", ".join(names[:MAX_LISTED]) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
-        return f"; the folder has {listed}: expected {SINGLE}, every shard of one checkpoint, or {INDEX}"
+        return f"; the folder has {', '.join(names[:MAX_LISTED])}: expected {SINGLE}, every shard of one checkpoint, or {INDEX}"
     if others := sorted(path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
         found = next((path for path in others if path.name.startswith("pytorch_model")), others[0])
         if first_bytes(found).startswith(LFS):

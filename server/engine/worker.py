@@ -61,7 +61,7 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     if limits.capacity < max_context:
         short = "the KV cache holds %d tokens of one sequence, fewer than the context of %d: longer requests are refused; see cache.memory"
         log.warning(short, limits.capacity, max_context)
-    kv_dtype = runner.pool.keys_LPSd.dtype
+    kv_dtype, forms = runner.pool.keys_LPSd.dtype, runner.decoder.block_forms
     ready = protocol.Ready(
         model_type=spec.model_type,
         dtype=str(runner.dtype).removeprefix("torch."),
@@ -75,8 +75,8 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         kv_bytes_per_token=spec.kv_bytes_per_token(kv_dtype.itemsize),
         capacity=limits.capacity,
-        quantization=_quantization(start, runner),
-        block_forms=dict(runner.decoder.block_forms) if start.options.quantization == "auto" else {},
+        quantization="+".join(sorted(forms)) or start.options.quantization.replace("auto", "none"),
+        block_forms=forms,
         weight_bytes=runner.weight_bytes,
         page_bytes=runner.pool.num_bytes // runner.pool.num_pages,
         kernels=runner.kernels,
@@ -90,12 +90,6 @@ def load(start: protocol.Start, report: "Report") -> tuple[EngineCore, protocol.
     )
     drafter_for = (lambda sequence: Drafter(sequence.prompt)) if start.options.speculation == "ngram" else None
     return EngineCore(Scheduler(limits, drafter_for), runner), ready
-
-
-def _quantization(start: protocol.Start, runner: "ModelRunner") -> str:
-    """How weights are quantized: by the option or, where they are as in the file, by the forms that they have."""
-    asked = start.options.quantization
-    return asked if asked != "auto" else "+".join(sorted(runner.decoder.block_forms)) or "none"
 
 
 def _check_files(max_running: int) -> None:

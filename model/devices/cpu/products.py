@@ -180,7 +180,8 @@ class PackedLinear(PackedMatrix, FusedLinear):
         self.bias = linear.bias
         self.norm: PackedNorm | None = None
         self.stack = nn.ModuleList()
-        self._parts: list[tuple[PackedMatrix, Product]] = []
+        self.parts: list[tuple[PackedMatrix, Product]] = []
+        """Its matrices with the kernel's arguments, once it has computed."""
 
     def divided(self, stored: Sequence[tuple[int, Held]]) -> Sequence[RowMatrix]:
         if self._held is not None or len({held for _, held in stored}) == 1:
@@ -190,26 +191,21 @@ class PackedLinear(PackedMatrix, FusedLinear):
         self.weight, self.num_filling = nn.Parameter(torch.empty(0), requires_grad=False), 0
         return parts
 
-    @property
-    def products(self) -> list[Product]:
-        """The kernel's arguments for each part, where it has computed before."""
-        return [product for _, product in self._parts]
-
     def _fix(self) -> None:
         matrices: list[Any] = [*self.stack] or [self]
         rows = [matrix.shape[0] for matrix in matrices]
         biases = [None] * len(rows) if self.bias is None else self.bias.split(rows)
         activation = "none" if self.gated else self.activation
-        self._parts = [(matrix, matrix._arguments(bias, activation, self.norm)) for matrix, bias in zip(matrices, biases, strict=True)]
+        self.parts = [(matrix, matrix._arguments(bias, activation, self.norm)) for matrix, bias in zip(matrices, biases, strict=True)]
 
     def forward(self, x: Any) -> Any:
-        if not self._parts:
+        if not self.parts:
             self._fix()
         if isinstance(x, Activation):
             prepared = self._library.prepared_bytes
-            recorded = side_by_side([x.product(each, prepared(ctypes.addressof(each))) for each in self.products])
+            recorded = side_by_side([x.product(each, prepared(ctypes.addressof(each))) for _, each in self.parts])
             return recorded.gated(CODES[self.activation]) if self.gated else recorded
-        y, *others = (matrix._product(x, product) for matrix, product in self._parts)
+        y, *others = (matrix._product(x, product) for matrix, product in self.parts)
         y = torch.cat([y, *others], dim=-1) if others else y
         return self._gate(y) if self.gated else y
 
