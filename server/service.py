@@ -201,6 +201,7 @@ class SupervisedEngine:
         if loaded.error:
             raise ConfigurationError(loaded.error)
         self.generation.texts.cheap_template = loaded.cheap_template
+        self.generation.texts.variables = frozenset(loaded.variables)
 
     async def wait_for(self, *states: State) -> State:
         """Waits until the supervisor is in one of these states or in a final one, and returns it."""

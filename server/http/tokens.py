@@ -46,7 +46,7 @@ class TokenRoutes:
         if body.inputs is not None:
             # `model` is not checked, as on TGI's other routes. The worker process writes the JSON.
             return Response(await texts.run(EncodeWithPlaces(body.inputs), client), media_type="application/json")
-        self.names.resolve(body.model)
+        self.names.resolve(body.model, http.headers.get("host"))
         if body.messages is not None:
             given = ChatInput(plain_messages(body.messages), body.add_generation_prompt is not False)
             ids = await texts.run(EncodeChat(given), client)
@@ -62,7 +62,7 @@ class TokenRoutes:
     async def detokenize(self, http: HttpRequest) -> Response:
         """Turn token ids into text."""
         body = await read_model(http, DetokenizeBody, self.section)
-        self.names.resolve(body.model)
+        self.names.resolve(body.model, http.headers.get("host"))
         largest, vocab_size = max(body.tokens), self.generation.ready.vocab_size
         if largest >= vocab_size:
             raise InvalidRequest(f"`tokens` holds the id {largest}, which is not below the vocabulary's {vocab_size}", param="tokens")

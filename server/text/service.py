@@ -5,6 +5,7 @@ Invariant: nothing whose cost has no known bound runs in this process. It knows 
 
 import asyncio
 import json
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -47,6 +48,8 @@ class TextService:
         self._section = section
         self.cheap_template = False
         """Whether short conversations may be rendered in this process."""
+        self.variables: Set[str] = frozenset()
+        """Variables that the chat template reads."""
         self._grammars: dict[CompileGrammar, asyncio.Task[str]] = {}
         """Compilations that run or have succeeded, oldest first."""
 

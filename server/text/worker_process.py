@@ -43,12 +43,13 @@ LENGTH_BYTES = 4
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What the forking process says first: why the chat template is refused, or empty; and whether short conversations may be rendered in
-    the API process.
+    """What the forking process says first: why the chat template is refused, or empty; whether short conversations may be rendered in
+    the API process; and the variables that the template reads.
     """
 
     error: str = ""
     cheap_template: bool = False
+    variables: list[str] = []
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -182,7 +183,7 @@ def _try_template(texts: Texts) -> bool:
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (LOAD_SECONDS, LOAD_SECONDS))
         try:
-            _ = texts.chat_template.compiled
+            _ = texts.chat_template.variables
         except ConfigurationError as error:
             os.write(writer, f"refused {error}".encode(errors="replace"))
             return
@@ -199,7 +200,7 @@ def _try_template(texts: Texts) -> bool:
         raise ConfigurationError(said.removeprefix("refused ") or reason)
     # Children find it compiled. Within the limit, as before: Jinja computes constants only where there is memory for them.
     child_process.limit_memory(LOAD_MEMORY)
-    _ = texts.chat_template.compiled
+    _ = texts.chat_template.variables
     return said.endswith("cheap")
 
 
@@ -207,7 +208,8 @@ def run(texts: Texts, control: socket.socket, jobs: socket.socket, grammars: soc
     """The life of the forking process: says Loaded over `control`, then forks children until it is ended."""
     logging.getLogger().handlers = [logging.NullHandler()]  # The API process's are written by a thread of it.
     try:
-        loaded = Loaded(cheap_template=_try_template(texts))
+        is_cheap = _try_template(texts)
+        loaded = Loaded(cheap_template=is_cheap, variables=texts.chat_template.variables)
     except ConfigurationError as error:
         loaded = Loaded(error=str(error)[:4096])
     with contextlib.suppress(BlockingIOError):  # Only the first one is read.

@@ -50,7 +50,7 @@ from tests.support.report import Check, conclude, progress, show, usage
 # --- what is sent
 
 FIELDS: dict[str, type[BaseModel]] = {"/generate": GenerateBody, "/generate_stream": GenerateBody, "/": GenerateBody}
-FIELDS |= {"/v1/decisions": DecisionBody, "/v1/systemone": SystemBody}
+FIELDS["/v1/decisions"], FIELDS["/v1/systemone"] = DecisionBody, SystemBody
 FIELDS |= {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/infill": InfillBody}
 FIELDS |= {"/completion": LlamaCppCompletionBody, "/v1/fim/completions": FimBody, "/fim/completions": FimBody}
 FIELDS |= {"/apply-template": TemplateBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
