@@ -199,6 +199,7 @@ class SupervisedEngine:
             raise ConfigurationError(loaded.error)
         self.generation.texts.cheap_template = loaded.cheap_template
         self.generation.codec.end_at(loaded.turn_end)
+        self.generation.texts.variables = frozenset(loaded.variables)
 
     async def wait_for(self, *states: State) -> State:
         """Waits until the supervisor is in one of these states or in a final one, and returns it."""

@@ -36,6 +36,8 @@ INTEGRAL = BeforeValidator(_integral)
 Integer = Annotated[int, INTEGRAL]
 Count = Annotated[int, Field(ge=0, lt=2**31), INTEGRAL]
 Positive = Annotated[int, Field(ge=1, lt=2**31), INTEGRAL]
+Limit = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
+"""A largest number of tokens; -1: as many as the context holds."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL]
 TopP = Annotated[float, Field(gt=0, le=1)]

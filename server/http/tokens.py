@@ -48,7 +48,7 @@ class TokenRoutes:
         if body.inputs is not None:
             # `model` is not checked, as on TGI's other routes. The worker process writes the JSON.
             return Response(await convert(EncodeWithPlaces(body.inputs)), media_type="application/json")
-        self.names.resolve(body.model)
+        self.names.resolve(body.model, http.headers.get("host"))
         if body.messages is not None:
             ids = await convert(EncodeChat(body.chat_input()))
             if body.add_special_tokens and ids[:1] != codec.opening[:1]:
@@ -82,7 +82,7 @@ class TokenRoutes:
         In llama.cpp's form, `content`, and in vLLM's, `prompt`.
         """
         body = await read_model(http, DetokenizeBody, self.section)
-        self.names.resolve(body.model)
+        self.names.resolve(body.model, http.headers.get("host"))
         largest, vocab_size = max(body.tokens, default=0), self.generation.ready.vocab_size
         if largest >= vocab_size:
             raise InvalidRequest(f"`tokens` holds the id {largest}, which is not below the vocabulary's {vocab_size}", param="tokens")

@@ -188,7 +188,7 @@ class Known:
             shown = f"{path}{printable(name)}"
             raise InvalidRequest(f"`{shown}` {text}", param=shown)
         if has_room:
-            self.ignored[place + quote(name[:MAX_NAME_CHARS], safe="/$@:")[:MAX_NAME_CHARS]] = None
+            self.ignored[place + quoted(name)] = None
 
     def _reasons(self, path: str) -> Mapping[str, str]:
         if path not in _TOP:
@@ -259,6 +259,11 @@ def header(ignored: Collection[str]) -> str:
     elif len(ignored) < MAX_TOLD:
         return value
     return f"{value}, ..."
+
+
+def quoted(name: str) -> str:
+    """A name as the header, the metric and the log tell it: shortened, in printable ASCII without commas and spaces."""
+    return quote(name[:MAX_NAME_CHARS], safe="/$@:")[:MAX_NAME_CHARS]
 
 
 def printable(name: str) -> str:

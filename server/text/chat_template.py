@@ -18,6 +18,7 @@ from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -88,6 +89,12 @@ class ChatTemplate:
         ids = self._codec.encode_bare(text.partition(answer)[2].lstrip())
         return ids[0] if ids and ids[0] in self._codec.added else None
 
+    @cached_property
+    def variables(self) -> list[str]:
+        """Variables that the template reads. Raises ConfigurationError as `compiled` does."""
+        parsed = self.compiled.environment.parse(self._codec.files.chat_template or "")
+        return sorted(name for name in find_undeclared_variables(parsed) if len(name) <= 64)[:256]
+
     def around(self, given: ChatInput) -> tuple[list[int], str]:
         """Token ids of a conversation up to the end of its last message, and the text that the template writes after that: more text of
         the message may stand between them. Raises InvalidRequest as `encode` does.
@@ -141,9 +148,6 @@ class ChatTemplate:
         if files.chat_template is None:
             ways_out = "give the server one with --server.chat_template FILE, or send a prompt to /v1/completions"
             raise InvalidRequest(f"this model has no chat template; {ways_out}", param="messages")
-        for name, value in given.variables.items():
-            if value and not re.search(rf"\b{re.escape(name)}\b", files.chat_template):
-                raise InvalidRequest(f"`chat_template_kwargs`: the model's chat template has no {name!a}", param="chat_template_kwargs")
         tokens: dict[str, Any] = {key: files.special_token(key) or "" for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
         end = _nonce() if given.continues else ""
         variables = {"tools": given.tools or None, "documents": None, **tokens, **given.variables}

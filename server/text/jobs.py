@@ -215,7 +215,7 @@ class EncodeQuestions(EncodeChat, frozen=True, kw_only=True):
 
     def run(self, texts: Texts) -> Any:
         codec = texts.codec
-        if texts.chat_template.exists or self.given.variables:
+        if texts.chat_template.exists:
             state, end = texts.chat_template.around(self.given)
         else:
             text = "\n\n".join(message["content"] for message in self.given.messages)

@@ -6,6 +6,7 @@ Invariant: nothing whose cost has no known bound runs in this process. It knows 
 import asyncio
 import json
 import logging
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -64,6 +65,8 @@ class TextService:
         self._section = section
         self.cheap_template = False
         """Whether short conversations may be rendered in this process."""
+        self.variables: Set[str] = frozenset()
+        """Variables that the chat template reads."""
         self._grammars: dict[tuple[str, CompileGrammar], asyncio.Task[Compiled]] = {}
         """Compilations that run or have succeeded, oldest first; by client, as the time of one would say what others have asked for."""
 

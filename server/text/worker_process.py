@@ -46,14 +46,15 @@ LENGTH_BYTES = 4
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What the forking process says first: why the chat template is refused, or empty; and whether short conversations may be rendered in
-    the API process.
+    """What the forking process says first: why the chat template is refused, or empty; whether short conversations may be rendered in
+    the API process; and the variables that the template reads.
     """
 
     error: str = ""
     cheap_template: bool = False
     turn_end: int | None = None
     """ChatTemplate.turn_end."""
+    variables: list[str] = []
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -206,7 +207,7 @@ def _try_template(texts: Texts) -> Loaded:
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (LOAD_SECONDS, LOAD_SECONDS))
         try:
-            _ = texts.chat_template.compiled
+            _ = texts.chat_template.variables
         except ConfigurationError as error:
             os.write(writer, f"refused {error}".encode(errors="replace"))
             return
@@ -225,10 +226,10 @@ def _try_template(texts: Texts) -> Loaded:
         raise ConfigurationError(said.removeprefix("refused ") or reason)
     # Children find it compiled. Within the limit, as before: Jinja computes constants only where there is memory for them.
     child_process.limit_memory(LOAD_MEMORY)
-    _ = texts.chat_template.compiled
+    variables = texts.chat_template.variables
     end = next((int(word) for word in said.split() if word.isdigit()), None)
     texts.codec.end_at(end)
-    return Loaded(cheap_template=said.endswith("cheap"), turn_end=end)
+    return Loaded(cheap_template=said.endswith("cheap"), turn_end=end, variables=variables)
 
 
 def run(texts: Texts, control: socket.socket, jobs: socket.socket, grammars: socket.socket) -> None:

@@ -154,7 +154,8 @@ VALUES: list[tuple[str, tuple[str, ...], str, tuple[Any, ...], int, tuple[str, .
     ("B36", ALL, "stop_token_ids", ([-1], [1.0], [True], ["1"], [None], [[1]], [1] * 129), INVALID, ()),
     ("B36", ALL, "stop_token_ids", ([VOCABULARY], [1, 2**30]), INVALID, (str(VOCABULARY),)),
     ("B36", ALL, "allowed_token_ids", ([-1], [VOCABULARY], []), INVALID, ()),
-    ("B38", ALL, "max_tokens", (-1, 1.5, "5", True, [], 2**31, 2**63, 10**400), INVALID, ()),
+    ("B38", ALL, "max_tokens", (-2, 1.5, "5", True, [], 2**31, 2**63, 10**400), INVALID, ()),
+    ("B38", (GENERATE,), "max_tokens", (-1,), INVALID, (">= 1",)),
     ("B38", (GENERATE, CHAT), "max_tokens", (0,), INVALID, (">= 1",)),
     ("B38", (COMPLETIONS,), "max_tokens", (0,), INVALID, ("0 with `echo`",)),
     ("B40", ALL, "temperature", (-1, 2.0001, "1", [], {}, True), INVALID, ()),
@@ -170,7 +171,7 @@ VALUES: list[tuple[str, tuple[str, ...], str, tuple[Any, ...], int, tuple[str, .
     ("B44", ALL, "repetition_penalty", (0, -1, 1e308), INVALID, ()),
     ("B45", OPENAI, "n", (0, -1, 129, 10**9, True), INVALID, ()),  # Up to 128 are allowed.
     ("B45", (GENERATE,), "best_of", (0, -1, 129, 10**9, True), INVALID, ()),
-    ("B46", (COMPLETIONS,), "logprobs", (21, -1, True), INVALID, ()),
+    ("B46", (COMPLETIONS,), "logprobs", (21, -1, "1"), INVALID, ()),
     ("B46", (CHAT,), "logprobs", (1, "x"), INVALID, ()),
     ("B46", (CHAT,), "top_logprobs", (21, -1, True, 1), INVALID, ()),
     ("B46", OPENAI, "prompt_logprobs", (21, -1, True), INVALID, ()),

@@ -23,7 +23,9 @@ class InlineWorkers:
 def inline_texts(codec: TextCodec, section: ServerSection | None = None) -> TextService:
     """A TextService without processes."""
     section = section or ServerSection()
-    return TextService(Texts(codec, section.open_objects), section, InlineWorkers(codec, section.open_objects))
+    service = TextService(Texts(codec, section.open_objects), section, InlineWorkers(codec, section.open_objects))
+    service.variables = frozenset(service.texts.chat_template.variables)
+    return service
 
 
 class Compiler:

@@ -1,6 +1,7 @@
 """Request body of /v1/chat/completions, its messages and its tools."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from server.http.body import parse
 from server.http.fields import Body
 from server.http.openai.fields import GenerationBody
 from server.http.openai.llama_cpp_fields import ChatSlotFields, salt, switched_off
+from server.http.unknown_fields import quoted
 from server.text.conversation import ChatInput
 from server.text.reply_parser import Calls
 
@@ -59,13 +61,19 @@ def _arguments(text: str) -> dict[str, Any]:
         raise InvalidRequest("`arguments` of a call must be the text of a JSON object", param="messages") from None
 
 
+def _written(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
 class CalledFunction(Body):
     """What a call calls."""
 
     name: FunctionName
     """The function's name."""
-    arguments: fields.Text
-    """Its arguments, as the text of a JSON object. Up to 524,288 characters in all calls of a request."""
+    arguments: Annotated[fields.Text, BeforeValidator(_written, fields.Text | fields.JsonObject)] = ""
+    """Its arguments: a JSON object, or the text of one. Up to 524,288 characters in all calls of a request.
+    Default: none.
+    """
 
 
 class ToolCall(Body):
@@ -99,9 +107,10 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _check_role(self) -> "Message":
-        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
+        self.tool_calls = self.tool_calls or None
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
             raise ValueError("`tool_calls` and `reasoning_content` belong to messages of the role assistant")
-        if self.role != "tool" and self.tool_call_id is not None:
+        if self.role != "tool" and self.tool_call_id:
             raise ValueError("`tool_call_id` belongs to messages of the role tool")
         if self.role != "assistant" and self.content is None:
             raise ValueError("`messages`: only an assistant's message may have no content")
@@ -148,7 +157,7 @@ class Function(Body):
 class Tool(Body):
     """A tool that the model may use: a function."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     """Only functions are supported."""
     function: Function
     """The function."""
@@ -164,19 +173,53 @@ class NamedFunction(Body):
 class NamedTool(Body):
     """The function that has to be called."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     """Only functions are supported."""
     function: NamedFunction
     """The function."""
 
 
+def _chosen(value: Any) -> Any:
+    """Other servers' spellings of a word: `{"type": "auto"}`, and `any` for `required`."""
+    word = value["type"] if isinstance(value, dict) and value.keys() == {"type"} else value
+    return "required" if word == "any" else word
+
+
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<object>")],
     Discriminator(lambda value: "<object>" if isinstance(value, dict | NamedTool) else "<word>"),
+    BeforeValidator(_chosen, Literal["none", "auto", "required", "any"] | NamedTool),
 ]
+NO_THOUGHTS = ("none", "minimal")
+"""Values of `reasoning_effort` that turn a template's `enable_thinking` off."""
 
 
-class Conversation(Body):
+class TemplateFields(Body):
+    """Fields that set variables of the chat template."""
+
+    chat_template_kwargs: TemplateVariables | None = None
+    """Further variables of the chat template, such as `enable_thinking`. One that it does not read is
+    ignored and told. Up to 64.
+    """
+    reasoning_effort: fields.Json = None
+    """How much the model should think, in the template's words, such as `low`: its variable
+    `reasoning_effort`, or `enable_thinking`, which is false for `none` and `minimal`. It is ignored and told
+    where the template reads neither, or it is no text.
+    """
+
+    def fit(self, variables: Container[str]) -> list[str]:
+        """Leaves out what sets none of the `variables` that the chat template reads. Returns its places."""
+        given, effort = dict(self.chat_template_kwargs or {}), self.reasoning_effort
+        switch = next((name for name in ("reasoning_effort", "enable_thinking") if name in variables), None)
+        told = [] if effort is None or (switch and isinstance(effort, str)) else ["reasoning_effort"]
+        if switch and isinstance(effort, str):
+            value = effort if switch == "reasoning_effort" else effort not in NO_THOUGHTS
+            given.setdefault(switch, value)
+        self.chat_template_kwargs = {name: given[name] for name in given if name in variables}
+        return told + [f"chat_template_kwargs.{quoted(name)}" for name in given if name not in variables]
+
+
+class Conversation(TemplateFields):
     """What a chat template is given."""
 
     messages: list[Message] = Field(min_length=1, max_length=1024, fail_fast=True)
@@ -187,17 +230,13 @@ class Conversation(Body):
     """Whether the output continues the last message, an assistant's, as if the model had begun it so; the answer holds what is added. Not
     with `add_generation_prompt`. Default: false.
     """
-    chat_template_kwargs: TemplateVariables | None = None
-    """Further variables of the chat template, such as `enable_thinking`. One that it does not name is refused unless it is false, 0, null
-    or empty. Up to 64.
-    """
     tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
     """Functions that the model may call. Up to 128. With `response_format` or `structured_outputs` text
     follows these, and calls follow the functions. Default: none.
     """
     tool_choice: ToolChoice | None = None
     """`none`: nothing is called, and the tools are not shown to the model; `auto`: the model decides, if
-    GET /v1/models shows a `tool_call_format`, else the output is text; `required`: the output is calls; or
+    GET /v1/models shows a `tool_call_format`, else the output is text; `required`, or `any`: the output is calls; or
     the function that is called, once. Default: `auto` with `tools`.
     """
 
@@ -250,9 +289,9 @@ class TemplateBody(Conversation):
 class ChatBody(Conversation, ChatSlotFields, GenerationBody):
     """The body of POST /v1/chat/completions. Null is the default of every field but `messages`."""
 
-    max_tokens: fields.Positive | None = None
-    """Most tokens to generate for each output. Default: as many as still fit into the context."""
-    max_completion_tokens: fields.Positive | None = None
+    max_tokens: fields.Limit | None = None
+    """Most tokens to generate for each output. -1, the default: as many as still fit into the context."""
+    max_completion_tokens: fields.Limit | None = None
     """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
     """Return the log-probability of each output token. Default: false."""
@@ -263,6 +302,9 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatBody":
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"`{name}` must be >= 1, or -1 for no limit. Given: 0")
         if len(self._maxima) > 1:
             raise ValueError("`max_tokens`, `max_completion_tokens` and `n_predict` differ; give one of them")
         if self.top_logprobs and not self.logprobs:
@@ -275,7 +317,7 @@ class ChatBody(Conversation, ChatSlotFields, GenerationBody):
 
     @property
     def _maxima(self) -> set[int]:
-        return {self.max_tokens, self.max_completion_tokens, None if self.n_predict == -1 else self.n_predict} - {None}  # type: ignore
+        return {self.max_tokens, self.max_completion_tokens, self.n_predict} - {None, -1}  # type: ignore
 
     @property
     def max_output_tokens(self) -> int | None:

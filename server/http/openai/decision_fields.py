@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from server.http import fields
 from server.http.fields import Body, LimitedBody
-from server.http.openai.chat_fields import Message, TemplateVariables, TextParts
+from server.http.openai.chat_fields import Message, TemplateFields, TextParts
 
 MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 400, 255, 10
 
@@ -156,13 +156,11 @@ class DecisionQuestion(AnyQuestion):
         return super().answer(shares, mass) | {"name": self.name, "probabilities": found}
 
 
-class AnyDecisionBody(LimitedBody):
+class AnyDecisionBody(TemplateFields, LimitedBody):
     """Base of the bodies of both routes."""
 
     model: fields.Name | None = None
     """A name that GET /v1/models lists, or what --model was given; `dummy`, `tgi` and "" too. Default: the served model."""
-    chat_template_kwargs: TemplateVariables | None = None
-    """Further variables of the chat template, as for chat. Default: none."""
     stream: Literal[False] | None = None
     """Answers are not streamed: only false is accepted."""
     resumable: Literal[False] | None = None

@@ -23,6 +23,11 @@ def _in_list(value: Any) -> Any:
     return [value] if isinstance(fields.text_or_list(value), str) else value
 
 
+def _number(value: Any) -> Any:
+    """true as 1, and false as none."""
+    return (1 if value else None) if isinstance(value, bool) else value
+
+
 class StreamOptions(Body):
     """Options of a stream on /v1."""
 
@@ -224,12 +229,16 @@ class CompletionBody(GenerationBody):
     """Text after the gap to fill: the output stands between `prompt`, a single text, and this. Needs a tokenizer with fill-in-the-middle
     tokens. Default: none.
     """
-    max_tokens: fields.Count | None = None
-    """Most tokens to generate for each output. 0 only with `echo`. Default: 16."""
+    max_tokens: fields.Limit | None = None
+    """Most tokens to generate for each output. 0 only with `echo`. -1: as many as still fit into the
+    context. Default: 16.
+    """
     echo: bool | None = None
     """Whether the text of each choice begins with its prompt. Default: false."""
-    logprobs: fields.NumTop | None = None
-    """Return the log-probability of each output token, and this many most likely tokens at its position. Default: none."""
+    logprobs: Annotated[fields.NumTop | None, BeforeValidator(_number, fields.NumTop | bool | None)] = None
+    """Return the log-probability of each output token, and this many most likely tokens at its position.
+    true: 1; false, the default: none.
+    """
     best_of: fields.Choices | None = None
     """Number of outputs generated for each prompt, of which the `n` with the highest mean log-probability are returned; at least `n`. Not
     above `n` with `stream`. Default: `n`.
@@ -264,7 +273,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def max_output_tokens(self) -> int | None:
-        return default(self.max_tokens, 16)
+        return None if self.max_tokens == -1 else default(self.max_tokens, 16)
 
     @property
     def num_top(self) -> int | None:

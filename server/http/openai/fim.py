@@ -13,8 +13,10 @@ from server.http.openai.fields import CompletionBody
 class FimBody(CompletionBody):
     """The body of POST /v1/fim/completions: that of /v1/completions, with Mistral's name of the seed, and its defaults."""
 
-    max_tokens: fields.Count | None = None
-    """Most tokens to generate for each output. 0 only with `echo`. Default: as many as still fit into the context."""
+    max_tokens: fields.Limit | None = None
+    """Most tokens to generate for each output. 0 only with `echo`. -1, the default: as many as still fit
+    into the context.
+    """
     seed: fields.Seed = Field(default=None, validation_alias=AliasChoices("seed", "random_seed"))
     """Seed of the random draws, as on /v1/completions. -1, the default: drawn at random for each request. `random_seed` is another
     name of it.
@@ -22,7 +24,7 @@ class FimBody(CompletionBody):
 
     @property
     def max_output_tokens(self) -> int | None:
-        return self.max_tokens
+        return None if self.max_tokens == -1 else self.max_tokens
 
 
 class FimReply(CompletionReply):

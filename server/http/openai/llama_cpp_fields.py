@@ -14,7 +14,6 @@ from server.http.openai.fields import MAX_SEQUENCES, PromptList
 from server.text.fim import Filling
 from server.text.jobs import Fill, Prompts
 
-NumPredict = Annotated[int, Field(ge=-1, lt=2**31), fields.INTEGRAL]
 Samplers = Annotated[list[Literal["top_k", "top_p", "min_p", "temperature", "infill"]], Field(max_length=64, fail_fast=True)]
 ResponseFields = Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=64, fail_fast=True)]
 OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
@@ -50,7 +49,7 @@ class SlotFields(Body):
 class ChatSlotFields(SlotFields):
     """Fields of llama.cpp that /v1/chat/completions takes."""
 
-    n_predict: NumPredict | None = None
+    n_predict: fields.Limit | None = None
     """llama.cpp's name of `max_tokens`; 0 computes the prompt alone, and -1 is the default."""
     response_fields: ResponseFields | None = None
     """Accepted for llama.cpp's editors; it changes nothing on this route, as it does there."""
@@ -59,7 +58,7 @@ class ChatSlotFields(SlotFields):
 class LlamaCppBody(SlotFields, DeliveryBody):
     """Fields of /infill and /completion, with llama.cpp's names and defaults."""
 
-    n_predict: NumPredict | None = Field(default=None, validation_alias=AliasChoices("n_predict", "max_tokens"))
+    n_predict: fields.Limit | None = Field(default=None, validation_alias=AliasChoices("n_predict", "max_tokens"))
     """Most tokens to generate, or as many as the context holds if that is less. -1, the default: as many as it holds. `max_tokens` is
     another name of it.
     """

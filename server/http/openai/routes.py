@@ -9,8 +9,9 @@ import json
 import secrets
 import time
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -25,7 +26,7 @@ from server.http.body import check, read_model
 from server.http.exchange import Dialect, exchange_of
 from server.http.model_names import ModelNames
 from server.http.openai.chat import ChatReply
-from server.http.openai.chat_fields import ChatBody, TemplateBody
+from server.http.openai.chat_fields import ChatBody, TemplateBody, TemplateFields
 from server.http.openai.completions import CompletionReply
 from server.http.openai.decision_fields import AnyDecisionBody, DecisionBody, SystemBody
 from server.http.openai.decisions import DecisionReply
@@ -37,6 +38,7 @@ from server.http.pieces import pieces
 from server.http.routes import Route
 from server.text.jobs import RenderChat
 
+ReadBody = TypeVar("ReadBody", bound=BaseModel)
 AnyBody = GenerationBody | LlamaCppBody | AnyDecisionBody
 REPLIES: dict[type[AnyBody], Any] = {
     CompletionBody: CompletionReply,
@@ -113,11 +115,28 @@ class OpenAIRoutes:
         return await self.answers.json_answers.response(rendered)
 
     async def _prepared(self, http: HttpRequest, schema: type[AnyBody]) -> Any:
-        body = await read_model(http, schema, self.section)
-        self._check(body)
+        body = await self._read(http, schema)
+        self._check(body, http.headers.get("host"))
         exchange = exchange_of(http)
         self.generation.client.admission.charge(exchange.client, exchange.terms, 0)
         return await REPLIES[schema].prepare(self.generation, body, exchange.client)
+
+    async def _read(self, http: HttpRequest, schema: type[ReadBody]) -> ReadBody:
+        """The body of a request. Raises RequestError."""
+        body = await read_model(http, schema, self.section)
+        exchange = exchange_of(http)
+        exchange.ignored = [*exchange.ignored, *self._fit(body)]
+        return body
+
+    def _fit(self, body: BaseModel) -> list[str]:
+        """Leaves out what the chat template does not read, and returns its places. Raises InvalidRequest."""
+        if not isinstance(body, TemplateFields):
+            return []
+        ignored = body.fit(self.generation.texts.variables)
+        if ignored and self.section.strict_fields:
+            text = f"`{ignored[0]}`: the model's chat template reads no such variable"
+            raise InvalidRequest(text, param=ignored[0])
+        return ignored
 
     def _rendered(self, http: HttpRequest, id: str, request: Request) -> dict[str, Any]:
         self.generation.client.admission.clients[exchange_of(http).client].tokens.level -= len(request.prompt)
@@ -155,8 +174,8 @@ class OpenAIRoutes:
 
         Special tokens that are spelt in messages are told from those of the template only on the routes that take the messages themselves.
         """
-        body = await read_model(http, TemplateBody, self.section)
-        self.names.resolve(body.model)
+        body = await self._read(http, TemplateBody)
+        self.names.resolve(body.model, http.headers.get("host"))
         job = RenderChat(body.chat_input(self.generation.texts.texts.calls is not None))
         exchange = exchange_of(http)
         text = await self.generation.convert(job, exchange.client, exchange.terms)
@@ -231,7 +250,7 @@ class OpenAIRoutes:
         reservation = self.generation.client.reserve(caller)
         try:
             body, ignored = check(value, schemas[path], self.section.strict_fields)
-            self.generation.client.count_ignored(ignored)
+            self.generation.client.count_ignored([*ignored, *self._fit(body)])
             reply = await self._open(body, reservation)
             try:
                 return json.loads(b"".join(pieces(await full_response(reply))))
@@ -242,21 +261,21 @@ class OpenAIRoutes:
 
     async def _answer(self, http: HttpRequest, schema: type[AnyBody], last: bytes = sse.DONE) -> Response:
         """The response to a request of a route that generates. `last`: bytes that end a stream."""
-        body = await read_model(http, schema, self.section)
+        body = await self._read(http, schema)
         delivery = Delivery.of(http, bool(body.stream), body.resumable, last)
-        reply = await self._open(body, exchange_of(http).reserved)
+        reply = await self._open(body, exchange_of(http).reserved, http.headers.get("host"))
         exchange = exchange_of(http)
         exchange.ignored = [*exchange.ignored, *reply.streams.choices[0].request.ignored]
         return await self.answers.answer(http, reply, delivery)
 
-    async def _open(self, body: AnyBody, reservation: Reservation) -> Reply:
+    async def _open(self, body: AnyBody, reservation: Reservation, host: str | None = None) -> Reply:
         """Checks a request and starts it. Raises RequestError."""
-        self._check(body)
+        self._check(body, host)
         reply: Reply = await REPLIES[type(body)].open(self.generation, body, self.names.shown, reservation)
         return reply
 
-    def _check(self, body: AnyBody) -> None:
+    def _check(self, body: AnyBody, host: str | None) -> None:
         if not isinstance(body, LlamaCppBody):  # It takes any name of a model.
-            self.names.resolve(body.model)
+            self.names.resolve(body.model, host)
         if not isinstance(body, AnyDecisionBody):
             check_stops("stop", body.stop, self.section.max_stop_strings, param="stop")

@@ -113,6 +113,7 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "samplers": ({"top_k": 5, "temperature": 1, "seed": 1}, ["temperature"]),
             "continue_final_message": ({"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]}, True),
             "chat_template_kwargs": ({}, {"mood": "calm"}),
+            "reasoning_effort": ({}, "none"),
             "tools": ({"tool_choice": "auto"}, [TOOL]),
             "tool_choice": ({"tools": [TOOL]}, "required"),
             "parallel_tool_calls": ({"tools": [TOOL], "tool_choice": "required"}, False),
@@ -149,6 +150,7 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "add_generation_prompt": ({}, False),
             "continue_final_message": ({"messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]}, True),
             "chat_template_kwargs": ({}, {"mood": "calm"}),
+            "reasoning_effort": ({}, "none"),
             "tools": ({}, [TOOL]),
             "tool_choice": ({"tools": [TOOL]}, "none"),
         },
@@ -160,6 +162,7 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "input": ({}, [{"role": "system", "content": "x"}]),
             "questions": ({}, [{"type": "predicate", "instructions": "a", "name": "b"}]),
             "chat_template_kwargs": ({}, {"mood": "calm"}),
+            "reasoning_effort": ({}, "none"),
             "priority": ({}, -1),
         },
     ),
@@ -184,6 +187,7 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "state": ({}, {"x": 1}),
             "questions": ({}, {"p": {"type": "noul"}}),
             "chat_template_kwargs": ({}, {"mood": "calm"}),
+            "reasoning_effort": ({}, "none"),
             "priority": ({}, -1),
         },
     ),
@@ -293,7 +297,6 @@ NOT_HARMLESS = [
     ("/v1/chat/completions", {"tool_choice": "required"}),
     ("/v1/chat/completions", {"modalities": ["audio"]}),
     ("/v1/chat/completions", {"continue_final_message": True}),
-    ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}),
     ("/v1/chat/completions", {"chat_template_kwargs": {"messages": []}}),
     ("/v1/chat/completions", {"tools": [TOOL, TOOL]}),
     ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}),
@@ -318,7 +321,7 @@ SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("/v1/chat/completions", {}, {"top_logprobs": 0}),
     ("/v1/chat/completions", {}, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False}),
     ("/v1/chat/completions", {}, {"tools": [TOOL], "tool_choice": "none"}),
-    ("/v1/chat/completions", {}, {"continue_final_message": False, "chat_template_kwargs": {"enable_thinking": False}}),
+    ("/v1/chat/completions", {}, {"continue_final_message": False, "chat_template_kwargs": {"thinking": True}}),
     (
         "/v1/chat/completions",
         {"stream": True, "stream_options": {}},
@@ -329,6 +332,12 @@ SAME_AS_ABSENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("/infill", {}, {"n_predict": 8.0, "lora": []}),
     ("/v1/chat/completions", {}, {"n_predict": 8, "id_slot": -1}),
     ("/v1/chat/completions", {}, {"n_predict": -1}),
+    ("/v1/chat/completions", {"max_tokens": None}, {"max_tokens": -1}),
+    ("/v1/chat/completions", {}, {"max_completion_tokens": -1}),
+    ("/v1/fim/completions", {"max_tokens": None}, {"max_tokens": -1.0}),
+    ("/v1/completions", {"logprobs": None}, {"logprobs": False}),
+    ("/v1/completions", {}, {"store": True, "metadata": {"a": 1}, "service_tier": "priority", "user": 5, "verbosity": "low"}),
+    ("/v1/chat/completions", {}, {"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h"}),
     ("/infill", {"n_predict": None, "max_tokens": 8}, {"max_tokens": 8.0}),
 ]
 
@@ -343,7 +352,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_special_tokens(["<start_function_call>", "<end_function_call>", "<escape>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{{ mood }}{{ tools | length if tools else '' }}")
+    (folder / "chat_template.jinja").write_text(
+        CHAT_TEMPLATE + "{{ mood }}{% if enable_thinking is false %}!{% endif %}{{ tools | length if tools else '' }}"
+    )
     return folder
 
 
@@ -431,6 +442,18 @@ async def test_the_value_is_the_same_as_none(tokenizer_folder: Path, path: str, 
     base = next(base for other, base, _ in CASES.values() if other == path) | besides
     before = await observe(tokenizer_folder, path, base)
     assert before == await observe(tokenizer_folder, path, base | extra) and before[0] == 200
+
+
+async def test_a_number_of_tokens_may_be_without_limit(tokenizer_folder: Path) -> None:
+    before = await observe(tokenizer_folder, "/v1/completions", {"prompt": "def f", "temperature": 0})
+    after = await observe(tokenizer_folder, "/v1/completions", {"prompt": "def f", "temperature": 0, "max_tokens": -1})
+    assert before[1][1][0]["max_new_tokens"] == 16 and after[1][1][0]["max_new_tokens"] > 400
+
+
+async def test_logprobs_may_be_true(tokenizer_folder: Path) -> None:
+    base = {"prompt": "def f", **GREEDY}
+    after = [await observe(tokenizer_folder, "/v1/completions", base | {"logprobs": value}) for value in (True, 1)]
+    assert after[0] == after[1] and after[0][0] == 200
 
 
 SEEDED = [CompletionBody, ChatBody, FimBody, InfillBody, LlamaCppCompletionBody, Parameters]

@@ -53,6 +53,30 @@ def test_the_option_is_a_list_and_what_was_given_outlives_the_folder_that_it_is_
     )
 
 
+URLS = [
+    ("http://127.0.0.1:8000", "127.0.0.1:8000"),
+    ("http://127.0.0.1:8000/", "127.0.0.1:8000"),
+    ("http://127.0.0.1:8000/v1/chat/completions?x=1", "127.0.0.1:8000"),
+    ("HTTP://LLM.example/v1", "llm.example"),
+    ("http://llm.example:80", "llm.example"),
+    ("https://llm.example", "llm.example:443"),
+    ("https://llm.example#x", "LLM.example"),
+    ("http://[::1]:8000/v1", "[::1]:8000"),
+]
+
+
+@pytest.mark.parametrize(("url", "host"), URLS)
+def test_the_url_of_the_endpoint_is_the_model(url: str, host: str) -> None:
+    names = ModelNames.of(("mine",), ())
+    assert names.resolve(url, host) == "mine"
+    for other in (None, "", "other.example", f"{host}0", f"x{host}"):
+        with pytest.raises(NotFound):
+            names.resolve(url, other)
+    for name in (host, f"ftp://{host}", f"http:/{host}", f"http://{host}@other.example/", f"http://x@{host}"):
+        with pytest.raises(NotFound):
+            names.resolve(name, host)
+
+
 async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check_it_last(tmp_path: Path) -> None:
     make_tokenizer(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), 261).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -82,6 +106,9 @@ async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check
                 value = answer.json()
                 shown = value[0] if isinstance(value, list) else value
                 assert answer.status_code == 200 and shown.get("model", "org/name") == "org/name", answer.text
+            assert (await client.post(path, json=body | {"model": "http://test/v1"})).status_code == 200
+            answer = await client.post(path, json=body | {"model": "http://other.test/v1"})
+            assert answer.status_code == 404
             answer = await client.post(path, json=body | {"model": "gpt-4"})
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
             assert (await client.post(path, json=body | {"model": "gpt-4", "modl": 1})).status_code == 400

@@ -14,7 +14,7 @@ from server.text.jobs import EncodeChat
 USER = {"role": "user", "content": "hi"}
 
 
-def call(arguments: str, **fields: Any) -> dict[str, Any]:
+def call(arguments: Any, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "get", "arguments": arguments}, **fields}]}
 
 
@@ -35,10 +35,115 @@ def test_arguments_are_the_text_of_an_object(arguments: str) -> None:
         body(USER, call(arguments)).chat_input()
 
 
-@pytest.mark.parametrize("arguments", [0, [], False, {}])
-def test_arguments_are_a_text(arguments: Any) -> None:
+@pytest.mark.parametrize("arguments", [0, [], False])
+def test_arguments_are_a_text_or_an_object(arguments: Any) -> None:
     with pytest.raises(ValidationError):
         body(USER, call(arguments))
+
+
+def test_an_object_is_the_same_as_its_text() -> None:
+    value = {"city": "Z\u00fcrich \u2603", "deep": {"a": [1, None, 1.5, True]}}
+    texts = [call(value), call(json.dumps(value)), call(json.dumps(value, ensure_ascii=False))]
+    given = [body(USER, message).chat_input().messages[1] for message in texts]
+    assert given[0] == given[1] == given[2] and given[0]["tool_calls"][0]["function"]["arguments"] == value
+    without = body(USER, {"role": "assistant", "tool_calls": [{"function": {"name": "get"}}]})
+    assert without.chat_input() == body(USER, call({})).chat_input() == body(USER, call("")).chat_input()
+
+
+def test_no_calls_are_the_same_as_none() -> None:
+    said = {"role": "assistant", "content": "x"}
+    for none in ({"tool_calls": []}, {"tool_calls": None}, {"tool_calls": [], "refusal": None, "function_call": None}):
+        checked = check({"messages": [USER | none, said | none]}, ChatBody)[0]
+        assert checked.chat_input() == body(USER, said).chat_input()
+    checked = check({"messages": [USER | {"reasoning_content": "", "tool_call_id": ""}]}, ChatBody)[0]
+    assert checked.messages[0].content == body(USER).messages[0].content
+
+
+# What clients send of messages and tools beside what a template is given: all of it is left out of the template.
+DECORATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (USER | {"cache_control": {"type": "ephemeral"}}, USER),
+    ({"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}, USER),
+    (USER | {"id": "msg_1", "createdAt": 1, "metadata": {"a": 1}, "parts": []}, USER),
+    (
+        {"role": "assistant", "content": "x", "refusal": None, "annotations": [{"type": "url_citation"}], "audio": None},
+        {"role": "assistant", "content": "x"},
+    ),
+    ({"role": "assistant", "content": "x", "parsed": {"a": 1}, "provider_specific_fields": {}}, {"role": "assistant", "content": "x"}),
+    (call({}, index=0, type="function", cache_control={}, provider="x"), call({}, type="function")),
+    (call({}, type=None), call({})),
+]
+
+
+@pytest.mark.parametrize(("sent", "given"), DECORATED, ids=lambda x: str(x)[:50])
+def test_the_template_is_given_what_it_knows(sent: dict[str, Any], given: dict[str, Any]) -> None:
+    assert check({"messages": [USER, sent]}, ChatBody)[0].chat_input() == check({"messages": [USER, given]}, ChatBody)[0].chat_input()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"strict": True},
+        {"cache_control": {"type": "ephemeral"}},
+        {"type": None},
+        {"function": {"name": "get", "strict": True, "return": {"type": "string"}, "cache_control": {}, "examples": [1]}},
+    ],
+    ids=str,
+)
+def test_a_tool_has_further_keys(extra: dict[str, Any]) -> None:
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "get"}}
+    assert check({"messages": [USER], "tools": [tool | extra]}, ChatBody)[0].chat_input() == body(USER, tools=[tool]).chat_input()
+
+
+NAMED = {"type": "function", "function": {"name": "get"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "same"),
+    [
+        ("any", "required"),
+        ({"type": "any"}, "required"),
+        ({"type": "required"}, "required"),
+        ({"type": "auto"}, "auto"),
+        ({"type": "none"}, "none"),
+        ({"type": "none", "disable_parallel_tool_use": True}, "none"),
+        ({"function": {"name": "get"}}, NAMED),
+        ({"type": None, "function": {"name": "get", "strict": True}}, NAMED),
+    ],
+    ids=str,
+)
+def test_a_choice_of_a_tool_is_spelt_in_other_ways(choice: Any, same: Any) -> None:
+    both = [check({"messages": [USER], "tools": [NAMED], "tool_choice": given}, ChatBody)[0] for given in (choice, same)]
+    assert both[0].tool_choice == both[1].tool_choice and both[0].calls == both[1].calls
+
+
+# (variables of the template, fields, the variables that are given, what is told)
+VARIABLES: list[tuple[set[str], dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"reasoning_effort"}, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}, []),
+    ({"reasoning_effort", "enable_thinking"}, {"reasoning_effort": "none"}, {"reasoning_effort": "none"}, []),
+    ({"enable_thinking"}, {"reasoning_effort": "none"}, {"enable_thinking": False}, []),
+    ({"enable_thinking"}, {"reasoning_effort": "minimal"}, {"enable_thinking": False}, []),
+    ({"enable_thinking"}, {"reasoning_effort": "xhigh"}, {"enable_thinking": True}, []),
+    ({"enable_thinking"}, {"reasoning_effort": 3}, {}, ["reasoning_effort"]),
+    (
+        {"enable_thinking"},
+        {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+        {"enable_thinking": False},
+        [],
+    ),
+    (set(), {"reasoning_effort": "high"}, {}, ["reasoning_effort"]),
+    (set(), {"reasoning_effort": {"effort": "high"}}, {}, ["reasoning_effort"]),
+    ({"mood"}, {"chat_template_kwargs": {"mood": "calm", "b c": 1}}, {"mood": "calm"}, ["chat_template_kwargs.b%20c"]),
+    (set(), {"chat_template_kwargs": {"enable_thinking": False}}, {}, ["chat_template_kwargs.enable_thinking"]),
+    ({"mood"}, {}, {}, []),
+]
+
+
+@pytest.mark.parametrize(("variables", "given", "used", "told"), VARIABLES, ids=str)
+def test_the_template_gets_the_variables_that_it_reads(
+    variables: set[str], given: dict[str, Any], used: dict[str, Any], told: list[str]
+) -> None:
+    checked = body(USER, **given)
+    assert checked.fit(variables) == told and checked.chat_input().variables == used
 
 
 def test_all_arguments_together_are_bounded() -> None:

@@ -183,7 +183,7 @@ def test_bad_bodies_get_openais_error(embedded_server: ServerProcess) -> None:
         ("/v1/completions", {"prompt": ["a"] * 257}, "up to 256 prompts", "prompt"),
         ("/v1/completions", {"prompt": ["a"] * 256, "n": 128}, "more than 1024 sequences", "prompt"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "`max_tokens` must be >= 1, or 0 with `echo`", "max_tokens"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": -1}, "`max_tokens` must be >= 0", "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -2}, "`max_tokens` must be >= -1", "max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 5000}, "`prompt` tokens + `max_tokens` must be <= 4096", "max_tokens"),
         ("/v1/completions", {"prompt": "a", "min_tokens": 17}, "`min_tokens` must be <= `max_tokens` 16", "min_tokens"),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, "`logprobs` must be <= 20", "logprobs"),
@@ -197,6 +197,12 @@ def test_bad_bodies_get_openais_error(embedded_server: ServerProcess) -> None:
         ("/v1/completions", {"prompt": "a", "suffix": "b", "echo": True}, "`suffix` needs", "suffix"),
         ("/v1/completions", {"prompt": "a", "structured_outputs": {}}, "exactly one of json", "structured_outputs"),
         ("/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}}, "`response_format.type` must be", "response_format.type"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0},
+            "`max_completion_tokens` must be >= 1, or -1 for no limit",
+            "max_completion_tokens",
+        ),
         ("/v1/chat/completions", {"messages": []}, "`messages` cannot be empty", "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "`messages`: only an assistant's", "messages"),
         (
