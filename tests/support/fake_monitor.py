@@ -100,6 +100,7 @@ class MadeUpEngine:
         states = [row.state for row in self.rows.values()]
         histograms = {name: {"bounds": BOUNDS, "counts": counts, "sum": sum(counts) * 0.02} for name, counts in self.latencies.items()}
         facts = {"device": "cpu", "page_size": self.page_size, "num_pages": self.num_pages, "multi_head_ratio": 4.0}
+        facts["page_bytes"] = 2**16
         return {
             "time": now,
             "status": "starting" if is_loading else "ready",

@@ -18,7 +18,7 @@ from server.generation.arrivals import Arrivals
 from server.generation.engine_client import EngineClient
 from server.generation.viewers import Shown, Viewer, Viewers
 from tests.support.cache_client import CacheClient
-from tests.support.fake_engine import FakeEngine, Served, serve
+from tests.support.fake_engine import READY, FakeEngine, Served, serve
 from tests.support.wire import EventParser
 
 BODY = {"prompt": "abc", "max_tokens": 40, "temperature": 0}
@@ -234,6 +234,7 @@ async def test_counts_come_at_once_and_then_once_a_second(tokenizer_folder: Path
     assert (first["prompt_tokens"], first["generation_tokens"], first["requests"]) == (0, 0, {})
     assert (second["prompt_tokens"], second["generation_tokens"], second["requests"]) == (3, 40, {"length": 1})
     assert watching.stats[1]["multi_head_ratio"] == 4 and watching.stats[1]["status"] == "ready"
+    assert watching.stats[1]["page_bytes"] == READY.page_bytes > 0
     assert sum(watching.stats[1]["time_to_first_token"]["counts"]) == 1
     assert sum(watching.stats[1]["inter_token_latency"]["counts"]) == 39
 

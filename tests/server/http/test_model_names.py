@@ -118,3 +118,24 @@ async def test_the_routes_of_one_model_ignore_its_name_and_those_of_openai_check
         for name, id in (("org/name", "org/name"), ("name", "org/name"), ("alias", "alias")):
             assert json.loads((await client.get(f"/v1/models/{name}")).text)["id"] == id
         assert (await client.get("/info")).json()["model_id"] == "org/name"
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+@pytest.mark.parametrize("has_template", [True, False])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 40}])
+async def test_a_model_says_what_it_can_do_and_which_defaults_it_has(
+    tmp_path: Path, has_marks: bool, has_template: bool, sampling: dict[str, float]
+) -> None:
+    marks = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>") if has_marks else ()
+    make_tokenizer(marks, 261).save(str(tmp_path / "tokenizer.json"))
+    if has_template:
+        (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"max_length": 20} | sampling))
+    served = serve(tmp_path, FakeEngine(msgspec.structs.replace(READY, vocab_size=261)))
+    while not served.client.admission.accepting:
+        await asyncio.sleep(0)
+    transport = httpx.ASGITransport(served.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+    assert model["default_sampling_params"] == sampling
+    assert model["capabilities"] == {"completion_chat": has_template, "completion_fim": has_marks}

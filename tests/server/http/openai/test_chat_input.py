@@ -52,7 +52,8 @@ def test_an_object_is_the_same_as_its_text() -> None:
 
 def test_no_calls_are_the_same_as_none() -> None:
     said = {"role": "assistant", "content": "x"}
-    for none in ({"tool_calls": []}, {"tool_calls": None}, {"tool_calls": [], "refusal": None, "function_call": None}):
+    nones: list[dict[str, Any]] = [{"tool_calls": []}, {"tool_calls": None}, {"tool_calls": [], "refusal": None, "function_call": None}]
+    for none in nones:
         checked = check({"messages": [USER | none, said | none]}, ChatBody)[0]
         assert checked.chat_input() == body(USER, said).chat_input()
     checked = check({"messages": [USER | {"reasoning_content": "", "tool_call_id": ""}]}, ChatBody)[0]
