@@ -184,8 +184,8 @@ def _in_messages(value: Any) -> Any:
             continue
         calls = None
         if kind.endswith("_output"):
-            result = {"content": item.get("output"), "tool_call_id": item.get("call_id")}
-            item = {"role": "tool"} | result
+            id, output = item.get("call_id"), item.get("output")
+            item = {"role": "tool", "tool_call_id": id, "content": output}
         messages.append(item)
     return messages
 

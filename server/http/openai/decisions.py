@@ -49,16 +49,16 @@ class Labels:
         """The probability of each answer among all of them, and of all labels together among all texts; by the pieces of `next`. And
         whether the likeliest token begins a label.
         """
-        read = [*zip(self.next.items(), pieces, strict=False)]
-        logprobs = {(*start, id): logprob for (start, _), piece in read for id, logprob in piece.top}
-        (_, begun), first = read[0]
+        read = [*zip(self.next, pieces, strict=False)]
+        logprobs = {(*start, id): logprob for start, piece in read for id, logprob in piece.top}
+        first = read[0][1]
         sums = [[fsum(map(logprobs.__getitem__, _starts(label))) for label in labels] for labels in self._answers]
         # Relative to the largest, as all may be too small for a float.
         largest = max(map(max, sums))
         shares = [fsum(exp(logprob - largest) for logprob in labels) for labels in sums]
         total = fsum(shares)
         mass = min(1.0, exp(largest) * total)
-        return [share / total for share in shares], mass, first.token in begun
+        return [share / total for share in shares], mass, first.token in dict(first.top)
 
 
 def _starts(label: Tokens) -> Iterator[Tokens]:
@@ -145,6 +145,8 @@ class DecisionReply(Reply):
         if isinstance(self.body, SystemBody):
             answers = dict(zip(self.body.questions, answers, strict=True))
             head = {"id": f"decision-{reservation.reply_id}", "object": "structured_decision", "created": reservation.created}
-            found = [{"label_mass": mass, "argmax_is_label": is_one} for *_, mass, is_one in reads]
-            head["diagnostics"] = dict(zip(answers, found, strict=True))
+            head["diagnostics"] = {
+                id: {"label_mass": mass, "argmax_is_label": is_label}
+                for id, (*_, mass, is_label) in zip(answers, reads, strict=True)
+            }
         return head | {"answers": answers, "model": self.model_id, "usage": usage}
