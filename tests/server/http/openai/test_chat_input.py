@@ -139,7 +139,7 @@ VARIABLES: list[tuple[set[str], dict[str, Any], dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("variables", "given", "used", "told"), VARIABLES, ids=str)
+@pytest.mark.parametrize(("variables", "given", "used", "told"), VARIABLES, ids=map(str, range(len(VARIABLES))))
 def test_the_template_gets_the_variables_that_it_reads(
     variables: set[str], given: dict[str, Any], used: dict[str, Any], told: list[str]
 ) -> None:
