@@ -74,7 +74,7 @@ class CallRules(msgspec.Struct, frozen=True):
         def cannot(at: str, value: Any, why: str) -> None:
             relaxed.append(f"{name}{at.removeprefix('#')}")
 
-        if _types(schema) != ["object"]:
+        if schema.get("type") != "object":
             if "object" not in _types(schema):
                 cannot("#/type", schema["type"], "arguments are an object")
             schema = schema | {"type": "object"}

@@ -64,9 +64,10 @@ class GrammarCompiler:
         relaxed: list[str] = []
         grammar = LLMatcher.grammar_from_lark(rules.lark(self._open_objects, relaxed))
         if rules.text:
-            (text,) = json.loads(_grammar(*rules.text, self._open_objects))["grammars"]
-            (calls,) = json.loads(grammar)["grammars"]
-            grammar = json.dumps({"grammars": [calls, text | {"name": "text"}]})
+            text = _grammar(*rules.text, self._open_objects)
+            named = json.loads(text)["grammars"][0] if text[0] == "{" else {"lark_grammar": text}
+            calls = {"lark_grammar": grammar}
+            grammar = json.dumps({"grammars": [calls, named | {"name": "text"}]})
         return Compiled(grammar, [*dict.fromkeys(relaxed)])
 
 

@@ -265,17 +265,15 @@ class _SchemaRewriter:
         kept: Node = {}
         if "$id" in node and at != "#":
             self._cannot(f"{at}/$id", node["$id"], "only the whole schema may have one")
+        node = _as_others(node)
         for key, value in node.items():
-            if key in ("unevaluatedProperties", "unevaluatedItems") and not node.keys() & {
-                *("allOf", "anyOf", "oneOf", "$ref", "additionalProperties", "items"),
-                *("additionalItems", "if", "patternProperties", "dependentSchemas"),
-            }:
-                key = {"unevaluatedItems": "items"}.get(key, "additionalProperties")
+            if _says_nothing(key, value):
+                continue
             if why := _why_not(key, value, node):
                 self._cannot(f"{at}/{key}", value, why)
-            elif key in _SHAPES and not (key == "required" and isinstance(value, bool)):
+            elif key in _SHAPES:
                 kept[key] = int(value) if _SHAPES[key][0].startswith("an integer") else value
-        if kept and not isinstance(node.get("items"), list):
+        if kept and not isinstance(kept.get("items"), list):
             kept.pop("additionalItems", None)  # It has no meaning then, and hides prefixItems.
         if "pattern" in kept and problem({"type": "string", "pattern": kept["pattern"]}):
             why = "it is no regular expression that can be followed: no look-around, no \\1"
@@ -333,22 +331,12 @@ class _SchemaRewriter:
         if problem({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}):
             why = "its regular expressions overlap, or cannot be followed"
             self._cannot(f"{at}/patternProperties", prepared.pop("patternProperties"), why)
+            if "additionalProperties" in prepared:
+                self._cannot(f"{at}/additionalProperties", False, why)
             prepared["additionalProperties"] = {"anyOf": [*patterns.values()]}
-        is_open = prepared.get("additionalProperties") is not False or patterns
-        optional = prepared.get("properties", {}).keys() - {*required}
-        for key in ("minProperties", "maxProperties"):
-            if key not in prepared:
-                continue
-            least = prepared[key] if key == "minProperties" else 0
-            if is_open and least > len(required) + 1:
-                why = "it would count names that may repeat; list more names under `required`"
-            elif optional and (least > len(required) or key == "maxProperties"):
-                if not is_open and prepared[key] == len(required) + 1:
-                    continue
-                why = "minProperties or maxProperties need all properties to be required"
-            else:
-                continue
-            self._cannot(f"{at}/{key}", prepared.pop(key), why)
+        for key in prepared.keys() & {"minProperties", "maxProperties"}:
+            if why := _why_not_counted(key, prepared):
+                self._cannot(f"{at}/{key}", prepared.pop(key), why)
 
     def _bounds(self, prepared: Node, alone: bool) -> list[Node]:
         """Bounds what could be written without end: numbers, and values of any kind. Returns schemas
@@ -356,9 +344,13 @@ class _SchemaRewriter:
         """
         if prepared.keys() & {"const", "enum"}:
             return []
-        names = {*([given] if isinstance(given := prepared.get("type", []), str) else given)}
+        about = {"array": {"items", "prefixItems"}, "object": {"patternProperties", "additionalProperties"}}
+        if alone and "type" not in prepared:
+            prepared |= {"type": [k for k, keys in about.items() if keys & prepared.keys()]}
+        names = {*([given] if isinstance(given := prepared.pop("type", []), str) else given)}
         if not names:
             return [self._any] if alone else []
+        prepared["type"] = given
         if alone and "object" in names:
             prepared.setdefault("additionalProperties", self._any)
         if alone and "array" in names and not isinstance(prepared.get("items"), list):
@@ -470,8 +462,8 @@ def _why_not(key: str, value: Any, node: Node) -> str:
     """Why a keyword cannot be followed; empty if it can, or asserts nothing."""
     if key in _UNFOLLOWED:
         return "it cannot be followed; leave it out" if _asserts(key, value, node) else ""
-    if key not in _SHAPES or (key == "required" and isinstance(value, bool)):
-        return ""  # In drafts 3 and older, which some libraries write, `required` is a boolean.
+    if key not in _SHAPES:
+        return ""
     words, fits = _SHAPES[key]
     if not fits(value):
         return f"it must be {words}"
@@ -496,6 +488,48 @@ def _why_not_multiple(multiple: float) -> str:
     if 0 < scaled <= MAX_MULTIPLE and exact:
         return ""
     return f"only numbers whose digits make up to {MAX_MULTIPLE} are supported"
+
+
+def _why_not_counted(key: str, node: Node) -> str:
+    """Why `minProperties` or `maxProperties` of an object cannot be followed; empty if it can."""
+    required, patterns = len({*node.get("required", ())}), "patternProperties" in node
+    is_open = node.get("additionalProperties") is not False or patterns
+    if key == "minProperties" and is_open and node[key] > required + 1:
+        return "it would count names that may repeat; list more names under `required`"
+    optional = node.get("properties", {}).keys() - {*node.get("required", ())}
+    is_needed = key == "maxProperties" or node[key] > required
+    if optional and is_needed and (is_open or node[key] != required + 1):
+        return "minProperties or maxProperties need all properties to be required"
+    return ""
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    """Whether a keyword stands for its absence: null, a boolean `required` (draft 3), or a bound that
+    is beyond all numbers that are written.
+    """
+    if key == "required" or not _is_number(value):
+        return (value is None and key != "const") or (key == "required" and isinstance(value, bool))
+    low = key in ("minimum", "exclusiveMinimum") and value < -MAX_INTEGER
+    return low or (key in ("maximum", "exclusiveMaximum") and value > MAX_INTEGER)
+
+
+def _as_others(node: Node) -> Node:
+    """A schema with `unevaluatedProperties`, `unevaluatedItems` and a list of `propertyNames` in terms
+    of the keywords that are followed, where these say the same.
+    """
+    combined = node.keys() & {*_IN_PLACE, "$ref", "if", "dependentSchemas", "patternProperties"}
+    for name, same in (("Properties", "additionalProperties"), ("Items", "items")):
+        if f"unevaluated{name}" in node and not combined and same not in node:
+            node = node | {same: node[f"unevaluated{name}"], f"unevaluated{name}": True}
+    names: Any = node.get("propertyNames")
+    listed = names.get("enum") if isinstance(names, dict) else None
+    if not isinstance(listed, list) or node.keys() & {"properties", "patternProperties", "$ref"}:
+        return node
+    values = node.get("additionalProperties", True)
+    properties = {name: values for name in listed if isinstance(name, str)}
+    others = {name: item for name, item in names.items() if name != "enum"}
+    rest = {"propertyNames": others, "additionalProperties": False}
+    return node | {"properties": properties} | rest
 
 
 def _asserts(key: str, value: Any, node: Node) -> bool:

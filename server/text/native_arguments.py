@@ -9,7 +9,7 @@ Invariant: what a rule matches satisfies its schema, which may allow more, but f
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -129,24 +129,19 @@ class RuleWriter:
         return merged
 
     def _merge(self, merged: Node, part: Node, at: str) -> None:
+        others, more = (node.get("additionalProperties", True) for node in (merged, part))
+        listed, added = (node.get("properties", {}) for node in (merged, part))
+        properties = {name: _both(listed.get(name, others), added.get(name, more)) for name in listed | added}
+        merged |= {"properties": properties} if properties else {}
+        if "additionalProperties" in merged or "additionalProperties" in part:
+            merged["additionalProperties"] = _both(others, more)
         for name, value in part.items():
+            if name in ("properties", "additionalProperties"):
+                continue
             if name not in merged or merged[name] == value:
                 merged[name] = value
-            elif name == "required":
-                merged[name] = [*merged[name], *value]
-            elif name == "properties":
-                merged[name] = value | {key: {"allOf": [item, value[key]]} if key in value else item for key, item in merged[name].items()}
-            elif name == "type":
-                merged[name] = sorted(_types({"type": merged[name]}) & _types({"type": value}))
-            elif name in ("anyOf", "enum"):
-                if name == "enum":
-                    merged[name] = [item for item in merged[name] if item in value]
-                else:
-                    merged[name] = [{"allOf": [a, b]} for a in merged[name] for b in value]
-            elif name in ("minLength", "minItems", "minimum", "exclusiveMinimum"):
-                merged[name] = max(merged[name], value)
-            elif name in ("maxLength", "maxItems", "maximum", "exclusiveMaximum"):
-                merged[name] = min(merged[name], value)
+            elif name in _COMBINED:
+                merged[name] = _COMBINED[name](merged[name], value)
             else:
                 self._cannot(f"{at}/{name}", value, "it is combined with another")
 
@@ -176,11 +171,12 @@ class RuleWriter:
         parts = []
         if "minLength" in node or "maxLength" in node:
             parts.append(f"/(?s:.{{{node.get('minLength', 0)},{node.get('maxLength', '')}}})/")
-        if "pattern" in node:
-            string = {name: node[name] for name in OF_TYPES["string"] if name in node}
-            if problem({"type": "string"} | string):
-                raise Unsatisfiable
-            pattern: str = regex_to_lark(node["pattern"], "dw")
+        lengths = {name: node[name] for name in ("minLength", "maxLength") if name in node}
+        patterns = _patterns(node)
+        if patterns and problem({"type": "string", **lengths, "allOf": [{"pattern": item} for item in patterns]}):
+            raise Unsatisfiable
+        for pattern in patterns:
+            pattern = regex_to_lark(pattern, "dw")
             start = "" if pattern.startswith("^") else "(?s:.*)"
             end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
             body = pattern if start else pattern.removeprefix("^")
@@ -250,6 +246,31 @@ class RuleWriter:
             return '"{" "}"'
         body = self._rule(first)
         return f'"{{" {body} "}}"' if required else f'"{{" ({body})? "}}"'
+
+
+def _patterns(node: Node) -> list[str]:
+    """The patterns of a merged schema, which may have several."""
+    given = node.get("pattern", [])
+    return [given] if isinstance(given, str) else given
+
+
+def _both(a: Any, b: Any) -> Any:
+    """The schema of what satisfies two."""
+    if a in (True, {}) or a == b:
+        return b
+    return a if b in (True, {}) else {"allOf": [a, b]}
+
+
+_COMBINED: dict[str, Callable[[Any, Any], Any]] = {
+    "required": lambda a, b: [*a, *b],
+    "pattern": lambda a, b: [*_patterns({"pattern": a}), *_patterns({"pattern": b})],
+    "type": lambda a, b: sorted(_types({"type": a}) & _types({"type": b})),
+    "enum": lambda a, b: [item for item in a if item in b],
+    "anyOf": lambda a, b: [{"allOf": [one, other]} for one in a for other in b],
+    **dict.fromkeys(("minLength", "minItems", "minimum", "exclusiveMinimum"), max),
+    **dict.fromkeys(("maxLength", "maxItems", "maximum", "exclusiveMaximum"), min),
+}
+"""Keywords -> the value that says what two values say together."""
 
 
 def _is_writable(value: Any) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from server.config import ServerSection
+from server.text.call_grammar import Compiled
 from server.text.codec import TextCodec
 from server.text.jobs import AnyJob, Texts
 from server.text.service import Source, TextService
@@ -40,6 +41,10 @@ class Compiler:
         tokenizer = self._workers.texts.compiler.tokenizer
         assert tokenizer is not None
         return tokenizer
+
+    async def compiled(self, source: Source) -> Compiled:
+        """The grammar, and what it does not follow. Raises InvalidRequest."""
+        return await TextService(self._workers.texts, self._section, self._workers).compiled(source, "")
 
     async def compile(self, source: Source) -> str:
         """The grammar. Raises InvalidRequest."""

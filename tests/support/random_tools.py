@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any
 
-import jsonschema
+from tests.support.tool_schemas import fault
 
 KEYS = ["city", "Days", "unit", "x_y", "a", "Zeta", "b2", "na-me", "über", "城市", "国家"]
 WORDS = ["ok", "Zürich", 'say "hi"', "a\\b", "{x:1}", "<escape>", "line\nbreak", "", "42", "true", "\u20ac\u4f60\U0001f600"]
@@ -70,19 +70,23 @@ class Tools:
         return self.object(depth) if kind == "object" else rng.choice(simple)
 
 
-def problems(message: dict[str, Any], finish: str, tools: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with the calls of a finished message; the last call of one that `max_tokens` has cut is not looked at."""
+def problems(message: dict[str, Any], finish: str, tools: list[dict[str, Any]], followed: dict[str, Any] | None = None) -> list[str]:
+    """What is wrong with the calls of a finished message; the last call of one that `max_tokens` has cut is not looked at. `followed`:
+    name -> the part of the function's schema that is followed, by default all of it.
+    """
     calls = message.get("tool_calls", [])
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in tools}
+    schemas |= followed or {}
     found = []
     for call in calls[: len(calls) - (finish == "length")]:
         function = call["function"]
         try:
             arguments = json.loads(function["arguments"])
-            jsonschema.validate(arguments, schemas[function["name"]], jsonschema.Draft202012Validator)
+            if why := fault(arguments, schemas[function["name"]]):
+                found.append(f"{function}: {why}")
             if not isinstance(arguments, dict):
                 found.append(f"{arguments} is no object")
-        except (KeyError, ValueError, jsonschema.ValidationError) as error:
+        except (KeyError, ValueError) as error:
             found.append(f"{function}: {type(error).__name__} {str(error)[:200]}")
     if finish not in ("length", "tool_calls" if calls else "stop"):
         found.append(f"{len(calls)} calls and the finish reason {finish}")

@@ -11,8 +11,11 @@ from typing import Any
 import httpx
 
 from server.text.call_formats import CallFormat, opening_of
+from server.text.call_grammar import CallRules
 from server.text.codec import TextCodec
+from tests.support.drawn_calls import MODES, Draws
 from tests.support.random_tools import WORDS, Tools, problems
+from tests.support.tool_schemas import followed, schemas, tool
 
 AT_ONCE = 12
 
@@ -66,6 +69,10 @@ class ToolRequests:
         body = {"messages": messages, "tools": tools, "tool_choice": choice, "max_tokens": 300, "seed": seed, "logit_bias": bias}
         return body | {"parallel_tool_calls": rng.random() < 0.7, "temperature": rng.choice([0.5, 1.0, 1.5]), "return_token_ids": True}
 
+    async def _followed(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        """Name -> the part of a schema that is followed, where that is not all of it."""
+        return {}
+
     def _raised(self) -> list[int]:
         """The tokens that make an opening likely: all those that spell it, if it is a text."""
         assert self._opening is not None
@@ -88,7 +95,9 @@ class ToolRequests:
         findings.counts[f"{mode}: requests"] += 1
         findings.counts[f"{mode}: calls"] += len(calls) - (finish == "length" and bool(calls))
         findings.counts["cut by max_tokens"] += finish == "length"
-        wrong = problems(message, finish, body["tools"])
+        wrong = problems(message, finish, body["tools"], await self._followed(body["tools"]))
+        if mode == "named" and len(calls) != 1:
+            wrong.append(f"{len(calls)} calls of a named function")
         if mode == "named" and any(call["function"]["name"] != body["tool_choice"]["function"]["name"] for call in calls):
             wrong.append("another function than the named one")
         if not body["parallel_tool_calls"] and len(calls) > 1:
@@ -137,6 +146,69 @@ class ToolRequests:
         if text:
             return next((end for end in ends if self._codec.decode(tokens[:end]).endswith(text)), None)
         return next((end for end in ends if tokens[end - 1] in self._opening.tokens), None)
+
+
+class SchemaRequests(ToolRequests):
+    """Requests of the schemas of tests.support.tool_schemas, one of them each, beside a simple function. `seed` is its number, three
+    times in a row: under `auto` (or in a loop of three turns), required, and named.
+    """
+
+    def __init__(self, url: str, codec: TextCodec, form: CallFormat | None) -> None:
+        super().__init__(url, codec, form)
+        self._schemas = [*schemas()]
+        self._draws = Draws(codec)
+
+    def _request(self, seed: int) -> dict[str, Any]:
+        name, schema = self._schemas[seed // 3]
+        tools = [tool(name, schema), tool("other", {"type": "object", "properties": {}})]
+        bias = {str(id): 3.0 for id in self._closing}
+        choice: Any = MODES[seed % 3]
+        if choice == "auto" and self._opening is not None:
+            bias |= {str(id): 8.0 for id in self._raised()}
+        if choice == "named":
+            choice = {"type": "function", "function": {"name": name}}
+        body = {"messages": [{"role": "user", "content": "?"}], "tools": tools, "tool_choice": choice}
+        body |= {"max_tokens": 300, "seed": seed, "logit_bias": bias, "temperature": 1.0}
+        return body | {"parallel_tool_calls": seed % 2 == 0, "return_token_ids": True}
+
+    async def _followed(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        function = tools[0]["function"]
+        rules = CallRules(self._draws.form, [(function["name"], function["parameters"])], False, False)
+        relaxed = (await self._draws.compile(rules)).relaxed
+        places = [place.removeprefix(function["name"]) for place in relaxed]
+        return {function["name"]: followed(function["parameters"], places)}
+
+    async def _one(self, seed: int, findings: Findings) -> None:
+        if self._form is None and MODES[seed % 3] == "auto":
+            await self._loop(seed, findings)
+        else:
+            await super()._one(seed, findings)
+
+    async def _loop(self, seed: int, findings: Findings) -> None:
+        """Three turns: a required call, a named one after its result, and text after that one's."""
+        body, findings.counts["loops"] = self._request(seed), findings.counts["loops"] + 1
+        named = {"type": "function", "function": {"name": body["tools"][0]["function"]["name"]}}
+        for choice in ("required", named, "auto"):
+            body["tool_choice"] = choice
+            while (response := await self._client.post("/v1/chat/completions", json=body)).status_code == 429:
+                await asyncio.sleep(int(response.headers["retry-after"]))
+            if response.status_code != 200:
+                findings.wrong.append(f"seed {seed} ({choice}): {response.status_code} {response.text[:300]}")
+                return
+            (answer,) = response.json()["choices"]
+            message, finish = answer["message"], answer["finish_reason"]
+            calls = message.get("tool_calls", [])
+            wrong = problems(message, finish, body["tools"], await self._followed(body["tools"]))
+            if bool(calls) != (choice != "auto"):
+                wrong.append(f"{len(calls)} calls")
+            if (streamed := await self._streamed(body)) != (message["content"] or "", _plain(calls), finish):
+                wrong.append(f"streamed {streamed} is not whole {message, finish}"[:600])
+            findings.wrong += [f"seed {seed} ({choice}): {text}" for text in wrong]
+            message["tool_calls"] = calls[: len(calls) - (finish == "length")]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in message["tool_calls"]]
+            if not results:
+                return
+            body["messages"] = [*body["messages"], message, *results]
 
 
 def _plain(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:

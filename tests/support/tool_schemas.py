@@ -5,8 +5,10 @@ Each library is a table of the fields that its types become, and a function that
 parameters of a tool as that library does. What matters are the combinations of keywords.
 """
 
+import contextlib
 import copy
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -534,15 +536,15 @@ LIBRARIES: dict[str, tuple[Callable[[str, Node], Node], dict[str, Node], Node]] 
     "dotnet": (_dotnet, DOTNET, {"type": ["integer", "null"]}),
 }
 WHOLE: dict[str, Node] = {
-    "mcp-none": {"type": "object"},
-    "mcp-empty": {},
-    "mcp-closed": {"type": "object", "properties": {}, "additionalProperties": False},
-    "mcp-optional-object": {"type": ["object", "null"], "properties": {"a": STRING}},
-    "mcp-array": {"type": "array", "items": STRING},
-    "mcp-union": {"anyOf": [POINT, {"type": "object", "properties": {"name": STRING}}]},
-    "zod-discriminated": {"type": "object", "oneOf": [_cat("a"), _cat("b")]},
-    "pydantic-root": {"$ref": "#/$defs/Point", "$defs": {"Point": POINT}},
-    "zod-self": _tree("x") | {"properties": {"children": {"type": "array", "items": {"$ref": "#"}}}},
+    "root-none": {"type": "object"},
+    "root-empty": {},
+    "root-closed": {"type": "object", "properties": {}, "additionalProperties": False},
+    "root-optional-object": {"type": ["object", "null"], "properties": {"a": STRING}},
+    "root-array": {"type": "array", "items": STRING},
+    "root-union": {"anyOf": [POINT, {"type": "object", "properties": {"name": STRING}}]},
+    "root-tagged": {"type": "object", "oneOf": [_cat("a"), _cat("b")]},
+    "root-ref": {"$ref": "#/$defs/Point", "$defs": {"Point": POINT}},
+    "root-self": _tree("x") | {"properties": {"children": {"type": "array", "items": {"$ref": "#"}}}},
 }
 """Parameters whose root is the point."""
 
@@ -599,13 +601,22 @@ def _unescaped(part: str) -> str:
     return unquote(part).replace("~1", "/").replace("~0", "~")
 
 
+def _matches(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
+    """The keyword `pattern`, but for other languages' syntax, which Python's `re` does not read."""
+    with contextlib.suppress(re.error):
+        if isinstance(value, str) and not re.search(pattern, value):
+            yield jsonschema.ValidationError(f"{value!r} does not match {pattern!r}")
+
+
 def fault(arguments: Any, schema: Node) -> str:
     """Why arguments do not satisfy what is followed of a schema; empty if they do."""
     text = json.dumps(schema)
+    text = re.sub('"(maxLength|enum)": null', r'"x-\1": 0', text)
     draft_4 = '"exclusiveMinimum": true' in text or '"exclusiveMaximum": false' in text
     validator = jsonschema.Draft4Validator if draft_4 else jsonschema.Draft202012Validator
-    if '"additionalItems"' in text:
+    if '"additionalItems"' in text or '"items": [' in text:
         validator = jsonschema.Draft7Validator  # type: ignore[assignment]
     text = text.replace('"required": true', '"x": 0')
-    errors = validator(json.loads(text)).iter_errors(arguments)
+    checked = jsonschema.validators.extend(validator, {"pattern": _matches})
+    errors = checked(json.loads(text)).iter_errors(arguments)
     return next((f"{error.message} at {error.json_path}"[:300] for error in errors), "")

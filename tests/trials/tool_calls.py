@@ -1,7 +1,10 @@
 """Random functions and prompts for servers with every format of calls: every call has to parse and to satisfy its schema.
 
     python -m tests.trials.tool_calls [--count 1000] [--first 0] [--format NAME ...] [--kills 0]
+    python -m tests.trials.tool_calls --schemas [--format NAME ...] [--kills 0]
 
+`--schemas`: those of tests.support.tool_schemas, as five libraries publish them, each under `auto`, required and named, and on the model
+without a format in loops of three turns; prints what is not followed of them.
 The models are random, with the marks of a format in their vocabularies, and with logit_bias for the opening and for what closes something.
 Each request is sent whole and streamed, which has to give the same; under `auto` a third time without tools, from the same prompt: the
 tokens up to the opening have to be the same. The KV cache holds less than the requests at once need, so that sequences are preempted.
@@ -19,16 +22,19 @@ from collections import Counter
 from pathlib import Path
 
 from server.text.call_formats import format_of
+from server.text.call_grammar import CallRules
 from server.text.codec import TextCodec
+from tests.support.drawn_calls import Draws
 from tests.support.processes import ServerProcess, engines
-from tests.support.tool_checkpoints import TOOL_MODELS, make_tool_checkpoint
-from tests.support.tool_requests import Findings, ToolRequests
+from tests.support.tool_checkpoints import TOOL_MODELS, make_tool_checkpoint, make_tool_tokenizer
+from tests.support.tool_requests import Findings, SchemaRequests, ToolRequests
+from tests.support.tool_schemas import schemas
 
 PAGES = "70"
 """Fewer than AT_ONCE requests need, so that sequences are preempted."""
 
 
-async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: int) -> Findings:
+async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: int, kind: type[ToolRequests]) -> Findings:
     codec = TextCodec(folder)
     due = {len(seeds) * (number + 1) // (kills + 1) for number in range(kills)}
     num_done = 0
@@ -42,20 +48,32 @@ async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: in
             for pid in engines(server.process.pid):
                 os.kill(pid, signal.SIGKILL)
 
-    return await ToolRequests(f"http://127.0.0.1:{server.port}", codec, format_of(codec)).run(seeds, report)
+    return await kind(f"http://127.0.0.1:{server.port}", codec, format_of(codec)).run(seeds, report)
 
 
-def run(name: str, seeds: range, kills: int) -> Findings:
+def run(name: str, seeds: range, kills: int, kind: type[ToolRequests] = ToolRequests) -> Findings:
     """The requests of these seeds to a server of a format."""
     with tempfile.TemporaryDirectory() as folder:
         path = make_tool_checkpoint(name, Path(folder))
         server = ServerProcess(path, "--cache.pages", PAGES, "--engine.max_running", "16")
         try:
-            findings = asyncio.run(_findings(server, path, seeds, kills))
+            findings = asyncio.run(_findings(server, path, seeds, kills, kind))
             findings.counts["preemptions"] = int(server.metric("onehead_preemptions_total"))
             return findings
         finally:
             server.stop()
+
+
+async def relaxed() -> list[str]:
+    """What is not followed of each schema, in JSON and in Gemma's syntax."""
+    lines = []
+    for name in ("plain", "gemma4"):
+        with tempfile.TemporaryDirectory() as folder:
+            draws = Draws(TextCodec(make_tool_tokenizer(name, Path(folder))))
+            for title, schema in schemas():
+                rules = CallRules(draws.form, [(title, schema)], False, False)
+                lines += [f"{name}: {place or title}" for place in (await draws.compile(rules)).relaxed]
+    return lines
 
 
 def main() -> int:
@@ -64,12 +82,18 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--format", choices=sorted(TOOL_MODELS), nargs="*", default=[])
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--schemas", action="store_true")
     options = parser.parse_args()
     total = Counter[str]()
     for name in options.format or TOOL_MODELS:
-        findings = run(name, range(options.first, options.first + options.count), options.kills)
+        seeds = range(options.first, options.first + options.count)
+        kind = SchemaRequests if options.schemas else ToolRequests
+        seeds = range(3 * len([*schemas()])) if options.schemas else seeds
+        findings = run(name, seeds, options.kills, kind)
         print(name, json.dumps({**findings.counts, "wrong": len(findings.wrong)}), *findings.wrong[:20], sep="\n  ", flush=True)
         total += findings.counts + Counter(wrong=len(findings.wrong))
+    if options.schemas:
+        print(*asyncio.run(relaxed()), sep="\n")
     print("total", json.dumps(dict(total)))
     return 1 if total["wrong"] else 0
 

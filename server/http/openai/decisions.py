@@ -146,7 +146,6 @@ class DecisionReply(Reply):
             answers = dict(zip(self.body.questions, answers, strict=True))
             head = {"id": f"decision-{reservation.reply_id}", "object": "structured_decision", "created": reservation.created}
             head["diagnostics"] = {
-                id: {"label_mass": mass, "argmax_is_label": is_label}
-                for id, (*_, mass, is_label) in zip(answers, reads, strict=True)
+                id: {"label_mass": mass, "argmax_is_label": is_label} for id, (*_, mass, is_label) in zip(answers, reads, strict=True)
             }
         return head | {"answers": answers, "model": self.model_id, "usage": usage}

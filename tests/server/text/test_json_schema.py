@@ -3,6 +3,7 @@
 import asyncio
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -96,6 +97,67 @@ def test_what_a_schema_takes(follower: Follower, schema: Any, text: str, is_take
     assert follower.takes(schema, text) is is_taken
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number"},
+        {"type": ["number", "null"]},
+        {"type": "number", "minimum": 0},
+        {"type": "number", "maximum": 2.5},
+        {"type": "number", "minimum": -1e6, "maximum": 1e6},
+        {"type": "number", "exclusiveMinimum": 0, "multipleOf": 0.01},
+        {"type": "integer"},
+        {"type": "integer", "minimum": 1},
+        {"type": "integer", "multipleOf": 7},
+        {"anyOf": [{"type": "number"}, {"type": "string"}]},
+        {"allOf": [{"type": "number"}, {"minimum": 1}]},
+        {},
+        {"minimum": 1},
+        {"title": "any", "x-y": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", ["items", "properties", "additionalProperties", "$ref", "prefixItems"])
+def test_numbers_have_an_end(follower: Follower, schema: Any, place: str) -> None:
+    """However many digits a model likes to write."""
+    forms: dict[str, tuple[Any, str]] = {
+        "items": ({"type": "array", "items": schema}, "[%s]"),
+        "properties": ({"properties": {"a": schema}}, '{"a":%s}'),
+        "additionalProperties": ({"type": "object", "additionalProperties": schema}, '{"a":%s}'),
+        "$ref": ({"properties": {"a": {"$ref": "#/$defs/a b"}}, "$defs": {"a b": schema}}, '{"a":%s}'),
+        "prefixItems": ({"type": "array", "prefixItems": [schema]}, "[%s]"),
+    }
+    whole, text = forms[place]
+    assert follower.takes(whole, text % ("7" if "multipleOf" in schema else "2"))
+    for digits in ("1" * 20, "7" * 40, "1." + "0" * 20, "0." + "1" * 17, "1e" + "1" * 10):
+        assert not follower.takes(whole, text % digits)
+
+
+def test_numbers_of_up_to_16_digits_are_taken(follower: Follower) -> None:
+    for number in ("0", "-1", "0.1", "1234567890123456", "1234567890123.123", "-123456.1234567891", "0.0000000001"):
+        assert follower.takes({"type": "number"}, number), number
+    assert follower.takes({"type": "integer"}, "1234567890123456789")
+    assert follower.takes({"type": "number", "minimum": 1e-11, "maximum": 1.5e-11}, "0.000000000012")
+
+
+def test_a_value_of_any_kind_has_a_bounded_depth(follower: Follower) -> None:
+    for schema in ({"type": "object"}, {"type": "object", "properties": {"a": True}}, {"type": "object", "additionalProperties": {}}):
+        assert follower.takes(schema, '{"a":' + "[" * 7 + "]" * 7 + "}")
+        assert not follower.takes(schema, '{"a":' + "[" * 12 + "]" * 12 + "}")
+        assert not follower.takes(schema, '{"a":' * 12 + "1" + "}" * 12)
+
+
+@pytest.mark.parametrize("name", ["a b", "Page[int]", "Dict[str, Page<T>]", "a/b", "c~d", "100%", "é", "List`1"])
+@pytest.mark.parametrize("written", ["plain", "encoded"])
+@pytest.mark.parametrize("place", ["$defs", "definitions", "properties"])
+def test_names_of_references(follower: Follower, name: str, written: str, place: str) -> None:
+    pointer = name.replace("~", "~0").replace("/", "~1")
+    pointer = quote(pointer, safe="") if written == "encoded" else pointer.replace("%", "%25")
+    schema: dict[str, Any] = {"properties": {"v": {"$ref": f"#/{place}/{pointer}"}}, "required": ["v"]}
+    schema[place] = schema.get(place, {}) | {name: {"const": 1}}
+    assert follower.takes(schema, '{"v":1}') and not follower.takes(schema, '{"v":2}')
+
+
 def test_open_objects_are_an_option() -> None:
     follower = Follower(open_objects=True)
     assert follower.takes(A, '{"b":"x"}') and not follower.takes(A, '{"a":"x"}')
@@ -106,8 +168,8 @@ def test_open_objects_are_an_option() -> None:
     [
         ({"const": 2**53 + 1}, "has const 9007199254740993 at #/const"),
         ({"items": {"enum": [1, {"a": 2**63}]}}, "at #/items/enum"),
-        ({"properties": {"n": {"type": "integer", "minimum": -(2**63)}}}, "has minimum -9223372036854775808 at #/properties/n/minimum"),
-        ({"type": "number", "maximum": 2.0**64}, "has maximum"),
+        ({"properties": {"n": {"type": "integer", "minimum": -(2**60)}}}, "has minimum -1152921504606846976 at #/properties/n/minimum"),
+        ({"type": "number", "maximum": 2.0**60}, "has maximum"),
         ({"type": "integer", "multipleOf": 12345}, "has multipleOf 12345 at #/multipleOf"),
         ({"type": "number", "multipleOf": 0.07}, "has multipleOf 0.07"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "at #/oneOf: one value could satisfy two branches"),
@@ -117,17 +179,27 @@ def test_open_objects_are_an_option() -> None:
         ({"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}, "has minProperties 2 at #/minProperties"),
         ({"const": "\u0001"}, "control character"),
         ({"$ref": "https://example.com/x.json"}, "nothing is fetched"),
-        ({"$ref": "#/x", "x": {"type": "string", "format": "date"}}, "has a $ref at #/$ref to no schema of its own"),
-        ({"properties": {"a": {"$ref": "#s"}}, "$defs": {"s": {"$anchor": "s", "type": "string"}}}, "to no schema of its own"),
+        ({"properties": {"a": {"$ref": "#s"}}, "$defs": {"s": {"$anchor": "s", "type": "string"}}}, "no schema of its own has this place"),
         ({"properties": {"a": {"$id": "http://e/x", "$ref": "#/$defs/s", "$defs": {"s": {}}}}}, "only the whole schema may have one"),
         ({"oneOf": [{"const": 0}, {"const": -0.0}]}, "one value could satisfy two branches"),
         ({"oneOf": [{"$ref": "#/$defs/a"}] * 2000, "$defs": {"a": {"enum": [1] * 10_000}}}, "at most 64 branches"),
-        ({"x-guidance": {"lenient": True}}, "x-guidance"),
-        ({"properties": [1]}, "wrong type"),
-        ({"allOf": 3}, "wrong type"),
-        ({"oneOf": [{"$ref": "#/nothing"}, {}]}, "reference to nothing"),
-        ({"format": ["date"]}, "wrong type"),
-        ({"required": [[1]], "properties": {}}, "wrong type"),
+        ({"type": "objct"}, 'has type "objct" at #/type: it must be one of null, boolean, integer'),
+        ({"properties": {"a": {"type": ["string", "nil"]}}}, "at #/properties/a/type: it must be one of"),
+        ({"properties": [1]}, "has properties [1] at #/properties: it must be an object"),
+        ({"properties": {"a": 5}}, "has a 5 at #/properties/a: a schema is an object, true or false"),
+        ({"allOf": 3}, "has allOf 3 at #/allOf: it must be a list with items"),
+        ({"enum": []}, "has enum [] at #/enum"),
+        ({"minLength": -1}, "has minLength -1 at #/minLength: it must be an integer of at least 0"),
+        ({"items": {"maxItems": 1.5}}, "has maxItems 1.5 at #/items/maxItems"),
+        ({"minimum": "1"}, "it must be a number"),
+        ({"oneOf": [{"$ref": "#/nothing"}, {}]}, "at #/oneOf"),
+        ({"format": ["date"]}, 'has format ["date"] at #/format: it must be a text'),
+        ({"required": [[1]], "properties": {}}, "has required [[1]] at #/required: it must be a list of names"),
+        ({"items": {"uniqueItems": True}}, "has uniqueItems true at #/items/uniqueItems: it cannot be followed"),
+        ({"properties": {"a": {"not": {}}}}, "has not {} at #/properties/a/not"),
+        ({"if": {}, "then": {"type": "string"}}, "has if {} at #/if"),
+        ({"properties": {"a": {"pattern": "(?=x)"}}}, 'has pattern "(?=x)" at #/properties/a/pattern'),
+        ({"patternProperties": {"^a": {}, "b$": {}}}, "at #/patternProperties: its regular expressions overlap"),
         ([], "which is an object"),
     ],
     ids=str,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -93,6 +94,121 @@ def test_the_token_that_ends_calls_is_neither_a_call_nor_a_stop_of_the_request(s
     (choice,) = chat(server, BODY | kept | {"logit_bias": bias})
     assert choice["token_ids"][-1] == codec.token_id("<start_function_response>")
     assert choice["finish_reason"] == "tool_calls" and choice["stop_reason"] is None and len(arguments(choice)) == 1
+
+
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "set_level"}}}
+
+
+def answered(server: ServerProcess, body: dict[str, Any]) -> httpx.Response:
+    url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+    response = httpx.post(url, json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def streamed(server: ServerProcess, body: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
+    """The content, the calls and the finish reason of a streamed answer."""
+    content, calls, finish = "", list[list[str]](), ""
+    for line in answered(server, body | {"stream": True}).text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        content += choice["delta"].get("content") or ""
+        finish = choice["finish_reason"] or finish
+        for delta in choice["delta"].get("tool_calls", []):
+            if "id" in delta:
+                calls.append([delta["function"]["name"], ""])
+            calls[delta["index"]][1] += delta["function"]["arguments"]
+    return content, [(name, text) for name, text in calls], finish
+
+
+def plain_calls(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    calls = choice["message"].get("tool_calls", [])
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_a_named_function_is_called_once(server: ServerProcess, formless: ServerProcess, parallel: bool | None) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    for host in (server, formless):
+        for seed in range(3):
+            body = BODY | NAMED | {"tools": [other, TOOL], "seed": seed, "temperature": 1.5}
+            body |= {"parallel_tool_calls": parallel, "max_tokens": 300}
+            (choice,) = chat(host, body)
+            calls = plain_calls(choice)
+            assert [name for name, _ in calls] == ["set_level"]
+            assert choice["finish_reason"] == "tool_calls" and len(arguments(choice)) == 1
+            assert streamed(host, body) == ("", calls, "tool_calls")
+
+
+def test_what_a_schema_says_that_is_not_followed_is_told(server: ServerProcess) -> None:
+    properties = {"a b": {"type": "array", "uniqueItems": True}, "é": {"not": {}}}
+    schema = {"type": "object", "properties": properties}
+    tools = [TOOL, {"type": "function", "function": {"name": "f", "parameters": schema}}]
+    for body in (BODY | {"tools": tools}, BODY | {"tools": tools, "tool_choice": "required"}):
+        headers = answered(server, body | {"max_tokens": 4}).headers
+        places = ("a%20b/uniqueItems", "%C3%A9/not")
+        expected = ", ".join(f"tools.f/properties/{place}" for place in places)
+        assert headers["x-onehead-ignored"] == expected
+    assert "x-onehead-ignored" not in answered(server, BODY | {"max_tokens": 4}).headers
+
+
+@pytest.fixture(scope="module")
+def formless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of a model without a format of calls, whose template knows no tools, and refuses roles
+    that do not alternate.
+    """
+    folder = make_tool_checkpoint("plain", tmp_path_factory.mktemp("plain"))
+    (folder / "chat_template.jinja").write_text(ALTERNATING)
+    with ServerProcess(folder, "--cache.pages", "256") as server:
+        yield server
+
+
+ALTERNATING = (
+    "{%- for message in messages -%}{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('roles must alternate') }}{%- endif -%}"
+    "<start_of_turn>{{ message.role }}\n{{ message.content | trim }}<end_of_turn>\n{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<start_of_turn>assistant\n{%- endif -%}"
+)
+
+
+def test_a_model_without_a_format_answers_in_text_and_calls_where_it_has_to(server: ServerProcess, formless: ServerProcess) -> None:
+    for host, name in ((server, "functiongemma"), (formless, None)):
+        assert json.loads(host.get("/v1/models")[1])["data"][0]["tool_call_format"] == name
+    kept = {"messages": BODY["messages"], "max_tokens": 40, "seed": 1}
+    (free,) = chat(formless, kept)
+    (auto,) = chat(formless, kept | {"tools": [TOOL]})
+    assert auto["message"] == free["message"]
+    told = answered(formless, kept | {"tools": [TOOL]}).headers["x-onehead-ignored"]
+    assert told == "tools"
+    messages: list[dict[str, Any]] = [*BODY["messages"]]
+    for choice in ("required", NAMED["tool_choice"], "auto"):
+        body = BODY | {"messages": messages, "tool_choice": choice, "max_tokens": 400}
+        (answer,) = chat(formless, body)
+        content = answer["message"]["content"] or ""
+        assert streamed(formless, body) == (content, plain_calls(answer), answer["finish_reason"])
+        if choice == "auto":
+            assert not plain_calls(answer)
+            break
+        assert plain_calls(answer)
+        if answer["finish_reason"] == "length":
+            answer["message"]["tool_calls"].pop()
+        messages.append(answer["message"])
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in answer["message"]["tool_calls"]]
+
+
+def test_a_format_binds_the_text_and_the_functions_the_calls(server: ServerProcess, raised: dict[str, Any]) -> None:
+    level = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": level}}
+    (text,) = chat(server, BODY | {"response_format": format})
+    assert isinstance(json.loads(text["message"]["content"])["ok"], bool)
+    for more in ({"structured_outputs": {"choice": ["yes", "no"]}}, {"response_format": format}):
+        (called,) = chat(server, raised | more)
+        assert called["finish_reason"] == "tool_calls" and not called["message"]["content"]
+        assert streamed(server, raised | more) == ("", plain_calls(called), "tool_calls")
+    required = {"tool_choice": "required", "parallel_tool_calls": False, "response_format": format}
+    (called,) = chat(server, BODY | required)
+    assert 0 <= arguments(called)[0]["level"] <= 9
 
 
 def test_openais_stream_of_calls(server: ServerProcess, raised: dict[str, Any]) -> None:
