@@ -85,11 +85,11 @@ def test_a_check_finds_what_is_wrong(part: Part, monkeypatch: pytest.MonkeyPatch
     """Attention that is off by a little, or that depends on the batch; a step that ignores its plan's contexts."""
     run: Any = Case.run
 
-    def off(case: Case, chosen: list[int], layer: int = 0, name: str | None = None, pool: Any = None) -> Any:
-        return [o + 1e-2 * (name != "reference") for o in run(case, chosen, layer, name, pool)]
+    def off(case: Case, chosen: list[int], layer: int = 0, name: str | None = None, *more: Any) -> Any:
+        return [o + 1e-2 * (name != "reference") for o in run(case, chosen, layer, name, *more)]
 
-    def in_company(case: Case, chosen: list[int], layer: int = 0, name: str | None = None, pool: Any = None) -> Any:
-        return [o + 1e-6 * (len(chosen) > 1 and name is None) for o in run(case, chosen, layer, name, pool)]
+    def in_company(case: Case, chosen: list[int], layer: int = 0, name: str | None = None, *more: Any) -> Any:
+        return [o + 1e-6 * (len(chosen) > 1 and name is None) for o in run(case, chosen, layer, name, *more)]
 
     for wrong in (off, in_company):
         with monkeypatch.context() as patch:

@@ -24,6 +24,8 @@ def check_widths(page: Any) -> None:
         check_width(page, width)
     page.set_viewport_size({"width": 360, "height": 740})
     page.emulate_media(color_scheme="dark")
+    # Colours on their way from light to dark are neither.
+    page.wait_for_function("() => document.getAnimations().every((each) => each.playState !== 'running')")
     assert violations(page) == []
 
 

@@ -40,7 +40,7 @@ def completion(id: str, **body: Any) -> dict[str, Any]:
 
 def test_it_goes_on_after_a_kill_and_answers_in_order(tiny_folder: Path, tmp_path: Path) -> None:
     lines = [completion(str(i), max_tokens=150 if i % 3 else 5) for i in range(60)]
-    lines[7]["body"]["max_tokens"] = -1
+    lines[7]["body"]["max_tokens"] = -2
     lines[8]["url"] = "/v1/embeddings"
     lines[9] |= {"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "x"}]}}
     source, target, straight = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", tmp_path / "straight.jsonl"
@@ -231,7 +231,7 @@ def test_a_foreign_output_is_refused_before_the_model_is_looked_for(
 def test_an_output_of_its_own_is_replaced_and_one_of_other_requests_is_not(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [completion("a"), completion("b", max_tokens=3, n=2), completion("c", max_tokens=-1)]
+    lines = [completion("a"), completion("b", max_tokens=3, n=2), completion("c", max_tokens=-2)]
     lines[0]["body"] |= {"stop": ["e"], "ignore_eos": False, "max_tokens": 400}
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     target.touch()  # An empty file, as mktemp makes.

@@ -280,7 +280,8 @@ HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
 }
 # In tests/server/http/openai/test_routes.py: what needs a clock, and what goes with one other field alone.
 ELSEWHERE = {
-    TokenizeBody: {"parameters", "parse_special"},
+    # `reasoning_effort`: tests/server/http/openai/test_chat_input.py.
+    TokenizeBody: {"parameters", "parse_special", "reasoning_effort"},
     Parameters: {"best_of"},  # It takes no seed, so nothing can be compared: tests/test_clients.py.
     # `resumable`: tests/server/http/test_streams.py; `cache_salt`: tests/server/engine/test_prefix_reuse.py.
     CompletionBody: {"timeout_s", "resumable", "cache_salt"},

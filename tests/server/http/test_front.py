@@ -8,6 +8,7 @@ it answered with 200, and have no secret, traceback or forged line in its log.
 import gzip
 import json
 import re
+import shutil
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -307,7 +308,7 @@ def chat_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("front") / bad_inputs.MODEL
     folder.mkdir()
     for path in tiny_folder.iterdir():
-        (folder / path.name).symlink_to(path)
+        shutil.copy(path, folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 

@@ -141,7 +141,7 @@ def test_several_choices_are_one_request(id: str, server: ServerProcess, collect
 @pytest.mark.parametrize(
     ("path", "body", "name", "status"),
     [
-        ("/v1/completions", {"prompt": "def", "max_tokens": -1}, "text_completion pretrained", 400),
+        ("/v1/completions", {"prompt": "def", "max_tokens": -2}, "text_completion pretrained", 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, "chat pretrained", 400),
         ("/generate", {"inputs": ""}, "text_completion pretrained", 422),
     ],
