@@ -16,6 +16,7 @@ GOES_WITH = {
         "add_special_tokens",
         "chat_template_kwargs",
         "continue_final_message",
+        "reasoning_effort",
         "return_token_strs",
         "tool_choice",
         "tools",

@@ -50,7 +50,10 @@ class TokenRoutes:
             return Response(await convert(EncodeWithPlaces(body.inputs)), media_type="application/json")
         self.names.resolve(body.model, http.headers.get("host"))
         if body.messages is not None:
-            ids = await convert(EncodeChat(body.chat_input()))
+            known = self.generation.texts
+            exchange = exchange_of(http)
+            exchange.ignored = [*exchange.ignored, *body.fit(known.variables)]
+            ids = await convert(EncodeChat(body.chat_input(known.texts.calls is not None)))
             if body.add_special_tokens and ids[:1] != codec.opening[:1]:
                 ids = codec.opening + ids
         elif body.content is not None:

@@ -89,7 +89,7 @@ UNSERVED = (
             "there is no beam search": "beam_search beam_width num_beams use_beam_search",
             "there is no such sampler": "custom_logit_processor diversity_penalty dry_multiplier "
             "dynatemp_range epsilon_cutoff eta_cutoff guidance_scale logit_processors "
-            "logits_processor logits_processors mirostat negative_prompt no_repeat_ngram_size "
+            "logits_processor logits_processors min_keep mirostat negative_prompt no_repeat_ngram_size "
             "penalty_alpha sequence_bias smoothing_factor suppress_tokens tfs tfs_z top_a "
             "top_n_sigma watermark xtc_probability",
             _OTHERS: "bad_words best_of echo n prompt_logprobs token_healing tool_choice",
@@ -99,7 +99,7 @@ UNSERVED = (
 )
 """Fields of a body that generates which are refused because they would change the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("best_of", "n", "num_beams", "num_return_sequences", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("best_of", "min_keep", "n", "num_beams", "num_return_sequences", "repeat_penalty"), (1,)),
     **dict.fromkeys(("tfs", "tfs_z", "typ_p"), (1,)),
     **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
     "modalities": (["text"],),
@@ -108,7 +108,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values, beside those that are false, at which fields that are refused would change nothing."""
 HARMLESS = _names(
     {
-        "": "annotations include_obfuscation index metadata parsed parsed_arguments "
+        "": "annotations cache_prompt id_slot include_obfuscation index metadata n_keep parsed "
+        "parsed_arguments penalty_last_n response_fields slot_id t_max_prompt_ms "
         "prompt_cache_key provider_specific_fields refusal safety_identifier service_tier store user"
     }
 )

@@ -11,6 +11,7 @@ import re
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from msgspec.structs import replace
 
 from server import guidance
@@ -86,8 +87,11 @@ def _grammar(kind: str, text: str, open_objects: bool) -> str:
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in json.loads(text)))
-    if "::=" in text:
-        raise ValueError(f"has ::= as in GBNF at character {text.index('::=')}; it must be a Lark grammar")
+    if "::=" in text:  # GBNF's, unless it stands in a text of Lark's.
+        try:
+            text = any_to_lark(text)
+        except Exception as error:
+            raise ValueError(f"is neither Lark nor GBNF: {str(error)[:120]}") from None
     return LLMatcher.grammar_from_lark(text)
 
 

@@ -23,6 +23,12 @@ def _in_list(value: Any) -> Any:
     return [value] if isinstance(fields.text_or_list(value), str) else value
 
 
+Stops = Annotated[
+    fields.StopStrings | None,
+    BeforeValidator(_in_list, fields.StopStrings | fields.StopString | None),
+]
+
+
 def _number(value: Any) -> Any:
     """true as 1, and false as none."""
     return (1 if value else None) if isinstance(value, bool) else value
@@ -49,7 +55,7 @@ class StructuredOutputs(Body):
     choice: list[fields.Word] | None = Field(default=None, min_length=1, max_length=1024, fail_fast=True)
     """Texts, one of which is the output. 1 to 1024 texts of 1 to 256 characters."""
     grammar: fields.Text | None = None
-    """A grammar in Lark's syntax (as llguidance reads it) that the output follows."""
+    """A grammar in Lark's syntax (as llguidance reads it), or in GBNF, that the output follows."""
 
     def source(self) -> Source:
         named: list[tuple[Kind, str, Any]] = [
@@ -76,7 +82,7 @@ class GenerationBody(SamplingBody, LimitedBody):
     """
     bad_words: list[fields.Word] | None = Field(default=None, max_length=128, fail_fast=True)
     """Texts of 1 to 256 characters whose token sequences are never generated. Up to 128. Default: none."""
-    stop: Annotated[fields.StopStrings | None, BeforeValidator(_in_list, fields.StopStrings | fields.StopString | None)] = None
+    stop: Stops = None
     """Texts that end the output, one or a list, of 1 to 1024 characters each, up to server.max_stop_strings (16). Default: none."""
     include_stop_str_in_output: bool | None = None
     """Whether the stop string or stop token that ended the output is part of its text. Default: false."""

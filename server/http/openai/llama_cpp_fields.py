@@ -2,27 +2,46 @@
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from server import protocol
+from server.errors import InvalidRequest
 from server.generation.generation import Generation
 from server.http import fields
-from server.http.fields import Body, DeliveryBody, Empty
-from server.http.openai.fields import MAX_SEQUENCES, PromptList
+from server.http.fields import Body, DeliveryBody, SamplingBody
+from server.http.openai.fields import MAX_SEQUENCES, PromptList, Stops
 from server.text.fim import Filling
 from server.text.jobs import Fill, Prompts
+from server.text.service import Source
 
-Samplers = Annotated[list[Literal["top_k", "top_p", "min_p", "temperature", "infill"]], Field(max_length=64, fail_fast=True)]
+Sampler = Literal[
+    "dry",
+    "infill",
+    "min_p",
+    "penalties",
+    "temperature",
+    "tfs_z",
+    "top_k",
+    "top_n_sigma",
+    "top_p",
+    "typ_p",
+    "typical_p",
+    "xtc",
+]
+Samplers = Annotated[list[Sampler], Field(max_length=64, fail_fast=True)]
 ResponseFields = Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=64, fail_fast=True)]
-OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
+DEFAULTS = {"top_k": 40, "top_p": 0.95, "min_p": 0.05}
+OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "temperature": 1.0}
 """Values of protocol.Sampling at which a sampler of `samplers` does nothing."""
 
 
 def switched_off(samplers: Sequence[str] | None) -> dict[str, Any]:
     """The values of protocol.Sampling for the samplers that are not in a request's `samplers`."""
-    return {name: value for name, value in OFF.items() if samplers is not None and name not in samplers}
+    used = OFF if samplers is None else {name.replace("typ_p", "typical_p") for name in samplers}
+    return {name: value for name, value in OFF.items() if name not in used}
 
 
 def salt(cache_prompt: bool | None, otherwise: str = "") -> str:
@@ -30,20 +49,27 @@ def salt(cache_prompt: bool | None, otherwise: str = "") -> str:
     return secrets.token_hex(16) if cache_prompt is False else otherwise
 
 
+def _biases(value: Any) -> Any:
+    """Tokens, by ids or texts, and their biases; a bias of false is the least. Raises ValueError."""
+    try:
+        return {
+            str(token) if isinstance(token, int) else token: (-100.0 if bias is False else max(-100.0, min(100.0, bias)))
+            for token, bias in (value.items() if isinstance(value, dict) else value)
+        }
+    except (TypeError, ValueError):
+        text = "`logit_bias` must be pairs of a token's id or text and a bias or false, or an object of them"
+        raise ValueError(text) from None
+
+
 class SlotFields(Body):
     """Fields that llama.cpp's editors send to every generating route."""
 
     samplers: Samplers | None = None
-    """Samplers to use; `top_k`, `top_p`, `min_p` and `temperature` are off when not in this list. `infill` is accepted and adds nothing to
-    token healing. Default: all.
+    """Samplers to use; `top_k`, `top_p`, `min_p`, `typ_p` and `temperature` are off when not in this list. Others are accepted and add
+    nothing, and the order is the server's own. Default: all.
     """
     cache_prompt: bool | None = None
     """False: the KV cache of this request is shared with no other. Default: true."""
-    # Accepted without effect: there are no slots and no adapters here.
-    id_slot: fields.Integer | None = None
-    """Accepted for llama.cpp's editors; it changes nothing: there are no slots."""
-    lora: list[fields.Json] | None = Empty
-    """Adapters are not supported: only an empty list is accepted."""
 
 
 class ChatSlotFields(SlotFields):
@@ -51,19 +77,25 @@ class ChatSlotFields(SlotFields):
 
     n_predict: fields.Limit | None = None
     """llama.cpp's name of `max_tokens`; 0 computes the prompt alone, and -1 is the default."""
-    response_fields: ResponseFields | None = None
-    """Accepted for llama.cpp's editors; it changes nothing on this route, as it does there."""
 
 
-class LlamaCppBody(SlotFields, DeliveryBody):
+NAMES = ("n_predict", "max_tokens", "max_completion_tokens"), ("n_cmpl", "n"), ("n_probs", "logprobs")
+"""Names of the same field, llama.cpp's first."""
+
+
+class LlamaCppBody(SlotFields, SamplingBody, DeliveryBody):
     """Fields of /infill and /completion, with llama.cpp's names and defaults."""
 
-    n_predict: fields.Limit | None = Field(default=None, validation_alias=AliasChoices("n_predict", "max_tokens"))
-    """Most tokens to generate, or as many as the context holds if that is less. -1, the default: as many as it holds. `max_tokens` is
-    another name of it.
+    n_predict: fields.Limit | None = Field(default=None, validation_alias=AliasChoices(*NAMES[0]))
+    """Most tokens to generate, or as many as the context holds if that is less. -1, the default: as many as it holds. `max_tokens` and
+    `max_completion_tokens` are other names of it.
     """
-    n_cmpl: fields.Choices | None = Field(default=None, validation_alias=AliasChoices("n_cmpl", "n"))
+    n_cmpl: fields.Choices | None = Field(default=None, validation_alias=AliasChoices(*NAMES[1]))
     """Number of outputs. The answer to more than one is a list of objects. Default: 1. `n` is another name of it."""
+    n_probs: fields.NumTop | None = Field(default=None, validation_alias=AliasChoices(*NAMES[2]))
+    """Return the log-probability of each token, and this many most likely ones in its place, in `completion_probabilities`. `logprobs` is
+    another name of it. Default: 0, none.
+    """
     temperature: float | None = Field(default=None, ge=0, le=2)
     """Divides the logits before sampling. 0: always the most likely token (greedy). Default: 0.8."""
     top_k: fields.TopK | None = None
@@ -72,51 +104,76 @@ class LlamaCppBody(SlotFields, DeliveryBody):
     """Sample from the most likely tokens whose probabilities add up to this share. Default: 0.95."""
     min_p: fields.Share | None = None
     """Sample only tokens at least this share as likely as the most likely token. Default: 0.05."""
-    repeat_penalty: fields.RepetitionPenalty | None = None
+    repetition_penalty: fields.RepetitionPenalty | None = Field(
+        default=None, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
+    )
     """Positive logits of tokens that occur in the prompt or in the output are divided by this, negative ones multiplied. Default: 1.0, no
-    penalty.
+    penalty. `repetition_penalty` is another name of it.
     """
-    presence_penalty: fields.Penalty | None = None
-    """Subtracted once from the logit of each token that occurs in the output. Default: 0."""
-    frequency_penalty: fields.Penalty | None = None
-    """Subtracted from a token's logit once for each time the token occurs in the output. Default: 0."""
-    seed: fields.Seed = None
-    """Seed of the random draws: the same request with the same seed gets the same tokens where GET /info has `deterministic: true`, and
-    nearly always elsewhere. -1, the default: drawn at random for each request.
+    logit_bias: Annotated[fields.LogitBias | None, BeforeValidator(_biases, fields.Json)] = None
+    """Added to the logits of tokens: pairs of an id, or a text that stands for its tokens, and a bias from -100 to 100, or false for the
+    least; or an object of them. Default: none.
     """
-    stop: fields.StopStrings | None = None
-    """Texts of 1 to 1024 characters that end the output and are left out of it; up to server.max_stop_strings (16). Default: none."""
-    t_max_predict_ms: fields.Positive | None = None
-    """Time limit in milliseconds from the first token on, after which an answer that has a line break ends with what it has. Default:
-    none.
+    json_schema: fields.JsonObject | None = None
+    """A JSON schema that the output follows. Default: none."""
+    grammar: fields.Text | None = None
+    """A grammar that the output follows, in GBNF, or in Lark as llguidance reads it. Not with `json_schema`. Default: none."""
+    post_sampling_probs: Literal[False] | None = None
+    """Log-probabilities are those before samplers: only false is accepted."""
+    return_tokens: bool | None = None
+    """Whether the answer has the ids of its tokens; events of a stream always have them. Default: false."""
+    timings_per_token: bool | None = None
+    """Whether each event of a stream has `timings`, not the last one alone. Default: false."""
+    n_indent: fields.Count | None = None
+    """The answer ends before the first new line that is indented by fewer spaces and tabs than this; blank lines, and the line that the
+    prompt has begun, do not count. 0, the default: it does not.
+    """
+    stop: Stops = None
+    """Texts of 1 to 1024 characters that end the output and are left out of it, one or a list; up to server.max_stop_strings (16).
+    Default: none.
+    """
+    t_max_predict_ms: fields.Integer | None = None
+    """Time limit in milliseconds from the first token on, after which an answer that has a line break ends with what it has. 0 and -1, the
+    default: none.
     """
     response_fields: ResponseFields | None = None
     """Return only these fields of the answer; `a/b` is the field `b` of the object `a`. Default: all."""
-    # Accepted without effect: editors send these. `model` is the editor's setting, "" by default.
+    # Accepted without effect: the editor's setting, "" by default.
     model: fields.Name | None = None
     """Accepted for llama.cpp's editors at any value; it changes nothing."""
-    t_max_prompt_ms: fields.Count | None = None
-    """Accepted for llama.cpp's editors; it changes nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _under_one_name(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Leaves out further names of a field that has been given. Raises ValueError where they differ."""
+        for names in NAMES:
+            first, *others = [name for name in names if name in value] or names[:1]
+            if any(value.pop(other) != value[first] for other in others):
+                raise ValueError(f"`{first}` and `{others[0]}` differ; give one of them")
+        return value
+
+    def source(self) -> Source | None:
+        """The constraint on the output, if there is one. Raises InvalidRequest if there are two."""
+        if self.json_schema is None:
+            return Source("lark", self.grammar, "grammar") if self.grammar else None
+        if self.grammar:
+            text = "`grammar` cannot be combined with `json_schema`"
+            raise InvalidRequest(text, param="grammar")
+        return Source("json", self.json_schema, "json_schema")
 
     async def prompts(self, generation: Generation, client: str) -> list[Filling]:
         """The prompts that the answer continues. Raises RequestError."""
         raise NotImplementedError
 
-    def sampling(self) -> protocol.Sampling:
-        """The engine's sampling parameters, with llama.cpp's defaults."""
-        sampling: dict[str, Any] = {
-            "temperature": fields.default(self.temperature, 0.8),
-            "top_k": max(0, fields.default(self.top_k, 40)),
-            "top_p": fields.default(self.top_p, 0.95),
-            "min_p": fields.default(self.min_p, 0.05),
-        }
-        return protocol.Sampling(
-            **sampling | switched_off(self.samplers),
-            repetition_penalty=fields.default(self.repeat_penalty, 1.0),
-            presence_penalty=fields.default(self.presence_penalty, 0.0),
-            frequency_penalty=fields.default(self.frequency_penalty, 0.0),
-            seed=fields.drawn(self.seed),
-        )
+    async def draws(self, generation: Generation, client: str) -> protocol.Sampling:
+        """The engine's sampling parameters, with llama.cpp's defaults. Raises RequestError."""
+        bias = self.logit_bias or {}
+        if texts := [token for token in bias if not token.isdecimal()]:
+            spelt = await generation.texts.run(Prompts(texts, bare=True), client)
+            for text, filling in zip(texts, spelt, strict=True):
+                bias |= dict.fromkeys(map(str, filling.prompt), bias.pop(text))
+        sampling = self.sampling(fields.default(self.temperature, 0.8), DEFAULTS)
+        return replace(sampling, **switched_off(self.samplers))
 
 
 class ExtraFile(Body):
@@ -143,16 +200,15 @@ class InfillBody(LlamaCppBody):
     """The beginning of the text in the gap, which the answer continues. Default: empty."""
     token_healing: bool | None = None
     """Whether the last token before the gap is removed and generated again under the constraint that its text is kept, for gaps within a
-    word. Default: true.
-    """
-    n_indent: fields.Count | None = None
-    """The answer ends before the first new line that is indented by fewer spaces and tabs than this; blank lines, and the line that the
-    prefix has begun, do not count. 0, the default: it does not.
+    word. Not with `json_schema` and `grammar`, else true by default.
     """
 
     async def prompts(self, generation: Generation, client: str) -> list[Filling]:
         extra = tuple((file.filename or "", file.text) for file in self.input_extra or ())
-        heal = self.token_healing is not False
+        heal = fields.default(self.token_healing, self.source() is None)
+        if heal and self.source() is not None:
+            text = "`token_healing` cannot be combined with a constraint on the output"
+            raise InvalidRequest(text, param="token_healing")
         job = Fill(self.input_prefix, self.input_suffix, heal, extra, "input_suffix", self.prompt or "")
         return [await generation.tokenize(job, client)]
 
@@ -164,11 +220,6 @@ class LlamaCppCompletionBody(LlamaCppBody):
     """The text to continue, or its token ids; or a list of up to 256 texts, or of lists of token ids. The answer to several prompts is a
     list of objects.
     """
-    # Accepted without effect.
-    mirostat: Literal[0] | None = None
-    """Mirostat is not supported: only 0, which turns it off, is accepted."""
-    penalty_last_n: fields.Integer | None = None
-    """Accepted for Tabby, which sends it; llama.cpp has no such field, and it changes nothing."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "LlamaCppCompletionBody":

@@ -307,6 +307,9 @@ ADDING: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 3}),
     ("/v1/chat/completions", {"logprobs": True, "return_token_ids": True, "stream": True, "max_tokens": 3}),
     ("/tokenize", {"return_token_strs": True}),
+    ("/tokenize", {"prompt": None, "inputs": None, "content": "a\u20ac", "with_pieces": True}),
+    ("/completion", {"n_probs": 2, "return_tokens": True, "n_predict": 3}),
+    ("/infill", {"n_probs": 2, "timings_per_token": True, "stream": True, "n_predict": 3}),
 ]
 
 

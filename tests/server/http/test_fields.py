@@ -79,9 +79,20 @@ OF_LLAMA_CPP: dict[str, tuple[dict[str, Any], Any]] = {
     "top_k": ({}, 3),
     "top_p": ({}, 0.5),
     "min_p": ({}, 0.2),
-    "repeat_penalty": ({}, 1.5),
+    "typical_p": ({}, 0.5),
+    "repetition_penalty": ({}, 1.5),
     "presence_penalty": ({}, 1.5),
     "frequency_penalty": ({}, 1.5),
+    "logit_bias": ({}, [[5, 3]]),
+    "allowed_token_ids": ({}, [5]),
+    "min_tokens": ({}, 4),
+    "stop_token_ids": ({}, [5]),
+    "ignore_eos": ({}, True),
+    "json_schema": ({}, SCHEMA),
+    "grammar": ({}, 'root ::= "a" | "b"'),
+    "n_probs": ({}, 2),
+    "return_tokens": ({}, True),
+    "timings_per_token": ({"stream": True}, True),
     "seed": ({"temperature": 1}, 2),
     "stream": ({}, True),
     "priority": ({}, 3),
@@ -244,6 +255,7 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
             "tools": ({"prompt": None, "messages": MESSAGES}, [TOOL]),
             "tool_choice": ({"prompt": None, "messages": MESSAGES, "tools": [TOOL]}, "none"),
             "chat_template_kwargs": ({"prompt": None, "messages": MESSAGES}, {"mood": "calm"}),
+            "reasoning_effort": ({"prompt": None, "messages": MESSAGES}, "none"),
             "continue_final_message": (
                 {"prompt": None, "messages": [*MESSAGES, {"role": "assistant", "content": "yes"}]},
                 True,
@@ -257,22 +269,17 @@ CASES: dict[type[BaseModel], tuple[str, dict[str, Any], dict[str, tuple[dict[str
 }
 # What is accepted and changes no answer, at these values alone.
 OF_OPENAI: dict[str, Any] = {"model": "tiny"}
-OF_SLOTS: dict[str, Any] = {"id_slot": 0, "lora": []}
 HARMLESS: dict[type[BaseModel], dict[str, Any]] = {
     CompletionBody: OF_OPENAI,
     FimBody: OF_OPENAI,
     TemplateBody: {"model": "tiny"},
-    ChatBody: OF_OPENAI
-    | OF_SLOTS
-    | {
-        "response_fields": [""],
-    },
+    ChatBody: OF_OPENAI,
     DecisionBody: {"model": "tiny", "stream": False, "resumable": False},
     DecisionQuestion: {},
     SystemBody: {"model": "tiny", "stream": False, "resumable": False},
     SystemQuestion: {},
-    InfillBody: OF_SLOTS | {"t_max_prompt_ms": 500, "model": "tiny"},
-    LlamaCppCompletionBody: OF_SLOTS | {"t_max_prompt_ms": 500, "model": "tiny", "mirostat": 0, "penalty_last_n": 0},
+    InfillBody: {"model": "tiny", "post_sampling_probs": False},
+    LlamaCppCompletionBody: {"model": "tiny", "post_sampling_probs": False},
     GenerateBody: {"model": "http://127.0.0.1:8000", "options": {"use_cache": False, "wait_for_model": True}, "use_cache": True},
     Parameters: {"watermark": False},
     TokenizeBody: {"model": "tiny"},
@@ -291,7 +298,7 @@ ELSEWHERE = {
     DecisionBody: {"timeout_s", "cache_salt"},
     SystemBody: {"timeout_s", "cache_salt"},
     InfillBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},
-    LlamaCppCompletionBody: {"t_max_predict_ms", "resumable", "cache_prompt"},
+    LlamaCppCompletionBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},
 }
 NOT_HARMLESS = [
     ("/v1/chat/completions", {"tools": [{"type": "function"}]}),
@@ -313,7 +320,7 @@ NOT_HARMLESS = [
     ("/infill", {"lora": [{"id": 0, "scale": 0.5}]}),
     ("/completion", {"mirostat": 2}),
     ("/v1/chat/completions", {"lora": [{"id": 0, "scale": 0.5}]}),
-    ("/v1/chat/completions", {"samplers": ["xtc"]}),
+    ("/v1/chat/completions", {"samplers": ["mirostat"]}),
     ("/apply-template", {"tools": [{"type": "function"}]}),
     ("/tokenize", {"prompt": None, "content": "ab", "parse_special": False}),
 ]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -260,7 +261,9 @@ def test_a_constrained_stream_outlives_the_engine(embedded_folder: Path) -> None
         ("json", "{", "not JSON"),
         ("lark", "start: (", "cannot be compiled"),
         ("lark", "start: missing", "cannot be compiled"),
-        ("lark", 'x ::= y\nroot ::= "a"', "::= as in GBNF at character 2; it must be a Lark grammar"),
+        ("lark", 'x ::= y\nroot ::= "a"', "is neither Lark nor GBNF: Rule 'y' not found"),
+        ("lark", "root ::= (", "is neither Lark nor GBNF: Expected '\\)' at line 1"),
+        ("lark", "root ::= " + "(" * 5000, "is neither Lark nor GBNF"),
         ("json", '{"type": "object", "default": NaN}', "a number that is not finite"),
     ],
     ids=lambda x: str(x)[:20],
@@ -269,6 +272,34 @@ async def test_bombs_and_nonsense_are_refused_at_once(compiler: Compiler, kind: 
     with pytest.raises(InvalidRequest, match=words) as caught:
         await asyncio.wait_for(compiler.compile(Source(kind, value, "field")), 5)
     assert caught.value.param == "field" and "\n" not in caught.value.message and len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        ('root ::= "yes" | "no"', "yes|no"),
+        ('root ::= word (" " word)*\nword ::= [a-c]{1,3} # letters', "[a-c]{1,3}( [a-c]{1,3})*"),
+        ('root ::= "-"? digit+ ("." digit+)?\ndigit ::= [0-9]', r"-?\d+(\.\d+)?"),
+        ('root ::= [^a-z\\n]{2} "\\t"', r"[^a-z\n]{2}\t"),
+        ('start: "a ::= b"', "a ::= b"),
+    ],
+)
+async def test_grammars_of_llama_cpp(compiler: Compiler, grammars: Grammars, grammar: str, pattern: str) -> None:
+    """GBNF, and Lark that has its sign in a text: random tokens make texts of the language."""
+    compiled = await compiler.compile(Source("lark", grammar, "grammar"))
+    for seed in range(8):
+        rng, constraint, ids = random.Random(seed), grammars.constraint(submit(compiled)), list[int]()
+        assert constraint is not None
+        while len(ids) < 60:
+            ids += constraint.forced
+            allowed = [id for id in range(4096) if constraint.mask is not None and constraint.mask[id // 8] >> id % 8 & 1]
+            token = END if END in allowed else rng.choice(allowed)
+            if token == END:
+                break
+            ids.append(token)
+            constraint.advance(token)
+        text = TextCodec(EMBEDDED).decode(ids)
+        assert re.fullmatch(pattern, text) or len(ids) >= 60, text
 
 
 @pytest.mark.parametrize("depth", [50, 120, 200, 320, 10_000])
