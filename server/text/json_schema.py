@@ -310,7 +310,8 @@ class _SchemaRewriter:
                 node = target(self._root, reference)
             except (LookupError, TypeError, ValueError):
                 why = "no schema of its own has this place; nothing is fetched, so give it whole"
-                self._cannot(at, reference, why)
+                # An address is not repeated: logs and pages that show it might be taken for having it.
+                self._cannot(at, reference if reference.startswith("#") else "...", why)
                 return None
             self._definitions[key] = name = f"d{len(self._definitions)}"
             prepared = self._schema(node, key[0], alone)
