@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant("resumed one event too early", StreamBuffer, "after", "max(0, seen + 1 - first)", "max(0, seen - first)"),
     Mutant("resumed one event too late", StreamBuffer, "after", "max(0, seen + 1 - first)", "max(0, seen + 2 - first)"),
     Mutant("a gap in the events is not reported", StreamBuffer, "after", "return seen + 1 < first", "return False"),
-    Mutant("bytes that are never freed", StreamStore, "_expire", "self.num_bytes -= buffer.num_bytes", "pass"),
+    Mutant("bytes that are never freed", StreamStore, "_expire", "self._count(buffer, -buffer.num_bytes)", "pass"),
     Mutant("a superseded reader waits on", StreamStore, "attach", "old.tell()", "pass"),
     Mutant("a stream without a reader goes on", StreamStore, "sweep", "buffer.stop(", "str("),
     Mutant("expired too early", StreamStore, "sweep", "< self.retention.seconds", "< 0"),
