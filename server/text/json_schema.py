@@ -127,9 +127,10 @@ _UNFOLLOWED = {
     "$recursiveRef",
 }
 """The standard's other assertions; all other keywords are annotations."""
-_NAMES = ("#/$defs/number", f"#/$defs/any{MAX_ANY_DEPTH}")
+_NAMES = ("#/$defs/number", f"#/$defs/any{MAX_ANY_DEPTH}", "#/$defs/integer")
 _SCALARS = [{"$ref": _NAMES[0]}, {"type": ["null", "boolean", "string"]}]
 _SHARED: dict[str, Node] = {
+    "integer": {"type": "integer", "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER},
     "number": {
         "anyOf": [
             {
@@ -140,7 +141,7 @@ _SHARED: dict[str, Node] = {
             }
             for places in (0, 3, 6, 10)
         ]
-    }
+    },
 } | {
     f"any{depth}": {
         "anyOf": [
@@ -421,6 +422,9 @@ def _bounded_digits(prepared: Node, names: set[str]) -> list[Node]:
         others = sorted(names - {"number", "integer"})
         bounded = {"$ref": _NAMES[0]}
         return [{"anyOf": [bounded, {"type": others}]} if others else bounded]
+    if not low and not high and names == {"integer"} and prepared.keys() <= {"type"}:
+        del prepared["type"]  # All such properties share one rule of the grammar, whose size is bounded.
+        return [{"$ref": "#/$defs/integer"}]
     if not low:
         prepared["minimum"] = -MAX_INTEGER
     if not high:
