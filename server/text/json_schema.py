@@ -311,7 +311,7 @@ class _SchemaRewriter:
                 node = target(self._root, reference)
             except (LookupError, TypeError, ValueError):
                 why = "no schema of its own has this place; nothing is fetched, so give it whole"
-                # An address is not repeated: logs and pages that show it might be taken for having it.
+                # Messages do not repeat addresses of other documents, which may be paths of this machine.
                 self._cannot(at, reference if reference.startswith("#") else "...", why)
                 return None
             self._definitions[key] = name = f"d{len(self._definitions)}"

@@ -485,15 +485,20 @@ def _pydantic(name: str, fields: Node) -> Node:
     }
 
 
-def _zod(name: str, fields: Node) -> Node:
+def _closed(fields: Node, definitions: Node) -> Node:
+    """An object of the newest draft with these properties, all required, and no others."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "type": "object",
         "properties": fields,
         "required": [*fields],
         "additionalProperties": False,
-        "$defs": ZOD_DEFS,
+        "$defs": definitions,
     }
+
+
+def _zod(name: str, fields: Node) -> Node:
+    return _closed(fields, ZOD_DEFS)
 
 
 def _mcp(name: str, fields: Node) -> Node:
@@ -507,14 +512,7 @@ def _mcp(name: str, fields: Node) -> Node:
 
 
 def _java(name: str, fields: Node) -> Node:
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "type": "object",
-        "properties": fields,
-        "required": [*fields],
-        "additionalProperties": False,
-        "$defs": JAVA_DEFS,
-    }
+    return _closed(fields, JAVA_DEFS)
 
 
 def _dotnet(name: str, fields: Node) -> Node:
