@@ -128,7 +128,7 @@ _UNFOLLOWED = {
 }
 """The standard's other assertions; all other keywords are annotations."""
 _NAMES = ("#/$defs/number", f"#/$defs/any{MAX_ANY_DEPTH}", "#/$defs/integer")
-_SCALARS = [{"$ref": _NAMES[0]}, {"type": ["null", "boolean", "string"]}]
+_SCALARS: list[Node] = [{"$ref": _NAMES[0]}, {"type": ["null", "boolean", "string"]}]
 _SHARED: dict[str, Node] = {
     "integer": {"type": "integer", "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER},
     "number": {
@@ -142,18 +142,17 @@ _SHARED: dict[str, Node] = {
             for places in (0, 3, 6, 10)
         ]
     },
-} | {
-    f"any{depth}": {
+    "any0": {"anyOf": _SCALARS},
+}
+for _depth in range(MAX_ANY_DEPTH):
+    _inner = {"$ref": f"#/$defs/any{_depth}"}
+    _SHARED[f"any{_depth + 1}"] = {
         "anyOf": [
             *_SCALARS,
-            {"type": "array", "items": {"$ref": f"#/$defs/any{depth - 1}"}},
-            {"type": "object", "additionalProperties": {"$ref": f"#/$defs/any{depth - 1}"}},
+            {"type": "array", "items": _inner},
+            {"type": "object", "additionalProperties": _inner},
         ]
-        if depth
-        else _SCALARS
     }
-    for depth in range(MAX_ANY_DEPTH + 1)
-}
 """Schemas of numbers with at most 16 digits, and of any value. llguidance's own let a model write
 digits, and open arrays, without end; a multipleOf is what bounds the digits after a point."""
 
