@@ -1,8 +1,6 @@
 """Pages that list parts of the source name all of them."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -46,10 +44,8 @@ def test_references_to_decisions_name_one_that_there_is() -> None:
     """Also in comments of the code, which the site's own check of links does not see."""
     anchors = {*re.findall(r"<a id=\"([a-z0-9-]+)\"", WHY)}
     anchors |= {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", WHY, re.MULTILINE)}
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    paths = [ROOT / name for name in names if name.endswith((".md", ".py", ".yml")) or name.startswith("scripts/")]
-    texts = {path: path.read_text() for path in paths if path.is_file()}
-    wrong = {path: [*re.findall(r"docs/decisions/\w+", text)] for path, text in texts.items() if path != Path(__file__)}
-    for path, text in texts.items():
-        wrong.setdefault(path, []).extend(name for name in re.findall(r"\bwhy\.md#([a-z0-9-]+)", text) if name not in anchors)
-    assert {path: names for path, names in wrong.items() if names} == {}
+    folders = ("bench", "cache", "commands", "docs", "model", "scripts", "server", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in ("", ".md", ".py") and path.is_file()]
+    texts = {path: path.read_text() for path in [*paths, *ROOT.glob("*.md"), ROOT / "mkdocs.yml"]}
+    named = {path: {*re.findall(r"\bwhy\.md#([a-z0-9-]+)", text)} for path, text in texts.items()}
+    assert {path: names - anchors for path, names in named.items() if names - anchors} == {}
