@@ -176,10 +176,11 @@ class PlanOptions(ToolOptions):
         "auto",
         description="of weights and cache; auto: bfloat16 on a GPU; on a CPU weights as stored, by config.json, and a float32 cache",
     )
-    quantization: Literal["auto", "none", "int8", "int4", "fp8", "all"] = Field(
+    quantization: Literal["auto", "none", "int8", "int4", "all"] = Field(
         "auto",
-        description="of the weights, auto as engine.quantization has it; of int8, int4 and fp8 also what they cost in perplexity, measured "
-        "on this machine where the weights are there. all: every form's perplexity, with memory planned for auto",
+        description="of the weights, auto as engine.quantization has it; of int8 and int4 also what they cost in "
+        "perplexity, measured on this machine where the weights are there. all: every form's perplexity, with memory planned "
+        "for auto",
     )
     cache_dtype: Literal["auto", "fp8"] = Field("auto", description="fp8: keys and values in 8 bits")
     page_size: Positive = Field(64, le=1024, description="tokens of a page")

@@ -118,7 +118,7 @@ def make_plan(options: PlanOptions) -> Plan:
     form = dtype if options.quantization in NOT_QUANTIZED else options.quantization
     kv_dtype = cache if options.cache_dtype == "auto" else options.cache_dtype
     kinds = compute, "float32" if device == "cpu" else None
-    weights = weight_bytes(decoder, *kinds, device)
+    weights = weight_bytes(decoder, *kinds)
     weights = {name: count for name, count in weights.items() if name != "float16" or name == form}
     as_is = {name: count + bytes_of_more_heads(spec, heads, name, *kinds) for name, count in weights.items()} | mixed
     weights |= mixed
@@ -255,13 +255,14 @@ def show(made: Plan, console: Console, measured: Measured | str) -> None:
     if made.heads > 1:
         console.print("onehead serves one key/value head: planned as `onehead convert` makes it, beside the checkpoint as it is")
     console.print()
-    table = Table("bytes", *made.weight_bytes, box=None, pad_edge=False)
+    forms = dict.fromkeys((*made.weight_bytes, *made.kv_bytes_per_token))
+    table = Table("bytes", *forms, box=None, pad_edge=False)
     table.add_row("weights", *(f"{count:,}" for count in made.weight_bytes.values()))
     if made.heads > 1:
         table.add_row(f"with {made.heads} heads", *(f"{count:,}" for count in made.weight_bytes_as_is.values()))
     for name, kind in (("K, V of a token", "multi_query"), (f"with {made.compared_heads} heads", "multi_head")):
         kv_bytes = made.kv_bytes_per_token
-        table.add_row(name, *(f"{kv_bytes[form][kind]:,}" if form in kv_bytes else "" for form in made.weight_bytes))
+        table.add_row(name, *(f"{kv_bytes[form][kind]:,}" if form in kv_bytes else "" for form in forms))
     if isinstance(measured, Measured):
         _add_perplexity(table, list(made.weight_bytes), measured)
         notes = [f"on {measured.tokens:,} tokens of {measured.text}, on this machine"]

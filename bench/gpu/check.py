@@ -40,7 +40,6 @@ NUM_ROWS, SMALL_NUM_ROWS = (1, 2, 16, 17, 32, 64, 65, 600), (1, 70)
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "deterministic": {"deterministic": True},
-    "fp8": {"quantization": "fp8"},
     "fp8 cache": {"cache_dtype": "fp8"},
     "float32": {"dtype": "float32"},
 }

@@ -348,15 +348,11 @@ def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
 
 
 def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> None:
-    """Raises OptionError where the device lacks the quantization or float8, or attention would not be batch-invariant although
-    engine.deterministic is true.
+    """Raises OptionError where the device lacks float8 for the cache, or where attention would not be batch-invariant
+    although engine.deterministic is true.
     """
-    if options.quantization not in (known := ("auto", "none", *device.quantizations)):
-        expected = ", ".join(known)
-        raise OptionError(f"engine.quantization {options.quantization} has no kernels on {device.name}; expected one of {expected}")
-    of_float8 = (("engine.quantization", options.quantization), ("cache.dtype", options.cache_dtype))
-    if names := " and ".join(name for name, value in of_float8 if value == "fp8"):
-        device.check_float8(names)
+    if options.cache_dtype == "fp8":
+        device.check_float8()
     if not options.deterministic:
         return
     layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)

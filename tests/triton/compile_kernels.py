@@ -1,9 +1,9 @@
 """`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]... ARCHITECTURE:fastSHAPExBYTES:WINDOW[:fp8]...
-ARCHITECTURE:productLINE[:fp8]... ARCHITECTURE:FORM... ARCHITECTURE:few_rows... ARCHITECTURE:dependent...`: compiles kernels for GPUs
+ARCHITECTURE:productLINE... ARCHITECTURE:FORM... ARCHITECTURE:few_rows... ARCHITECTURE:dependent...`: compiles kernels for GPUs
 that need not be there.
 
 As lines of attention's table, or of the products', ship them; as single tokens and chunks of a model of this shape of heads take them;
-with `fp8` over keys, values and weights in float8; with `int8` or `int4` the products of blocks. Prints a line of JSON for each: shared
+with `fp8` over keys and values in float8; with `int8` or `int4` the products of blocks. Prints a line of JSON for each: shared
 memory in bytes, how often each instruction stands in the code, and in each loop that multiplies matrices.
 """
 
@@ -41,8 +41,8 @@ LISTED, UNLISTED = {"positions_ptr": None}, {"spans_ptr": None, "tiles_ptr": Non
 """Which pointers are absent where tiles are listed, and where they follow from positions."""
 MULTIPLICATION = re.compile("|".join(map(re.escape, MULTIPLIES)))
 NUMBERS = {2: "bf16", 4: "fp32"}
-FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
-POINTERS |= {"scale_ptr": "*fp32", "partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
+FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv"}
+POINTERS |= {"partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
 POINTERS |= {"normalisers_ptr": "*fp32", "largest_ptr": "*fp32", "tokens_ptr": "*i64", "numbers_ptr": "*fp32", "adjusted_ptr": "*fp32"}
 POINTERS |= {f"{name}_ptr": "*i32" for name in ("words", "settings", "parts", "counters", "results", "counts", "limits")}
 POINTERS |= {"drawn_ptr": "*i64", "shares_ptr": "*fp64"}
@@ -102,15 +102,15 @@ def tell(found: dict[str, Any]) -> None:
     print(json.dumps(found), flush=True)
 
 
-def compile_products(architecture: int, line: int, stored: bool) -> None:
-    """Plain, gated, and with weights that lie the other way round; and the kernels for rows and draws. Weights in float8 have scales."""
+def compile_products(architecture: int, line: int) -> None:
+    """Plain, gated, and with weights that lie the other way round; and the kernels for rows and draws."""
     _, size, tile = tiles.TABLE[line]
     number, (inputs, outputs) = NUMBERS[size], WIDTHS
     sizes: dict[str, Any] = {"GROUPS": 1, "INPUTS": inputs, "OUTPUTS": outputs, "STEP_G": 2 * inputs * outputs, "UPCAST": False}
-    sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth} | ({} if stored else {"scale_ptr": None})
+    sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     # A router's weights are of 16 bits under rows in float32.
-    pointers = POINTERS | (FLOAT8 if stored else {"weight_ptr": "*bf16"})
+    pointers = POINTERS | {"weight_ptr": "*bf16"}
     whole, part = {"PART": inputs, "APART": False}, inputs // 2
     for gated, steps, parts in (
         (False, (inputs, 1), whole),
@@ -123,16 +123,16 @@ def compile_products(architecture: int, line: int, stored: bool) -> None:
         written = pointers | ({"y_ptr": "*fp32"} if parts["APART"] else {})
         made = compiled(products.product, number, architecture, constants, options, written)
         tell({"line": line, "part": parts["PART"], "architecture": architecture} | made)
-    compile_join(architecture, number, outputs, {} if stored else {"scale_ptr": None})
+    compile_join(architecture, number, outputs)
     compile_norms(architecture, number, inputs)
     constants = {"COLUMNS": VOCABULARY, "BLOCK": 4096}
     tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}, POINTERS | {"logits_ptr": "*fp32"}))
     compile_draws(architecture, number)
 
 
-def compile_join(architecture: int, number: str, outputs: int, absent: dict[str, Any]) -> None:
+def compile_join(architecture: int, number: str, outputs: int) -> None:
     """The joining of a product's parts."""
-    constants = {"OUTPUTS": outputs, "PARTS": 4, "ACTIVATION": "gelu", "BLOCK_Y": launches.JOINED_AT_ONCE} | absent
+    constants = {"OUTPUTS": outputs, "PARTS": 4, "ACTIVATION": "gelu", "BLOCK_Y": launches.JOINED_AT_ONCE}
     tell({"architecture": architecture} | compiled(products.join, number, architecture, constants, {}, POINTERS))
 
 
@@ -199,7 +199,7 @@ def compile_blocks(architecture: int, form: str) -> None:
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         made = compiled(block_products.block_product, number, architecture, constants, options, pointers)
         tell({"rows": tile.rows, "number": number, "architecture": architecture} | made)
-    compile_join(architecture, "bf16", outputs, {"scale_ptr": None})
+    compile_join(architecture, "bf16", outputs)
     for without_ids in ({}, {"ids_ptr": None}):
         constants = stored | without_ids | {"BLOCK_N": block_products.OUTPUTS, "BLOCK_I": block_products.INPUTS}
         tell({"architecture": architecture} | compiled(block_products.dequantize, "bf16", architecture, constants, {}, BLOCKS))
@@ -257,7 +257,7 @@ def main() -> None:
         if line in FORMATS:
             compile_blocks(int(architecture), line)
         elif line.startswith("product"):
-            compile_products(int(architecture), int(line.removeprefix("product")), plain != wanted)
+            compile_products(int(architecture), int(line.removeprefix("product")))
         elif line in FEW_ROWS_KINDS:
             compile_few_rows(int(architecture), line == "dependent")
         elif line.startswith("fast"):

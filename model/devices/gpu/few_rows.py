@@ -86,5 +86,5 @@ def multiply_few(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, 
         BLOCK_T=rows, BLOCK_O=outputs, BLOCK_I=inputs, num_warps=4, **dependent(x_TI.device), **EXACT,
     )  # fmt: skip
     if parts > 1:
-        join_parts(sums, None, bias_O, y_TO, activation)
+        join_parts(sums, bias_O, y_TO, activation)
     return y_TO

@@ -3,7 +3,7 @@
 By default norms, with the sums before them, and gates are our Triton kernels, and products cuBLAS's, but for those of a single row;
 TritonProducts replaces linear layers, heads and the tied head too. Replacements hold the same parameters as what they replace. Invariant
 of everything but CublasProducts' products (batch-invariant): a row of a result depends on that row of x alone, bit for bit. Products of
-float8 are not replaced: they are by our kernel in any case; those of int8 and int4 are block_modules.py's.
+int8 and int4 are block_modules.py's.
 
 Shape letters: T tokens, S rows whose logits are wanted, H query heads, D hidden size, V vocabulary, c columns of the latent, p of a
 head without position, v of a head's value.
