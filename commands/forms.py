@@ -69,7 +69,8 @@ def bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vect
 
 def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None = None) -> dict[str, int]:
     """Bytes of all parameters of a decoder in each form that the server can hold them in; quantized
-    ones beside what stays in `dtype`. What is no linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
+    ones beside what stays in `dtype`. What is no linear layer or table, and routers, are in
+    `vectors`; if that is None, in what these are in.
     """
     matrices = _matrices(decoder)
     counted = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.devices.gpu import EXACT, dependent
+from model.devices.gpu import EXACT
 from model.devices.gpu import rows as kernels
 from model.devices.gpu.products import join, product
 from model.devices.gpu.tiles import choose, part_of
@@ -80,7 +80,7 @@ def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, off
     if x.numel():
         kernels.add_norm[(x.numel() // columns,)](
             x, None, None, None, None, None, y, weight_D, bias_D, 1.0, epsilon, offset, columns, CENTRED=centred,
-            **dependent(x.device), **_block(columns),
+            **_block(columns),
         )  # fmt: skip
     return y
 
@@ -95,7 +95,7 @@ def add_norm(x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: 
     if x_TD.numel():
         kernels.add_norm[(len(x_TD),)](
             x_TD, branch_TD, weight_D, bias_D, *others_TD, sum_TD, y_TD, next_norm.weight, next_norm.bias, scale,
-            next_norm.epsilon, next_norm.offset, x_TD.shape[1], CENTRED=next_norm.centred, **dependent(x_TD.device),
+            next_norm.epsilon, next_norm.offset, x_TD.shape[1], CENTRED=next_norm.centred,
             **_block(x_TD.shape[1]),
         )  # fmt: skip
     return sum_TD, y_TD
