@@ -1,9 +1,11 @@
-"""Products of one row of x: y = activation(x W^T + b), where reading W is all the time. Kernel and launch.
+"""Products of one row of x: y = activation(x W^T + b), where reading W is all the time. Kernel and
+launch.
 
-A program loads its whole piece of W at once instead of block by block: there is no loop whose beginning and end would
-take longer than the piece. It multiplies without tensor cores, which would compute fifteen rows more. Inputs are divided
-into parts (products.py) where a piece has no room for all. It knows nothing of layers, and promises nothing about
-batches: several rows are multiplied otherwise.
+A program loads its whole piece of W at once instead of block by block: there is no loop whose
+beginning and end would take longer than the piece. It multiplies without tensor cores, which would
+compute fifteen rows more. Inputs are divided into parts (products.py) where a piece has no room for
+all. It knows nothing of layers, and promises nothing about batches: several rows are multiplied
+otherwise.
 
 Shape letters: I inputs, O outputs.
 """
@@ -18,7 +20,9 @@ from model.devices.gpu.launches import in_place, join_parts
 from model.devices.gpu.products import activated
 
 MOST_WEIGHTS = 2**25
-"""Of a matrix. Larger ones, as heads, cuBLAS reads at the speed of a copy already (measured on an H100)."""
+"""Of a matrix. Larger ones, as heads, cuBLAS reads at the speed of a copy already (measured on an
+H100).
+"""
 ELEMENTS, LONGEST = 2**15, 2**13
 """Of a piece, which the registers of a program hold, and inputs of it."""
 MOST_OUTPUTS, LEAST_PROGRAMS = 8, 256
@@ -30,7 +34,9 @@ def one_row(
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, APART: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Program (o, i): outputs of y or, where they are APART, of the sums of part i, in float32 [parts, O]."""
+    """Program (o, i): outputs of y or, where they are APART, of the sums of part i, in float32
+    [parts, O].
+    """
     column_O = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     input_I = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     there_O, there_I = column_O < OUTPUTS, input_I < INPUTS
