@@ -1,11 +1,11 @@
 """How well a checkpoint predicts the held-out modules of the standard library, in bits per byte, beside xz and a byte 5-gram.
 
-    python -m bench.bits_per_byte --model FOLDER [--data DIR] [--context TOKENS] [--forms float32,fp8,...] [--documents N]
+    python -m bench.bits_per_byte --model FOLDER [--data DIR] [--context TOKENS] [--forms float32,int8,...] [--documents N]
         [--output bits-per-byte.json]
 
 The model scores every document by itself, from an end-of-text token on, as it was trained; longer documents than its context in
 windows that overlap by half, each token once. It does so in each form: what weights and activations are held in (float32, bfloat16, or
-int8, int4 or fp8 weights beside float32); with +kv8, keys and values are rounded to float8 first, as a float8 cache returns them. xz sees
+int8 or int4 weights beside float32); with +kv8, keys and values are rounded to float8 first, as a float8 cache returns them. xz sees
 the held-out bytes alone. The 5-gram is counted on the training split, as the model was trained on it, and each document starts from four
 zero bytes; of its smoothings the one that does best here is kept, which favours it. Prints a Markdown table.
 """
@@ -35,6 +35,7 @@ from model.attention import Attend
 from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.decoder import Decoder
+from model.devices.blocks import FORMATS as BLOCK_FORMATS
 from model.devices.cpu.device import CpuDevice
 from model.devices.products import Products
 from model.layers import Rotation
@@ -43,7 +44,7 @@ LOGIT_ROWS = 512
 """Rows of logits made at a time: they are the largest tensor of all."""
 KV8 = "+kv8"
 FORMS = {"float32": (torch.float32, "none"), "bfloat16": (torch.bfloat16, "none")}
-FORMS |= {kind: (torch.float32, kind) for kind in CpuDevice.quantizations}
+FORMS |= {kind: (torch.float32, kind) for kind in BLOCK_FORMATS}
 CPU = CpuDevice()
 
 # --- the model

@@ -125,7 +125,12 @@ def _convert(argv: list[str]) -> int:
     from commands.convert.convert import convert, make_plan
     from server.hub.download import resolve
 
-    return _tool("convert", lambda: convert(options.model_copy(update={"model": resolve(options.model, pickles=True, check=make_plan)})))
+    def work() -> None:
+        # A tokenizer.json is made without weights.
+        model = resolve(options.model, weights=options.output is not None, pickles=True, check=make_plan)
+        convert(options.model_copy(update={"model": model}))
+
+    return _tool("convert", work)
 
 
 def _plan(argv: list[str]) -> int:
@@ -157,7 +162,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "bench": ("put load on a running server, or an engine without one, and report rates and latencies", _bench),
     "top": ("watch a running server's requests, KV cache pages, rates and latencies", _top),
     "plan": ("what a checkpoint takes, and how many sequences fit", _plan),
-    "convert": ("make a one-head checkpoint of one with several heads", _convert),
+    "convert": ("make a one-head checkpoint of one with several heads, or a tokenizer.json", _convert),
     "train": ("train a small checkpoint, or an existing one further", _train),
     "compare": ("multi-head against multi-query attention, in bytes and seconds", _compare),
 }
