@@ -75,7 +75,8 @@ def md_json_mode(url: str) -> None:
 
 def parallel_tools_mode(url: str) -> None:
     """Under `auto`, after an exchange that the model goes on with."""
-    call = {"id": "a", "type": "function", "function": {"name": "Light", "arguments": '{"on": true}'}}
+    light = {"name": "Light", "arguments": '{"on": true}'}
+    call = {"id": "a", "type": "function", "function": light}
     earlier = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
     more = {"messages": [*earlier, *MESSAGES], "parallel_tool_calls": False}
     (found,) = extracted(url, Mode.PARALLEL_TOOLS, Iterable[Light | Answer], **more)

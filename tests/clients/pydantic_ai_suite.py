@@ -11,10 +11,12 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_ai import Agent, ModelAPIError, NativeOutput, PromptedOutput, RunContext, ToolOutput
 from pydantic_ai.capabilities import AbstractCapability
 from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.providers.openai_compatible import OpenAICompatibleProvider
 from pydantic_ai.settings import ModelSettings
 
 STEPS = 3
+Context = RunContext[list[str]]
 
 
 class Light(BaseModel):
@@ -57,7 +59,8 @@ TASKS = (
 def model(url: str, **settings: Any) -> OpenAIChatModel:
     provider = OpenAICompatibleProvider("onehead", base_url=f"{url}/v1", api_key="none")
     defaults = {"max_tokens": 80, "temperature": 0, "parallel_tool_calls": False}
-    return OpenAIChatModel("embedded", provider=provider, settings=ModelSettings(**defaults | settings))
+    given = ModelSettings(**defaults | settings)
+    return OpenAIChatModel("embedded", provider=provider, settings=given)
 
 
 def token(url: str, text: str) -> str:
@@ -101,10 +104,11 @@ def output_types(url: str) -> None:
 
 
 def task(url: str, output: Any, choices: CallsFirst) -> Agent[list[str], Any]:
-    agent = Agent(model(url, temperature=1.0), deps_type=list, output_type=output, capabilities=[choices])
+    warm = model(url, temperature=1.0)
+    agent = Agent(warm, deps_type=list, output_type=output, capabilities=[choices])
 
     @agent.tool
-    def set_light(context: RunContext[list[str]], light: Light, why: Literal["dark", "asked"]) -> str:
+    def set_light(context: Context, light: Light, why: Literal["dark", "asked"]) -> str:
         """Sets a light."""
         context.deps.append(f"{light.room} {light.on} {light.level} {why}")
         return context.deps[-1]
@@ -130,6 +134,31 @@ def several_calls_streamed(url: str) -> None:
         assert len(done) == STEPS and isinstance(light, Light), (done, light)
 
 
+def allowed_tools(url: str) -> None:
+    """By its provider for OpenAI: several names are sent as `allowed_tools`, beside all tools."""
+    called: list[str] = []
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
+    settings = ModelSettings(max_tokens=80, temperature=1.0, parallel_tool_calls=False)
+    choices = CallsFirst(["kitchen", "hall"], ["final_result"])
+    agent = Agent(
+        OpenAIChatModel("embedded", provider=provider, settings=settings),
+        deps_type=list,
+        output_type=ToolOutput(Light),
+        capabilities=[choices],
+    )
+
+    def named(name: str) -> None:
+        @agent.tool(name=name)
+        def light(context: Context, on: bool) -> str:
+            context.deps.append(name)
+            return "done"
+
+    for name in ("kitchen", "cellar", "hall"):
+        named(name)
+    assert isinstance(agent.run_sync("All lights on!", deps=called).output, Light)
+    assert len(called) == STEPS and "cellar" not in called, called
+
+
 def errors(url: str) -> None:
     try:
         Agent(model(url)).run_sync("x" * 30_000)
@@ -139,8 +168,5 @@ def errors(url: str) -> None:
     raise AssertionError("no ModelAPIError")
 
 
-run(
-    "pydantic-ai",
-    version("pydantic-ai-slim"),
-    [text, output_types, several_calls, several_calls_streamed, errors],
-)
+CHECKS = [text, output_types, several_calls, several_calls_streamed, allowed_tools, errors]
+run("pydantic-ai", version("pydantic-ai-slim"), CHECKS)
