@@ -203,7 +203,8 @@ class NamedTools(Body):
         if bool(self.function) == bool(self.allowed_tools.tools):
             raise ValueError("`tool_choice` has to name either a function or `allowed_tools`")
         if self.function:
-            self.allowed_tools = AllowedTools(mode="required", tools=[NamedTool(function=self.function)])
+            tool = NamedTool(function=self.function)
+            self.allowed_tools = AllowedTools(mode="required", tools=[tool])
         return self
 
     @property
@@ -268,9 +269,9 @@ class Conversation(TemplateFields):
     """
     tool_choice: ToolChoice | None = None
     """`none`: nothing is called, and the tools are not shown to the model; `auto`: the model decides, if
-    GET /v1/models shows a `tool_call_format`, else the output is text; `required`, or `any`: the output is calls; or
-    the function that is called, once; or, with the type `allowed_tools`, those of the tools that may be called.
-    Default: `auto` with `tools`.
+    GET /v1/models shows a `tool_call_format`, else the output is text; `required`, or `any`: the output
+    is calls; or the function that is called, once; or, with the type `allowed_tools`, those of the tools
+    that may be called. Default: `auto` with `tools`.
     """
 
     @model_validator(mode="after")
@@ -287,17 +288,22 @@ class Conversation(TemplateFields):
             raise ValueError("`tools` has two functions of the same name")
         if self.tool_choice == "required" and not names:
             raise ValueError("`tool_choice` required needs `tools`")
-        for name in self.tool_choice.names if isinstance(self.tool_choice, NamedTools) else ():
+        for name in self.named.names if self.named else ():
             if name not in names:
-                raise ValueError(f"`tool_choice` names the function {name}, which is not one of `tools`")
+                raise ValueError(f"`tool_choice` names {name}, which is not one of `tools`")
         return self
+
+    @property
+    def named(self) -> NamedTools | None:
+        """`tool_choice`, if it names functions."""
+        return self.tool_choice if isinstance(self.tool_choice, NamedTools) else None
 
     @property
     def calls(self) -> Calls:
         """Whether the output may have calls, or has to be some."""
         if not self.tools or self.tool_choice == "none":
             return "none"
-        mode = self.tool_choice.allowed_tools.mode if isinstance(self.tool_choice, NamedTools) else self.tool_choice
+        mode = self.named.allowed_tools.mode if self.named else self.tool_choice
         return "auto" if mode in (None, "auto") else "required"
 
     def chat_input(self, can_call: bool = True) -> ChatInput:
