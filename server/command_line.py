@@ -49,7 +49,6 @@ OTHER_NAMES = """
 --cache.dtype fp8 = kv_cache_dtype cache_type_k cache_type_v ctk ctv
 --server.api_keys, of digests = api_key
 --server.max_waiting = max_concurrent_requests
---server.max_stop_strings = max_stop_sequences
 --server.cors_origins = allowed_origins cors_allow_origin
 --server.root_path = root_path api_prefix
 --server.drain_timeout = shutdown_timeout

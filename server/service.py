@@ -28,7 +28,7 @@ from server.generation.generation import Generation
 from server.hub.tokenizer_file import tokenizer_path
 from server.metrics import Metrics
 from server.protocol import EngineOptions
-from server.supervision.crash_policy import Timeouts
+from server.supervision.crash_policy import START_SECONDS, Timeouts
 from server.supervision.processors import available_processors, engine_threads, step_sizes
 from server.supervision.supervisor import State, Supervisor
 from server.supervision.transport import EngineProcess
@@ -81,7 +81,7 @@ def read_texts(folder: Path, section: ServerSection) -> Texts:
             f"{folder}: no end-of-sequence token; expected eos_token_id in generation_config.json or config.json, or eos_token in "
             "tokenizer_config.json"
         )
-    texts = Texts(codec, section.open_objects, spec.end_token_ids)
+    texts = Texts(codec, spec.end_token_ids)
     _ = texts.calls  # Which may ask for every token of the vocabulary.
     gc.collect()
     gc.freeze()  # A collection here or in a child would copy the pages that they share.
@@ -94,7 +94,7 @@ class SupervisedEngine:
     CheckpointError, or OSError if a process cannot be started.
     """
 
-    def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "") -> None:
+    def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "", recovery: float | None = None) -> None:
         # The engine needs the processors more.
         places = max(1, int(available_processors()) // 4)
         self.workers = Workers(max(2, places), places)
@@ -111,7 +111,7 @@ class SupervisedEngine:
         """Called once a second."""
         self.metrics = Metrics(name, section.metrics_aliases)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.process_registry)
-        timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
+        timeouts = Timeouts(section.stall_after, START_SECONDS, recovery)
         self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)
         self.client = EngineClient(self.supervisor, self.metrics, section, self._start.options.max_running)
         try:
@@ -120,7 +120,7 @@ class SupervisedEngine:
         except BaseException:
             self._process.end()
             raise
-        self.generation = Generation(self.client, TextService(texts, section, self.workers), section)
+        self.generation = Generation(self.client, TextService(texts, self.workers), section)
 
     def start(self) -> None:
         """Watches the engine. Raises OSError."""
@@ -231,10 +231,10 @@ def _warn_of_threads(threads: int) -> None:
         )
 
 
-def started_engine(settings: EngineSettings, section: ServerSection, name: str = "") -> SupervisedEngine:
+def started_engine(settings: EngineSettings, section: ServerSection, name: str = "", recovery: float | None = None) -> SupervisedEngine:
     """An engine that is loading. Raises ConfigurationError, CheckpointError or ResourceError."""
     try:
-        engine = SupervisedEngine(settings, section, name)
+        engine = SupervisedEngine(settings, section, name, recovery)
         engine.start()
         return engine
     except OSError as error:
@@ -242,9 +242,13 @@ def started_engine(settings: EngineSettings, section: ServerSection, name: str =
 
 
 @contextlib.asynccontextmanager
-async def running_engine(settings: EngineSettings, section: ServerSection) -> AsyncIterator[SupervisedEngine]:
-    """A loaded engine, closed at exit. Raises ConfigurationError, ResourceError or EngineGaveUp if it cannot be loaded."""
-    engine = started_engine(settings, section)
+async def running_engine(
+    settings: EngineSettings, section: ServerSection, recovery: float | None = None
+) -> AsyncIterator[SupervisedEngine]:
+    """A loaded engine, closed at exit. `recovery`: as in supervision.crash_policy.Timeouts. Raises
+    ConfigurationError, ResourceError or EngineGaveUp if it cannot be loaded.
+    """
+    engine = started_engine(settings, section, recovery=recovery)
     try:
         await engine.check_texts()
         await engine.wait_for(State.READY)

@@ -23,7 +23,7 @@ from server.drain import FLUSH_SECONDS
 from server.errors import ResourceError
 from server.generation.generation import Generation
 from server.http.app import create_app, with_cors
-from server.http.connection import PROBE_CONNECTIONS, connection_class
+from server.http.connection import HEAD_SECONDS, PROBE_CONNECTIONS, connection_class
 from server.http.front import FrontDoor
 from server.http.keys import Keys
 from server.http.model_names import ModelNames
@@ -104,7 +104,7 @@ def http_server(door: FrontDoor, section: ServerSection) -> HttpServer:
     """The uvicorn server of the application."""
     config = uvicorn.Config(
         with_cors(door, section.cors_origins),
-        http=connection_class(section, raise_file_limit(section.max_connections), door),
+        http=connection_class(raise_file_limit(section.max_connections), door),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -129,9 +129,7 @@ class WebServer:
         self._generation = generation
         self._section = section
         self._listener = listener
-        retention = Retention(
-            section.resume_retention, section.resume_stream_bytes, section.resume_memory, section.detach_grace, section.max_detached
-        )
+        retention = Retention(section.resume_retention, detach_seconds=section.detach_grace)
         self.store = StreamStore(retention)
         publisher = StreamPublisher(self.store, section.keep_alive)
         address = listener.getsockname()[0]
@@ -144,8 +142,7 @@ class WebServer:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(FileLimitHandler())
         if self._http.config.ssl is not None:  # uvicorn has no option for the time of a handshake.
-            timeout = self._section.header_timeout
-            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=timeout)  # type: ignore[method-assign]
+            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HEAD_SECONDS)  # type: ignore[method-assign]
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
 
     async def started(self) -> None:

@@ -43,13 +43,13 @@ class CallRules(msgspec.Struct, frozen=True):
     opened: bool
     text: tuple[str, str] | None = None
 
-    def lark(self, open_objects: bool, relaxed: list[str]) -> str:
+    def lark(self, relaxed: list[str]) -> str:
         """The grammar. The places of keywords that are not followed are added to `relaxed`."""
         form, rules = self.form, dict[str, str]()
         marks = form.begin, form.separator, form.end, form.tail
         begin, separator, end, tail = map(json.dumps, marks)
         opening, closing = _written(form.opening), _written(form.closing)
-        call = [self._call(number, name, schema, rules, open_objects, relaxed) for number, (name, schema) in enumerate(self.functions)]
+        call = [self._call(number, name, schema, rules, relaxed) for number, (name, schema) in enumerate(self.functions)]
         times = f"{{0,{MAX_CALLS - 1}}}"
         several = f"({separator} call){times}" if form.is_list and self.parallel else ""
         more = f"({separator} {opening} unit){times}" if self.parallel and not form.is_list else ""
@@ -60,15 +60,7 @@ class CallRules(msgspec.Struct, frozen=True):
         rules["start"] = "calls | @text" if self.text else "calls"
         return "\n".join(f"{name}: {text}" for name, text in rules.items())
 
-    def _call(
-        self,
-        number: int,
-        name: str,
-        schema: Node,
-        rules: dict[str, str],
-        open_objects: bool,
-        relaxed: list[str],
-    ) -> str:
+    def _call(self, number: int, name: str, schema: Node, rules: dict[str, str], relaxed: list[str]) -> str:
         """A call without its tail."""
 
         def cannot(at: str, value: Any, why: str) -> None:
@@ -81,7 +73,7 @@ class CallRules(msgspec.Struct, frozen=True):
         is_json = not self.form.quote
         for followed in (schema, {"type": "object"}):
             try:
-                prepared = json_schema.prepare(followed, open_objects, cannot, is_json)
+                prepared = json_schema.prepare(followed, cannot, is_json)
                 if is_json:
                     prepared = _satisfiable(prepared, cannot)
                     arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"
