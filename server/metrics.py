@@ -158,9 +158,6 @@ class Metrics:
         )
         self.device_memory_total = self._gauge("device_memory_total_bytes", "GPU memory in all; 0 where the engine is on a CPU.")
         self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
-        self.event_loop_lag = self._gauge(
-            "event_loop_lag_seconds", "Longest time of the last 10 s for which the event loop, and so every stream, stood still."
-        )
         self.streams_detached = self._gauge("streams_detached", "Resumable streams that are generating without a connected client.")
         self.resume_bytes = self._gauge("resume_bytes", "Bytes of events kept for resumable streams.")
 

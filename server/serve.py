@@ -25,7 +25,6 @@ from server.http.model_names import ModelNames
 from server.http.tls import check_certificate
 from server.hub.download import model_id
 from server.load_log import LoadLog
-from server.loop_lag import LoopLag
 from server.protocol import Ready
 from server.service import SupervisedEngine, started_engine
 from server.supervision.supervisor import State
@@ -59,9 +58,7 @@ def _leave(*_: object) -> None:
 
 
 class Server:
-    """One engine, and the HTTP in front of it. `lag` is the selector of the running event loop; `address`: host and port that are listened
-    on; `shown`: the model's name.
-    """
+    """One engine, and the HTTP in front of it. `address`: host and port that are listened on; `shown`: the model's name."""
 
     def __init__(
         self,
@@ -72,7 +69,6 @@ class Server:
         address: tuple[str, int],
         shown: str,
         sink: logs.Sink,
-        lag: LoopLag,
     ) -> None:
         self._engine = engine
         self._section = section
@@ -81,7 +77,6 @@ class Server:
         self._shown = shown
         self._keys = keys
         self._sink = sink
-        self._lag = lag
         self._drain = Drain(web.end, engine.client, section.drain_timeout, section.lb_grace)
         load = LoadLog(engine.client, time.monotonic())
         engine.every_second += [web.sweep, self._observe, lambda: load.tick(time.monotonic())]
@@ -91,14 +86,12 @@ class Server:
         loop = asyncio.get_running_loop()
         # SIGHUP reloads the keys under nohup too, else a removed key would stay valid.
         loop.add_signal_handler(signal.SIGHUP, self._reload)
-        self._engine.metrics.event_loop_lag.set_function(self._lag.longest)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # Ignored by the parent, as shells do for background jobs: keep it.
                 loop.add_signal_handler(number, self._drain.on_signal, number)
         # Excludes the objects of start-up from garbage collections, which would else delay requests by about 0.1 s.
         gc.collect()
         gc.freeze()
-        self._lag.start(loop)
         self._web.start()
         try:
             await self._announce()
@@ -159,9 +152,9 @@ def _write_line(line: str) -> None:
         os.write(1, f"{line}\n".encode())
 
 
-async def serve(settings: ServeSettings, sink: logs.Sink, lag: LoopLag) -> int:
-    """Serves until a signal, or until the engine is given up. Returns the exit status. `lag` is the selector of the running event loop.
-    Raises OneheadError if it cannot serve.
+async def serve(settings: ServeSettings, sink: logs.Sink) -> int:
+    """Serves until a signal, or until the engine is given up. Returns the exit status. Raises OneheadError
+    if it cannot serve.
     """
     section = settings.server
     with bind(settings.host, settings.port) as listener:
@@ -181,6 +174,6 @@ async def serve(settings: ServeSettings, sink: logs.Sink, lag: LoopLag) -> int:
 
             web = WebServer(engine.generation, section, keys, names, listener)
             address = listener.getsockname()[:2]
-            return await Server(engine, section, web, keys, address, names.shown, sink, lag).run()
+            return await Server(engine, section, web, keys, address, names.shown, sink).run()
         finally:
             await engine.close()
