@@ -58,6 +58,7 @@ OTHER_NAMES = """
 --server.tracing_endpoint = otlp_traces_endpoint otlp_endpoint
 --server.log_format json = json_output
 --server.log_level = uvicorn_log_level
+always 16 = max_stop_sequences
 always on = enable_prefix_caching enable_chunked_prefill cont_batching cb flash_attn fa
 never done: code of a checkpoint is not run = trust_remote_code
 a server for each GPU = tensor_parallel_size tp pipeline_parallel_size data_parallel_size num_shard

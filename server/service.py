@@ -94,7 +94,13 @@ class SupervisedEngine:
     CheckpointError, or OSError if a process cannot be started.
     """
 
-    def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "", recovery: float | None = None) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        section: ServerSection,
+        name: str = "",
+        recovery: float | None = None,
+    ) -> None:
         # The engine needs the processors more.
         places = max(1, int(available_processors()) // 4)
         self.workers = Workers(max(2, places), places)
@@ -231,28 +237,33 @@ def _warn_of_threads(threads: int) -> None:
         )
 
 
-def started_engine(settings: EngineSettings, section: ServerSection, name: str = "", recovery: float | None = None) -> SupervisedEngine:
-    """An engine that is loading. Raises ConfigurationError, CheckpointError or ResourceError."""
+@contextlib.asynccontextmanager
+async def started_engine(
+    settings: EngineSettings, section: ServerSection, name: str = "", recovery: float | None = None
+) -> AsyncIterator[SupervisedEngine]:
+    """An engine that is loading, closed at exit. `recovery`: as in crash_policy.Timeouts. Raises
+    ConfigurationError, CheckpointError or ResourceError.
+    """
     try:
         engine = SupervisedEngine(settings, section, name, recovery)
         engine.start()
-        return engine
     except OSError as error:
         raise ResourceError(f"no process can be started: {error.strerror}") from None
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 @contextlib.asynccontextmanager
 async def running_engine(
     settings: EngineSettings, section: ServerSection, recovery: float | None = None
 ) -> AsyncIterator[SupervisedEngine]:
-    """A loaded engine, closed at exit. `recovery`: as in supervision.crash_policy.Timeouts. Raises
-    ConfigurationError, ResourceError or EngineGaveUp if it cannot be loaded.
+    """A loaded engine, closed at exit. Raises ConfigurationError, ResourceError or EngineGaveUp if
+    it cannot be loaded.
     """
-    engine = started_engine(settings, section, recovery=recovery)
-    try:
+    async with started_engine(settings, section, recovery=recovery) as engine:
         await engine.check_texts()
         await engine.wait_for(State.READY)
         engine.client.raise_if_over()
         yield engine
-    finally:
-        await engine.close()

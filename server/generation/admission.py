@@ -193,8 +193,9 @@ class Admission:
             text = f"{waiting} prompt tokens are waiting, {own} of this client; at most {most_tokens} are allowed, fewer of one client"
             raise self._overloaded(usage, text, code="too_many_waiting_tokens")
         if (seconds := self._queue_seconds(usage)) > self.max_queue_seconds:
-            text = f"the estimated queue wait is {seconds:.0f} s, and at most {self.max_queue_seconds:g} s are allowed"
-            raise self._overloaded(usage, text, code="queue_too_long")
+            text = f"the estimated queue wait is {seconds:.0f} s"
+            bound = f"at most {self.max_queue_seconds:g} s are allowed"
+            raise self._overloaded(usage, f"{text}, and {bound}", code="queue_too_long")
 
     def _check_rates(self, usage: Usage, is_new: bool) -> None:
         """Raises Overloaded where a rate is used up; counts a request that is new."""

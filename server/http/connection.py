@@ -17,6 +17,8 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from server.child_process import allow_files
+from server.errors import ResourceError
 from server.http.exchange import exchange_of
 
 SAFETY_HEADERS = {
@@ -39,9 +41,14 @@ MAX_PIPELINED = 128
 LINGER_SECONDS = 2.0
 PROBE_CONNECTIONS = 8
 """Connections beyond server.max_connections, for probes alone: a server whose places are all taken is not a dead one."""
+OTHER_FILES, MIN_CONNECTIONS = 64, 8
+"""Estimate of the open files of the process besides its connections, and the least connections that
+a server is worth starting for.
+"""
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%-]*)(:[0-9]{0,5})?")
 
 
+log = logging.getLogger("onehead")
 access = logging.getLogger("onehead.access")
 
 
@@ -88,7 +95,7 @@ class Connection(HttpToolsProtocol):
         self._start_timer("head", HEAD_SECONDS)
 
     def _limit_writing(self, sock: Any) -> None:
-        """Has the kernel close the connection when sent bytes stay unacknowledged for WRITE_SECONDS."""
+        """Has the kernel close the connection when sent bytes stay unacknowledged so long."""
         if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_SECONDS * 1000))
 
@@ -348,3 +355,19 @@ def connection_class(most: int, front: Door) -> type[Connection]:
         door = front
 
     return Limited
+
+
+def raise_file_limit(max_connections: int) -> int:
+    """Raises this process's limit of open files for so many connections. Returns the number of
+    connections that it allows. Raises ResourceError if it allows next to none.
+    """
+    others = OTHER_FILES + PROBE_CONNECTIONS
+    wanted, least = max_connections + others, others + MIN_CONNECTIONS
+    soft = allow_files(wanted)
+    if soft < min(wanted, least):
+        text = f"this process may have {soft} files open, and needs {least}"
+        raise ResourceError(f"{text}; allow it more (ulimit -n)")
+    if soft < wanted:
+        text = "this process may have %d files open, which limits server.max_connections to %d"
+        log.warning(text, soft, soft - others)
+    return min(max_connections, soft - others)

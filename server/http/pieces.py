@@ -63,7 +63,8 @@ class JsonAnswers:
         async for part in parts:
             begun += part
             if len(begun) > WHOLE_BYTES:
-                return StreamingResponse(_joined(begun, parts), headers=headers, media_type="application/json")
+                whole = _joined(begun, parts)
+                return StreamingResponse(whole, headers=headers, media_type="application/json")
         return Response(begun, headers=headers, media_type="application/json")
 
     async def _paced(self, parts: Iterator[bytes]) -> AsyncIterator[bytes]:

@@ -49,7 +49,8 @@ class CallRules(msgspec.Struct, frozen=True):
         marks = form.begin, form.separator, form.end, form.tail
         begin, separator, end, tail = map(json.dumps, marks)
         opening, closing = _written(form.opening), _written(form.closing)
-        call = [self._call(number, name, schema, rules, relaxed) for number, (name, schema) in enumerate(self.functions)]
+        functions = enumerate(self.functions)
+        call = [self._call(number, *function, rules, relaxed) for number, function in functions]
         times = f"{{0,{MAX_CALLS - 1}}}"
         several = f"({separator} call){times}" if form.is_list and self.parallel else ""
         more = f"({separator} {opening} unit){times}" if self.parallel and not form.is_list else ""
@@ -60,7 +61,14 @@ class CallRules(msgspec.Struct, frozen=True):
         rules["start"] = "calls | @text" if self.text else "calls"
         return "\n".join(f"{name}: {text}" for name, text in rules.items())
 
-    def _call(self, number: int, name: str, schema: Node, rules: dict[str, str], relaxed: list[str]) -> str:
+    def _call(
+        self,
+        number: int,
+        name: str,
+        schema: Node,
+        rules: dict[str, str],
+        relaxed: list[str],
+    ) -> str:
         """A call without its tail."""
 
         def cannot(at: str, value: Any, why: str) -> None:

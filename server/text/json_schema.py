@@ -196,8 +196,8 @@ def problem(schema: Any) -> str:
 
 
 def prepare(schema: Any, cannot: Cannot = refuse, is_json: bool = True) -> Node:
-    """The schema for llguidance. `is_json`: values are written as JSON, so numbers and values of any
-    kind get their bounds here. Raises SchemaError.
+    """The schema for llguidance. `is_json`: values are written as JSON, so numbers and values of
+    any kind get their bounds here. Raises SchemaError.
     """
     if not isinstance(schema, dict):
         raise SchemaError("must be a JSON schema, which is an object")

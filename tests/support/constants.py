@@ -1,9 +1,9 @@
 """A command with other values of named constants, for tests that start it as a process:
 
-    python -m tests.support.constants '{"server.http.connection.HEAD_SECONDS": 1}' commands.cli serve ...
+    python -m tests.support.constants '{"server.http.connection.HEAD_SECONDS": 1}' MODULE serve ...
 
-They are set in the modules and classes that hold them before the command begins, and its forks inherit
-them; an engine, which is a program of its own, has the product's.
+They are set in the modules and classes that hold them before the command begins, and its forks
+inherit them; an engine, which is a program of its own, has the product's.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 
 
 def launcher(values: dict[str, float], *command: str) -> tuple[str, ...]:
-    """The module and the arguments that run a module, and arguments of its own, with these values."""
+    """Module and arguments that run another module, and arguments of its own, so."""
     return "tests.support.constants", json.dumps(values), *command
 
 

@@ -74,7 +74,7 @@ class ServerProcess:
     """`onehead serve` as a process of its own, ready unless `wait` is False.
 
     `model` None serves the default checkpoint. `launcher` is the command's module and the arguments before `serve`; `environment` is
-    added to this process's. `constants`: values of named constants that differ from the product's, as in tests.support.constants.
+    added to this process's. `constants`: other values of named constants (tests.support.constants).
     Standard error goes to a pipe, or to what `stderr` names as subprocess.Popen takes it.
     """
 

@@ -22,7 +22,9 @@ class Parameters(SamplingBody):
     max_new_tokens: fields.Positive | None = None
     """Most tokens to generate. Default: as many as still fit into the context."""
     stop: fields.StopStrings | None = None
-    """Texts of 1 to 1024 characters that end the output, and stay at its end; up to 16. Default: none."""
+    """Texts of 1 to 1024 characters that end the output, and stay at its end; up to 16.
+    Default: none.
+    """
     truncate: fields.Positive | None = None
     """Keep only this many tokens of the prompt, its last ones. Default: all."""
     return_full_text: bool | None = None
