@@ -28,7 +28,7 @@ from server.generation.generation import Generation
 from server.hub.tokenizer_file import tokenizer_path
 from server.metrics import Metrics
 from server.protocol import EngineOptions
-from server.supervision.crash_policy import START_SECONDS, Timeouts
+from server.supervision.crash_policy import Timeouts
 from server.supervision.processors import available_processors, engine_threads, step_sizes
 from server.supervision.supervisor import State, Supervisor
 from server.supervision.transport import EngineProcess
@@ -37,7 +37,8 @@ from server.text.jobs import Texts
 from server.text.service import TextService
 from server.text.workers import Workers
 
-ENGINE_EXIT_SECONDS = 5.0
+START_SECONDS, ENGINE_EXIT_SECONDS = 600.0, 5.0
+"""Time that an engine gets to load, and to exit once it was told to."""
 TICK_SECONDS = 0.25
 log = logging.getLogger("onehead")
 

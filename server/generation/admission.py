@@ -79,7 +79,8 @@ class Admission:
     def __init__(self, supervisor: Supervisor, metrics: Metrics, section: ServerSection, max_running: int) -> None:
         self.supervisor = supervisor
         self.metrics = metrics
-        self.max_waiting_tokens, self.max_queue_seconds = MAX_WAITING_TOKENS, MAX_QUEUE_SECONDS
+        self.max_waiting_tokens = MAX_WAITING_TOKENS
+        self.max_queue_seconds = MAX_QUEUE_SECONDS
         self.max_running = max_running
         self.max_open = max_running + section.max_waiting
         self.draining = False
@@ -175,7 +176,7 @@ class Admission:
             raise Unavailable("the server is shutting down", retry_after=RETRY_SECONDS, code="server_shutting_down")
         if self.supervisor.recovery_overdue:
             raise Unavailable(self.supervisor.absence, retry_after=RETRY_SECONDS, code="engine_unavailable")
-        most_tokens, num_open = self.max_waiting_tokens, self.num_open + self.num_reserved
+        num_open = self.num_open + self.num_reserved
         if num_open + num_sequences > self.max_open:
             raise self._overloaded(
                 usage,
@@ -188,14 +189,21 @@ class Admission:
                 usage, f"{usage.num_open} sequences of this client are open, and at most {most} are allowed now", code="too_many_requests"
             )
         # The bounds on waiting tokens apply only while other requests wait: a single request may be of any length.
-        waiting, own, left = self.waiting_tokens, usage.waiting_tokens, most_tokens - self.waiting_tokens - num_tokens
+        waiting, own = self.waiting_tokens, usage.waiting_tokens
+        left = self.max_waiting_tokens - waiting - num_tokens
         if (waiting and left < 0) or (own and own + num_tokens > HELD_PER_FREE * left):
-            text = f"{waiting} prompt tokens are waiting, {own} of this client; at most {most_tokens} are allowed, fewer of one client"
-            raise self._overloaded(usage, text, code="too_many_waiting_tokens")
+            raise self._overloaded(
+                usage,
+                f"{waiting} prompt tokens are waiting, {own} of this client; "
+                f"at most {self.max_waiting_tokens} are allowed, fewer of one client",
+                code="too_many_waiting_tokens",
+            )
         if (seconds := self._queue_seconds(usage)) > self.max_queue_seconds:
-            text = f"the estimated queue wait is {seconds:.0f} s"
-            bound = f"at most {self.max_queue_seconds:g} s are allowed"
-            raise self._overloaded(usage, f"{text}, and {bound}", code="queue_too_long")
+            raise self._overloaded(
+                usage,
+                f"the estimated queue wait is {seconds:.0f} s, and at most {self.max_queue_seconds:g} s are allowed",
+                code="queue_too_long",
+            )
 
     def _check_rates(self, usage: Usage, is_new: bool) -> None:
         """Raises Overloaded where a rate is used up; counts a request that is new."""

@@ -30,8 +30,6 @@ BACKOFF_SECONDS = 0.5
 further failed load in a row. Other restarts are immediate.
 """
 MAX_BACKOFF_SECONDS = 8.0
-START_SECONDS = 600.0
-"""An engine that is not loaded after this long is killed."""
 MIN_RECOVERY, LOADS = 60.0, 2.0
 """Seconds for which open sequences wait for an engine at least, and loads: a later one reads files that are cached, but may fail once."""
 

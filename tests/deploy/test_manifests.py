@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from server.config import ServeSettings, load
-from server.supervision.crash_policy import START_SECONDS
+from server.service import START_SECONDS
 from tests.support.manifests import CHART, DEPLOY, PRESETS, RENDERED, Schemas, chart_digest, documents, mistakes, schemas
 from tests.support.observability import exposed
 from tests.support.processes import ServerProcess

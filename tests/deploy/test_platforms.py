@@ -14,7 +14,7 @@ import yaml
 from server.config import ServeSettings, load
 from server.errors import HostNotAllowed
 from server.http.hosts import AllowedHosts
-from server.supervision.crash_policy import START_SECONDS
+from server.service import START_SECONDS
 from tests.support.manifests import DEPLOY
 from tests.support.observability import DASHBOARD, PROMETHEUS
 from tests.support.paths import ROOT
