@@ -1,7 +1,7 @@
 """`onehead serve` beside `transformers`' generate on one checkpoint: the same prompts, threads and dtype, in turns on one machine.
 
     python -m bench.against_transformers --make 164m /tmp/bigcode-164m
-    python -m bench.against_transformers --model /tmp/bigcode-164m --output docs/bench/DATE-against-transformers.json
+    python -m bench.against_transformers --model /tmp/bigcode-164m --output against-transformers.json
 
 Both sides are processes of their own that wait while the other computes, and they swap places from repetition to repetition, so that a
 drift of the machine's speed affects both. onehead is measured over HTTP, with everything that belongs to it; transformers in its process,

@@ -1,7 +1,7 @@
 """How well a checkpoint predicts the held-out modules of the standard library, in bits per byte, beside xz and a byte 5-gram.
 
     python -m bench.bits_per_byte --model FOLDER [--data DIR] [--context TOKENS] [--forms float32,fp8,...] [--documents N]
-        [--output docs/bench/DATE-bits-per-byte.json]
+        [--output bits-per-byte.json]
 
 The model scores every document by itself, from an end-of-text token on, as it was trained; longer documents than its context in
 windows that overlap by half, each token once. It does so in each form: what weights and activations are held in (float32, bfloat16, or
