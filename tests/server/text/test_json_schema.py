@@ -220,3 +220,9 @@ async def test_a_bound_on_optional_properties_is_refused_by_name() -> None:
     compiler = Compiler(TextCodec(EMBEDDED_MODEL))
     with pytest.raises(InvalidRequest, match="minProperties or maxProperties"):
         await compiler.compile(Source("json", json.dumps(A | {"properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}), "field"))
+
+
+def test_settings_of_the_grammar_library_do_not_come_from_a_schema() -> None:
+    settings = {"x-guidance": {"lenient": True, "whitespace_flexible": True}}
+    prepared = prepare(settings | {"type": "object", "properties": {"a": settings | {"type": "string"}}}, False)
+    assert "x-guidance" not in json.dumps(prepared)
