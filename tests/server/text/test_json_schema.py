@@ -224,5 +224,5 @@ async def test_a_bound_on_optional_properties_is_refused_by_name() -> None:
 
 def test_settings_of_the_grammar_library_do_not_come_from_a_schema() -> None:
     settings = {"x-guidance": {"lenient": True, "whitespace_flexible": True}}
-    prepared = prepare(settings | {"type": "object", "properties": {"a": settings | {"type": "string"}}}, False)
+    prepared = prepare(settings | {"type": "object", "properties": {"a": settings | {"type": "string"}}})
     assert "x-guidance" not in json.dumps(prepared)
