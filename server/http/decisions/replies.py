@@ -19,8 +19,8 @@ from server.generation.price import MAX_SENT_IDS
 from server.generation.request import Request, prompt_tokens
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Reply
+from server.http.decisions.fields import AnyQuestion, DecisionBody, SystemBody, as_text
 from server.http.openai.chat_fields import plain_messages
-from server.http.openai.decision_fields import AnyQuestion, DecisionBody, SystemBody, as_text
 from server.http.openai.fields import MAX_SEQUENCES
 from server.text.conversation import ChatInput
 from server.text.jobs import AskedQuestions, EncodeQuestions

@@ -15,7 +15,7 @@ from server.http.exchange import Dialect
 from server.http.packed import PackedBody
 from server.http.routes import Access, Route
 
-FOLDER = Path(__file__).resolve().parent.parent / "ui"
+FOLDER = Path(__file__).resolve().parents[2] / "ui"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "cache-control": "no-cache",
@@ -26,7 +26,7 @@ HEADERS = {
 }
 
 
-def ui_routes() -> list[Route]:
+def file_routes() -> list[Route]:
     """Routes of the page and its files, which are read and compressed once."""
     paths = [path for path in FOLDER.rglob("*.*") if path.suffix in TYPES]
     files = {path.relative_to(FOLDER).as_posix(): PackedBody(path.read_bytes(), TYPES[path.suffix]) for path in paths}

@@ -11,7 +11,8 @@ from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken, Reply
-from server.http.openai.llama_cpp_fields import LlamaCppBody, salt
+from server.http.llama_cpp.fields import LlamaCppBody
+from server.http.openai.slot_fields import salt
 
 _LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
 STOP_TYPE = {"length": "limit", "eos_token": "eos", "stop_sequence": "word", "timeout": "limit"}
