@@ -89,10 +89,10 @@ def _bench(argv: list[str]) -> int:
 
 
 def _top(argv: list[str]) -> int:
-    from commands.top.top import TopSettings, top
+    from commands.top import TopSettings, top
     from server.config import load
 
-    return asyncio.run(top(load(TopSettings, argv, "onehead top")))
+    return top(load(TopSettings, argv, "onehead top"))
 
 
 def _train(argv: list[str]) -> int:
@@ -155,7 +155,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "generate": ("stream the continuation of a prompt to the terminal", _generate),
     "batch": ("answer a file of requests, in OpenAI's batch format", _batch),
     "bench": ("put load on a running server, or an engine without one, and report rates and latencies", _bench),
-    "top": ("watch a running server's requests, KV cache pages, rates and latencies", _top),
+    "top": ("watch a running server's requests, tokens, KV cache pages and latencies", _top),
     "plan": ("what a checkpoint takes, and how many sequences fit", _plan),
     "convert": ("make a one-head checkpoint of one with several heads", _convert),
     "train": ("train a small checkpoint, or an existing one further", _train),
