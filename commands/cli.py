@@ -10,17 +10,19 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 
-from model.spec import CheckpointError
+from model.spec import CheckpointError, OptionError
 from server.errors import ConfigurationError, OneheadError, one_line
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-REFUSALS = (OneheadError, CheckpointError)
+REFUSALS = (OneheadError, CheckpointError, OptionError)
 """Errors whose messages are for the user."""
 
 
 def _status(error: Exception) -> int:
+    if isinstance(error, OptionError):
+        return EXIT_USAGE
     return error.exit_code if isinstance(error, OneheadError) else ConfigurationError.exit_code
 
 
@@ -102,11 +104,9 @@ def _train(argv: list[str]) -> int:
     from commands.train.train import train
     from server.hub.download import resolve
 
-    def work() -> None:
-        init = options.init and resolve(options.init, check=_check)
-        train(options.model_copy(update={"init": init}))
-
-    return _tool("train", work)
+    init = options.init and resolve(options.init, check=_check)
+    train(options.model_copy(update={"init": init}))
+    return 0
 
 
 def _compare(argv: list[str]) -> int:
@@ -115,7 +115,8 @@ def _compare(argv: list[str]) -> int:
     options = load_options(CompareOptions, argv, "onehead compare")
     from commands.compare.compare import compare
 
-    return _tool("compare", lambda: compare(options))
+    compare(options)
+    return 0
 
 
 def _convert(argv: list[str]) -> int:
@@ -125,7 +126,9 @@ def _convert(argv: list[str]) -> int:
     from commands.convert.convert import convert, make_plan
     from server.hub.download import resolve
 
-    return _tool("convert", lambda: convert(options.model_copy(update={"model": resolve(options.model, pickles=True, check=make_plan)})))
+    model = resolve(options.model, pickles=True, check=make_plan)
+    convert(options.model_copy(update={"model": model}))
+    return 0
 
 
 def _plan(argv: list[str]) -> int:
@@ -135,18 +138,7 @@ def _plan(argv: list[str]) -> int:
     from commands.plan import plan
     from server.hub.download import resolve
 
-    return _tool("plan", lambda: plan(options.model_copy(update={"model": resolve(options.model, weights=False)})))
-
-
-def _tool(name: str, work: Callable[[], None]) -> int:
-    """Runs a command that raises the model's OptionError, not OneheadErrors; returns its exit status."""
-    from model.spec import OptionError
-
-    try:
-        work()
-    except OptionError as error:
-        print(f"onehead {name}: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    plan(options.model_copy(update={"model": resolve(options.model, weights=False)}))
     return 0
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from commands.bench.client import reachable
 from server.config import PREFIX
+from server.errors import one_line
 
 TIMEOUT = 10.0
 WINDOW = 10
@@ -176,6 +177,4 @@ def _next(settings: TopSettings, scrapes: deque[Scrape]) -> Table:
 
 
 def _words(error: Exception) -> str:
-    """An error in words, without what a terminal would obey."""
-    words = str(error) or type(error).__name__
-    return "".join(letter if letter.isprintable() else "?" for letter in words)
+    return one_line(error) or type(error).__name__

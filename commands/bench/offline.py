@@ -11,6 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
 from pydantic import model_validator
 
 from commands.bench.bench import Cases, report, run_of
@@ -55,24 +56,10 @@ def load_engine(settings: OfflineSettings) -> "tuple[EngineCore, protocol.Ready]
 
 
 def info_of(settings: OfflineSettings, ready: "protocol.Ready") -> dict[str, Any]:
-    """What is measured, by the names that a server's /info has for it."""
+    """The model's id, this version, and what the engine says when it is ready."""
     from server.hub.download import model_id
 
-    return {
-        "model_id": model_id(settings.model),
-        "model_dtype": ready.dtype,
-        "model_device_type": ready.device,
-        "max_total_tokens": ready.capacity,
-        "version": version("onehead"),
-        "num_parameters": ready.num_parameters,
-        "quantization": ready.quantization,
-        "kv_dtype": ready.kv_dtype,
-        "kv_bytes_per_token": ready.kv_bytes_per_token,
-        "kv_pages": ready.num_pages,
-        "kv_page_size": ready.page_size,
-        "kernels": ready.kernels,
-        "deterministic": ready.deterministic,
-    }
+    return {"model_id": model_id(settings.model), "version": version("onehead")} | asdict(ready)
 
 
 def _run_all(

@@ -51,18 +51,8 @@ def picture(draw: Callable[[Any], None], title: str) -> str:
     return f'<figure role="img" aria-label="{label}">{svg[svg.index("<svg") :]}<figcaption>{html.escape(title)}</figcaption></figure>'
 
 
-def memory_part(memory: Results) -> list[str]:
-    """The tutorial's tensors, then the cache of known models."""
-    names = {
-        "multi_head": "multi-head, all tokens",
-        "multi_head_cached": "one more token, cached",
-        "multi_query_cached": "the same, one head",
-    }
-    tutorial = [
-        [names[part], name, str(entry["shape"]), repr(entry["megabytes"])]
-        for part, tensors in memory["seed"].items()
-        for name, entry in tensors.items()
-    ]
+def memory_part(memory: list[Results]) -> list[str]:
+    """The cache of known models."""
     models = [
         [
             row["name"],
@@ -72,34 +62,24 @@ def memory_part(memory: Results) -> list[str]:
             f"{row['mha_bytes_per_sequence'] / MIB:,.0f}",
             f"{row['ratio']:.0f}x",
         ]
-        for row in memory["models"]
+        for row in memory
     ]
-    context = memory["models"][0]["context"]
+    context = memory[0]["context"]
     head = ["model", "MQA B/token", "MHA B/token", f"MQA MiB at {context}", f"MHA MiB at {context}", "ratio"]
 
     def draw(axes: Any) -> None:
         for offset, kind in ((-0.2, "mha"), (0.2, "mqa")):
-            values = [row[f"{kind}_bytes_per_sequence"] / MIB for row in memory["models"]]
+            values = [row[f"{kind}_bytes_per_sequence"] / MIB for row in memory]
             axes.bar([i + offset for i in range(len(values))], values, width=0.4, label=kind.upper())
-        axes.set_xticks(range(len(memory["models"])), [row["name"] for row in memory["models"]])
+        axes.set_xticks(range(len(memory)), [row["name"] for row in memory])
         axes.set(yscale="log", ylabel=f"MiB of cache at {context} tokens")
         axes.legend(frameon=False)
 
     return [
         "<h2>Memory</h2>",
-        table("The tensors of a tutorial (01_MHA_vs_MQA.ipynb), float32, in megabytes", ["part", "tensor", "shape", "MB"], tutorial),
         table("Key/value cache in bfloat16", head, models),
         picture(draw, "Cache of one sequence with a key/value head per query head, and with one"),
     ]
-
-
-def cache_part(cache: Results) -> list[str]:
-    """Cache or no cache."""
-    sides = [name for name in ("ours", "transformers") if name in cache]
-    rows = [[name, f"{cache[name]['cached_s']:.2f}", f"{cache[name]['uncached_s']:.2f}", f"{cache[name]['ratio']:.2f}x"] for name in sides]
-    rows.append(["as the tutorial printed it, 1000 tokens of GPT-2", "9.61", "41.97", "4.37x"])
-    caption = f"{cache['num_tokens']} tokens from a GPT-2-sized model, random weights, this machine"
-    return ["<h2>Cache or no cache</h2>", table(caption, ["", "cached s", "uncached s", "ratio"], rows)]
 
 
 def decode_part(decode: list[Results]) -> list[str]:
@@ -111,9 +91,7 @@ def decode_part(decode: list[Results]) -> list[str]:
             *(f"{row[part][kind]['median_s'] * 1e3:.3f}" for part in ("attention", "layer") for kind in ("mha", "mqa")),
             f"{row['attention']['ratio']:.1f}x",
             f"{row['layer']['ratio']:.1f}x",
-            f"{row['mha_arithmetic']['kv_bytes'] / MIB:.1f}",
-            f"{row['mqa_arithmetic']['kv_bytes'] / MIB:.1f}",
-            f"{row['mha_arithmetic']['attention_flops'] / 1e6:.1f}",
+            *(f"{row[f'{kind}_kv_bytes'] / MIB:.1f}" for kind in ("mha", "mqa")),
         ]
         for row in decode
     ]
@@ -128,15 +106,11 @@ def decode_part(decode: list[Results]) -> list[str]:
         "layer",
         "KV MiB MHA",
         "MQA",
-        "Mflop",
     ]
 
     return [
         "<h2>Decode, multi-head against multi-query</h2>",
         picture(partial(_draw_ratios, decode), "One layer's decode step: how many times longer with a key/value head per query head"),
-        picture(
-            partial(_draw_bytes, decode), "Attention alone against the bytes it reads: both kinds do the same flops for a batch and context"
-        ),
         f'<p class="note">{html.escape(DECODE_NOTE)}</p>',
         table("The paper's layer (d 1024, 8 heads of 128; MLP 4096 and 5440), float32, medians", head, rows),
     ]
@@ -148,33 +122,13 @@ def _draw_ratios(decode: list[Results], axes: Any) -> None:
         rows_at = [row for row in decode if row["context"] == context]
         batches = [row["batch"] for row in rows_at]
         (line,) = axes.plot(batches, [row["layer"]["ratio"] for row in rows_at], marker="o", label=f"measured, context {context}")
-        bytes_of = {
-            kind: [row[f"{kind}_arithmetic"]["kv_bytes"] + row[f"{kind}_arithmetic"]["weight_bytes"] for row in rows_at]
-            for kind in ("mha", "mqa")
-        }
+        bytes_of = {kind: [row[f"{kind}_kv_bytes"] + row[f"{kind}_weight_bytes"] for row in rows_at] for kind in ("mha", "mqa")}
         ratio = [a / b for a, b in zip(bytes_of["mha"], bytes_of["mqa"], strict=True)]
         axes.plot(batches, ratio, linestyle=":", color=line.get_color(), label=f"bytes moved, context {context}")
     axes.axhline(47 / 3.9, linewidth=0.8, color="black")
     axes.annotate("the paper's decoder step, 47 / 3.9 ms", (1, 47 / 3.9), va="bottom", fontsize=8)
     axes.set(xscale="log", xlabel="batch", ylabel="layer time, MHA over MQA")
     axes.legend(frameon=False, fontsize=7, ncols=2)
-
-
-def _draw_bytes(decode: list[Results], axes: Any) -> None:
-    """Attention's time over the bytes of K and V that it reads."""
-    for kind, marker in (("mha", "o"), ("mqa", "s")):
-        intensity = decode[0][f"{kind}_arithmetic"]["attention_flops_per_byte"]
-        points = sorted((row[f"{kind}_arithmetic"]["kv_bytes"] / MIB, row["attention"][kind]["median_s"] * 1e3) for row in decode)
-        axes.plot(*zip(*points, strict=True), marker=marker, label=f"{kind.upper()}, {intensity:g} flop for each byte of K and V")
-    axes.set(xscale="log", yscale="log", xlabel="K and V read, MiB", ylabel="attention, ms")
-    axes.legend(frameon=False, fontsize=8)
-
-
-def classes_part(classes: list[Results]) -> list[str]:
-    """One class against a list of heads."""
-    rows = [[str(row["heads"]), f"{row['forward']['ratio']:.2f}x", f"{row['forward_backward']['ratio']:.2f}x"] for row in classes]
-    caption = "Time of a list of query projections over time of one fused class"
-    return ["<h2>One class against a list of heads</h2>", table(caption, ["heads", "forward", "forward and backward"], rows)]
 
 
 def quality_part(quality: Results) -> list[str]:
@@ -201,7 +155,6 @@ def quality_part(quality: Results) -> list[str]:
                 steps, losses = zip(*run["held_out"], strict=True)
                 label = kind.upper() if run["seed"] == seeds[0] else None
                 axes.plot(steps, losses, color=colour, marker="o", markersize=3, linewidth=1, alpha=0.8, label=label)
-                axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=colour, linewidth=0.4, alpha=0.25)
         held_out = [loss for run in runs for _, loss in run["held_out"]]
         axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(min(held_out) * 0.98, max(held_out) * 1.02))
         axes.legend(frameon=False)
@@ -213,7 +166,7 @@ def quality_part(quality: Results) -> list[str]:
     )
     return [
         "<h2>Quality: twins of equal size</h2>",
-        picture(draw, "Held-out loss of every seed (dots), training loss behind it (thin)"),
+        picture(draw, "Held-out loss of every seed"),
         table("Held-out loss, nats per token", ["seed", "MHA", "MQA", "MQA - MHA"], rows),
         f'<p class="note">{html.escape(note)}</p>',
     ]
@@ -226,9 +179,7 @@ def page(results: Results) -> str:
         "<h1>One head or many</h1>",
         f'<p class="note">{html.escape(machine)}</p>',
         *memory_part(results["memory"]),
-        *cache_part(results["cache"]),
         *decode_part(results["decode"]),
-        *classes_part(results["classes"]),
         *quality_part(results["quality"]),
     ]
     head = f'<meta charset="utf-8"><title>onehead compare</title><style>{STYLE}</style>'

@@ -15,8 +15,8 @@ from typing import Any
 
 from commands import corpus
 from commands.options import Attention, TrainOptions
-from commands.reference.twin import equal_mlp
 from commands.train.train import Training
+from commands.train.twin import equal_mlp
 
 KINDS: dict[str, Attention] = {"mha": "multi_head", "mqa": "multi_query"}
 TOKENIZER = Path(__file__).resolve().parents[2] / "model" / "pretrained" / "tokenizer.json"

@@ -94,7 +94,7 @@ def test_a_server_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
-        (401, b"", "HTTP Error 401: ?]0;title"),
+        (401, b"", "HTTP Error 401: \\x1b]0;title"),
         (200, b"process_open_fds 1.0\n", "its /metrics are not those of onehead"),
         (200, b"<html>", ""),
     ],
