@@ -188,7 +188,11 @@ def invariances(subject: Subject) -> list[Check]:
 
 
 def _trial(
-    subject: Subject, name: str, result: str, command: list[str], checks: list[Check]
+    subject: Subject,
+    name: str,
+    result: str,
+    command: list[str],
+    checks: list[Check],
 ) -> dict[str, Any]:
     """Runs a campaign with --output, its text in NAME.txt, and reads RESULT.json, whose checks are
     appended to `checks`. Raises RuntimeError where it wrote none.
