@@ -2,7 +2,7 @@
 
 Where the value is the first columns of the key (latent attention), V is a view of K and takes no memory. Invariant: a page takes
 `bytes_per_page` and nothing else is allocated. It knows nothing of page ownership. A backend that does not use `write` may lay out a page's
-numbers in its own way. float8_e4m3fn is stored without a scale: its range is wider than that of keys and values (decision 25).
+numbers in its own way. float8_e4m3fn is stored without a scale: its range is wider than that of keys and values (docs/why.md#fp8).
 
 Shape letters: L layers of a page, P pages, S slots of a page, N slots of all pages, d columns of a key, v of a value, T tokens.
 """

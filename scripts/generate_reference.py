@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference, and the index of docs/decisions, from what the code declares.
+"""Writes the pages of docs/reference from what the code declares.
 
     python -m scripts.generate_reference
 
@@ -83,7 +83,6 @@ def pages(document: dict[str, Any], exposition: str) -> dict[Path, str]:
         DOCS / "reference" / "http.md": http_page(document),
         DOCS / "reference" / "metrics.md": metrics_page(exposition),
         DOCS / "reference" / "errors.md": errors_page(),
-        DOCS / "decisions" / "index.md": decisions_page(),
     }
 
 
@@ -310,7 +309,7 @@ def metrics_page(exposition: str) -> str:
 `GET /metrics` answers in Prometheus' text format. It needs no key unless `server.metrics_key` is set. Names
 and meanings do not change; meanings are those of [vLLM's metrics](../guides/moving-from-vllm.md#metrics).
 The model's name is a label of `onehead_model_info` alone
-([decision 30](../decisions/0030-model-name-on-an-info-metric.md)). `process_*` is the API process,
+([why](../why.md#model-name-metric)). `process_*` is the API process,
 `onehead_engine_process_*` the engine.
 
 """
@@ -387,24 +386,6 @@ send `[DONE]` after it.
 400 for a grammar that became too complex in the middle of an answer.
 
 {table("code | meaning", [[code(word), text] for word, text in sorted(CODES.items())])}"""
-
-
-# Decisions
-
-
-def decisions_page() -> str:
-    """The list of decisions, by their headings."""
-    rows = []
-    for path in sorted((DOCS / "decisions").glob("0*.md")):
-        number, _, title = path.read_text().splitlines()[0].removeprefix("# ").partition(". ")
-        rows.append([number, f"[{title}]({path.name})"])
-    return f"""{NOTE}
-# Decisions
-
-Half a page each: the context, what was decided, what was measured, and what was rejected. A decision that a
-later one replaces stays, and says so.
-
-{table("| decision", rows)}"""
 
 
 # A server to ask

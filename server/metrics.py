@@ -73,7 +73,7 @@ class ClientMetrics(Collector):
 
 
 class Metrics:
-    """A registry and its metrics. The model name is a label of onehead_model_info only (docs/decisions/0030), and of vLLM's names of
+    """A registry and its metrics. The model name is a label of onehead_model_info only (docs/why.md#model-name-metric), and of vLLM's names of
     metrics, which are shown too `with_aliases`.
     """
 

@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names, for dashboards and autoscalers that were made for vLLM (docs/decisions/0059).
+"""Metrics under vLLM's names, for dashboards and autoscalers that were made for vLLM (docs/why.md#health-and-metric-names).
 
 Invariant: an alias has the values of the metric that it repeats, and the label `model_name` besides the metric's own. It knows no registry.
 """

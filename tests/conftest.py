@@ -18,6 +18,8 @@ from tests.support.checkpoints import SHAPES, TinyCheckpoint, make_checkpoint, m
 from tests.support.families import FamilyCheckpoint, make_family_checkpoint
 from tests.support.processes import ServerProcess
 
+pytest_plugins = ("tests.support.durations",)
+
 # Seconds are the benchmarks' business: on a loaded machine a deadline fails what is right.
 settings.register_profile("onehead", deadline=None)
 settings.load_profile("onehead")

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,26 @@ def test_tokens_are_counted_without_docstrings_comments_and_layout(tmp_path: Pat
     assert budgets.num_tokens(path, ast.parse(path.read_text())) == len(["def", "f", "(", "a", ")", ":", "return", "a"])
 
 
-def test_what_serves_is_found_through_imports_inside_functions() -> None:
-    trees = {name: ast.parse("") for name in ("server", *budgets.SERVING_ROOTS, "model", "model.a", "model.b", "model.c")}
-    trees["server.serve"] = ast.parse("def f():\n    from model import a")
-    trees["model.a"] = ast.parse("import model.b")
-    assert {"model.a", "model.b"} <= budgets.serving_modules(trees) and "model.c" not in budgets.serving_modules(trees)
+def test_a_folder_above_its_ceiling_is_found() -> None:
+    counts = Counter({"server": 11, "server/new": 1, "cache": 5})
+    assert budgets.excesses("Python tokens", counts, {"server": 10, "cache": 5}) == [
+        "server has 11 Python tokens, more than 10",
+        "server/new has 1 Python tokens, more than 0",
+    ]
+
+
+def test_ceilings_are_lowered_and_never_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ceilings.toml"
+    path.write_text('# Why.\n\n[tokens]\n"cache" = 9\n"gone" = 3\n"model" = 4\n\n[lines]\n"JSON" = 7\n')
+    monkeypatch.setattr(budgets, "CEILINGS", path)
+    monkeypatch.setattr(budgets, "tokens", lambda: Counter({"cache": 5, "model": 6}))
+    monkeypatch.setattr(budgets, "lines", lambda: Counter({"JSON": 7}))
+    budgets.lower()
+    assert path.read_text() == '# Why.\n\n[tokens]\n"cache" = 5\n"model" = 4\n\n[lines]\n"JSON" = 7\n'
+
+
+def test_every_python_file_of_what_serves_counts() -> None:
+    counted = budgets.tokens()
+    for path in ("server/http", "model/checkpoint/families", "model/devices/gpu/attention", "cache"):
+        assert counted[path] > 1000
+    assert budgets.lines()["C++"] > 1000

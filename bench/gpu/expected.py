@@ -2,7 +2,7 @@
 
     python -m bench.gpu.expected
 
-Pieces: microseconds of a captured step of StarCoderBase-1B's shape in bfloat16 on an H100, by rows, of docs/bench/2026-11-22-first-gpu.md
+Pieces: microseconds of a captured step of StarCoderBase-1B's shape in bfloat16 on an H100, by rows, of docs/performance.md
 and of the trials after it. Between measured points they are straight lines; attention's, by the keys of a step. A step is the sum of its
 pieces, or the host's time where that is longer; what a host that is little shorter than a step loses, because it is late now and
 then, is the difference to the measured time. Invariant: "rest and gaps" is what a measured step has beyond its pieces, so that the

@@ -12,7 +12,7 @@ from model.control_groups import PROC, control_groups
 
 SPIN_ITERATIONS = 14_000
 """Iterations that an OpenMP thread spins at a barrier before it sleeps (about 0.2 ms; the default of libgomp is 300,000); see
-docs/decisions/0033-short-spins.md."""
+docs/why.md#short-spins."""
 WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 DEVICES = Path("/dev")
 STEP_SIZES = {False: (64, 512), True: (256, 4096)}

@@ -1,6 +1,6 @@
 """Grammar bombs beside ordinary load: what becomes of them, in how long, and what 16 other streams notice.
 
-    python -m tests.trials.grammar_bombs --output docs/bench/DATE-grammar-bombs.json
+    python -m tests.trials.grammar_bombs --output grammar-bombs.json
 
 Starts `onehead serve` on the embedded model, runs 16 streams through it without bombs and with a new bomb every 0.2 s, in turn, and
 reports the gaps between tokens of the streams, the answers to the bombs and how long each took. Every bomb differs from the last by a

@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
+from scripts.generate_reference import DOCS
 from tests.trials import recorded_corpus
 from tests.trials.corpus import Row, http, post
 from tests.trials.corpus_refusals import SERVERS
 from tests.trials.recorded_answers import Answer, Comparison, compare, normal
 
-RECORDING = Path(__file__).resolve().parents[2] / "docs" / "bench" / "2026-11-23-recorded-corpus-before.json.gz"
+# Routes that are younger than the corpus; tests of their own ask them.
+YOUNGER = {
+    *("/v1/fim/completions", "/fim/completions", "/v1/decisions", "/v1/systemone", "/completion", "/apply-template", "/props"),
+    *("/v1/completions/render", "/v1/chat/completions/render", "/monitor", "/monitor/cache"),
+}
 PLAIN = post("plain", "/generate", {})
 JSON, EVENTS, TEXT = ("application/json", "text/event-stream; charset=utf-8", "text/plain")
 
@@ -160,16 +165,14 @@ def test_the_corpus_is_large_and_its_names_are_unique() -> None:
 
 
 def test_every_route_is_asked() -> None:
-    """Routes and methods of the OpenAPI document that the recording in docs/bench holds, against the table."""
-    answers = recorded_corpus.read(RECORDING)["answers"]
+    """Methods and paths of the reference's routes, against the table."""
     asked = [row.request.decode("latin-1").split(" ", 2)[:2] for server in SERVERS for row in server.rows]
-    operations = [
-        (method.upper(), path) for path, item in json.loads(answers["open: GET /openapi.json"]["text"])["paths"].items() for method in item
-    ]
+    operations = re.findall(r"^### `(\w+) (/\S*)`", (DOCS / "reference" / "http.md").read_text(), re.MULTILINE)
     assert len(operations) > 15
     for method, path in operations:
-        pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(path))
-        assert any(other == method and re.fullmatch(pattern, target.split("?")[0]) for other, target in asked), (method, path)
+        if path not in YOUNGER:
+            pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(path))
+            assert any(other == method and re.fullmatch(pattern, target.split("?")[0]) for other, target in asked), (method, path)
 
 
 def test_the_command_compares_files(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class CpuBackend:
 def _gather(pages_PSd: Tensor, pages_Gp: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
     """The keys or values of a bundle's rows, copied page by page to contiguous memory, in `dtype`. -> [G, 1, K, d]"""
     num_rows, num_pages = pages_Gp.shape
-    # index_select copies whole pages; advanced indexing takes 1.6 to 1.8 times as long (docs/bench, 2026-11-20).
+    # index_select copies whole pages; advanced indexing takes 1.6 to 1.8 times as long (docs/bench/history.md, 2026-11-20).
     gathered_GPSd = pages_PSd.index_select(0, pages_Gp.flatten()).to(dtype)
     return gathered_GPSd.view(num_rows, 1, num_pages * pages_PSd.shape[1], -1)[:, :, :num_keys]
 
