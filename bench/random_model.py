@@ -1,4 +1,4 @@
-"""A gpt_bigcode checkpoint of random float32 weights, to measure on where no published one is there.
+"""A gpt_bigcode checkpoint of random float32 weights, to measure on without a published one.
 
     python -m bench.random_model 164m|1b FOLDER
 

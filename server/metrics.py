@@ -73,8 +73,8 @@ class ClientMetrics(Collector):
 
 
 class Metrics:
-    """A registry and its metrics. The model name is a label of onehead_model_info only (docs/why.md#model-name-metric), and of vLLM's names of
-    metrics, which are shown too `with_aliases`.
+    """A registry and its metrics. The model name is a label of onehead_model_info only (docs/why.md#model-name-metric),
+    and of vLLM's names of metrics, which are shown too `with_aliases`.
     """
 
     def __init__(self, model_name: str = "", with_aliases: bool = False) -> None:

@@ -101,10 +101,9 @@ class Submit(Message, frozen=True):
 
 
 class Look(Message, frozen=True):
-    """Asks how the KV cache is used. Answered by CacheView between two steps. `whole`, `dump`: ask for these parts of it, too."""
+    """Asks how the KV cache is used. Answered by CacheView between two steps. `dump`: ask for the allocator's own lists too."""
 
-    whole: bool
-    dump: bool
+    dump: bool = False
 
 
 class Cancel(Message, frozen=True):
@@ -248,23 +247,20 @@ the prefix cache, computed tokens, output tokens, pages, preemptions."""
 
 FREE, CACHED, OWNED, SHARED = range(4)
 """Kinds of pages: those that hold nothing, that are kept as a prefix without an owner, and that one or several sequences own."""
-CacheState = tuple[bytes, list[SequenceRow], list[int]]
-"""Runs of pages, rows of sequences, and ids of sequences that are no longer open: those that have changed, or all. A run is five native
-64-bit integers: the first page, how many there are, their kind, their owner's id and the first position in them (-1 and 0
-without an owner)."""
 
 
 class CacheView(Message, frozen=True):
-    """Answers Look: what has changed since this engine's view before. The first one's changes are those of an empty cache."""
+    """Answers Look: all of the cache's pages and open sequences."""
 
     number: int
     """Grows by one with each view that differs from the one before."""
     step: int
     """Steps that the engine has committed."""
-    changes: CacheState
-    whole: CacheState | None
-    """The whole state, if it was asked for; pages that it does not list are free."""
-    dump: dict[str, Any] | None
+    runs: bytes
+    """Runs of pages that are not free, each of five native 64-bit integers: the first page, how many there are, their kind, their
+    owner's id and the first position in them (-1 and 0 without an owner)."""
+    sequences: list[SequenceRow]
+    dump: dict[str, Any] | None = None
 
 
 class Failed(Message, frozen=True):

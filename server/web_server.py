@@ -165,7 +165,7 @@ class WebServer:
 
     def end(self, timeout: float) -> None:
         """Stops listening, and after `timeout` seconds aborts the connections that are still open."""
-        self._generation.client.viewers.end()
+        self._generation.client.monitor.end()
         self._http.end(timeout)
 
     async def ended(self) -> bool:

@@ -1,7 +1,7 @@
-"""CacheViews: what the pages of the KV cache hold and which sequences are open, for viewers, as changes since the view before.
+"""CacheViews: what the pages of the KV cache hold and which sequences are open, for viewers.
 
-Invariant: the changes of consecutive views, applied one after the other, give the state of the last one. It decides nothing, and keeps
-nothing that a step needs. Sans-I/O: no clock, randomness, torch or pipe.
+Invariant: two views with the same number are equal. It decides nothing, and keeps nothing that a step needs. Sans-I/O: no clock,
+randomness, torch or pipe.
 
 Shape letters: P pages of the pool, N pages listed by sequences, R runs of pages.
 """
@@ -23,7 +23,7 @@ from server.protocol import OWNED, SHARED, CacheView, Look, SequenceRow
 Integers: TypeAlias = "NDArray[np.int64]"
 
 MOST_WAITING = 1000
-"""Waiting sequences in a view, so that a long queue does not hold up steps; those that were in the view before are kept beside them."""
+"""Waiting sequences in a view, so that a long queue does not hold up steps."""
 KIND_BITS, OWNER_SHIFT = 2, 28
 """A cell is what a page holds in one number: its kind in the lowest bits, then the position of its first token, then its owner's id."""
 POSITIONS = (1 << OWNER_SHIFT) - 1
@@ -36,31 +36,20 @@ class CacheViews:
         self._scheduler, self._events = scheduler, events
         layout = scheduler.limits.layout
         self._number = 0
-        self._cells_P = np.zeros(scheduler.limits.num_pages, np.int64)
-        self._rows: dict[int, SequenceRow] = {}
+        self._last: tuple[bytes, list[SequenceRow]] | None = None
         blocks = np.arange(pages_for(scheduler.limits.max_context, layout.page_size)) * layout.page_size << KIND_BITS | OWNED
         self._blocks = [np.repeat(blocks, group.num_stacks) for group in layout.groups]
         """For each group of layers the cells of a sequence's pages, without its id."""
 
     def answer(self, look: Look) -> CacheView:
         """The view that is asked for."""
-        before_P, before = self._cells_P, self._rows
-        self._cells_P, self._rows = self._read()
-        cells = _runs(self._cells_P, self._cells_P != before_P)
-        rows = [row for id, row in self._rows.items() if row != before.get(id)]
-        ended = list(before.keys() - self._rows.keys())
-        self._number += bool(cells or rows or ended)
-        return CacheView(
-            self._number,
-            self._scheduler.num_steps,
-            (cells, rows, ended),
-            (_runs(self._cells_P, self._cells_P), list(self._rows.values()), []) if look.whole else None,
-            self._dump() if look.dump else None,
-        )
+        before, self._last = self._last, self._read()
+        self._number += before != self._last
+        return CacheView(self._number, self._scheduler.num_steps, *self._last, self._dump() if look.dump else None)
 
-    def _read(self) -> tuple[Integers, dict[int, SequenceRow]]:
-        """The cells of all pages, and a row for each open sequence."""
-        scheduler, rows = self._scheduler, {}
+    def _read(self) -> tuple[bytes, list[SequenceRow]]:
+        """The runs of pages that are not free, and a row for each open sequence."""
+        scheduler, rows = self._scheduler, list[SequenceRow]()
         pages_N, positions, ids, counts = array("q"), [np.zeros(0, np.int64)], [0], [0]
         # The smallest id is assigned last, and so stays where a page is shared.
         for sequence in sorted([*scheduler.ended_in_flight, *scheduler.running.values()], key=lambda sequence: -sequence.id):
@@ -71,14 +60,13 @@ class CacheViews:
                 positions.append(blocks[first : len(pages)])
             ids.append(sequence.id)
             counts.append(len(pages_N) - before)
-            rows[sequence.id] = _row(sequence, "running", counts[-1])
+            rows.append(_row(sequence, "running", counts[-1]))
         cells_P = np.array(scheduler.allocator.kept, np.int64)  # Without an owner, CACHED where it is kept, else FREE.
         cells_P[pages_N] = np.concatenate(positions) | np.repeat(np.array(ids) << OWNER_SHIFT, counts)
         cells_P[np.bincount(pages_N, minlength=len(cells_P)) > 1] |= SHARED
-        for id in {*islice(scheduler.waiting, MOST_WAITING), *(self._rows.keys() & scheduler.waiting.keys())}:
-            sequence = scheduler.waiting[id]
-            rows[id] = _row(sequence, "preempted" if sequence.num_preemptions else "waiting", 0)
-        return cells_P, rows
+        for sequence in islice(scheduler.waiting.values(), MOST_WAITING):
+            rows.append(_row(sequence, "preempted" if sequence.num_preemptions else "waiting", 0))
+        return _runs(cells_P), rows
 
     def _dump(self) -> dict[str, Any]:
         """The state as the allocator and the sequences have it, by none of the arrays above."""
@@ -105,9 +93,9 @@ def _row(sequence: Sequence, state: str, num_pages: int) -> SequenceRow:
     return sequence.id, sequence.request, state, *counts
 
 
-def _runs(cells_P: Integers, chosen_P: NDArray[Any]) -> bytes:
-    """The runs of the pages for which `chosen_P` is not 0, as in CacheState."""
-    pages = chosen_P.nonzero()[0]
+def _runs(cells_P: Integers) -> bytes:
+    """The runs of the pages that are not free, as in CacheView."""
+    pages = cells_P.nonzero()[0]
     cells = cells_P[pages]
     starts_R = ((np.diff(pages, prepend=-2) != 1) | (np.diff(cells, prepend=-1) != 0)).nonzero()[0]
     counts_R, cells_R = np.diff(starts_R, append=len(pages)), cells[starts_R]

@@ -39,7 +39,6 @@ class EngineClient:
         self.admission = Admission(supervisor, metrics, section, max_running)
         self.arrivals = Arrivals()
         self.monitor = Monitor(supervisor, metrics, self.arrivals, lambda: self.status)
-        self.viewers = self.monitor.viewers
         self._ignored: set[str] = set()
         """Names of ignored fields that have been logged."""
 

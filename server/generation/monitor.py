@@ -1,7 +1,8 @@
-"""Monitor: asks the engine how its KV cache is used, and shows that to viewers, together with the server's counts.
+"""Monitor: shows viewers how the engine uses its KV cache, and the server's counts.
 
-Invariant: the engine is asked at most every LOOK_SECONDS, for a whole state or a dump at most every WHOLE_SECONDS, only once it has
-answered before, and not at all without viewers. Each event is encoded once. It knows no connections.
+Invariant: the engine is asked only while somebody watches or waits for a dump, every LOOK_SECONDS, and only once it
+has answered before. Each event is encoded once. A viewer that does not keep up has at most the latest event of each
+kind to take. It knows no connections.
 """
 
 import asyncio
@@ -11,94 +12,136 @@ from typing import Any
 
 import msgspec
 
-from server.generation.arrivals import Arrivals
-from server.generation.viewers import Shown, Viewers
+from server.errors import Overloaded
+from server.generation.admission import HELD_PER_FREE
+from server.generation.arrivals import Arrivals, Wake
 from server.metrics import Metrics
-from server.protocol import CacheState, CacheView, Look
+from server.protocol import CacheView, Look
 from server.supervision.supervisor import State, Supervisor
 
-LOOK_SECONDS, WHOLE_SECONDS = 0.1, 1.0
+LOOK_SECONDS, STATS_SECONDS = 0.25, 1.0
+MAX_VIEWERS = 64
+RETRY_SECONDS = 10
 NONE = -1
+
+
+class Viewer:
+    """One connection that watches, as the source of its response's events (http.sse.Source). `events`: the latest of
+    each kind that it has not taken.
+    """
+
+    def __init__(self, monitor: "Monitor", client: str, events: dict[str, bytes]) -> None:
+        self.client, self.events = client, events
+        self._monitor = monitor
+        self._wake: Wake = lambda: None
+
+    @property
+    def ended(self) -> bool:
+        return self._monitor.ended
+
+    def listen(self, wake: Wake) -> None:
+        self._wake = wake
+
+    def take(self) -> list[bytes]:
+        events, self.events = self.events, {}
+        return [*events.values()]
+
+    def wake(self) -> Any:
+        """Has what there is to take be taken."""
+        return self._wake()
 
 
 class Monitor:
     """Watches one supervisor's engine. `status`: the state of the server in words."""
 
     def __init__(self, supervisor: Supervisor, metrics: Metrics, arrivals: Arrivals, status: Callable[[], str]) -> None:
-        self._supervisor, self._metrics, self._status = supervisor, metrics, status
-        self.viewers = Viewers(arrivals, self.ask_whole)
+        self._supervisor, self._metrics, self._arrivals, self._status = supervisor, metrics, arrivals, status
+        self.viewers = list[Viewer]()
+        self.ended = False
+        self._latest: dict[str, bytes] = {}
+        """The latest event of each kind; empty while nobody watches."""
         self._dump: asyncio.Future[bytes] | None = None
         """The next dump of the cache, as JSON; None if none is asked for."""
         self._watching: asyncio.Task[None] | None = None
         self._asked = NONE
         """The engine that has not answered yet, as the number of those that were started before it."""
-        self._last = NONE, NONE
-        """The engine of the last view, and the view's number."""
-        self._needs_whole = False
-        self._whole_due = 0.0
+        self._shown = NONE, NONE
+        """The engine of the view that was shown last, and the view's number."""
 
-    def ask_whole(self) -> None:
-        """Shows the whole state of the cache to the viewers that wait for it."""
-        self._needs_whole = True
+    def join(self, client: str = "") -> Viewer:
+        """A new viewer, until it is removed from `viewers`. Raises Overloaded, to a client that has many already also
+        while there are places.
+        """
+        held, num_free = [viewer.client for viewer in self.viewers].count(client), MAX_VIEWERS - len(self.viewers)
+        if held >= num_free * HELD_PER_FREE or not num_free:
+            text = f"{len(self.viewers)} viewers watch this server, {held} of this client; at most {MAX_VIEWERS} may, "
+            raise Overloaded(f"{text}fewer of one client; try again later", RETRY_SECONDS, code="too_many_viewers")
+        viewer = Viewer(self, client, dict(self._latest))
+        self.viewers.append(viewer)
         self._begin()
+        return viewer
 
     def dump(self) -> "asyncio.Future[bytes]":
-        """Gets a dump of the cache, the same for all who ask meanwhile; not to be cancelled. Viewers are shown the same state."""
+        """Gets a dump of the cache, the same for all who ask meanwhile; not to be cancelled. Viewers are shown the
+        same state.
+        """
         self._dump = self._dump or asyncio.get_running_loop().create_future()
         self._begin()
         return self._dump
+
+    def end(self) -> None:
+        """Ends the viewers' responses."""
+        self.ended = True
+        for viewer in self.viewers:
+            self._arrivals.add(viewer.wake)
 
     def _begin(self) -> None:
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        while self.viewers.shows or self._dump:
+        stats_due, self._shown = 0.0, (NONE, NONE)
+        while self.viewers or self._dump:
             self._look()
-            if time.monotonic() >= self.viewers.stats_due:
-                self.viewers.show(Shown(stats=_event(b"stats", self._stats())))
+            if (now := time.monotonic()) >= stats_due:
+                stats_due = now + STATS_SECONDS
+                self._show("stats", self._stats())
             await asyncio.sleep(LOOK_SECONDS)
+        self._latest = {}
 
     def _look(self) -> None:
         """Asks the engine, unless it has not answered yet."""
-        engine, now = self._metrics.num_restarts, time.monotonic()
+        engine = self._metrics.num_restarts
         if self._supervisor.state is State.READY and self._asked != engine:
-            self._asked, is_due = engine, now >= self._whole_due
-            look = Look(is_due and self._needs_whole, is_due and self._dump is not None)
-            if look.whole or look.dump:
-                self._whole_due = now + WHOLE_SECONDS
-            self._supervisor.look(look)
+            self._asked = engine
+            self._supervisor.look(Look(self._dump is not None))
 
     def on_view(self, view: CacheView) -> None:
         """Takes the engine's answer."""
-        ready, before, self._last = self._supervisor.ready, self._last, (self._asked, view.number)
+        ready, before, self._shown = self._supervisor.ready, self._shown, (self._asked, view.number)
         assert ready is not None
-        head = {"engine": self._asked, "step": view.step, "view": view.number, "num_pages": ready.num_pages, "page_size": ready.page_size}
-        is_first, self._asked = before[0] != self._asked, NONE
-
-        def event(is_whole: bool, state: CacheState) -> bytes:
-            cells, sequences, ended = state
-            numbers = memoryview(cells).cast("q").tolist()
-            return _event(b"cache", head | {"whole": is_whole, "cells": numbers, "sequences": sequences, "ended": ended})
-
-        changes = event(is_first, view.changes) if before != self._last else b""
-        whole = event(True, view.whole) if view.whole else changes if is_first else b""
-        if changes or whole:
-            self._needs_whole = self._needs_whole and not whole
-            self.viewers.show(Shown(whole, changes))
+        head = {"engine": self._asked, "step": view.step, "view": view.number}
+        head |= {"num_pages": ready.num_pages, "page_size": ready.page_size}
+        self._asked = NONE
+        if before != self._shown:
+            cells = memoryview(view.runs).cast("q").tolist()
+            self._show("cache", head | {"cells": cells, "sequences": view.sequences})
         if view.dump is not None and self._dump is not None:
             self._dump.set_result(msgspec.json.encode(head | view.dump))
             self._dump = None
+
+    def _show(self, kind: str, data: dict[str, Any]) -> None:
+        """Passes an event to every viewer, in the place of one of the kind that it has not taken."""
+        event = b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(data))
+        self._latest[kind] = event
+        for viewer in self.viewers:
+            viewer.events[kind] = event
+            self._arrivals.add(viewer.wake)
 
     def _stats(self) -> dict[str, Any]:
         stats = {"time": time.time(), "status": self._status(), **self._metrics.stats()}
         if (ready := self._supervisor.ready) is not None:
             ratio = ready.multi_head_bytes_per_token / ready.kv_bytes_per_token
-            stats |= {"device": ready.device, "page_size": ready.page_size, "num_pages": ready.num_pages, "multi_head_ratio": ratio}
-            stats["page_bytes"] = ready.page_bytes
+            stats |= {"device": ready.device, "page_size": ready.page_size, "num_pages": ready.num_pages}
+            stats |= {"multi_head_ratio": ratio, "page_bytes": ready.page_bytes}
         return stats
-
-
-def _event(kind: bytes, data: dict[str, Any]) -> bytes:
-    """A server-sent event, as it is written to every viewer."""
-    return b"event: %b\ndata: %b\n\n" % (kind, msgspec.json.encode(data))

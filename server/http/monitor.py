@@ -32,11 +32,12 @@ class MonitorRoutes:
     async def watch(self, http: HttpRequest) -> Response:
         """Watch the pages of the KV cache, and the server's counts.
 
-        Server-sent events without an end: `cache` says what each page holds and which sequences are open, first as a whole and then as
-        changes, at most 10 times a second; `stats` has counts and latencies, once a second.
+        Server-sent events without an end: `cache` says what each page holds and which sequences are open, when that has changed, at
+        most 4 times a second; `stats` has counts and latencies, once a second.
         """
-        viewer = self._client.viewers.join(exchange_of(http).client)
-        return EventResponse(viewer, partial(self._client.viewers.shows.__delitem__, viewer.show), {}, self._keep_alive)
+        monitor = self._client.monitor
+        viewer = monitor.join(exchange_of(http).client)
+        return EventResponse(viewer, partial(monitor.viewers.remove, viewer), {}, self._keep_alive)
 
     async def cache(self) -> Response:
         """Show the pages of the KV cache as the engine's own lists have them.

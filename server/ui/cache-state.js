@@ -1,7 +1,6 @@
 /* The KV cache of a running engine, as the events of GET /monitor describe it: every page's kind, owner and position, and the sequences.
 
-   Invariant: after `apply` the state is the engine's own at the event's view; an event that does not continue the state is an Error.
-   It knows nothing of the network, the document and the clock: times are arguments. */
+   Invariant: after `apply` the state is the engine's own at the event's view. It knows nothing of the network, the document and the clock: times are arguments. */
 
 export const [FREE, CACHED, OWNED, SHARED] = [0, 1, 2, 3]; // Kinds of pages.
 export const NUM_HUES = 8; // Sequences are told apart by so many.
@@ -19,7 +18,7 @@ export function phaseOf(sequence) {
 
 export class CacheState {
   engine = null;
-  view = 0; // Number of the engine's view, which the next event changes.
+  view = 0; // Number of the engine's view.
   sequences = new Map(); // Open sequences by id.
   ended = new Map(); // The latest ended ones by id, oldest first.
 
@@ -27,16 +26,18 @@ export class CacheState {
     this.#allocate(0, 1);
   }
 
-  /** Applies a cache event. Returns {whole, pages, written}: whether the state was replaced, the pages set, and those written to. */
+  /** Takes the state of a cache event. Returns {whole, pages, written}: whether every page may have changed, else those that have, and
+      those written to. */
   apply(event, now) {
-    if (!event.whole && (event.engine !== this.engine || event.view !== this.view + 1)) {
-      throw new Error(`view ${event.view} of engine ${event.engine} came after view ${this.view} of engine ${this.engine}`);
-    }
-    if (event.whole) this.#allocate(event.num_pages, event.page_size);
+    const whole = event.engine !== this.engine || event.num_pages !== this.numPages;
+    const before = [this.kinds, this.owners, this.positions];
+    this.#allocate(event.num_pages, event.page_size);
     [this.engine, this.view] = [event.engine, event.view];
-    const pages = this.#setCells(event.cells);
+    this.#setCells(event.cells);
     const advanced = this.#setSequences(event, now);
-    return { whole: event.whole, pages, written: event.whole ? [] : this.#pagesOf(advanced) };
+    const isChanged = (page) => [this.kinds, this.owners, this.positions].some((values, i) => values[page] !== before[i][page]);
+    const pages = whole ? [] : [...this.kinds.keys()].filter(isChanged);
+    return { whole, pages, written: whole ? [] : this.#pagesOf(advanced) };
   }
 
   /** Number of pages of each kind. */
@@ -64,23 +65,20 @@ export class CacheState {
   }
 
   #setCells(cells) {
-    const pages = [];
     for (let i = 0; i < cells.length; i += RUN_INTEGERS) {
       const [first, count, kind, owner, position] = cells.slice(i, i + RUN_INTEGERS);
       this.kinds.fill(kind, first, first + count);
       this.owners.fill(owner, first, first + count);
       this.positions.fill(position, first, first + count);
-      for (let page = first; page < first + count; page++) pages.push(page);
     }
-    return pages;
   }
 
   /** Returns the tokens whose K/V were stored since the last event: id of their sequence -> [first, end]. */
   #setSequences(event, now) {
     const advanced = new Map();
     const listed = new Set(event.sequences.map(([id]) => id));
-    const gone = event.whole ? [...this.sequences.keys()].filter((id) => !listed.has(id)) : event.ended;
-    for (const id of gone) this.#end(this.sequences.get(id), now);
+    const gone = [...this.sequences.values()].filter(({ id }) => !listed.has(id));
+    for (const sequence of gone) this.#end(sequence, now);
     for (const values of event.sequences) {
       const sequence = Object.fromEntries(FIELDS.map((field, i) => [field, values[i]]));
       const old = this.sequences.get(sequence.id) ?? this.ended.get(sequence.id); // It may have been beyond those that are listed.

@@ -1,7 +1,6 @@
 /* The tab "Cache": reads GET /monitor, keeps the state and shows it: page map, multi-head comparison, sequences, plots, a line of status.
 
-   A stream that breaks, or brings an event that does not continue the state, is opened again after a growing delay, and begins with a whole
-   state. After each cache event the tab's element gets the event "cachechange" with the CacheState as its detail. */
+   A stream that breaks is opened again after a growing delay. After each cache event the tab's element gets the event "cachechange" with the CacheState as its detail. */
 
 import { errorOf, events } from "./api.js";
 import { CacheState } from "./cache-state.js";

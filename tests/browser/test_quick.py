@@ -250,7 +250,7 @@ def watching(blank: Any, server: ServerProcess) -> Callable[..., Any]:
         cells += [n for page in cached for n in (page, 1, 1, -1, 0)]
         rows = [[id, f"request-{id}", "running", 1, 0, 1, 0, 1, 0] for id in range(4)]
         cache: dict[str, Any] = {"engine": 0, "step": 0, "view": 1, "num_pages": num_pages, "page_size": 64}
-        cache |= {"whole": True, "cells": cells, "sequences": rows, "ended": []}
+        cache |= {"cells": cells, "sequences": rows}
         body = "".join(
             f"event: {name}\ndata: {json.dumps(value)}\n\n" for name, value in (("stats", stats), ("cache", cache), ("stats", stats))
         )

@@ -1,7 +1,7 @@
 """A viewer's state of the KV cache, from the events of /monitor, and its comparison with the engine's own.
 
-Invariant: it takes events as a browser does, one after the other, and raises ValueError for one that cannot follow the one before. It
-imports nothing of the server but the numbers of kinds.
+Invariant: it takes events as a browser does, one after the other, and raises ValueError for one that cannot follow the
+one before. It imports nothing of the server but the numbers of kinds.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,20 @@ class CacheClient:
         self.engine = self.view = self.step = -1
         self.cells: list[tuple[int, int, int]] = []
         self.sequences: dict[int, dict[str, Any]] = {}
-        self.num_whole = self.num_changes = 0
+        self.num_events = 0
 
     def take(self, event: dict[str, Any]) -> None:
         """The data of a cache event."""
-        if event["whole"]:
-            self.num_whole += 1
-            self.cells = [(FREE, *UNOWNED)] * event["num_pages"]
-            self.sequences.clear()
-        else:
-            self.num_changes += 1
-            if event["engine"] != self.engine or event["view"] != self.view + 1 or event["step"] < self.step:
-                raise ValueError(f"changes of view {event['view']} after view {self.view} of engine {self.engine}")
+        self.num_events += 1
+        if event["engine"] == self.engine and (event["view"] <= self.view or event["step"] < self.step):
+            raise ValueError(f"view {event['view']} after view {self.view} of engine {self.engine}")
         self.engine, self.view, self.step = event["engine"], event["view"], event["step"]
+        self.cells = [(FREE, *UNOWNED)] * event["num_pages"]
         for first, count, kind, owner, position in zip(*[iter(event["cells"])] * 5, strict=True):
             if not 0 <= first < first + count <= len(self.cells):
                 raise ValueError(f"a run of {count} pages from {first} on, of {len(self.cells)}")
             self.cells[first : first + count] = [(kind, owner, position)] * count
-        for row in event["sequences"]:
-            self.sequences[row[0]] = dict(zip(ROW, row, strict=True))
-        for id in event["ended"]:
-            del self.sequences[id]
+        self.sequences = {row[0]: dict(zip(ROW, row, strict=True)) for row in event["sequences"]}
 
     def problems(self, dump: dict[str, Any], stacks: Sequence[int] = (1,)) -> list[str]:
         """How its state differs from a dump of the same view, in words. `stacks`: pages for a block of tokens in each group of layers."""

@@ -6,7 +6,7 @@ callbacks given to `defer`: by default the event loop's next iteration, or a que
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,28 +207,20 @@ class FakeCache:
         self._num_pages = num_pages
         self._number = 0
         self._owners: dict[int, int] = {}
-        self._rows: dict[int, protocol.SequenceRow] = {}
+        self._rows: dict[int, protocol.SequenceRow] | None = None
 
     def answer(self, look: protocol.Look, sequences: dict[int, protocol.Submit]) -> protocol.CacheView:
-        before, rows = self._owners, self._rows
+        before, self._rows = self._rows, {id: _row(submit) for id, submit in sequences.items()}
         self._owners = {id % self._num_pages: id for id in sequences}
-        self._rows = {id: _row(submit) for id, submit in sequences.items()}
-        changed = [page for page in range(self._num_pages) if self._owners.get(page) != before.get(page)]
-        new = [row for id, row in self._rows.items() if row != rows.get(id)]
-        ended = [id for id in rows if id not in self._rows]
-        self._number += bool(new or ended)
-        whole = (self._cells(self._owners), list(self._rows.values()), list[int]()) if look.whole else None
-        dump = self._dump() if look.dump else None
-        return protocol.CacheView(self._number, self._number, (self._cells(changed), new, ended), whole, dump)
+        self._number += before != self._rows
+        runs = array("q", [number for page, id in sorted(self._owners.items()) for number in (page, 1, 2, id, 0)])
+        dump = self._dump(self._rows) if look.dump else None
+        return protocol.CacheView(self._number, self._number, runs.tobytes(), [*self._rows.values()], dump)
 
-    def _cells(self, pages: Iterable[int]) -> bytes:
-        runs = [[page, 1, 2, self._owners[page], 0] if page in self._owners else [page, 1, 0, -1, 0] for page in pages]
-        return array("q", [number for run in runs for number in run]).tobytes()
-
-    def _dump(self) -> dict[str, Any]:
+    def _dump(self, rows: dict[int, protocol.SequenceRow]) -> dict[str, Any]:
         listed = {
             str(id): {"running": True, "pages": [[id % self._num_pages]], "num_computed": row[5], "num_output": row[6]}
-            for id, row in self._rows.items()
+            for id, row in rows.items()
         }
         return {"owners": [int(page in self._owners) for page in range(self._num_pages)], "cached": [], "sequences": listed}
 

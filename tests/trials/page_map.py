@@ -146,7 +146,7 @@ async def run(options: argparse.Namespace, serve_options: list[str]) -> int:
         Check("all kinds of pages and states", min(viewer.seen[name] for name in rare) > few, str(dict(viewer.seen))),
         Check("the server ends with 0", status == 0, str(status)),
     ]
-    found = {"seen": dict(seen), "viewer": dict(viewer.seen), "wholes": viewer.client.num_whole, "changes": viewer.client.num_changes}
+    found = {"seen": dict(seen), "viewer": dict(viewer.seen), "events": viewer.client.num_events}
     return conclude("page_map", options.output, {}, found | {"preemptions": preemptions}, checks)
 
 

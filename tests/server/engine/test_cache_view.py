@@ -1,4 +1,4 @@
-"""Views of the cache: changes, applied one after the other, give what the allocator and the sequences have, whatever happens between."""
+"""Views of the cache: each says what the allocator and the sequences have, whatever happened before."""
 
 import random
 from collections import Counter
@@ -31,7 +31,7 @@ class Watcher:
         self.limits = scheduler.limits
         self.rng = random.Random(seed)
         self.chance = self.rng.choice([0.1, 0.5, 1.0])
-        self.client, self.joined = CacheClient(), CacheClient()
+        self.client = CacheClient()
         self.seen: Counter[str] = Counter()
 
     def maybe(self) -> None:
@@ -40,24 +40,15 @@ class Watcher:
 
     def look(self) -> None:
         """Raises AssertionError where the states differ."""
-        look = Look(whole=self.rng.random() < 0.05, dump=True)
-        view = protocol.decode_from_engine(protocol.encode(self.views.answer(look)))
+        view = protocol.decode_from_engine(protocol.encode(self.views.answer(Look(dump=True))))
         assert isinstance(view, protocol.CacheView) and view.dump is not None
-        assert (view.whole is not None) == look.whole
-        is_first = self.client.view < 0
-        event = event_of(view, self.limits.num_pages, view.changes, is_first)
         if view.number != self.client.view:
-            self.client.take(event)
+            self.client.take(event_of(view, self.limits.num_pages))
         else:
-            assert not (event["cells"] or event["sequences"] or event["ended"]), "changes without a number of their own"
             self.seen["no change"] += 1
         stacks = [group.num_stacks for group in self.limits.layout.groups]
         problems = self.client.problems(view.dump | {"page_size": self.limits.layout.page_size}, stacks)
         assert not problems, problems[:3]
-        if view.whole is not None:
-            self.joined.take(event_of(view, self.limits.num_pages, view.whole, True))
-            assert (self.joined.cells, self.joined.sequences) == (self.client.cells, self.client.sequences)
-            self.seen["whole state"] += 1
         kinds = Counter(cell[0] for cell in self.client.cells)
         self.seen["looks"] += 1
         for name, kind in (("cached pages", CACHED), ("owned pages", OWNED), ("shared pages", SHARED)):
@@ -66,11 +57,10 @@ class Watcher:
             self.seen[f"{sequence['state']} sequence"] += 1
 
 
-def event_of(view: protocol.CacheView, num_pages: int, state: protocol.CacheState, is_whole: bool) -> dict[str, Any]:
-    """The event that the API process makes of a view's changes, or of its whole state."""
-    cells, sequences, ended = state
-    head = {"engine": 0, "view": view.number, "step": view.step, "whole": is_whole, "num_pages": num_pages}
-    return head | {"cells": numbers(cells), "sequences": sequences, "ended": ended}
+def event_of(view: protocol.CacheView, num_pages: int) -> dict[str, Any]:
+    """The event that the API process makes of a view."""
+    head = {"engine": 0, "view": view.number, "step": view.step, "num_pages": num_pages}
+    return head | {"cells": numbers(view.runs), "sequences": view.sequences}
 
 
 def numbers(cells: bytes) -> list[int]:
@@ -116,12 +106,11 @@ KINDS = (
     "waiting sequence",
     "running sequence",
     "preempted sequence",
-    "whole state",
 )
 
 
 @pytest.mark.parametrize("kind", [History, OverlappedHistory])
-def test_the_changes_of_views_add_up(kind: type[History]) -> None:
+def test_views_say_what_there_is(kind: type[History]) -> None:
     seen = run_histories(range(SEEDS), watched(kind))
     assert min(seen[name] for name in KINDS) > 250, seen
     assert seen["an ended one in flight"] > 10 or kind is History, seen
@@ -129,7 +118,7 @@ def test_the_changes_of_views_add_up(kind: type[History]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [History, OverlappedHistory])
-def test_the_changes_of_views_add_up_in_many_histories(kind: type[History]) -> None:
+def test_views_say_what_there_is_in_many_histories(kind: type[History]) -> None:
     run_histories(range(SEEDS, MANY), watched(kind))
 
 
@@ -137,45 +126,25 @@ def scheduler_of(num_pages: int, max_running: int = 4) -> Scheduler:
     return Scheduler(Limits(num_pages, one_group(4), 4096, max_running, max(16, max_running)))
 
 
-def test_a_whole_state_is_no_change() -> None:
-    """Its number is that of the changes before it: viewers of a whole state and viewers of changes continue with the same next view."""
+def test_a_view_without_a_difference_keeps_its_number() -> None:
     scheduler = scheduler_of(8)
     views = CacheViews(scheduler)
-    assert views.answer(Look(whole=True, dump=False)) == protocol.CacheView(0, 0, (b"", [], []), (b"", [], []), None)
+    assert views.answer(Look()) == views.answer(Look()) == protocol.CacheView(1, 0, b"", [])
     scheduler.submit(3, [1, 2, 3, 4, 5], 6, Sampling(), request="mine")
-    core = EngineCore(scheduler, HashModel(one_group(4)))
-    core.step()
-    row = (3, "mine", "running", 5, 0, 5, 1, 2, 0)
-    for look, changes in ((Look(whole=False, dump=False), [row]), (Look(whole=True, dump=False), [])):
-        view = views.answer(look)
-        assert (view.number, view.step, view.changes[1], view.changes[2]) == (1, 1, changes, [])
-        for cells, rows, _ in (view.changes, view.whole) if view.whole else (view.changes,):
-            assert (numbers(cells), rows) in (([0, 1, 2, 3, 0, 1, 1, 2, 3, 4], [row]), ([], []))
-        assert (view.whole is not None and view.whole[1] == [row]) is look.whole
+    EngineCore(scheduler, HashModel(one_group(4))).step()
+    view = views.answer(Look())
+    assert (view.number, view.step, numbers(view.runs)) == (2, 1, [0, 1, 2, 3, 0, 1, 1, 2, 3, 4])
+    assert view.sequences == [(3, "mine", "running", 5, 0, 5, 1, 2, 0)] and view == views.answer(Look())
     scheduler.cancel(3)
-    view = views.answer(Look(whole=False, dump=False))
-    assert (view.number, view.changes[1:]) == (2, ([], [3]))
+    view = views.answer(Look())
+    assert (view.number, view.sequences) == (3, [])
 
 
 def test_a_long_queue_is_cut() -> None:
     scheduler = scheduler_of(8)
     for id in range(MOST_WAITING + 5):
         scheduler.submit(id, [1, 2], 2, Sampling())
-    assert [row[0] for row in CacheViews(scheduler).answer(Look(whole=False, dump=False)).changes[1]] == [*range(MOST_WAITING)]
-
-
-def test_a_sequence_that_waits_behind_a_long_queue_again_is_still_there() -> None:
-    """A preempted one goes to the end of the queue."""
-    scheduler = scheduler_of(8)
-    views, core = CacheViews(scheduler), EngineCore(scheduler, HashModel(one_group(4)))
-    scheduler.submit(7, [1, 2, 3], 6, Sampling())
-    core.step()
-    assert [row[0] for row in views.answer(Look(whole=False, dump=False)).changes[1]] == [7]
-    for id in range(10, 10 + MOST_WAITING):
-        scheduler.submit(id, [1, 2], 2, Sampling())
-    scheduler.waiting.put(scheduler.running.pop(7))
-    _, rows, ended = views.answer(Look(whole=False, dump=False)).changes
-    assert len(rows) == MOST_WAITING + 1 and ended == []
+    assert [row[0] for row in CacheViews(scheduler).answer(Look()).sequences] == [*range(MOST_WAITING)]
 
 
 def test_reading_pages_leaves_them_to_their_sequences() -> None:
@@ -186,4 +155,4 @@ def test_reading_pages_leaves_them_to_their_sequences() -> None:
     kept = []
     while scheduler.has_work:
         core.step()
-        kept.append(views.answer(Look(whole=True, dump=True)))
+        kept.append(views.answer(Look(dump=True)))

@@ -92,17 +92,17 @@ def test_tokens_come_in_order_with_gauges(engine: Engine) -> None:
 
 
 def test_a_look_is_answered_between_steps_and_by_an_idle_engine(engine: Engine) -> None:
-    engine.send(protocol.Look(whole=False, dump=False))
-    assert engine.receive() == protocol.CacheView(0, 0, (b"", [], []), None, None)
+    engine.send(protocol.Look())
+    assert engine.receive() == protocol.CacheView(1, 0, b"", [])
     engine.send(submit(1, [3, 4, 5], 6))
-    engine.send(protocol.Look(whole=False, dump=True))
+    engine.send(protocol.Look(dump=True))
     messages = [engine.receive() for _ in range(7)]
     (view,) = (message for message in messages if isinstance(message, protocol.CacheView))
-    assert view.whole is None and [row[0] for row in view.changes[1]] == [1] and view.step == messages.index(view)
+    assert [row[0] for row in view.sequences] == [1] and view.step == messages.index(view)
     engine.send(protocol.Cancel(9))
     assert engine.receive() == protocol.Tokens([], protocol.Gauges(0, 0, 0, 0, 0.0, 2, 3))
     for _ in range(3):  # A look makes no report: nothing has changed.
-        engine.send(protocol.Look(whole=False, dump=False))
+        engine.send(protocol.Look())
         assert isinstance(engine.receive(), protocol.CacheView)
     assert not engine.pipe.poll(0.01)
 

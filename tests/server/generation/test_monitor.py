@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 from server.errors import Overloaded
-from server.generation import monitor, viewers
-from server.generation.arrivals import Arrivals
+from server.generation import monitor
 from server.generation.engine_client import EngineClient
-from server.generation.viewers import Shown, Viewer, Viewers
+from server.generation.monitor import Viewer
 from tests.support.cache_client import CacheClient
 from tests.support.fake_engine import READY, FakeEngine, Served, serve
 from tests.support.wire import EventParser
@@ -26,9 +25,8 @@ BODY = {"prompt": "abc", "max_tokens": 40, "temperature": 0}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks as often as the event loop runs, for a whole state or a dump too."""
+    """Looks as often as the event loop runs."""
     monkeypatch.setattr(monitor, "LOOK_SECONDS", 0)
-    monkeypatch.setattr(monitor, "WHOLE_SECONDS", 0)
 
 
 def slowly(callback: Callable[[], None], turns: int = 10) -> None:
@@ -59,6 +57,7 @@ class Watching:
         self.num_compared = 0
         self._parser = EventParser()
         viewer.listen(self.wake)
+        self.wake()
 
     def wake(self) -> None:
         if self.reads:
@@ -87,7 +86,7 @@ async def test_viewers_know_what_the_engine_has_through_crashes(tokenizer_folder
     """One that does not always read as well."""
     engine = FakeEngine(crash_after=[150, 200, 300], defer=slowly)
     served = await ready(engine, tokenizer_folder)
-    steady, slow = (Watching(served.client.viewers.join()) for _ in range(2))
+    steady, slow = (Watching(served.client.monitor.join()) for _ in range(2))
     requests = [asyncio.create_task(ask(served, number)) for number in range(30)]
     rng = random.Random(1)
     while not all(request.done() for request in requests):
@@ -100,54 +99,29 @@ async def test_viewers_know_what_the_engine_has_through_crashes(tokenizer_folder
     for watching in (steady, slow):
         await watching.compare(served.client)
         assert watching.cache.engine == 3 and not watching.cache.sequences and watching.num_compared > 3
-    assert steady.cache.num_whole == 4 < slow.cache.num_whole, "a whole state at first and of each new engine, and after a gap"
+    assert slow.cache.num_events < steady.cache.num_events
     assert len(engine.runs) == 4
 
 
-async def test_one_that_joins_or_lags_gets_a_whole_state_and_the_others_go_on(tokenizer_folder: Path) -> None:
-    served = await ready(FakeEngine(defer=slowly), tokenizer_folder)
-    steady, lagging = (Watching(served.client.viewers.join()) for _ in range(2))
-    requests = [asyncio.create_task(ask(served, number)) for number in range(10)]
-    for _ in range(5):
-        await until(lambda: lagging.cache.sequences)
-        lagging.reads = False
-        changes = steady.cache.num_changes
-        await until(lambda changes=changes: steady.cache.num_changes > changes + 2)
-        lagging.reads = True
-        joined = Watching(served.client.viewers.join())
-        await until(lambda joined=joined: joined.cache.num_changes)
-        await joined.compare(served.client)
-        assert joined.cache.num_whole == 1
-        served.client.viewers.shows.pop(joined.viewer.show)
-    await asyncio.gather(*requests)
-    await steady.compare(served.client)
-    assert steady.cache.num_whole == 1 and lagging.cache.num_whole >= 5
+async def test_one_that_joins_gets_the_last_state_at_once(tokenizer_folder: Path) -> None:
+    served = await ready(FakeEngine(), tokenizer_folder)
+    first = Watching(served.client.monitor.join())
+    await until(lambda: first.cache.num_events)
+    joined = Watching(served.client.monitor.join())
+    assert (joined.cache.view, joined.cache.num_events, len(joined.stats)) == (first.cache.view, 1, 1)
 
 
-async def test_whole_states_and_dumps_are_asked_for_once_a_second(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other looks go on; those who wait for a dump get the same one."""
-    monkeypatch.setattr(monitor, "WHOLE_SECONDS", 1.0)
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+async def test_those_who_wait_for_a_dump_get_the_same_one(tokenizer_folder: Path) -> None:
     engine = FakeEngine()
     served = await ready(engine, tokenizer_folder)
-    watching = [Watching(served.client.viewers.join())]
-    await until(lambda: watching[0].cache.num_whole)
-    watching += [Watching(served.client.viewers.join()) for _ in range(3)]
     dumps = [asyncio.create_task(served.client.cache_dump()) for _ in range(3)]
-    asked = len(engine.looks)
-    await until(lambda: len(engine.looks) > asked + 20)
-    assert sum(look.whole for look in engine.looks) == 1 and not any(look.dump for look in engine.looks)
-    assert not any(viewer.cache.num_whole for viewer in watching[1:]) and not any(dump.done() for dump in dumps)
-    now[0] += 1
     assert len({await dump for dump in dumps}) == 1
-    await until(lambda: all(viewer.cache.num_whole == 1 for viewer in watching))
-    assert [(look.whole, look.dump) for look in engine.looks if look.whole or look.dump] == [(True, False), (True, True)]
+    assert [look.dump for look in engine.looks].count(True) == 1
 
 
 async def test_sequences_have_the_ids_of_their_requests(tokenizer_folder: Path) -> None:
     served = await ready(FakeEngine(), tokenizer_folder)
-    watching = Watching(served.client.viewers.join())
+    watching = Watching(served.client.monitor.join())
     request = asyncio.create_task(ask(served, 7))
     await until(lambda: watching.cache.sequences)
     (sequence,) = watching.cache.sequences.values()
@@ -160,9 +134,9 @@ async def test_the_engine_is_asked_only_while_there_are_viewers(tokenizer_folder
     served = await ready(engine, tokenizer_folder)
     await ask(served, 0)
     assert engine.looks == []
-    watching = Watching(served.client.viewers.join())
+    watching = Watching(served.client.monitor.join())
     await until(lambda: len(engine.looks) > 5)
-    served.client.viewers.shows.pop(watching.viewer.show)
+    served.client.monitor.viewers.remove(watching.viewer)
     await until(lambda: served.client.monitor._watching is None or served.client.monitor._watching.done())
     asked = len(engine.looks)
     await ask(served, 1)
@@ -174,7 +148,7 @@ async def test_the_engine_is_asked_again_when_it_has_answered(tokenizer_folder: 
     served = await ready(engine, tokenizer_folder)
     held: list[Callable[[], None]] = []
     engine.defer = held.append
-    Watching(served.client.viewers.join())
+    Watching(served.client.monitor.join())
     await until(lambda: engine.looks)
     for _ in range(50):
         await asyncio.sleep(0)
@@ -194,7 +168,7 @@ async def test_a_pause_lies_between_two_looks(tokenizer_folder: Path, monkeypatc
 
     monkeypatch.setattr(monitor, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(asyncio, "sleep", passes)
-    Watching(served.client.viewers.join())
+    Watching(served.client.monitor.join())
     while len(pauses) < 20:
         await sleep(0)
     assert {seconds for seconds, _ in pauses} == {0.1} and max(asked for _, asked in pauses) > 10
@@ -207,15 +181,15 @@ async def test_counts_are_made_once_a_second_and_one_that_joins_gets_the_last(
     served = await ready(FakeEngine(), tokenizer_folder)
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    first = Watching(served.client.viewers.join())
+    first = Watching(served.client.monitor.join())
     await until(lambda: first.stats)
     now[0] += 0.9
-    joined = [Watching(served.client.viewers.join()) for _ in range(5)]
+    joined = [Watching(served.client.monitor.join()) for _ in range(5)]
     await until(lambda: all(viewer.stats for viewer in joined))
     assert len(first.stats) == 1 and all(viewer.stats == first.stats for viewer in joined)
-    served.client.viewers.shows.clear()
-    now[0] += 0.2
-    late = Watching(served.client.viewers.join())
+    served.client.monitor.viewers.clear()
+    await until(lambda: served.client.monitor._watching is None or served.client.monitor._watching.done())
+    late = Watching(served.client.monitor.join())
     await until(lambda: late.stats)
     assert late.stats != first.stats and len(late.stats) == 1
 
@@ -224,11 +198,11 @@ async def test_counts_come_at_once_and_then_once_a_second(tokenizer_folder: Path
     served = await ready(FakeEngine(), tokenizer_folder)
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watching = Watching(served.client.viewers.join())
+    watching = Watching(served.client.monitor.join())
     await until(lambda: watching.stats)
     await ask(served, 0)
     assert len(watching.stats) == 1
-    now[0] += viewers.STATS_SECONDS
+    now[0] += monitor.STATS_SECONDS
     await until(lambda: len(watching.stats) == 2)
     first, second = (stats["totals"] for stats in watching.stats)
     assert (first["prompt_tokens"], first["generation_tokens"], first["requests"]) == (0, 0, {})
@@ -241,64 +215,56 @@ async def test_counts_come_at_once_and_then_once_a_second(tokenizer_folder: Path
 
 async def test_viewers_see_how_the_engine_is_loaded(tokenizer_folder: Path) -> None:
     served = serve(tokenizer_folder, FakeEngine(defer=lambda call: None))
-    watching = Watching(served.client.viewers.join())
+    watching = Watching(served.client.monitor.join())
     await until(lambda: watching.stats)
     assert watching.stats[0]["status"] == "starting" and "num_pages" not in watching.stats[0] and not watching.cache.cells
 
 
-def test_a_viewer_that_does_not_read_holds_one_event_of_each_kind() -> None:
-    asked: list[None] = []
-    arrivals = Arrivals()
-    arrivals._is_scheduled = True  # Nothing is called: this connection does not take anything.
-    viewer = Viewer(Viewers(arrivals, lambda: asked.append(None)))
-    viewer.show(Shown(cache=b"changes before the first whole state"))
-    assert viewer.take() == [] and len(asked) == 1
-    viewer.show(Shown(b"whole", b"changes up to it"))
-    for number in range(1000):
-        viewer.show(Shown(b"whole, for another viewer" * (number == 500), b"changes %d" % number))
-        viewer.show(Shown(stats=b"stats %d" % number))
-    assert len(asked) == 1, "a viewer that takes nothing costs no whole state"
-    assert viewer.take() == [b"stats 999"] and len(asked) == 2
-    viewer.show(Shown(cache=b"changes that mean nothing without those before"))
-    assert viewer.take() == [] and len(asked) == 3
-    viewer.show(Shown(b"whole again", b"changes up to it"))
-    assert viewer.take() == [b"whole again"]
-    viewer.show(Shown(b"whole, for another viewer", b"changes"))
-    assert viewer.take() == [b"changes"] and len(asked) == 3
+async def test_a_viewer_that_does_not_read_holds_the_last_event_of_each_kind(tokenizer_folder: Path) -> None:
+    served = await ready(FakeEngine(defer=slowly), tokenizer_folder)
+    steady, stuck = Watching(served.client.monitor.join()), Watching(served.client.monitor.join())
+    await until(lambda: stuck.cache.num_events)
+    stuck.reads = False
+    await asyncio.gather(*(ask(served, number) for number in range(5)))
+    await until(lambda: steady.cache.num_events > 5 and not steady.cache.sequences)
+    assert [*stuck.viewer.events] == ["cache"] and stuck.cache.num_events == 1
+    stuck.reads = True
+    stuck.wake()
+    assert stuck.cache.view == steady.cache.view and stuck.cache.num_events == 2
 
 
 async def test_viewers_are_limited_in_number(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "MAX_VIEWERS", 2)
+    monkeypatch.setattr(monitor, "MAX_VIEWERS", 2)
     served = await ready(FakeEngine(), tokenizer_folder)
-    first = served.client.viewers.join()
-    served.client.viewers.join()
+    first = served.client.monitor.join()
+    served.client.monitor.join()
     with pytest.raises(Overloaded, match="2 viewers"):
-        served.client.viewers.join()
-    served.client.viewers.shows.pop(first.show)
-    served.client.viewers.join()
+        served.client.monitor.join()
+    served.client.monitor.viewers.remove(first)
+    served.client.monitor.join()
 
 
 async def test_one_client_does_not_take_all_places(tokenizer_folder: Path) -> None:
     served = await ready(FakeEngine(), tokenizer_folder)
 
     def fill(client: str) -> int:
-        for count in range(viewers.MAX_VIEWERS + 1):
+        for count in range(monitor.MAX_VIEWERS + 1):
             try:
-                served.client.viewers.join(client)
+                served.client.monitor.join(client)
             except Overloaded:
                 return count
         raise AssertionError("without a limit")
 
     assert fill("hog") == 56
     assert [fill(client) for client in ("a", "b")] == [7, 1], "the last place is for who has none"
-    assert fill("c") == 0 and len(served.client.viewers.shows) == viewers.MAX_VIEWERS
+    assert fill("c") == 0 and len(served.client.monitor.viewers) == monitor.MAX_VIEWERS
 
 
 async def test_ended_viewers_have_nothing_more_to_take(tokenizer_folder: Path) -> None:
     served = await ready(FakeEngine(), tokenizer_folder)
-    watching = Watching(served.client.viewers.join())
+    watching = Watching(served.client.monitor.join())
     woken: list[None] = []
     watching.viewer.listen(lambda: woken.append(None))
-    served.client.viewers.end()
+    served.client.monitor.end()
     await until(lambda: woken)
     assert watching.viewer.ended

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from server.config import ServerSection
-from server.generation import viewers
+from server.generation import monitor as watching
 from server.http import monitor
 from tests.support.bad_inputs import KEY_HASHES, KEYS
 from tests.support.cache_client import CacheClient
@@ -43,7 +43,7 @@ async def test_the_option_turns_it_off(tokenizer_folder: Path) -> None:
 
 
 async def test_one_viewer_too_many_is_refused(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "MAX_VIEWERS", 0)
+    monkeypatch.setattr(watching, "MAX_VIEWERS", 0)
     async with http_of(serve(tokenizer_folder)) as http:
         refused = await http.get("/monitor")
         assert refused.status_code == 429 and refused.headers["retry-after"] and refused.json()["error_type"] == "overloaded"
@@ -130,7 +130,7 @@ def test_viewers_see_requests_a_new_engine_and_the_end_of_a_drain() -> None:
 
 
 def test_a_viewer_that_stops_reading_costs_bounded_memory() -> None:
-    """It gets the whole state when it reads again."""
+    """It gets the last state when it reads again."""
     with ServerProcess(None, *SMALL, "--server.write_timeout", "600", stderr=None) as server:
         stuck = []
         for _ in range(8):
@@ -147,7 +147,7 @@ def test_a_viewer_that_stops_reading_costs_bounded_memory() -> None:
             assert all([*stream.events()] for stream in streams)
         after = usage(server.process.pid)
         assert before is not None and after is not None and after.rss - before.rss < MOST_BYTES
-        assert steady.cache.num_changes > 5
+        assert steady.cache.num_events > 5
         client = CacheClient()
         stuck[0].settimeout(30)
         events = Wire(stuck[0]).response().events()
