@@ -5,7 +5,8 @@ As in the paper no logit is scaled: the factor 1/sqrt(k) belongs to P_q. A mask 
 where a query may attend, and broadcasts to [b, h, n, m].
 
 b batch, n queries, m memory, d model size, h heads, k key size, v value size.
-P_q [h, d, k]; P_k and P_v have an axis h in the multi-head programs and none in the multi-query ones; P_o [h, d, v].
+P_q [h, d, k]; P_k and P_v have an axis h in the multi-head programs and none in the multi-query
+ones; P_o [h, d, v].
 """
 
 import torch
