@@ -126,7 +126,9 @@ def _convert(argv: list[str]) -> int:
     from commands.convert.convert import convert, make_plan
     from server.hub.download import resolve
 
-    model = resolve(options.model, pickles=True, check=make_plan)
+    # A tokenizer.json is made without weights.
+    weights = options.output is not None
+    model = resolve(options.model, weights=weights, pickles=True, check=make_plan)
     convert(options.model_copy(update={"model": model}))
     return 0
 
@@ -149,7 +151,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "bench": ("put load on a running server, or an engine without one, and report rates and latencies", _bench),
     "top": ("watch a running server's requests, tokens, KV cache pages and latencies", _top),
     "plan": ("what a checkpoint takes, and how many sequences fit", _plan),
-    "convert": ("make a one-head checkpoint of one with several heads", _convert),
+    "convert": ("make a one-head checkpoint of one with several heads, or a tokenizer.json", _convert),
     "train": ("train a small checkpoint, or an existing one further", _train),
     "compare": ("multi-head against multi-query attention, in bytes and seconds", _compare),
 }

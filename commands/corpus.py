@@ -202,7 +202,7 @@ def fim_pieces(text: str, rng: random.Random) -> Iterator[str]:
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a checkpoint folder. Raises CheckpointError, ConfigurationError if there is none or loading it takes too much time
-    or memory, and ResourceError if a conversion cannot be cached.
+    or memory, and ResourceError if that of a GGUF file cannot be cached.
     """
     path = tokenizer_path(folder)
     try_checkpoint(folder)

@@ -12,17 +12,13 @@ from model.checkpoint.families import family_of
 from model.checkpoint.quantization_config import KEY
 from model.checkpoint.weights import Checkpoint, check_tensors
 from model.decoder import Decoder, meta_decoder
-from model.devices import device_class
 from model.devices.blocks import FORMATS, BlockFormat
 from model.devices.cpu.torch_blocks import BlockProducts
-from model.devices.products import Products
 from model.devices.replacement import Held
 from model.layers import Router
 from model.spec import CheckpointError, ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-FP8_ROW_BYTES = 4
-"""What a row of a matrix in float8 takes besides its weights: a scale."""
 MIXED = "mixed"
 """The form of weights that a checkpoint stores in several dtypes and block formats."""
 
@@ -66,31 +62,26 @@ def bytes_of_more_heads(spec: ModelSpec, heads: int, form: str, dtype: str, vect
     """Bytes of the rows of K's and V's projections that pooling `heads` heads into one takes away."""
     rows = 2 * spec.num_layers * (heads - 1) * spec.head_dim
     bias = ITEM_BYTES[vectors or (form if form in ITEM_BYTES else dtype)] * spec.qkv_bias
-    if form in ITEM_BYTES:
-        row = spec.hidden_size * ITEM_BYTES[form]
-    else:
-        row = FORMATS[form].row_bytes(spec.hidden_size) if form in FORMATS else spec.hidden_size + FP8_ROW_BYTES
+    floats = form in ITEM_BYTES
+    row = spec.hidden_size * ITEM_BYTES[form] if floats else FORMATS[form].row_bytes(spec.hidden_size)
     return rows * (row + bias)
 
 
-def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None = None, device: str = "cpu") -> dict[str, int]:
-    """Bytes of all parameters of a decoder in each form that the server can hold them in on a device; quantized ones beside what stays in
-    `dtype`. What is no linear layer or table, and routers, are in `vectors`; if that is None, in what these are in.
+def weight_bytes(decoder: Decoder, dtype: str = "float32", vectors: str | None = None) -> dict[str, int]:
+    """Bytes of all parameters of a decoder in each form that the server can hold them in; quantized
+    ones beside what stays in `dtype`. What is no linear layer or table, and routers, are in
+    `vectors`; if that is None, in what these are in.
     """
     matrices = _matrices(decoder)
     counted = {
         form: sum(p.numel() * ITEM_BYTES[form if vectors is None or p in matrices else vectors] for p in decoder.parameters())
         for form in ITEM_BYTES
     }
-    for kind in device_class(device).quantizations:
+    for kind in FORMATS:
         quantized = meta_decoder(decoder.spec)
-        products = BlockProducts(kind) if kind in FORMATS else Products(kind)
-        products.replace(quantized, torch.float32)
-        # The scales stay float32; norms, biases and what is not quantized are in the server's dtype.
-        counted[kind] = sum(
-            p.nbytes if p.dtype is not torch.float32 or name.endswith(".scale") else p.numel() * ITEM_BYTES[dtype]
-            for name, p in quantized.named_parameters()
-        )
+        BlockProducts(kind).replace(quantized, torch.float32)
+        # Norms, biases and what is not quantized are in the server's dtype.
+        counted[kind] = sum(p.numel() * ITEM_BYTES[dtype] if p.dtype is torch.float32 else p.nbytes for p in quantized.parameters())
     return counted
 
 

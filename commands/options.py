@@ -128,10 +128,15 @@ class TrainOptions(ToolOptions):
 
 
 class ConvertOptions(ToolOptions):
-    """onehead convert: a checkpoint with one key/value head from one with several, or safetensors of a pytorch_model.bin."""
+    """onehead convert: a checkpoint with one key/value head from one with several, or safetensors of a pytorch_model.bin;
+    without --output, a tokenizer.json of a folder's older tokenizer files.
+    """
 
     model: Path = Field(description="checkpoint folder of a gpt2, gpt_bigcode, llama, mistral or gemma; of any family for a .bin")
-    output: Path = Field(description="new folder of the converted checkpoint")
+    output: Path | None = Field(
+        None,
+        description="new folder of the converted checkpoint; without it only a tokenizer.json is made, in the model's folder",
+    )
     evaluate: bool = Field(True, description="measure the held-out loss before and after pooling")
     data: Path | None = Field(
         None,
@@ -140,7 +145,9 @@ class ConvertOptions(ToolOptions):
     threads: Natural = Field(0, le=1024, description="CPU threads; 0 leaves torch's own choice")
 
     @model_validator(mode="after")
-    def _data_is_used(self) -> Self:
+    def _all_is_used(self) -> Self:
+        if self.output is None and (self.data is not None or self.threads or not self.evaluate):
+            raise OptionError("data, threads and evaluate have no effect without --output; leave them out or give it")
         if self.data is not None and not self.evaluate:
             raise OptionError(f"data {self.data} has no effect with --no-evaluate; leave one of them out")
         return self
@@ -149,7 +156,7 @@ class ConvertOptions(ToolOptions):
 class CompareOptions(ToolOptions):
     """onehead compare: multi-head against multi-query attention, in bytes, in seconds and in what they learn."""
 
-    output: Path = Field(description="folder of report.html and results.json")
+    output: Path = Field(description="folder of results.json")
     quick: bool = Field(False, description="fewer tokens, sizes and repetitions: minutes instead of an hour, and noisier")
     data: Path | None = Field(
         None,
@@ -176,10 +183,11 @@ class PlanOptions(ToolOptions):
         "auto",
         description="of weights and cache; auto: bfloat16 on a GPU; on a CPU weights as stored, by config.json, and a float32 cache",
     )
-    quantization: Literal["auto", "none", "int8", "int4", "fp8", "all"] = Field(
+    quantization: Literal["auto", "none", "int8", "int4", "all"] = Field(
         "auto",
-        description="of the weights, auto as engine.quantization has it; of int8, int4 and fp8 also what they cost in perplexity, measured "
-        "on this machine where the weights are there. all: every form's perplexity, with memory planned for auto",
+        description="of the weights, auto as engine.quantization has it; of int8 and int4 also what they cost in "
+        "perplexity, measured on this machine where the weights are there. all: every form's perplexity, with memory planned "
+        "for auto",
     )
     cache_dtype: Literal["auto", "fp8"] = Field("auto", description="fp8: keys and values in 8 bits")
     page_size: Positive = Field(64, le=1024, description="tokens of a page")

@@ -6,10 +6,8 @@ takes. Where quantization is asked for and the weights are there, it also measur
 """
 
 import json
-import sys
 from collections import Counter
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,9 @@ from commands.options import PlanOptions
 from commands.perplexity import Measured, measure
 from commands.progress import progress
 from model.checkpoint.families import read_spec
-from model.checkpoint.identity import ModelFiles
 from model.decoder import meta_decoder
 from model.devices import device_class, find_device
 from model.spec import CheckpointError, ModelSpec, OptionError
-from server.errors import ConfigurationError
-from server.hub.measured import keep
-from server.hub.tokenizer_file import tokenizer_path
 
 KV_ITEM_BYTES = ITEM_BYTES | {"fp8": 1}
 NOT_QUANTIZED = "auto", "none", "all"
@@ -117,7 +111,7 @@ def make_plan(options: PlanOptions) -> Plan:
     form = dtype if options.quantization in NOT_QUANTIZED else options.quantization
     kv_dtype = cache if options.cache_dtype == "auto" else options.cache_dtype
     kinds = compute, "float32" if device == "cpu" else None
-    weights = weight_bytes(decoder, *kinds, device)
+    weights = weight_bytes(decoder, *kinds)
     weights = {name: count for name, count in weights.items() if name != "float16" or name == form}
     as_is = {name: count + bytes_of_more_heads(spec, heads, name, *kinds) for name, count in weights.items()} | mixed
     weights |= mixed
@@ -187,8 +181,6 @@ def plan(options: PlanOptions) -> None:
         with progress(transient=True) as shown:
             forms = _forms(made, options.dtype)
             measured = measure(options.model, made.spec, made.device, forms, options.text, shown)
-        if options.quantization == "all":
-            _keep(options.model, made, measured)
     elif options.text is not None:
         raise OptionError(f"text {options.text} has no effect, as perplexity is not measured: {reason}")
     if options.format == "json":
@@ -197,16 +189,6 @@ def plan(options: PlanOptions) -> None:
         console = Console(soft_wrap=True)
         console.width = max(console.width, EXACT_WIDTH)
         show(made, console, measured or reason or "")
-
-
-def _keep(folder: Path, made: Plan, measured: Measured) -> None:
-    """Keeps what was measured for `GET /plan`. Says on standard error where it cannot."""
-    digest = ModelFiles(folder, tokenizer_path(folder)).digest(made.spec)
-    record = {"version": version("onehead"), "device": made.device, "weight_bytes": made.weight_bytes, "perplexity": measured.as_json()}
-    try:
-        keep(digest, record)
-    except (OSError, ConfigurationError) as error:
-        print(f"onehead plan: not kept for GET /plan: {error}", file=sys.stderr)
 
 
 def _unmeasured(made: Plan, options: PlanOptions) -> str | None:
@@ -250,13 +232,14 @@ def show(made: Plan, console: Console, measured: Measured | str) -> None:
     if made.heads > 1:
         console.print("onehead serves one key/value head: planned as `onehead convert` makes it, beside the checkpoint as it is")
     console.print()
-    table = Table("bytes", *made.weight_bytes, box=None, pad_edge=False)
+    forms = dict.fromkeys((*made.weight_bytes, *made.kv_bytes_per_token))
+    table = Table("bytes", *forms, box=None, pad_edge=False)
     table.add_row("weights", *(f"{count:,}" for count in made.weight_bytes.values()))
     if made.heads > 1:
         table.add_row(f"with {made.heads} heads", *(f"{count:,}" for count in made.weight_bytes_as_is.values()))
     for name, kind in (("K, V of a token", "multi_query"), (f"with {made.compared_heads} heads", "multi_head")):
         kv_bytes = made.kv_bytes_per_token
-        table.add_row(name, *(f"{kv_bytes[form][kind]:,}" if form in kv_bytes else "" for form in made.weight_bytes))
+        table.add_row(name, *(f"{kv_bytes[form][kind]:,}" if form in kv_bytes else "" for form in forms))
     if isinstance(measured, Measured):
         _add_perplexity(table, list(made.weight_bytes), measured)
         notes = [f"on {measured.tokens:,} tokens of {measured.text}, on this machine"]

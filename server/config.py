@@ -154,11 +154,11 @@ class EngineSection(Section):
         description="of weights and cache, on a GPU also of arithmetic, which is float32 on a CPU; auto: bfloat16 on a GPU; on a CPU "
         "weights as the checkpoint stores them and a float32 cache, with the results of float32 bit for bit",
     )
-    quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
+    quantization: Literal["auto", "none", "int8", "int4"] = Field(
         "auto",
         description="weights in fewer bits, and on a CPU activations in 8; auto: none, but on a CPU with engine.dtype auto a GGUF file's "
         "quantized matrices as they are, Q4_0, Q4_1 and Q4_K in int4 and others in int8; int8: a scale for each block of 32 inputs; int4: "
-        "a scale and a minimum for each; fp8: a scale for each output channel, on a GPU from compute capability 8.9 on",
+        "a scale and a minimum for each",
     )
     deterministic: bool = Field(
         False,

@@ -42,7 +42,7 @@ class Start(Message, frozen=True):
     version: int
     model: str
     tokenizer: str
-    """Path of the tokenizer.json that the API process reads; it may be outside the model folder."""
+    """Path of the tokenizer.json that the API process reads."""
     options: EngineOptions
     heartbeat_seconds: float
     """Interval between two Heartbeats."""

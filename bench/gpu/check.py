@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from bench.gpu.attention import NEAR, backend_name
-from bench.gpu.common import Part, dependent_launches, engine
+from bench.gpu.common import Part, engine
 from cache.layout import CacheLayout, pages_for
 from cache.pool import KVPool
 from model.decode import DecodeTable
@@ -40,7 +40,6 @@ NUM_ROWS, SMALL_NUM_ROWS = (1, 2, 16, 17, 32, 64, 65, 600), (1, 70)
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "deterministic": {"deterministic": True},
-    "fp8": {"quantization": "fp8"},
     "fp8 cache": {"cache_dtype": "fp8"},
     "float32": {"dtype": "float32"},
 }
@@ -93,8 +92,8 @@ def check_alone(case: Case) -> None:
 @torch.inference_mode()
 def products(part: Part) -> None:
     """Our products beside float64's; batch-invariant ones by any number of rows, also where their parts are summed apart."""
-    from model.devices.gpu.few_rows import MOST_ROWS, multiply_few
     from model.devices.gpu.launches import multiply
+    from model.devices.gpu.one_row import multiply_row
 
     dtype = torch.float32 if part.small else torch.bfloat16
     for outputs, inputs in SMALL_PRODUCTS if part.small else PRODUCTS:
@@ -109,7 +108,7 @@ def products(part: Part) -> None:
             for count in SMALL_NUM_ROWS if part.small else NUM_ROWS:
                 alone = multiply(x[-count:, None], weight[None], bias)[:, 0]
                 assert torch.equal(alone, together[-count:]), f"{count} rows differ from the same among {len(x)}"
-                for y in (alone, multiply_few(x[-count:], weight, bias)) if count <= MOST_ROWS else (alone,):
+                for y in (alone, multiply_row(x[-1:], weight, bias)) if count == 1 else (alone,):
                     worst = max(worst, float(((y.double() - expected[-count:]).abs() / (1 + expected[-count:].abs())).max()))
             assert worst <= NEAR[dtype], f"off by {worst:.2g}"
             part.note(name, {"distance": worst})
@@ -200,6 +199,3 @@ def measure(part: Part) -> None:
             continue
         with part.guarded(f"replays/{name}"):
             part.note(f"replays/{name}", replays(part, options))
-    if part.device == "cuda":
-        with part.guarded("replays/dependent launches"), dependent_launches():
-            part.note("replays/dependent launches", replays(part, {}))

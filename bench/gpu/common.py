@@ -225,18 +225,6 @@ def by_kernel(call: Callable[[], object], count: int) -> Found:
     return {"seconds": seconds, "calls": sum(event.count for event in events) / count, "kernels": kernels}
 
 
-@contextmanager
-def dependent_launches() -> Iterator[None]:
-    """Kernels that can, begin while the launch before them ends. Off where a server runs, until `check` and `step` have passed with it."""
-    from model.devices import gpu
-
-    before, gpu.DEPENDENT_LAUNCHES = gpu.DEPENDENT_LAUNCHES, True
-    try:
-        yield
-    finally:
-        gpu.DEPENDENT_LAUNCHES = before
-
-
 # --- the checkpoint and an engine over it
 
 

@@ -6,18 +6,15 @@ import statistics
 import time
 from array import array
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
-from bench.gpu.common import ROUNDS, Part, dependent_launches, engine
+from bench.gpu.common import ROUNDS, Part, engine
 from cache.layout import pages_for
 from model.step import Row, Sample, SampleError, Sampling, StepPlan, bitmap
 from tests.support.checks import Found
 
 CASES = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (256, 8192))
 """Sequences, and tokens of each when the step is over."""
-FEW = ((1, 1024), (2, 1024), (16, 1024), (32, 1024))
-"""Steps whose products are of few rows: with and without dependent launches, which decide on model.devices.gpu.DEPENDENT_LAUNCHES."""
 MIXED, SMALL_MIXED = (64, 840, 128), (2, 64, 5)
 """Sequences, tokens of each, and tokens of a prompt beside all but one of them."""
 SMALL_CASES = ((1, 64), (3, 128))
@@ -103,15 +100,6 @@ def measure(part: Part) -> None:
     time_mixed(part, core.runner)
     with part.guarded("waits"):
         part.note("waits", waits(part, core.runner, ready.vocab_size))
-    if part.device != "cuda":
-        return
-    few = max(batch for batch, _ in FEW)
-    # Beside each other on one engine at a time: graphs keep what they were captured with.
-    for kind, launches in (("", nullcontext()), ("dependent launches ", dependent_launches())):
-        with part.guarded(f"{kind}engine"), launches:
-            core, _ = engine(part, part.checkpoint, pages=few * pages_for(max(FEW)[1], PAGE_SIZE), max_running=few)
-            for batch, context in FEW:
-                time_step(part, core.runner, batch, context, f"few/{kind}{batch}x{context}")
 
 
 def time_mixed(part: Part, runner: Any) -> None:

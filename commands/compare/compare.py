@@ -1,14 +1,13 @@
-"""`onehead compare`: counts, measures, trains, and writes results.json and report.html.
+"""`onehead compare`: counts, measures, trains, prints tables and writes results.json.
 
-What is measured is in `timing`, trained in `twins`, how it looks in `report`; here is the order of
-things, and the bytes, which ModelSpec counts. docs/compare.md describes results.json.
+What is measured is in `timing`, trained in `twins`; here is the order of things, and the bytes, which
+ModelSpec counts. docs/compare.md describes results.json.
 """
 
 import json
 import math
 import os
 import platform
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from commands.compare import report, timing, twins
+from commands.compare import timing, twins
 from commands.options import CompareOptions
-from commands.pictures import MISSING, load_pyplot
 from commands.progress import progress
 from commands.train.state import make_folder
 from model.checkpoint.families import read_spec
@@ -75,17 +73,11 @@ def compare(options: CompareOptions) -> None:
     if options.data is not None:
         twins.read_documents(options.data)  # Refused before the work where it holds no text.
     results: dict[str, Any] = {"schema": 3, "quick": options.quick, "machine": _machine(), "memory": memory}
-    console = Console()
-    if load_pyplot() is None:
-        print(f"onehead compare: report.html will have no pictures: {MISSING}", file=sys.stderr)
     measured = _measure(plan(options))
     results["decode"] = measured["decode"]
     results["quality"] = twins.quality(_twin_sizes(options), measured["quality"])
     (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    (options.output / "report.html").write_text(report.page(results), encoding="utf-8")
-    for summary in _summaries(results):
-        console.print(summary)
-    console.print(f"{options.output / 'report.html'}")
+    Console().print(*_tables(results))
 
 
 def memory_of(model: Path | None) -> list[dict[str, Any]]:
@@ -139,14 +131,24 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _summaries(results: dict[str, Any]) -> list[Table]:
-    """The report's main figures, for the terminal."""
-    decode = Table("batch", "context", "attention", "layer", title="decode, time of MHA over time of MQA")
+def _tables(results: dict[str, Any]) -> list[Table]:
+    """The results' main figures, for the terminal."""
+    memory = Table("model", "one head", "a head per query head", "ratio", title="bytes of a token")
+    for row in results["memory"]:
+        many, one = (f"{row[f'{kind}_bytes_per_token']:,}" for kind in twins.KINDS)
+        memory.add_row(row["name"], one, many, f"{row['ratio']:.0f}")
+    decode = Table("batch", "context", "attention", "layer", "bytes")
+    decode.title = "a layer's decode step, multi-head over multi-query"
     for row in results["decode"]:
-        decode.add_row(str(row["batch"]), str(row["context"]), f"{row['attention']['ratio']:.1f}x", f"{row['layer']['ratio']:.1f}x")
-    quality = Table("", "parameters", "held-out loss", "perplexity", title=f"twins, {results['quality']['sizes']['num_seeds']} seeds each")
+        many, one = (row[f"{kind}_kv_bytes"] + row[f"{kind}_weight_bytes"] for kind in twins.KINDS)
+        ratios = row["attention"]["ratio"], row["layer"]["ratio"], many / one
+        cells = (f"{ratio:.1f}" for ratio in ratios)
+        decode.add_row(str(row["batch"]), str(row["context"]), *cells)
+    quality = Table("twins", "parameters", "held-out loss", "perplexity")
+    runs, difference = results["quality"]["runs"], results["quality"]["difference"]
+    quality.title = f"{difference['mean']:+.4f} ± {difference['stdev']:.4f} nats a token with one"
     for kind, loss in results["quality"]["held_out_loss"].items():
-        parameters = next(run["num_parameters"] for run in results["quality"]["runs"] if run["kind"] == kind)
-        figures = f"{loss['mean']:.4f} +- {loss['stdev']:.4f}"
-        quality.add_row(kind.upper(), f"{parameters:,}", figures, f"{math.exp(loss['mean']):.2f}")
-    return [decode, quality]
+        parameters = next(run["num_parameters"] for run in runs if run["kind"] == kind)
+        spread = f"{loss['mean']:.4f} ± {loss['stdev']:.4f}"
+        quality.add_row(kind, f"{parameters:,}", spread, f"{math.exp(loss['mean']):.2f}")
+    return [memory, decode, quality]

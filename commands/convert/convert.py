@@ -1,5 +1,5 @@
 """`onehead convert`: a checkpoint with one key/value head from one with several, by the mean of their projections (Ainslie et al. 2023,
-arXiv 2305.13245, section 2.1), or safetensors of a `pytorch_model.bin`.
+arXiv 2305.13245, section 2.1), or safetensors of a `pytorch_model.bin`; and a tokenizer.json where there are older files.
 
 The mean is where training goes on from, not a finished model: what it costs is measured, and the folder says that it was only pooled.
 Invariant: every tensor but those of K and V leaves with the values it came with. It alone reads pickles, and of them only weights.
@@ -24,6 +24,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from commands import corpus
+from commands.convert.tokenizer import NAME as TOKENIZER
+from commands.convert.tokenizer import tokenizer_json, write_tokenizer
 from commands.held_out import Logits, comparison_rows, decoder_logits, losses
 from commands.options import ConvertOptions
 from commands.progress import progress
@@ -253,17 +255,21 @@ def _mean(value_Hd: Tensor) -> Tensor:
 
 
 def convert(options: ConvertOptions) -> None:
-    """Writes options.output, whole or not at all. Raises CheckpointError for a source that cannot be converted, OptionError for unusable
-    options.
+    """Writes options.output, or without it the model's tokenizer.json, whole or not at all. Raises CheckpointError and
+    ConfigurationError for a source that cannot be converted, OptionError for unusable options.
     """
     model, output = options.model, options.output
+    if output is None:
+        write_tokenizer(model)
+        return
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise OptionError(f"output {output} exists, expected a new or empty folder")
     if options.threads:
         torch.set_num_threads(options.threads)
     plan = make_plan(model)
     if not plan.num_heads and not is_pickled(model):
-        raise CheckpointError(f"{model}: has one key/value head already; nothing to convert")
+        way_out = "" if (model / TOKENIZER).exists() else "; leave out --output to make its tokenizer.json"
+        raise CheckpointError(f"{model}: has one key/value head already; nothing to convert{way_out}")
     with _beside(output) as beside:
         made = Path(beside) / "made"
         record = _make(options, plan, made)
@@ -293,10 +299,13 @@ def _beside(output: Path) -> TemporaryDirectory[str]:
 def _make(options: ConvertOptions, plan: Plan, made: Path) -> dict[str, Any] | None:
     """Everything of the output, in the folder `made`; the record of a pooled checkpoint."""
     rows_BU = _rows(options, plan.spec) if plan.num_heads else None
+    tokenizer = None if (plan.folder / TOKENIZER).exists() else tokenizer_json(plan.folder)
     tensors = _tensors(plan)
     try:
         write_checkpoint(made, tensors, plan.config)
         copy_companions(plan.folder, made)
+        if tokenizer is not None:
+            (made / TOKENIZER).write_text(tokenizer, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise OptionError(f"output {options.output} cannot be written: {error}") from None
     if not plan.num_heads:

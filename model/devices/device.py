@@ -106,8 +106,6 @@ class Device:
     """The share of free memory that the KV cache takes by default."""
     overcommits = False
     """Whether an allocation succeeds without the memory being there, because it is taken only when it is first written to."""
-    quantizations: tuple[str, ...] = ()
-    """Values of engine.quantization, besides none."""
     warms_up = False
     """Whether kernels are compiled or captured when they first run, which should happen before requests are served."""
     invariant_backend: str
@@ -162,8 +160,8 @@ class Device:
     def use_threads(self, count: int) -> None:
         """Sets the number of threads where torch's own threads compute; 0 leaves it as it is."""
 
-    def check_float8(self, options: str) -> None:
-        """Raises OptionError, naming these options, where the hardware cannot compute with float8."""
+    def check_float8(self) -> None:
+        """Raises OptionError where the hardware cannot compute over a cache in float8."""
 
     def step_bytes(self, prepare: Callable[[], Callable[[StepPlan], object]], plans: Sequence[StepPlan]) -> int:
         """Memory that steps take besides weights and cache. `prepare` allocates what stays between steps and returns what runs a plan. 0

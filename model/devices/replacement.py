@@ -36,7 +36,7 @@ class RowMatrix(nn.Module):
 
     def allocate(self, device: torch.device, stored: Held = torch.float32) -> None:
         """Allocates memory for the values, which the checkpoint stores like this."""
-        self._allocate("weight", device)
+        self.weight = _parameter(self._memory(self.weight, device))
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         """Takes rows of the float matrix from number `first` on."""
@@ -45,9 +45,6 @@ class RowMatrix(nn.Module):
     def set_blocks(self, first: int, rows: Tensor) -> None:
         """Takes rows in `form` from number `first` on: uint8, form.row_bytes of each."""
         raise NotImplementedError
-
-    def _allocate(self, name: str, device: torch.device) -> None:
-        setattr(self, name, _parameter(self._memory(getattr(self, name), device)))
 
     def _memory(self, parameter: Tensor, device: torch.device) -> Tensor:
         return torch.empty_like(parameter, device=device)

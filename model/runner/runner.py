@@ -26,7 +26,6 @@ from model.decoder import Decoder
 from model.devices import create_backend, find_device
 from model.devices.backend import Backend
 from model.devices.device import Device, Stream, lack_of_memory
-from model.devices.products import Products
 from model.devices.replacement import RowMatrix
 from model.options import EngineOptions
 from model.runner.cuda_graphs import CudaGraphs, ListedBackend
@@ -79,7 +78,8 @@ class ModelRunner:
         device.use_threads(options.threads)
         dtype = device.dtypes(options.dtype).compute
         _check_options(spec, options, device)
-        decoder = load_decoder(folder, spec, dtype, device.torch_device, _products(options, device), report)
+        products = device.products(device.dtypes(options.dtype), options.quantization, options.deterministic)
+        decoder = load_decoder(folder, spec, dtype, device.torch_device, products, report)
         report("measuring memory", 0, 0)
         runner = cls.over(decoder, device, options)
         if device.warms_up:
@@ -348,15 +348,11 @@ def all_in_page_0(layout: CacheLayout, num_tokens: int) -> "list[array[int]]":
 
 
 def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> None:
-    """Raises OptionError where the device lacks the quantization or float8, or attention would not be batch-invariant although
-    engine.deterministic is true.
+    """Raises OptionError where the device lacks float8 for the cache, or where attention would not be batch-invariant
+    although engine.deterministic is true.
     """
-    if options.quantization not in (known := ("auto", "none", *device.quantizations)):
-        expected = ", ".join(known)
-        raise OptionError(f"engine.quantization {options.quantization} has no kernels on {device.name}; expected one of {expected}")
-    of_float8 = (("engine.quantization", options.quantization), ("cache.dtype", options.cache_dtype))
-    if names := " and ".join(name for name, value in of_float8 if value == "fp8"):
-        device.check_float8(names)
+    if options.cache_dtype == "fp8":
+        device.check_float8()
     if not options.deterministic:
         return
     layout = CacheLayout.of(spec.num_layers, spec.windows, options.page_size)
@@ -368,17 +364,6 @@ def _check_options(spec: ModelSpec, options: EngineOptions, device: Device) -> N
             f"{spec.key_dim} columns in {str(pool.keys_LPSd.dtype).removeprefix('torch.')}, is not batch-invariant; expected "
             f"{device.invariant_backend_needs}"
         )
-
-
-def _products(options: EngineOptions, device: Device) -> Products:
-    """What computes products. Raises OptionError where these would not be batch-invariant although engine.deterministic is true."""
-    products = device.products(device.dtypes(options.dtype), options.quantization, options.deterministic)
-    if options.deterministic and not products.batch_invariant:
-        raise OptionError(
-            f"engine.deterministic is true, but products of {options.quantization} weights are torch's on {device.name}, and not "
-            "batch-invariant; expected engine.quantization none or int8"
-        )
-    return products
 
 
 def _pages_that_fit(layout: CacheLayout, page_bytes: int, options: EngineOptions, device: Device, free: int) -> int:

@@ -119,11 +119,11 @@ def _sequences(limits: Limits, contexts: list[int]) -> list[tuple[int, int]]:
 
 
 def _say_what_is_slow(start: protocol.Start, device: str) -> None:
-    """Warns of FP8 on a CPU, which is supported only to show the answers that a GPU would give; says which steps int8 and int4 make no
-    faster on a GPU.
+    """Warns of a cache in float8 on a CPU, which is supported only to show the answers that a GPU would give; says which
+    steps int8 and int4 make no faster on a GPU.
     """
-    if device == "cpu" and "fp8" in (start.options.quantization, start.options.cache_dtype):
-        log.warning("fp8 on a CPU is slow, as torch converts it for every product; it shows the answers of a GPU. For speed use int8")
+    if device == "cpu" and start.options.cache_dtype == "fp8":
+        log.warning("cache.dtype fp8 on a CPU is slow, as torch converts what it reads; it shows the answers of a GPU")
     if device == "cuda" and start.options.quantization in ("int8", "int4"):
         log.warning(
             "%s on a GPU is dequantized as it is read: steps of more than 64 tokens, prompts among them, are expected to be no faster than "

@@ -92,8 +92,10 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def parse(body: bytes) -> dict[str, Any]:
-    """Parses strict JSON: UTF-8, one object, no duplicate keys, finite numbers, no lone surrogates. Raises MalformedBody."""
+def parse(body: bytes, unique: bool = True) -> dict[str, Any]:
+    """Parses strict JSON: UTF-8, one object, finite numbers, no lone surrogates; with `unique` no key
+    twice in an object, else the last one counts. Raises MalformedBody.
+    """
     if not body.strip():
         raise MalformedBody("the body is empty; a JSON object was expected")
     try:
@@ -104,7 +106,8 @@ def parse(body: bytes) -> dict[str, Any]:
         raise MalformedBody("the body starts with a byte order mark; send it without one")
     _check_nesting(text)
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant)
+        hook = _unique if unique else dict
+        value = json.loads(text, object_pairs_hook=hook, parse_float=_finite, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise MalformedBody(f"the body is not JSON at character {error.pos}") from None
     except ValueError:  # int() refuses thousands of digits.

@@ -7,7 +7,6 @@ from starlette.responses import JSONResponse, Response
 from server.generation.generation import Generation
 from server.http.exchange import Dialect
 from server.http.routes import Access, Route
-from server.hub import measured
 from server.metrics import CONTENT_TYPE
 
 
@@ -72,8 +71,7 @@ class OpsRoutes:
     async def plan(self) -> Response:
         """Show the memory plan of the running engine.
 
-        Bytes of weights and KV cache, and how many sequences fit. `onehead plan` computes the same for a checkpoint folder, and what its
-        `--quantization all` has measured of this model on this machine is shown here too.
+        Bytes of weights and KV cache, and how many sequences fit. `onehead plan` computes the same for a checkpoint folder.
         """
         ready = self.generation.client.ready
         if ready is None:
@@ -97,7 +95,6 @@ class OpsRoutes:
                 "max_context": ready.max_context,
                 "longest_sequence": ready.capacity,
                 "sequences": [{"context": context, "fit": count} for context, count in ready.sequences],
-                "measured": measured.recall(ready.digest),
             }
         )
 

@@ -114,7 +114,7 @@ HARMLESS = _names(
     }
 )
 """Fields that clients send by default, which are never refused."""
-NOT_MISSPELT = frozenset({"context", "mode", "models", "top_a"})
+NOT_MISSPELT = frozenset({"code", "context", "mode", "models", "top_a"})
 """Fields of other servers that are spelt nearly as one here."""
 
 

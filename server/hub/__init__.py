@@ -1,1 +1,1 @@
-"""Checkpoint folders: downloads from the Hugging Face hub, and the tokenizer.json of a folder that has none."""
+"""Checkpoint folders: downloads from the Hugging Face hub, and the folder that is made of a GGUF file."""

@@ -1,7 +1,7 @@
-"""Conversions of a checkpoint's files in a child process, whose results are cached.
+"""Conversions of a GGUF file's header in a child process, whose results are cached.
 
-Invariant: the child process ends with this one, and an unfinished result is removed, also after SIGTERM. It knows nothing of what is
-converted. Blocks: to be called before the event loop starts.
+Invariant: the child process ends with this one, and an unfinished result is removed, also after
+SIGTERM. It knows nothing of what is converted. Blocks: to be called before the event loop starts.
 """
 
 import signal
@@ -22,8 +22,8 @@ HINT = "converted files are cached in XDG_CACHE_HOME, or in ~/.cache"
 
 @contextmanager
 def new_folder(parent: Path) -> Iterator[Path]:
-    """A new folder in `parent`, which is made if there is none; it is removed at exit, also after SIGTERM, which becomes SystemExit. Raises
-    OSError.
+    """A new folder in `parent`, which is made if there is none; it is removed at exit, also after
+    SIGTERM, which becomes SystemExit. Raises OSError.
     """
     parent.mkdir(parents=True, exist_ok=True)
     here = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -38,7 +38,9 @@ def new_folder(parent: Path) -> Iterator[Path]:
 
 
 def run(module: str, *arguments: str) -> str:
-    """Runs a module in a child process. Returns why it refused, empty on success. Raises ResourceError if it could not write a file."""
+    """Runs a module in a child process. Returns why it refused, empty on success. Raises
+    ResourceError if it could not write a file.
+    """
     try:
         done = subprocess.run(
             child_command(module, *arguments),

@@ -36,9 +36,9 @@ log = logging.getLogger("onehead")
 
 
 def resolved(settings: Settings, check: Check) -> Settings:
-    """The settings with the model's folder, after its tokenizer.json has been found or converted, and been loaded in a child process. All
-    that blocks, and so must come before the event loop, which handles signals. Raises the errors of `resolve`, `tokenizer_path` and
-    `try_checkpoint`.
+    """The settings with the model's folder, after its tokenizer.json has been found, or made of a GGUF file, and been loaded
+    in a child process. All that blocks, and so must come before the event loop, which handles signals. Raises the errors of
+    `resolve`, `tokenizer_path` and `try_checkpoint`.
     """
 
     def check_all(folder: Path) -> None:

@@ -53,9 +53,7 @@ class TextCodec:
     """
 
     def __init__(self, folder: Path, template: Path | None = None) -> None:
-        """Reads tokenizer.json; `template` as in CheckpointFiles. Raises ConfigurationError if it is missing and cannot be converted from
-        other files, or is invalid.
-        """
+        """Reads tokenizer.json; `template` as in CheckpointFiles. Raises ConfigurationError if it is missing or invalid."""
         self.folder = folder
         self.path = tokenizer_path(folder)
         data = read_file(self.path, MOST_TOKENIZER_BYTES)

@@ -1,15 +1,33 @@
-"""OpenAI's agents: one task with several calls, whose results go back to the model, over chat completions; streamed as well."""
+"""OpenAI's agents over chat completions, whole and streamed: a task with several calls whose
+results go back to the model, an output type beside tools, a handoff to an agent with one.
+"""
 
 import asyncio
 from importlib.metadata import version
 from typing import Any, Literal
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, ToolsToFinalOutputResult, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    RunContextWrapper,
+    Runner,
+    ToolsToFinalOutputResult,
+    function_tool,
+    handoff,
+    set_tracing_disabled,
+)
 from check import run
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 STEPS = 3
+REQUIRED = ModelSettings(
+    tool_choice="required",
+    parallel_tool_calls=False,
+    max_tokens=120,
+    temperature=1.0,
+)
 
 
 class Setting(BaseModel):
@@ -19,14 +37,36 @@ class Setting(BaseModel):
     level: Literal[0, 1, 2]
 
 
-def agent(client: AsyncOpenAI, done: list[str]) -> Agent[Any]:
-    """An agent that has to call a tool in each of STEPS turns."""
+class Report(BaseModel):
+    """The structured answer."""
 
-    @function_tool
+    room: Literal["kitchen", "hall"]
+    setting: Setting
+
+
+class Reason(BaseModel):
+    """Why a task is handed on."""
+
+    why: Literal["lights", "heating"]
+
+
+def light_tool(done: list[str], most: int) -> Any:
+    """A tool that appends to `done`, and is no longer offered after `most` calls."""
+
+    def is_enabled(context: RunContextWrapper[Any], agent: Any) -> bool:
+        return len(done) < most
+
+    @function_tool(is_enabled=is_enabled)
     def set_light(room: Literal["kitchen", "hall"], setting: Setting) -> str:
         """Turns a light on or off."""
         done.append(f"{room}: {setting.on}, {setting.level}")
         return done[-1]
+
+    return set_light
+
+
+def caller(model: OpenAIChatCompletionsModel, done: list[str]) -> Agent[Any]:
+    """An agent that has to call a tool in each of STEPS turns."""
 
     def until_done(context: object, results: list[Any]) -> ToolsToFinalOutputResult:
         return ToolsToFinalOutputResult(len(done) >= STEPS, "; ".join(done))
@@ -34,34 +74,69 @@ def agent(client: AsyncOpenAI, done: list[str]) -> Agent[Any]:
     return Agent(
         "light",
         instructions="Set the lights.",
-        model=OpenAIChatCompletionsModel("embedded", client),
-        model_settings=ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=120, temperature=1.0),
-        tools=[set_light],
+        model=model,
+        model_settings=REQUIRED,
+        tools=[light_tool(done, STEPS)],
         tool_use_behavior=until_done,
         reset_tool_choice=False,
     )
 
 
+def reporter(model: OpenAIChatCompletionsModel, done: list[str]) -> Agent[Any]:
+    """An agent that has to call a tool in its first turn, may in the next ones, and reports."""
+    return Agent(
+        "report",
+        instructions="Set the lights, and report.",
+        model=model,
+        model_settings=REQUIRED,
+        tools=[light_tool(done, STEPS)],
+        output_type=Report,
+    )
+
+
+def triage(model: OpenAIChatCompletionsModel, done: list[str]) -> Agent[Any]:
+    """An agent that has to hand the task on, to one that only reports."""
+
+    def on_handoff(context: RunContextWrapper[Any], reason: Reason) -> None:
+        done.append(reason.why)
+
+    settings = ModelSettings(max_tokens=120, temperature=1.0)
+    last = Agent("last", model=model, model_settings=settings, output_type=Report)
+    to_last = handoff(last, input_type=Reason, on_handoff=on_handoff)
+    return Agent("triage", model=model, model_settings=REQUIRED, handoffs=[to_last])
+
+
+async def results(url: str, make: Any) -> list[tuple[list[str], Any]]:
+    """What an agent has done, and its result, once whole and once streamed."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        model = OpenAIChatCompletionsModel("embedded", client)
+        whole: list[str] = []
+        result = await Runner.run(make(model, whole), "All lights on!")
+        done: list[str] = []
+        stream = Runner.run_streamed(make(model, done), "All lights on!")
+        assert [event async for event in stream.stream_events()]
+        return [(whole, result), (done, stream)]
+
+
 def several_calls(url: str) -> None:
-    async def task() -> None:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            done: list[str] = []
-            result = await Runner.run(agent(client, done), "All lights on!")
-            assert len(done) == STEPS and result.final_output == "; ".join(done)
-
-    asyncio.run(task())
+    for done, result in asyncio.run(results(url, caller)):
+        assert len(done) == STEPS and result.final_output == "; ".join(done)
 
 
-def streamed(url: str) -> None:
-    async def task() -> None:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            done: list[str] = []
-            result = Runner.run_streamed(agent(client, done), "All lights on!")
-            assert [event async for event in result.stream_events()]
-            assert len(done) == STEPS and result.final_output == "; ".join(done)
+def output_type_with_tools(url: str) -> None:
+    for done, result in asyncio.run(results(url, reporter)):
+        assert 1 <= len(done) <= STEPS and isinstance(result.final_output, Report), done
 
-    asyncio.run(task())
+
+def handoff_to_output_type(url: str) -> None:
+    for done, result in asyncio.run(results(url, triage)):
+        assert len(done) == 1 and done[0] in ("lights", "heating")
+        assert result.last_agent.name == "last" and isinstance(result.final_output, Report)
 
 
 set_tracing_disabled(True)
-run("openai-agents", version("openai-agents"), [several_calls, streamed])
+run(
+    "openai-agents",
+    version("openai-agents"),
+    [several_calls, output_type_with_tools, handoff_to_output_type],
+)

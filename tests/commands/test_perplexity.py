@@ -17,7 +17,6 @@ from server.text.codec import TextCodec
 from tests.support.checkpoints import TinyCheckpoint, make_tokenizer
 from tests.support.families import FamilyCheckpoint
 from tests.support.paths import MODELS
-from tests.support.processes import ServerProcess
 
 
 @torch.inference_mode()
@@ -92,31 +91,6 @@ def test_plan_measures_every_form(
         *(f"{found['forms'][form]:.4f}" for form in ("float32", "int8")),
     ]
     assert any(line.startswith("over float32") and line.rstrip().endswith("%") for line in lines)
-
-
-def test_a_running_server_shows_what_was_measured_of_its_model(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    text = tmp_path / "text.txt"
-    text.write_text("def f(x):\n    return x * 2\n")
-    with ServerProcess(tiny_folder) as server:
-        assert json.loads(server.get("/plan")[1])["measured"] is None
-        assert cli.main(["plan", str(tiny_folder), "--device", "cpu", "--quantization", "int8", "--text", str(text)]) == 0
-        assert json.loads(server.get("/plan")[1])["measured"] is None  # One form is not the record of all.
-        command = ["plan", str(tiny_folder), "--device", "cpu", "--quantization", "all", "--text", str(text), "--format", "json"]
-        capsys.readouterr()
-        assert cli.main(command) == 0
-        printed, running = json.loads(capsys.readouterr().out), json.loads(server.get("/plan")[1])
-        assert running["measured"]["perplexity"] == printed["perplexity"]
-        assert running["measured"]["weight_bytes"] == printed["weight_bytes"]
-        (record,) = (tmp_path / "onehead" / "measured").iterdir()
-        record.write_text("[")
-        assert json.loads(server.get("/plan")[1])["measured"] is None
-    record.unlink()
-    record.parent.rmdir()
-    record.parent.touch()
-    assert cli.main(command) == 0 and "not kept for GET /plan" in capsys.readouterr().err
 
 
 def test_where_perplexity_cannot_be_measured(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

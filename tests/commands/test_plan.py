@@ -23,7 +23,6 @@ from commands.train.twin import MultiHeadDecoder
 from model.checkpoint.families import read_spec
 from model.decoder import Decoder, meta_decoder
 from model.devices.cpu.torch_blocks import BlockProducts
-from model.devices.products import Products
 from model.options import EngineOptions
 from model.runner.runner import ModelRunner
 from model.spec import CheckpointError
@@ -194,11 +193,11 @@ def test_as_it_is_in_8_bits_to_the_byte(tmp_path: Path) -> None:
 def weight_bytes_of(decoder: Decoder) -> dict[str, int]:
     """Counted on the decoder itself, with what stays in bfloat16."""
     found = {"float32": 4 * decoder.num_parameters, "bfloat16": 2 * decoder.num_parameters}
-    for products in (BlockProducts("int8"), BlockProducts("int4"), Products("fp8")):
+    for products in (BlockProducts("int8"), BlockProducts("int4")):
         quantized = copy.deepcopy(decoder)
         products.replace(quantized, torch.float32)
-        kept = [(p, p.dtype is not torch.float32 or name.endswith(".scale")) for name, p in quantized.named_parameters()]
-        found[products.quantization] = sum(p.nbytes if is_8_bits else 2 * p.numel() for p, is_8_bits in kept)
+        parameters = quantized.parameters()
+        found[products.quantization] = sum(2 * p.numel() if p.dtype is torch.float32 else p.nbytes for p in parameters)
     return found
 
 

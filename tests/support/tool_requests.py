@@ -32,7 +32,9 @@ class ToolRequests:
     """Sends random requests to one server, whose checkpoint has `form`, or none."""
 
     def __init__(self, url: str, codec: TextCodec, form: CallFormat | None) -> None:
-        self._client = httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=AT_ONCE))
+        # No connection is used twice: the server may close an idle one while this process does not get to run.
+        limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(base_url=url, timeout=120, limits=limits)
         self._codec, self._form = codec, form
         self._opening = None if form is None else opening_of(form, codec)
         self._turns = asyncio.Semaphore(AT_ONCE)
@@ -46,9 +48,13 @@ class ToolRequests:
 
         async def one(seed: int) -> None:
             async with self._turns:
-                await self._one(seed, findings)
+                try:
+                    await self._one(seed, findings)
+                except httpx.TransportError as error:
+                    findings.wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
                 report()
 
+        await self._prepare()
         await asyncio.gather(*map(one, seeds))
         await self._client.aclose()
         return findings
@@ -69,7 +75,10 @@ class ToolRequests:
         body = {"messages": messages, "tools": tools, "tool_choice": choice, "max_tokens": 300, "seed": seed, "logit_bias": bias}
         return body | {"parallel_tool_calls": rng.random() < 0.7, "temperature": rng.choice([0.5, 1.0, 1.5]), "return_token_ids": True}
 
-    async def _followed(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    async def _prepare(self) -> None:
+        """Whatever takes long, before there is a connection that would wait for it."""
+
+    def _followed(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
         """Name -> the part of a schema that is followed, where that is not all of it."""
         return {}
 
@@ -95,7 +104,7 @@ class ToolRequests:
         findings.counts[f"{mode}: requests"] += 1
         findings.counts[f"{mode}: calls"] += len(calls) - (finish == "length" and bool(calls))
         findings.counts["cut by max_tokens"] += finish == "length"
-        wrong = problems(message, finish, body["tools"], await self._followed(body["tools"]))
+        wrong = problems(message, finish, body["tools"], self._followed(body["tools"]))
         if mode == "named" and len(calls) != 1:
             wrong.append(f"{len(calls)} calls of a named function")
         if mode == "named" and any(call["function"]["name"] != body["tool_choice"]["function"]["name"] for call in calls):
@@ -157,6 +166,8 @@ class SchemaRequests(ToolRequests):
         super().__init__(url, codec, form)
         self._schemas = [*schemas()]
         self._draws = Draws(codec)
+        self._parts = dict[str, Any]()
+        """Name -> the part of a schema that is followed."""
 
     def _request(self, seed: int) -> dict[str, Any]:
         name, schema = self._schemas[seed // 3]
@@ -171,12 +182,15 @@ class SchemaRequests(ToolRequests):
         body |= {"max_tokens": 300, "seed": seed, "logit_bias": bias, "temperature": 1.0}
         return body | {"parallel_tool_calls": seed % 2 == 0, "return_token_ids": True}
 
-    async def _followed(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
-        function = tools[0]["function"]
-        rules = CallRules(self._draws.form, [(function["name"], function["parameters"])], False, False)
-        relaxed = (await self._draws.compile(rules)).relaxed
-        places = [place.removeprefix(function["name"]) for place in relaxed]
-        return {function["name"]: followed(function["parameters"], places)}
+    async def _prepare(self) -> None:
+        for name, schema in self._schemas:
+            rules = CallRules(self._draws.form, [(name, schema)], False, False)
+            relaxed = (await self._draws.compile(rules)).relaxed
+            self._parts[name] = followed(schema, [place.removeprefix(name) for place in relaxed])
+
+    def _followed(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        name = tools[0]["function"]["name"]
+        return {name: self._parts[name]}
 
     async def _one(self, seed: int, findings: Findings) -> None:
         if self._form is None and MODES[seed % 3] == "auto":
@@ -198,7 +212,7 @@ class SchemaRequests(ToolRequests):
             (answer,) = response.json()["choices"]
             message, finish = answer["message"], answer["finish_reason"]
             calls = message.get("tool_calls", [])
-            wrong = problems(message, finish, body["tools"], await self._followed(body["tools"]))
+            wrong = problems(message, finish, body["tools"], self._followed(body["tools"]))
             if bool(calls) != (choice != "auto"):
                 wrong.append(f"{len(calls)} calls")
             if (streamed := await self._streamed(body)) != (message["content"] or "", _plain(calls), finish):

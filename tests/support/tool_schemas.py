@@ -8,8 +8,10 @@ parameters of a tool as that library does. What matters are the combinations of 
 import contextlib
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
@@ -606,15 +608,34 @@ def _matches(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[
             yield jsonschema.ValidationError(f"{value!r} does not match {pattern!r}")
 
 
+def _is_multiple(validator: Any, of: Any, value: Any, schema: Any) -> Iterator[Any]:
+    """The keyword `multipleOf`, of numbers as they are written: 7.77 / 0.01 is no whole float."""
+    if not validator.is_type(value, "number"):
+        return
+    if not math.isfinite(value) or Fraction(str(value)) % Fraction(str(of)):
+        yield jsonschema.ValidationError(f"{value!r} is not a multiple of {of!r}")
+
+
+def _with_prefix_items(node: Any) -> Any:
+    """A schema whose tuples are all written as the draft of 2020 has them: one may mix both ways."""
+    if isinstance(node, list):
+        return [_with_prefix_items(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    node = {name: _with_prefix_items(value) for name, value in node.items()}
+    if isinstance(node.get("items"), list):
+        node["prefixItems"] = node.pop("items")
+        node["items"] = node.pop("additionalItems", True)
+    return node
+
+
 def fault(arguments: Any, schema: Node) -> str:
     """Why arguments do not satisfy what is followed of a schema; empty if they do."""
-    text = json.dumps(schema)
+    text = json.dumps(_with_prefix_items(schema))
     text = re.sub('"(maxLength|enum)": null', r'"x-\1": 0', text)
     draft_4 = '"exclusiveMinimum": true' in text or '"exclusiveMaximum": false' in text
     validator = jsonschema.Draft4Validator if draft_4 else jsonschema.Draft202012Validator
-    if '"additionalItems"' in text or '"items": [' in text:
-        validator = jsonschema.Draft7Validator  # type: ignore[assignment]
     text = text.replace('"required": true', '"x": 0')
-    checked = jsonschema.validators.extend(validator, {"pattern": _matches})
+    checked = jsonschema.validators.extend(validator, {"pattern": _matches, "multipleOf": _is_multiple})
     errors = checked(json.loads(text)).iter_errors(arguments)
     return next((f"{error.message} at {error.json_path}"[:300] for error in errors), "")

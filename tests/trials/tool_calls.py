@@ -32,6 +32,12 @@ from tests.support.tool_schemas import schemas
 
 PAGES = "70"
 """Fewer than AT_ONCE requests need, so that sequences are preempted."""
+PATIENT = ("--server.header_timeout", "600", "--server.body_timeout", "600")
+"""On a busy machine this process may not get to send what it has begun for longer than servers wait by
+default, which close the connection then.
+"""
+LOG_CHARS = 4000
+"""Characters of the log of a server that has ended that are shown, from its end."""
 
 
 async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: int, kind: type[ToolRequests]) -> Findings:
@@ -52,13 +58,24 @@ async def _findings(server: ServerProcess, folder: Path, seeds: range, kills: in
 
 
 def run(name: str, seeds: range, kills: int, kind: type[ToolRequests] = ToolRequests) -> Findings:
-    """The requests of these seeds to a server of a format."""
-    with tempfile.TemporaryDirectory() as folder:
+    """The requests of these seeds to a server of a format. A server that ends meanwhile is a finding."""
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "server.log").open("w+") as log:
         path = make_tool_checkpoint(name, Path(folder))
-        server = ServerProcess(path, "--cache.pages", PAGES, "--engine.max_running", "16")
+        options = ("--cache.pages", PAGES, "--engine.max_running", "16")
+        server = ServerProcess(path, *options, *PATIENT, stderr=log)
         try:
             findings = asyncio.run(_findings(server, path, seeds, kills, kind))
-            findings.counts["preemptions"] = int(server.metric("onehead_preemptions_total"))
+            status = server.process.poll()
+            if status is None:
+                counts = {
+                    "preemptions": "onehead_preemptions_total",
+                    "engines replaced": "onehead_engine_restarts_total",
+                }
+                findings.counts |= {key: int(server.metric(of)) for key, of in counts.items()}
+            else:
+                log.seek(0)
+                end = log.read()[-LOG_CHARS:]
+                findings.wrong.insert(0, f"the server ended with status {status}: {end}")
             return findings
         finally:
             server.stop()

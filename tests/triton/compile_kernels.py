@@ -1,16 +1,14 @@
 """`python -m tests.triton.compile_kernels ARCHITECTURE:LINE:WINDOW[:fp8]... ARCHITECTURE:fastSHAPExBYTES:WINDOW[:fp8]...
-ARCHITECTURE:productLINE[:fp8]... ARCHITECTURE:FORM... ARCHITECTURE:few_rows... ARCHITECTURE:dependent...`: compiles kernels for GPUs
-that need not be there.
+ARCHITECTURE:productLINE... ARCHITECTURE:FORM... ARCHITECTURE:one_row...`: compiles kernels for GPUs that need not be there.
 
 As lines of attention's table, or of the products', ship them; as single tokens and chunks of a model of this shape of heads take them;
-with `fp8` over keys, values and weights in float8; with `int8` or `int4` the products of blocks. Prints a line of JSON for each: shared
+with `fp8` over keys and values in float8; with `int8` or `int4` the products of blocks. Prints a line of JSON for each: shared
 memory in bytes, how often each instruction stands in the code, and in each loop that multiplies matrices.
 """
 
 import json
 import re
 import sys
-from itertools import product
 from typing import Any
 
 import triton
@@ -18,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.devices.blocks import BLOCK, FORMATS
-from model.devices.gpu import EXACT, block_products, few_rows, launches, products, rows, tiles
+from model.devices.gpu import EXACT, block_products, launches, one_row, products, rows, tiles
 from model.devices.gpu import draw as draws
 from model.devices.gpu.attention import kernels, write
 from model.devices.gpu.attention.backend import JOINED_AT_ONCE, sizes_of, write_sizes_of
@@ -29,9 +27,8 @@ from model.devices.gpu.drawing import DRAW_WARPS, FILTER_WARPS
 
 MULTIPLIES = "mma.sync", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32"
 LOADS = "cp.async.c", "ld.global.L1::evict_first", "ld.global.v4.b32", "ld.global.b16", "ld.global.b32"
-WAITS = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 CONVERTS = "cvt.rn.f32.u", "cvt.rn.f32.s", "cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32", "cvt.bf16.f16"
-INSTRUCTIONS = *MULTIPLIES, *LOADS, *CONVERTS, *WAITS
+INSTRUCTIONS = *MULTIPLIES, *LOADS, *CONVERTS
 LATENT = {576: (512, 64)}
 """Keys of these many columns are latents with a tail."""
 SHAPES = (16, 128), (48, 128), (71, 64), (8, 256), (4, 256), (16, 576), (128, 576)
@@ -41,8 +38,8 @@ LISTED, UNLISTED = {"positions_ptr": None}, {"spans_ptr": None, "tiles_ptr": Non
 """Which pointers are absent where tiles are listed, and where they follow from positions."""
 MULTIPLICATION = re.compile("|".join(map(re.escape, MULTIPLIES)))
 NUMBERS = {2: "bf16", 4: "fp32"}
-FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
-POINTERS |= {"scale_ptr": "*fp32", "partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
+FLOAT8 = {"keys_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv"}
+POINTERS |= {"partial_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"}
 POINTERS |= {"normalisers_ptr": "*fp32", "largest_ptr": "*fp32", "tokens_ptr": "*i64", "numbers_ptr": "*fp32", "adjusted_ptr": "*fp32"}
 POINTERS |= {f"{name}_ptr": "*i32" for name in ("words", "settings", "parts", "counters", "results", "counts", "limits")}
 POINTERS |= {"drawn_ptr": "*i64", "shares_ptr": "*fp64"}
@@ -50,9 +47,8 @@ BLOCKS = POINTERS | {"numbers_ptr": "*u8", "scales_ptr": "*fp16", "minima_ptr": 
 FLOATS = "factor", "epsilon", "offset", "scale"
 WIDTHS = 2048, 2304
 """Inputs and outputs of the products: StarCoderBase-1B's."""
-FEW_ROWS_SHAPES = (2304, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (3072, 4544)
+ONE_ROW_SHAPES = (2304, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (3072, 4544)
 """Outputs and inputs: StarCoderBase-1B's, and inputs that are no power of two."""
-FEW_ROWS_KINDS = "few_rows", "dependent"
 BLOCK_WIDTHS = 6144, 6400
 """Those of the products of blocks: granite-20b-code's."""
 VOCABULARY = 50257
@@ -102,15 +98,15 @@ def tell(found: dict[str, Any]) -> None:
     print(json.dumps(found), flush=True)
 
 
-def compile_products(architecture: int, line: int, stored: bool) -> None:
-    """Plain, gated, and with weights that lie the other way round; and the kernels for rows and draws. Weights in float8 have scales."""
+def compile_products(architecture: int, line: int) -> None:
+    """Plain, gated, and with weights that lie the other way round; and the kernels for rows and draws."""
     _, size, tile = tiles.TABLE[line]
     number, (inputs, outputs) = NUMBERS[size], WIDTHS
     sizes: dict[str, Any] = {"GROUPS": 1, "INPUTS": inputs, "OUTPUTS": outputs, "STEP_G": 2 * inputs * outputs, "UPCAST": False}
-    sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth} | ({} if stored else {"scale_ptr": None})
+    sizes |= {"BLOCK_T": tile.rows, "BLOCK_O": tile.columns, "BLOCK_I": tile.depth}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     # A router's weights are of 16 bits under rows in float32.
-    pointers = POINTERS | (FLOAT8 if stored else {"weight_ptr": "*bf16"})
+    pointers = POINTERS | {"weight_ptr": "*bf16"}
     whole, part = {"PART": inputs, "APART": False}, inputs // 2
     for gated, steps, parts in (
         (False, (inputs, 1), whole),
@@ -123,32 +119,28 @@ def compile_products(architecture: int, line: int, stored: bool) -> None:
         written = pointers | ({"y_ptr": "*fp32"} if parts["APART"] else {})
         made = compiled(products.product, number, architecture, constants, options, written)
         tell({"line": line, "part": parts["PART"], "architecture": architecture} | made)
-    compile_join(architecture, number, outputs, {} if stored else {"scale_ptr": None})
+    compile_join(architecture, number, outputs)
     compile_norms(architecture, number, inputs)
     constants = {"COLUMNS": VOCABULARY, "BLOCK": 4096}
     tell({"architecture": architecture} | compiled(rows.summarise, number, architecture, constants, {}, POINTERS | {"logits_ptr": "*fp32"}))
     compile_draws(architecture, number)
 
 
-def compile_join(architecture: int, number: str, outputs: int, absent: dict[str, Any]) -> None:
+def compile_join(architecture: int, number: str, outputs: int) -> None:
     """The joining of a product's parts."""
-    constants = {"OUTPUTS": outputs, "PARTS": 4, "ACTIVATION": "gelu", "BLOCK_Y": launches.JOINED_AT_ONCE} | absent
+    constants = {"OUTPUTS": outputs, "PARTS": 4, "ACTIVATION": "gelu", "BLOCK_Y": launches.JOINED_AT_ONCE}
     tell({"architecture": architecture} | compiled(products.join, number, architecture, constants, {}, POINTERS))
 
 
-def compile_few_rows(architecture: int, dependent: bool) -> None:
-    """Products of one row and of several, alone and in parts; and the kernels beside which launches may be dependent."""
-    told = {"architecture": architecture, "dependent": dependent}
-    for shape, row in product(FEW_ROWS_SHAPES, (1, 16, 32)):
-        outputs, inputs = shape
-        rows_T, outputs_O, inputs_I = few_rows.piece_of(row, outputs, inputs)
-        blocks = {"BLOCK_T": rows_T, "BLOCK_O": outputs_O, "BLOCK_I": inputs_I, "APART": inputs > inputs_I, "UPCAST": False}
-        constants = blocks | {"INPUTS": inputs, "OUTPUTS": outputs, "ACTIVATION": "gelu_tanh", "DEPENDENT": dependent}
+def compile_one_row(architecture: int) -> None:
+    """Products of one row, whole and in parts."""
+    for outputs, inputs in ONE_ROW_SHAPES:
+        outputs_O, inputs_I = one_row.piece_of(outputs, inputs)
+        blocks = {"BLOCK_O": outputs_O, "BLOCK_I": inputs_I, "APART": inputs > inputs_I}
+        constants = blocks | {"INPUTS": inputs, "OUTPUTS": outputs, "ACTIVATION": "gelu_tanh"}
         pointers = POINTERS | ({"y_ptr": "*fp32"} if inputs > inputs_I else {})
-        tell({"rows": rows_T} | told | compiled(few_rows.few_rows, "bf16", architecture, constants, {"num_warps": 4}, pointers))
-    if dependent:
-        compile_norms(architecture, "bf16", 2048, dependent=True)
-        compile_fast(architecture, 0, 0, False, 2, dependent=True)
+        found = compiled(one_row.one_row, "bf16", architecture, constants, {"num_warps": 4}, pointers)
+        tell({"architecture": architecture} | found)
 
 
 def compile_draws(architecture: int, number: str) -> None:
@@ -168,12 +160,12 @@ def compile_draws(architecture: int, number: str) -> None:
         tell({"architecture": architecture} | compiled(kernel, number, architecture, constants, {"num_warps": warps}, pointers))
 
 
-def compile_norms(architecture: int, number: str, columns: int, *, dependent: bool = False) -> None:
+def compile_norms(architecture: int, number: str, columns: int) -> None:
     """A branch that has a norm, as gemma3's; two branches and biases, as falcon's; a norm alone; of heads; a gate."""
     pointers = "branch_ptr", "branch_weight_ptr", "branch_bias_ptr", "other_ptr", "bias_ptr"
     sizes = {"COLUMNS": columns, "BLOCK": columns}
     for centred, present in ((False, ("branch_ptr", "branch_weight_ptr")), (True, ("branch_ptr", "other_ptr", "bias_ptr")), (False, ())):
-        constants = sizes | {"CENTRED": centred, "DEPENDENT": dependent} | {name: None for name in pointers if name not in present}
+        constants = sizes | {"CENTRED": centred} | {name: None for name in pointers if name not in present}
         tell({"architecture": architecture} | compiled(rows.add_norm, number, architecture, constants, {}))
     constants = {"COLUMNS": 256, "BLOCK": 256, "CENTRED": False, "query_bias_ptr": None, "key_bias_ptr": None}
     tell({"architecture": architecture} | compiled(rows.norm_heads, number, architecture, constants, {"num_warps": 1}))
@@ -199,7 +191,7 @@ def compile_blocks(architecture: int, form: str) -> None:
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         made = compiled(block_products.block_product, number, architecture, constants, options, pointers)
         tell({"rows": tile.rows, "number": number, "architecture": architecture} | made)
-    compile_join(architecture, "bf16", outputs, {"scale_ptr": None})
+    compile_join(architecture, "bf16", outputs)
     for without_ids in ({}, {"ids_ptr": None}):
         constants = stored | without_ids | {"BLOCK_N": block_products.OUTPUTS, "BLOCK_I": block_products.INPUTS}
         tell({"architecture": architecture} | compiled(block_products.dequantize, "bf16", architecture, constants, {}, BLOCKS))
@@ -225,7 +217,7 @@ def compile_attention(architecture: int, line: int, window: int, stored: bool) -
         tell({"line": line, "turns": not others, "window": window, "architecture": architecture} | found)
 
 
-def compile_fast(architecture: int, shape: int, window: int, stored: bool, size: int, *, dependent: bool = False) -> None:
+def compile_fast(architecture: int, shape: int, window: int, stored: bool, size: int) -> None:
     """The decode kernel for every class of rows, and the kernel for many tiles."""
     heads, columns = SHAPES[shape]
     num_d, num_r = LATENT.get(columns, (columns, 0))
@@ -239,7 +231,6 @@ def compile_fast(architecture: int, shape: int, window: int, stored: bool, size:
     for decoding in {(each.groups, each.keys): each for each in classes}.values():
         # In a captured step without a window, else beside chunks.
         sizes = decode_sizes_of(heads, (num_d, num_r, num_d), decoding) | constants | ({} if window else {"tokens_ptr": None})
-        sizes |= {"DEPENDENT": dependent}
         # In a mixed step that is captured, keys are stored already.
         for absent in ({},) if window or stored else ({}, dict.fromkeys(("k_ptr", "v_ptr", "cosine_ptr", "sine_ptr"))):
             found = compiled(decode, NUMBERS[size], architecture, sizes | absent, decoding.options, pointers)
@@ -257,9 +248,9 @@ def main() -> None:
         if line in FORMATS:
             compile_blocks(int(architecture), line)
         elif line.startswith("product"):
-            compile_products(int(architecture), int(line.removeprefix("product")), plain != wanted)
-        elif line in FEW_ROWS_KINDS:
-            compile_few_rows(int(architecture), line == "dependent")
+            compile_products(int(architecture), int(line.removeprefix("product")))
+        elif line == "one_row":
+            compile_one_row(int(architecture))
         elif line.startswith("fast"):
             shape, size = line.removeprefix("fast").split("x")
             compile_fast(int(architecture), int(shape), int(window[0]), plain != wanted, int(size))

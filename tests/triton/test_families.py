@@ -112,15 +112,13 @@ def test_the_same_bits_whole_in_chunks_and_in_company(family: str, number: int, 
 DETERMINISTIC = [
     ("falcon", 2, "none", torch.float32),
     ("gemma", 2, "none", torch.bfloat16),
-    ("gpt_bigcode", 1, "fp8", torch.bfloat16),
+    ("gpt_bigcode", 1, "int8", torch.bfloat16),
     ("deepseek_v2", 3, "none", torch.float32),
     ("gpt_bigcode", 3, "none", torch.float32),
     ("gemma3_text", 1, "none", torch.bfloat16),
     ("llama", 1, "none", torch.float16),
     ("llama", 3, "int4", torch.float32),
     ("deepseek_v3", 2, "int8", torch.float32),
-    ("deepseek_v3", 2, "fp8", torch.float32),
-    ("gemma3_text", 1, "fp8", torch.float32),
     ("minicpm3", 2, "none", torch.float32),
 ]
 """Experts in float32: of torch's numbers and ours, 16 bits take different ones."""

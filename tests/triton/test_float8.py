@@ -1,20 +1,15 @@
-"""Float8 under Triton's interpreter: keys and values that are stored in it, and products of weights that are."""
+"""Keys and values that are stored in float8, under Triton's interpreter."""
 
 import pytest
 import torch
 
 from cache.pool import in_float8
 from model.devices.gpu.attention.configurations import Configuration
-from model.devices.gpu.device import GpuDevice
-from model.devices.quantization import float8_product
-from model.devices.quantized_modules import QuantizedLinear
-from model.layers import Linear
 from tests.support.attention_cases import Case
 from tests.triton.test_kernels import NEAR
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-GPU = GpuDevice("cpu")
 FAMILIES = [
     ("starcoderbase-1b", 16, 128, None),
     ("falcon-7b", 71, 64, None),
@@ -87,48 +82,6 @@ def test_every_number_of_float8_comes_back(configuration: Configuration) -> None
     case.rows[0] = type(row)(row.sequence, [0], 0, row.pages, None)
     case.inputs[0] = torch.zeros(1, 4, 256), torch.zeros(1, 256), numbers[None]
     assert torch.equal(case.run([0])[0], numbers.expand(1, 4, 256))
-
-
-def made_linear(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, QuantizedLinear]:
-    """Rows, and a layer of float8 weights with a bias. Its scales differ by a factor of 1000."""
-    generator = torch.Generator().manual_seed(num_rows)
-    linear = Linear(inputs, outputs, dtype=dtype)
-    made = QuantizedLinear(linear, dtype, float8_product)
-    made.allocate(torch.device("cpu"))
-    sizes = torch.logspace(-3, 0, outputs)[:, None]
-    made.set_rows(0, torch.randn(outputs, inputs, generator=generator) * inputs**-0.5 * sizes)
-    return torch.randn(num_rows, inputs, generator=generator).to(dtype), made
-
-
-@pytest.mark.parametrize("dtype", NEAR, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize(("num_rows", "inputs", "outputs"), [(1, 64, 32), (5, 80, 33), (70, 300, 7), (17, 16, 130)])
-@torch.inference_mode()
-def test_linear_layers_are_torchs(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    """The layer is given the GPU's products."""
-    x_TI, linear = made_linear(num_rows, inputs, outputs, dtype)
-    bias_O = linear.bias
-    for given in (bias_O, None):
-        linear.bias = given  # type: ignore[assignment]
-        linear.multiply = float8_product
-        expected_TO = linear(x_TI)
-        linear.multiply = GPU.products(GPU.dtypes("auto"), "fp8", False).multiply_float8
-        y_TO = linear(x_TI)
-        assert y_TO.dtype is dtype and y_TO.shape == (num_rows, outputs)
-        assert ((y_TO.float() - expected_TO.float()).abs() <= NEAR[dtype] * (expected_TO.float().abs() + 0.1)).all()
-
-
-@torch.inference_mode()
-def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_company() -> None:
-    x_TI, linear = made_linear(90, 200, 40, torch.float32)
-    linear.multiply = GPU.products(GPU.dtypes("auto"), "fp8", False).multiply_float8
-    together = linear(x_TI)
-    for rows in (slice(0, 1), slice(63, 65), slice(70, 90), slice(89, 90)):
-        assert torch.equal(linear(x_TI[rows]), together[rows])
-    wide = torch.cat([x_TI, torch.full_like(x_TI, 9.0)], dim=1)
-    assert torch.equal(linear(wide[:, :200]), together)
-    x_TI[3, 7] = torch.nan
-    broken = linear(x_TI)
-    assert broken[3].isnan().all() and torch.equal(broken[4:], together[4:]) and torch.equal(broken[:3], together[:3])
 
 
 def test_a_conversion_is_torchs_number_by_number() -> None:

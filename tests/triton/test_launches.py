@@ -143,11 +143,11 @@ def test_a_layer_launches_what_it_needs(config: dict[str, Any], expected: list[s
     with several rows of a sequence stores all keys first.
     """
     layers = by_layer(decoder_of(tmp_path, config), launches)
-    singles, others = ([names for names in layers if ("few_rows" in names) is single] for single in (True, False))
+    singles, others = ([names for names in layers if ("one_row" in names) is single] for single in (True, False))
     assert outside_attention(others, 2) == expected and len(expected) <= most
     assert 2 * len(singles) == len(others) and sum(names.count("attention") for names in others) == 3 * len(singles)
     unfused = [name for name in outside_attention(singles, 1) if name != "gelu"]  # Any activation is applied in ours.
-    assert unfused == ["few_rows" if name in CUBLAS else name for name in expected if name != "gelu"]
+    assert unfused == ["one_row" if name in CUBLAS else name for name in expected if name != "gelu"]
 
 
 def test_a_layer_by_kernels_of_ours_launches_no_more(tmp_path: Path, launches: Launches) -> None:

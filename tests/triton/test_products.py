@@ -76,21 +76,6 @@ def test_a_float_among_16_bit_weights_and_no_rows() -> None:
     assert multiply(x[:0], weight).shape == (0, 1, 7) and norm(x[:0], x[0, 0], None, 1e-5, 0.0, centred=True).shape == (0, 1, 48)
 
 
-@DTYPES
-def test_scales_are_of_columns_and_before_the_bias(dtype: torch.dtype) -> None:
-    """Gated, each half has its own."""
-    from model.devices.gpu.launches import multiply
-
-    x, weight, bias = matrices(20, 40, 36, dtype)
-    scale = torch.logspace(-2, 1, 36)
-    hidden = F.linear(x[:, 0].float(), weight[0].float()) * scale
-    assert near(multiply(x, weight, scale_O=scale)[:, 0], hidden, NEAR[dtype])
-    gate, opened = (hidden + bias.float()).chunk(2, dim=-1)
-    y = multiply(x, weight, bias, "relu", True, scale_O=scale)
-    assert near(y[:, 0], F.relu(gate) * opened, NEAR[dtype])
-    assert torch.equal(multiply(x, weight, bias, scale_O=torch.ones(36)), multiply(x, weight, bias))
-
-
 def test_every_head_by_its_own_matrix_either_way_round() -> None:
     from model.devices.gpu.launches import multiply
 
@@ -138,14 +123,13 @@ def test_parts_are_summed_to_torchs_product_in_one_program_as_in_several(
     from model.devices.gpu import launches
 
     x, weight, bias = matrices(num_rows, *PARTED, dtype)
-    scale = torch.logspace(-1, 1, PARTED[1])
-    expected = F.gelu(F.linear(x[:, 0].double(), weight[0].double()) * scale + bias.double())
+    expected = F.gelu(F.linear(x[:, 0].double(), weight[0].double()) + bias.double())
     joined, found = launches.join_parts, []
     for programs, num_joined in ((1, 0), (1000, 1)):
         calls: list[Tensor] = []
         monkeypatch.setattr(launches, "_num_programs", lambda device, programs=programs: programs)
         monkeypatch.setattr(launches, "join_parts", lambda *args, calls=calls: (calls.append(args[0]), joined(*args)))
-        found.append(launches.multiply(x, weight, bias, "gelu", scale_O=scale))
+        found.append(launches.multiply(x, weight, bias, "gelu"))
         assert [len(sums) for sums in calls] == [2] * num_joined and near(found[-1][:, 0], expected, NEAR[dtype])
     assert torch.equal(*found)
 

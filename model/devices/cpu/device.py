@@ -30,7 +30,6 @@ class CpuDevice(Device):
     default_cache_share = 0.4
     """Less than a GPU's: other processes need the machine's memory too."""
     overcommits = True
-    quantizations = *FORMATS, "fp8"
     invariant_backend = "native"
     invariant_backend_needs = (
         "cache.dtype auto, cache.page_size and the columns of keys and values multiples of 16, and kernels that were compiled when "
@@ -58,7 +57,7 @@ class CpuDevice(Device):
         return Dtypes(torch.float32, held, cache)
 
     def products(self, dtypes: Dtypes, quantization: str, deterministic: bool) -> Products:
-        if quantization == "fp8" or library() is None:
+        if library() is None:
             return BlockProducts(quantization) if quantization in FORMATS else Products(quantization)
         return NativeProducts(quantization, dtypes.matrices)
 

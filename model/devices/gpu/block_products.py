@@ -193,7 +193,7 @@ def _multiply(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: 
         tile.rows, tile.outputs, tile.inputs, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     if parts > 1:
-        join_parts(sums, None, bias_O, y_TO)
+        join_parts(sums, bias_O, y_TO)
 
 
 def _multiply_dequantized(x_TI: Tensor, weights: BlockWeights, bias_O: Tensor | None, y_TO: Tensor) -> None:

@@ -16,7 +16,6 @@ from model.devices.blocks import FORMATS
 from model.devices.device import Device, Dtypes, Event, RowDraws, Stream
 from model.devices.gpu import attention, card, upload
 from model.devices.products import Products
-from model.devices.quantization import float8_product
 from model.spec import OptionError
 from model.step import StepPlan
 
@@ -74,7 +73,6 @@ class GpuDevice(Device):
     name = "cuda"
     default_dtype = torch.bfloat16
     default_cache_share = 0.9
-    quantizations = *FORMATS, "fp8"
     warms_up = True
     invariant_backend = "triton"
     invariant_backend_needs = (
@@ -98,28 +96,25 @@ class GpuDevice(Device):
         if quantization in FORMATS:
             return self._block_products(quantization, deterministic)
         if not self._has_kernels:
-            return Products(quantization, "cublas", float8_product)
-        from model.devices.gpu.launches import multiply_float8
+            return Products(quantization, "cublas")
         from model.devices.gpu.modules import CublasProducts, TritonProducts
 
         if deterministic:
-            return TritonProducts(quantization, "triton", multiply_float8)
-        return CublasProducts(quantization, "cublas", multiply_float8)
+            return TritonProducts(quantization, "triton")
+        return CublasProducts(quantization, "cublas")
 
     def _block_products(self, quantization: str, deterministic: bool) -> Products:
         if not self._has_kernels:
-            raise OptionError(f"engine.quantization {quantization} on {self.name} needs triton; expected none or fp8 without it")
+            raise OptionError(f"engine.quantization {quantization} on {self.name} needs triton; expected none without it")
         from model.devices.gpu.block_modules import BlockProducts, InvariantBlockProducts
 
         return InvariantBlockProducts(quantization, "triton") if deterministic else BlockProducts(quantization, "cublas")
 
-    def check_float8(self, options: str) -> None:
+    def check_float8(self) -> None:
         found = torch.cuda.get_device_capability(self.torch_device)
         if found < FLOAT8_CAPABILITY:
             has, needed = (f"{major}.{minor}" for major, minor in (found, FLOAT8_CAPABILITY))
-            raise OptionError(
-                f"{options} fp8: this GPU has compute capability {has}, expected {needed} or more; leave it out, or take int8 for weights"
-            )
+            raise OptionError(f"cache.dtype fp8: this GPU has compute capability {has}, expected {needed} or more; leave it out")
 
     def memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.torch_device)

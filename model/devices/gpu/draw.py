@@ -1,10 +1,11 @@
 """Kernels that draw tokens: the race of a row's tokens, its logits' adjustment, and the filters top-k and top-p.
 
-A draw is an exponential race (docs/why.md#draws-as-races): token v finishes at t_v / p_v, the first one is drawn. t_v comes from Philox (Salmon et al.
-2011) with the seed as its key and a counter of block, output index and choice; each of a call's four words belongs to one token, so that
-the block size is part of the definition. model/draw_words.py says what settings, changes and limits are. Invariant: a row's results are a
-pure function of its own logits and settings, bit for bit: its parts are joined in their order, by whichever program finishes last. It knows
-nothing of requests; gpu/drawing.py launches these kernels.
+A draw is an exponential race (docs/why.md#draws-as-races): token v finishes at t_v / p_v, the first one is drawn.
+t_v comes from Philox (Salmon et al. 2011) with the seed as its key and a counter of block, output index and choice;
+each of a call's four words belongs to one token, so that the block size is part of the definition.
+model/draw_words.py says what settings, changes and limits are. Invariant: a row's results are a pure function of its
+own logits and settings, bit for bit: its parts are joined in their order, by whichever program finishes last. It
+knows nothing of requests; gpu/drawing.py launches these kernels.
 
 Shape letters: B tokens of a block, Q a quarter of these, P parts of a row, E entries of a list, D hidden size, K keys of 8 bits.
 """

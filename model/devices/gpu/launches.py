@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.devices.gpu import EXACT, dependent
+from model.devices.gpu import EXACT
 from model.devices.gpu import rows as kernels
 from model.devices.gpu.products import join, product
 from model.devices.gpu.tiles import choose, part_of
@@ -37,10 +37,8 @@ def multiply(
     bias_O: Tensor | None = None,
     activation: str = "none",
     gated: bool = False,
-    *,
-    scale_O: Tensor | None = None,
 ) -> Tensor:
-    """activation(x W^T * scale + b) of every group; gated, activation(first half of the outputs) * second half. -> y_TGO"""
+    """activation(x W^T + b) of every group; gated, activation(first half of the outputs) * second half. -> y_TGO"""
     num_rows, num_groups, num_inputs = x_TGI.shape
     num_outputs = weight_GOI.shape[1] // 2 if gated else weight_GOI.shape[1]
     x_TGI = in_place(x_TGI)
@@ -59,25 +57,20 @@ def multiply(
     # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
     upcast = x_TGI.device.type == "cpu" and x_TGI.dtype is torch.bfloat16
     product[(min(num_tiles, num_programs), num_groups, parts)](
-        x_TGI, weight_GOI, scale_O, bias_O, sums, num_rows,
+        x_TGI, weight_GOI, bias_O, sums, num_rows,
         num_groups, num_inputs, num_outputs, *weight_GOI.stride(), part, apart, activation, gated, upcast,
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages, **EXACT,
     )  # fmt: skip
     if apart:
-        join_parts(sums, scale_O, bias_O, y_TGO, activation)
+        join_parts(sums, bias_O, y_TGO, activation)
     return y_TGO
 
 
-def join_parts(sums: Tensor, scale_O: Tensor | None, bias_O: Tensor | None, y: Tensor, activation: str = "none") -> None:
+def join_parts(sums: Tensor, bias_O: Tensor | None, y: Tensor, activation: str = "none") -> None:
     """Adds the sums [parts, T, O] of a product's parts in their order, and makes y [T, O] of them."""
     parts, _, num_outputs = sums.shape
     grid = (-(-y.numel() // JOINED_AT_ONCE),)
-    join[grid](sums, scale_O, bias_O, y, y.numel(), num_outputs, parts, activation, JOINED_AT_ONCE, **EXACT)
-
-
-def multiply_float8(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """devices.quantization.float8_product by our kernel, which converts weights as it reads them."""
-    return multiply(x_TI[:, None], weight_OI[None], bias_O, scale_O=scale_O)[:, 0]
+    join[grid](sums, bias_O, y, y.numel(), num_outputs, parts, activation, JOINED_AT_ONCE, **EXACT)
 
 
 def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, offset: float, *, centred: bool) -> Tensor:
@@ -87,7 +80,7 @@ def norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float, off
     if x.numel():
         kernels.add_norm[(x.numel() // columns,)](
             x, None, None, None, None, None, y, weight_D, bias_D, 1.0, epsilon, offset, columns, CENTRED=centred,
-            **dependent(x.device), **_block(columns),
+            **_block(columns),
         )  # fmt: skip
     return y
 
@@ -102,7 +95,7 @@ def add_norm(x_TD: Tensor, branches: Sequence[Branch], scale: float, next_norm: 
     if x_TD.numel():
         kernels.add_norm[(len(x_TD),)](
             x_TD, branch_TD, weight_D, bias_D, *others_TD, sum_TD, y_TD, next_norm.weight, next_norm.bias, scale,
-            next_norm.epsilon, next_norm.offset, x_TD.shape[1], CENTRED=next_norm.centred, **dependent(x_TD.device),
+            next_norm.epsilon, next_norm.offset, x_TD.shape[1], CENTRED=next_norm.centred,
             **_block(x_TD.shape[1]),
         )  # fmt: skip
     return sum_TD, y_TD

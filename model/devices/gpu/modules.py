@@ -2,8 +2,8 @@
 
 By default norms, with the sums before them, and gates are our Triton kernels, and products cuBLAS's, but for those of a single row;
 TritonProducts replaces linear layers, heads and the tied head too. Replacements hold the same parameters as what they replace. Invariant
-of everything but CublasProducts' products (batch-invariant): a row of a result depends on that row of x alone, bit for bit. Products of
-float8 are not replaced: they are by our kernel in any case; those of int8 and int4 are block_modules.py's.
+of everything but CublasProducts' products (batch-invariant): a row of a result depends on that row of x alone, bit for
+bit. Products of int8 and int4 are block_modules.py's.
 
 Shape letters: T tokens, S rows whose logits are wanted, H query heads, D hidden size, V vocabulary, c columns of the latent, p of a
 head without position, v of a head's value.
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from model.attention import HeadProjections, MultiQueryAttention
 from model.decoder import Block, Decoder
-from model.devices import gpu
-from model.devices.gpu.few_rows import MOST_ROWS, MOST_WEIGHTS, multiply_few
 from model.devices.gpu.launches import add_norm, gate, multiply, norm, norm_heads, softmax
+from model.devices.gpu.one_row import MOST_WEIGHTS, multiply_row
 from model.devices.products import Products
 from model.devices.replacement import FusedLinear, NormReplacement, replace_modules
 from model.layers import MLP, Embedding, LayerNorm, Linear, MixtureOfExperts, RMSNorm, Router
@@ -56,7 +55,7 @@ class GpuEmbedding(Embedding):
 
 
 class CublasLinear(nn.Module):
-    """Replaces a Linear. Few rows are multiplied by our kernel: one of them, and more where launches are dependent."""
+    """Replaces a Linear. A single row is multiplied by our kernel."""
 
     activation = "none"
     """Applied to the product. The tanh form of GELU by cuBLAS, which takes no longer for it."""
@@ -67,8 +66,8 @@ class CublasLinear(nn.Module):
         self._has_kernel = self.weight.itemsize == 2 and self.weight.numel() <= MOST_WEIGHTS
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._has_kernel and 0 < len(x) <= (MOST_ROWS if gpu.DEPENDENT_LAUNCHES else 1):
-            return multiply_few(x, self.weight, self.bias, self.activation)
+        if self._has_kernel and len(x) == 1:
+            return multiply_row(x, self.weight, self.bias, self.activation)
         if self.activation == "none":
             return F.linear(x, self.weight, self.bias)
         if x.device.type == "cpu":  # Where torch's epilogue is another form of GELU.

@@ -1,4 +1,4 @@
-"""The product kernel: activation(x W^T * t + b) for any number of rows, optionally gated, with one matrix for each group (head).
+"""The product kernel: activation(x W^T + b) for any number of rows, optionally gated, with one matrix for each group (head).
 
 Invariant (batch-invariant): an element of y is one sequence of multiplications and sums over the inputs in float32, independent of the
 index of its row, the row's place in the tile, and the number of rows and programs. Programs share out the tiles; which one computes a tile
@@ -6,8 +6,8 @@ does not affect it. Where a matrix has few tiles, its inputs are divided into pa
 one program after another part, or, where that leaves a GPU idle, by `join` over the sums of programs with one part each. Both round alike.
 The kernels know nothing of layers and steps.
 
-x [T, G, I] and y [T, G, O] are contiguous; W [G, O, I] has strides, as latent queries multiply by columns of the stored matrix. t is a
-scale for each output channel, for weights in float8. Widths that are no multiples of a block are padded by masks.
+x [T, G, I] and y [T, G, O] are contiguous; W [G, O, I] has strides, as latent queries multiply by columns of the stored
+matrix. Widths that are no multiples of a block are padded by masks.
 
 Shape letters: T rows, G groups (heads; 1 for a linear layer), I input and O output columns.
 """
@@ -40,10 +40,8 @@ def _weights(start_ptr, column_O, input_I, inputs_left, OUTPUTS: tl.constexpr, S
 
 
 @triton.jit
-def _scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS: tl.constexpr):
-    """A tile's sums times the scales of its columns, plus their biases, if there are any."""
-    if scale_ptr is not None:
-        sum_TO *= tl.load(scale_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+def _biased(sum_TO, bias_ptr, column_O, OUTPUTS: tl.constexpr):
+    """A tile's sums plus the biases of its columns, if there are any."""
     if bias_ptr is not None:
         sum_TO += tl.load(bias_ptr + column_O, mask=column_O < OUTPUTS, other=0.0).to(tl.float32)[None, :]
     return sum_TO
@@ -74,7 +72,7 @@ def _sums(
 # Triton would otherwise compile other kernels for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, num_rows,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, num_rows,
     GROUPS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP_G: tl.constexpr, STEP_O: tl.constexpr, STEP_I: tl.constexpr,
     PART: tl.constexpr, APART: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
@@ -116,16 +114,16 @@ def product(
                 INPUTS, OUTPUTS, STEP_O, STEP_I, GATED, UPCAST, BLOCK_T, BLOCK_O, BLOCK_I,
             )  # fmt: skip
         if not APART:
-            sum_TO = activated(_scaled(sum_TO, scale_ptr, bias_ptr, column_O, OUTPUTS), ACTIVATION)
+            sum_TO = activated(_biased(sum_TO, bias_ptr, column_O, OUTPUTS), ACTIVATION)
         if GATED:
-            sum_TO *= _scaled(opened_TO, scale_ptr, bias_ptr, column_O + OUTPUTS, 2 * OUTPUTS)
+            sum_TO *= _biased(opened_TO, bias_ptr, column_O + OUTPUTS, 2 * OUTPUTS)
         y_ptrs = y_ptr + (rows_T * GROUPS + group)[:, None] * OUTPUTS + column_O[None, :]
         tl.store(y_ptrs, sum_TO.to(y_ptr.dtype.element_ty), mask=there_T1 & (column_O[None, :] < OUTPUTS))
 
 
 @triton.jit(do_not_specialize=["num_sums"])
 def join(
-    sums_ptr, scale_ptr, bias_ptr, y_ptr, num_sums,
+    sums_ptr, bias_ptr, y_ptr, num_sums,
     OUTPUTS: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_Y: tl.constexpr,
 ):  # fmt: skip
     """Program i: elements of y [T, O], each of the sum of its parts in their order."""
@@ -134,8 +132,6 @@ def join(
     sum_Y = tl.zeros([BLOCK_Y], tl.float32)
     for part in tl.static_range(PARTS):
         sum_Y += tl.load(sums_ptr + part * num_sums.to(tl.int64) + index_Y, mask=there_Y, other=0.0)
-    if scale_ptr is not None:
-        sum_Y *= tl.load(scale_ptr + column_Y).to(tl.float32)
     if bias_ptr is not None:
         sum_Y += tl.load(bias_ptr + column_Y).to(tl.float32)
     tl.store(y_ptr + index_Y, activated(sum_Y, ACTIVATION).to(y_ptr.dtype.element_ty), mask=there_Y)

@@ -9,7 +9,6 @@ Shape letters: T tokens, D columns of a normed row, N columns of a block of logi
 import triton
 import triton.language as tl
 
-from model.devices.gpu.dependency import begin
 from model.devices.gpu.products import activated
 
 
@@ -40,7 +39,7 @@ def _normed(x_D, weight_D, bias_D, there_D, epsilon, COLUMNS: tl.constexpr, CENT
 @triton.jit
 def add_norm(
     x_ptr, branch_ptr, branch_weight_ptr, branch_bias_ptr, other_ptr, sum_ptr, y_ptr, weight_ptr, bias_ptr, scale, epsilon, offset,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, DEPENDENT: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Program t: row t of the sum of x, a scaled branch that may have to be normalised, and another scaled branch; and its norm. Without
     a branch, the norm of x alone.
@@ -49,7 +48,6 @@ def add_norm(
     first, col_D = tl.program_id(0).to(tl.int64) * COLUMNS, tl.arange(0, BLOCK)
     there_D = col_D < COLUMNS
     weight_D, bias_D = _parameters(weight_ptr, bias_ptr, offset, col_D, there_D)
-    begin(DEPENDENT)
     x_D = _row(x_ptr + first, col_D, there_D)
     if branch_ptr is not None:
         branch_D = _row(branch_ptr + first, col_D, there_D)

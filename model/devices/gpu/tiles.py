@@ -24,7 +24,7 @@ class Tile:
     stages: int
 
 
-# (most output columns, bytes of x's dtype, tile); the first line that fits applies. Float8 weights are converted to x's dtype.
+# (most output columns, bytes of x's dtype, tile); the first line that fits applies.
 TABLE = (
     (4096, 2, Tile(64, 32, 128, 4, 4)),
     (32768, 2, Tile(64, 64, 64, 4, 4)),

@@ -12,7 +12,7 @@ from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http.answer import Output, OutputToken
-from server.http.openai.chat_fields import ChatBody, NamedTool
+from server.http.openai.chat_fields import ChatBody
 from server.http.openai.replies import OpenAIReply
 from server.text.call_formats import WRAPPER
 from server.text.call_grammar import CallRules
@@ -33,15 +33,13 @@ async def with_calls(generation: Generation, body: ChatBody, request: Request, c
     if known is None and body.calls == "auto":
         told = names_tools(generation.codec.files.chat_template or "")
         return replace(request, form=None, calls="none", ignored=() if told else ("tools",))
-    is_open, choice = body.calls == "auto", body.tool_choice
-    is_named, source = isinstance(choice, NamedTool), body.source() if is_open else None
+    is_open, named = body.calls == "auto", body.named
+    source = body.source() if is_open else None
     functions = [
-        (tool.function.name, tool.function.parameters)
-        for tool in body.tools or ()
-        if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
+        (tool.function.name, tool.function.parameters) for tool in body.tools or () if named is None or tool.function.name in named.names
     ]
     text = None if source is None else (source.kind, source.text)
-    is_parallel = body.parallel_tool_calls is not False and not is_named
+    is_parallel = body.parallel_tool_calls is not False and not (named and named.function)
     rules = CallRules(form, functions, is_parallel, is_open and text is None, text)
     written = msgspec.json.encode(rules).decode()
     compiled = await generation.texts.compiled(Source("calls", written, "tools"), client)

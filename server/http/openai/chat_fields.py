@@ -54,9 +54,9 @@ TextParts = Annotated[Parts, BeforeValidator(_in_parts, fields.Text | Parts)]
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call."""
+    """The arguments of a call. A model may have chosen a key twice: no grammar forbids it."""
     try:
-        return parse(text.encode()) if text else {}
+        return parse(text.encode(), unique=False) if text else {}
     except MalformedBody:
         raise InvalidRequest("`arguments` of a call must be the text of a JSON object", param="messages") from None
 
@@ -171,12 +171,45 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """The function that has to be called."""
+    """A tool by its function's name."""
 
     type: Literal["function"] = "function"
     """Only functions are supported."""
     function: NamedFunction
     """The function."""
+
+
+class AllowedTools(Body):
+    """Those of the tools that may be called; the model is shown them all."""
+
+    mode: Literal["auto", "required"] = "auto"
+    """As the words for `tool_choice`. Default: `auto`."""
+    tools: list[NamedTool] = Field(default=[], max_length=128, fail_fast=True)
+    """The tools. 1 to 128."""
+
+
+class NamedTools(Body):
+    """The function that has to be called, or the tools that may be."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    """Which of the two is given."""
+    function: NamedFunction | None = None
+    """The function that has to be called, once."""
+    allowed_tools: AllowedTools = AllowedTools()
+    """The tools that may be called. A validated body has `function` here too."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "NamedTools":
+        if bool(self.function) == bool(self.allowed_tools.tools):
+            raise ValueError("`tool_choice` has to name either a function or `allowed_tools`")
+        if self.function:
+            tool = NamedTool(function=self.function)
+            self.allowed_tools = AllowedTools(mode="required", tools=[tool])
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.allowed_tools.tools]
 
 
 def _chosen(value: Any) -> Any:
@@ -186,9 +219,9 @@ def _chosen(value: Any) -> Any:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<object>")],
-    Discriminator(lambda value: "<object>" if isinstance(value, dict | NamedTool) else "<word>"),
-    BeforeValidator(_chosen, Literal["none", "auto", "required", "any"] | NamedTool),
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTools, Tag("<object>")],
+    Discriminator(lambda value: "<object>" if isinstance(value, dict | NamedTools) else "<word>"),
+    BeforeValidator(_chosen, Literal["none", "auto", "required", "any"] | NamedTools),
 ]
 NO_THOUGHTS = ("none", "minimal")
 """Values of `reasoning_effort` that turn a template's `enable_thinking` off."""
@@ -236,8 +269,9 @@ class Conversation(TemplateFields):
     """
     tool_choice: ToolChoice | None = None
     """`none`: nothing is called, and the tools are not shown to the model; `auto`: the model decides, if
-    GET /v1/models shows a `tool_call_format`, else the output is text; `required`, or `any`: the output is calls; or
-    the function that is called, once. Default: `auto` with `tools`.
+    GET /v1/models shows a `tool_call_format`, else the output is text; `required`, or `any`: the output
+    is calls; or the function that is called, once; or, with the type `allowed_tools`, those of the tools
+    that may be called. Default: `auto` with `tools`.
     """
 
     @model_validator(mode="after")
@@ -254,16 +288,23 @@ class Conversation(TemplateFields):
             raise ValueError("`tools` has two functions of the same name")
         if self.tool_choice == "required" and not names:
             raise ValueError("`tool_choice` required needs `tools`")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"`tool_choice` names the function {self.tool_choice.function.name}, which is not one of `tools`")
+        for name in self.named.names if self.named else ():
+            if name not in names:
+                raise ValueError(f"`tool_choice` names {name}, which is not one of `tools`")
         return self
+
+    @property
+    def named(self) -> NamedTools | None:
+        """`tool_choice`, if it names functions."""
+        return self.tool_choice if isinstance(self.tool_choice, NamedTools) else None
 
     @property
     def calls(self) -> Calls:
         """Whether the output may have calls, or has to be some."""
         if not self.tools or self.tool_choice == "none":
             return "none"
-        return "auto" if self.tool_choice in (None, "auto") else "required"
+        mode = self.named.allowed_tools.mode if self.named else self.tool_choice
+        return "auto" if mode in (None, "auto") else "required"
 
     def chat_input(self, can_call: bool = True) -> ChatInput:
         """What the chat template is given. `can_call`: calls are recognised under `auto` too; if not, the

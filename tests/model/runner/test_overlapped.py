@@ -15,7 +15,7 @@ from model.checkpoint.families import read_spec
 from model.checkpoint.weights import load_decoder
 from model.decode import DecodeTable
 from model.devices import find_device
-from model.devices.products import Products
+from model.devices.cpu.torch_blocks import BlockProducts
 from model.runner.pending_step import PendingStep
 from model.runner.runner import ModelRunner, largest_step
 from model.step import PENDING, Row, Sample, SampledToken, SampleError, Sampling, StepPlan
@@ -240,10 +240,10 @@ def test_the_largest_step_has_every_token_and_every_draw_there_can_be(tmp_path: 
         assert sum(isinstance(one, SampledToken) for one in drawn) == max_running
 
 
-def test_a_captured_step_of_fp8_weights(tmp_path: Path) -> None:
+def test_a_captured_step_of_quantized_weights(tmp_path: Path) -> None:
     """Whose table's dtype says nothing of the logits'."""
     make_checkpoint(SHAPES[1], tmp_path)
-    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU, Products("fp8"))
+    decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32, CPU, BlockProducts("int8"))
     outputs = []
     for captured in (False, True):
         pool = make_pool(decoder, 10, PAGE)

@@ -232,25 +232,27 @@ def test_loading_is_told_to_the_api_process_and_in_bytes_to_a_terminal(caplog: p
 
 
 @pytest.mark.parametrize(
-    ("device", "quantization", "deterministic", "said"),
+    ("device", "quantization", "cache_dtype", "deterministic", "said"),
     [
         (
             "cuda",
             "int4",
+            "auto",
             False,
             "int4 on a GPU is dequantized as it is read: steps of more than 64 tokens.*without quantization \\(an estimate",
         ),
-        ("cuda", "int8", True, "without quantization, and with engine.deterministic slower"),
-        ("cpu", "fp8", False, "fp8 on a CPU is slow"),
-        ("cuda", "fp8", False, None),
-        ("cpu", "int4", False, None),
-        ("cuda", "none", False, None),
+        ("cuda", "int8", "auto", True, "without quantization, and with engine.deterministic slower"),
+        ("cpu", "none", "fp8", False, "cache.dtype fp8 on a CPU is slow"),
+        ("cuda", "none", "fp8", False, None),
+        ("cpu", "int4", "auto", False, None),
+        ("cuda", "none", "auto", False, None),
     ],
 )
 def test_what_is_slow_is_said(
-    device: str, quantization: str, deterministic: bool, said: str | None, caplog: pytest.LogCaptureFixture
+    device: str, quantization: str, cache_dtype: str, deterministic: bool, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = EngineOptions(device, "auto", 1, 16, 20, None, 320, 4, 64, quantization, deterministic)
+    sizes = 1, 16, 20, None, 320, 4, 64
+    options = EngineOptions(device, "auto", *sizes, quantization, deterministic, cache_dtype=cache_dtype)
     with caplog.at_level(logging.WARNING):
         _say_what_is_slow(protocol.Start(0, "", "", options, 1.0, "info", "text"), device)
     assert len(caplog.records) == (said is not None)

@@ -300,6 +300,14 @@ ELSEWHERE = {
     InfillBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},
     LlamaCppCompletionBody: {"t_max_predict_ms", "n_indent", "resumable", "cache_prompt"},
 }
+
+
+def allowed(*names: str) -> dict[str, Any]:
+    """A `tool_choice` of these functions."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+
+
 NOT_HARMLESS = [
     ("/v1/chat/completions", {"tools": [{"type": "function"}]}),
     ("/v1/chat/completions", {"tool_choice": "required"}),
@@ -308,6 +316,10 @@ NOT_HARMLESS = [
     ("/v1/chat/completions", {"chat_template_kwargs": {"messages": []}}),
     ("/v1/chat/completions", {"tools": [TOOL, TOOL]}),
     ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": allowed("other")}),
+    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": allowed()}),
+    ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": TOOL | allowed("f")}),
+    ("/v1/chat/completions", {"tool_choice": allowed("f")}),
     ("/v1/chat/completions", {"tools": [TOOL], "ignore_eos": True}),
     ("/v1/chat/completions", {"tools": [TOOL], "allowed_token_ids": [5]}),
     ("/v1/chat/completions", {"tools": [TOOL], "logprobs": True, "logprob_token_ids": [5]}),

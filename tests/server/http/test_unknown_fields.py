@@ -63,6 +63,14 @@ TOLD: list[tuple[type[BaseModel], dict[str, Any], list[str]]] = [
     (ChatBody, {"tools": [TOOL | {"strict": True, "cache_control": {}}]}, ["tools.strict", "tools.cache_control"]),
     (ChatBody, {"tools": [{"type": "function", "function": {"name": "f", "return": {}}}]}, ["tools.function.return"]),
     (ChatBody, {"tools": [TOOL], "tool_choice": TOOL | {"mode": 1}}, ["tool_choice.mode"]),
+    (
+        ChatBody,
+        {
+            "tools": [TOOL],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [TOOL], "x": 1}},
+        },
+        ["tool_choice.allowed_tools.x"],
+    ),
     (ChatBody, {"response_format": {"type": "text", "x": 1}}, ["response_format.x"]),
     (
         ChatBody,

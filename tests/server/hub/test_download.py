@@ -211,7 +211,7 @@ def test_training_goes_on_from_a_repository(fake: FakeHub, repository: Path, tmp
     assert (given[0].init, given[1].model, given[2].init) == (repository, repository, None)
 
 
-def test_the_tokenizer_is_made_before_there_is_an_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_is_found_before_there_is_an_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(hub, "tokenizer_path", asked.append)
     monkeypatch.setattr(hub, "try_checkpoint", asked.append)

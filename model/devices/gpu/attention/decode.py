@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from model.devices.gpu.attention.write import slot_of, store
-from model.devices.gpu.dependency import begin
 
 
 @triton.jit
@@ -191,12 +190,11 @@ def decode(
     factor, HEADS: tl.constexpr, NUM_D: tl.constexpr, NUM_R: tl.constexpr, NUM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_H: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, VALUE_IN_KEY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, i): tile % TILES of the heads of row tile // TILES, over split i of the row's keys."""
     TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     tile, number, row = tl.program_id(0), tl.program_id(1), (tl.program_id(0) // TILES).to(tl.int64)
-    begin(DEPENDENT)
     position = tl.load(positions_ptr + row)
     low, high, num_splits = _share(position, number, split, most_splits, GROUPS * BLOCK_N, WINDOW)
     if position < 0 or number >= num_splits:

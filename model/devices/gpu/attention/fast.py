@@ -20,7 +20,7 @@ from cache.layout import pages_for
 from cache.pool import KVPool
 from model.batch import Batch
 from model.decode import DecodeTable
-from model.devices.gpu import dependent, upload
+from model.devices.gpu import upload
 from model.devices.gpu.attention.backend import Columns, GroupPlan, TritonBackend, block_of, column_sizes, in_rows, laid_out
 from model.devices.gpu.attention.configurations import (
     LEAST_TILES,
@@ -141,7 +141,6 @@ class FastBackend:
             group.num_stacks, configuration.split, most_splits, tiles.factor,
             WINDOW=group.window or 0, INTERLEAVED=rotation is not None and rotation.interleaved,
             **decode_sizes_of(self.num_heads, tiles.columns, configuration), **tiles.sizes, **configuration.options,
-            **dependent(keys.device),
         )  # fmt: skip
 
 

@@ -141,6 +141,36 @@ def test_a_named_function_is_called_once(server: ServerProcess, formless: Server
             assert streamed(host, body) == ("", calls, "tool_calls")
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+
+def test_only_allowed_tools_are_called(server: ServerProcess, formless: ServerProcess, raised: dict[str, Any]) -> None:
+    others = [{"type": "function", "function": {"name": name}} for name in ("first", "last")]
+    more = {"tools": [others[0], TOOL, others[1]], "temperature": 1.5, "max_tokens": 300}
+    ways = [(server, raised, "auto"), (server, BODY, "required"), (formless, BODY, "required")]
+    for host, body, mode in ways:
+        called = set[str]()
+        for seed in range(4):
+            one = body | more | allowed(mode, "set_level", "last") | {"seed": seed}
+            (choice,) = chat(host, one)
+            calls = plain_calls(choice)
+            text = choice["message"]["content"] or ""
+            assert calls and streamed(host, one) == (text, calls, choice["finish_reason"])
+            called |= {name for name, _ in calls}
+        assert called == {"set_level", "last"}
+
+
+def test_the_model_is_shown_tools_that_may_not_be_called(server: ServerProcess) -> None:
+    tools = {"tools": [TOOL, {"type": "function", "function": {"name": "other"}}]}
+    prompts = [
+        answered(server, BODY | tools | choice).json()["usage"]["prompt_tokens"]
+        for choice in ({"tool_choice": "required"}, allowed("required", "other"))
+    ]
+    assert prompts[0] == prompts[1]
+
+
 def test_what_a_schema_says_that_is_not_followed_is_told(server: ServerProcess) -> None:
     properties = {"a b": {"type": "array", "uniqueItems": True}, "é": {"not": {}}}
     schema = {"type": "object", "properties": properties}
