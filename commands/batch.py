@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import sys
 import uuid
@@ -299,14 +300,10 @@ def _summary(responses: list[dict[str, Any]], refused: int) -> Table:
 
 async def _answer_all(settings: BatchSettings, lines: list[Line], journal: Journal) -> None:
     """Asks an engine for the answers that the journal lacks, and shows how far it is."""
-    section = ServerSection(
-        max_waiting=MAX_OPEN,
-        max_waiting_tokens=sys.maxsize,
-        max_queue_wait=86400,
-        log_level="warning",
-        recovery_timeout=settings.recovery_timeout,
-    )
-    async with running_engine(settings, section) as engine:
+    section = ServerSection(max_waiting=MAX_OPEN, log_level="warning")
+    async with running_engine(settings, section, settings.recovery_timeout) as engine:
+        engine.client.admission.max_waiting_tokens = sys.maxsize
+        engine.client.admission.max_queue_seconds = math.inf
         journal.begin(_maker(engine.generation))
         missing = [line for line in lines if line.digest not in journal.answers]
         nowhere = Answers(StreamPublisher(StreamStore(Retention()), keep_alive=0.0))

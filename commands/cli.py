@@ -45,12 +45,9 @@ def _serve(argv: list[str]) -> int:
 
     try:
         found = resolved(settings, _check)
-        from server.loop_lag import LoopLag
         from server.serve import serve
 
-        lag = LoopLag()
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(lag)) as runner:
-            return runner.run(serve(found, sink, lag))
+        return asyncio.run(serve(found, sink))
     except REFUSALS as error:
         if settings.server.log_format == "text":
             raise

@@ -47,7 +47,7 @@ CODES = {
     "admission_error": "An internal error while the engine took the request in.",
     "cancelled": "The resumable stream was cancelled (only ever an event).",
     "context_length_exceeded": "Prompt and output are longer than the model or the cache allows.",
-    "engine_unavailable": "No engine has been ready for `server.recovery_timeout`, or the server gave up.",
+    "engine_unavailable": "No engine has been ready for 60 s, or twice the first one's time to load, or the server gave up.",
     "future_event": "`Last-Event-ID` or `after` names an event that the stream does not have yet.",
     "grammar_error": "An internal error while the request's grammar was applied.",
     "host_not_allowed": "The `Host` header names a host that this server does not answer to (`server.allowed_hosts`).",
@@ -57,7 +57,7 @@ CODES = {
     "model_not_found": "`model` is none of the names that `GET /v1/models` lists.",
     "out_of_memory": "The memory does not hold what this request needs for its next token.",
     "queue_timeout": "The request's own `timeout_s` passed before the engine had started it.",
-    "queue_too_long": "The client's estimated wait is longer than `server.max_queue_wait`.",
+    "queue_too_long": "The client's estimated wait is longer than 600 s.",
     "rate_limit_exceeded": "The key has used its `requests_per_minute` or `tokens_per_minute` of the keys' file.",
     "request_quarantined": "Engines crashed twice while they ran this request alone.",
     "resume_gap": "Events after the last one that the client saw are not kept any more.",
@@ -66,12 +66,12 @@ CODES = {
     "stream_not_found": "There is no such resumable stream, or it belongs to another key.",
     "text_error": "An internal error while tokens were turned into text.",
     "tokenization_failed": "The model's tokenizer cannot process this text.",
-    "tokenization_timeout": "Tokenizing the text needs more processor time than `server.tokenize_timeout`, or too much memory.",
+    "tokenization_timeout": "Tokenizing the text needs more than 5 s of processor time, or too much memory.",
     "too_many_jobs": "Too many long texts and grammars, of this client or of all, wait to be processed.",
     "too_many_requests": "`engine.max_running` plus `server.max_waiting` sequences (choices of requests) are open, or as many of one "
     "client as it may have.",
     "too_many_viewers": "As many connections as may watch the server at `/monitor` do.",
-    "too_many_waiting_tokens": "`server.max_waiting_tokens` prompt tokens are waiting, or as many of one client as may.",
+    "too_many_waiting_tokens": "1,000,000 prompt tokens are waiting, or as many of one client as may.",
 }
 
 

@@ -95,48 +95,19 @@ class ServerSection(Section):
     max_waiting: int = Field(
         1024, ge=0, le=100_000, description="sequences (choices of requests) that may wait beyond engine.max_running; more get 429"
     )
-    max_waiting_tokens: int = Field(1_000_000, ge=1, description="prompt tokens that may wait; more get 429")
-    max_queue_wait: float = Field(600.0, gt=0, le=86400, description="seconds that a request may have to wait, by estimate; more get 429")
     max_connections: int = Field(4096, ge=1, le=1_000_000, description="open connections; more get 503")
-    max_header_bytes: int = Field(32 * 2**10, ge=1024, le=2**20, description="longest head of a request; longer ones get 431")
     max_body_bytes: int = Field(2 * 2**20, ge=1024, le=2**30, description="longest request body; longer ones get 413")
-    max_stop_strings: int = Field(16, ge=0, le=256, description="most stop strings of a request")
     strict_fields: bool = Field(
         False,
         description="true: refuse every unknown field of a request; false: ignore it and say so in "
         "x-onehead-ignored, unless it is a typing error or would change the answer",
     )
-    return_full_text: bool = Field(True, description="POST / repeats the prompt where the request does not say, as TGI does")
-    grammar_timeout: float = Field(2.0, gt=0, le=60, description="seconds of processor time that a request's grammar may take to compile")
-    open_objects: bool = Field(
-        False,
-        description="true: objects of a JSON schema that name properties and leave out additionalProperties take any others too, as the "
-        "standard says; false: they take none",
-    )
-    tokenize_timeout: float = Field(5.0, gt=0, le=600, description="seconds of processor time that a text may take to tokenize")
-    header_timeout: Seconds = Field(10.0, description="seconds that the head of a request may take to arrive")
-    body_timeout: Seconds = Field(30.0, description="seconds that the body of a request may take to arrive")
-    write_timeout: Seconds = Field(30.0, description="seconds after which a client that takes nothing is dropped")
     keep_alive: Seconds = Field(15.0, description="seconds of silence in a stream before a comment is sent")
     stall_after: Seconds = Field(10.0, description="seconds without progress after which an engine is replaced")
-    start_timeout: float = Field(600.0, gt=0, le=86400, description="seconds that an engine may take to load")
-    recovery_timeout: Seconds | None = Field(
-        None,
-        description="seconds that open requests wait for a new engine after a crash, before they fail; default: 60, or twice the "
-        "first engine's time to load if that is more",
-    )
     drain_timeout: float = Field(60.0, ge=0, le=3600, description="seconds that running streams get to finish at shutdown")
     lb_grace: float = Field(5.0, ge=0, le=3600, description="seconds after SIGTERM in which late requests still get a 503")
     resume_retention: float = Field(60.0, ge=0, le=86400, description="seconds that a resumable stream is kept after its end")
-    resume_memory: int = Field(64 * 2**20, ge=2**16, description="bytes of all resumable streams")
-    resume_stream_bytes: int = Field(2**20, ge=2**10, description="bytes of one resumable stream")
     detach_grace: float = Field(30.0, ge=0, le=86400, description="seconds that a resumable stream goes on without a reader")
-    max_detached: int = Field(
-        64,
-        ge=0,
-        description="most resumable streams without a reader; above it, of the client with most of them, the "
-        "one without a reader for longest is cancelled",
-    )
 
     @model_validator(mode="after")
     def _options_are_complete(self) -> Self:

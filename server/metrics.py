@@ -3,6 +3,7 @@
 Tokens and steps are only counted as they happen; the Prometheus metrics are updated from the counts when they are scraped.
 """
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -20,10 +21,10 @@ from server.protocol import Gauges, Ready
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-
-
+LOAD_SECONDS = 10.0
 IDLE = Gauges(0, 0, 0, 0, 0.0)
 """The gauges of an idle engine."""
+log = logging.getLogger("onehead")
 
 
 class Histogram:
@@ -73,8 +74,9 @@ class ClientMetrics(Collector):
 
 
 class Metrics:
-    """A registry and its metrics. The model name is a label of onehead_model_info only (docs/why.md#model-name-metric),
-    and of vLLM's names of metrics, which are shown too `with_aliases`.
+    """A registry and its metrics. The model name is a label of onehead_model_info only
+    (docs/why.md#model-name-metric), and of vLLM's names of metrics, which are shown too
+    `with_aliases`.
     """
 
     def __init__(self, model_name: str = "", with_aliases: bool = False) -> None:
@@ -158,9 +160,6 @@ class Metrics:
         )
         self.device_memory_total = self._gauge("device_memory_total_bytes", "GPU memory in all; 0 where the engine is on a CPU.")
         self.log_lines_dropped = self._counter("log_lines_dropped", "Log lines that could not be written.")
-        self.event_loop_lag = self._gauge(
-            "event_loop_lag_seconds", "Longest time of the last 10 s for which the event loop, and so every stream, stood still."
-        )
         self.streams_detached = self._gauge("streams_detached", "Resumable streams that are generating without a connected client.")
         self.resume_bytes = self._gauge("resume_bytes", "Bytes of events kept for resumable streams.")
 
@@ -253,6 +252,37 @@ class Metrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         self._histograms.append(Histogram(f"onehead_{name}", text))
         return self._histograms[-1]
+
+
+class LoadLog:
+    """A log line on the load every LOAD_SECONDS while there is any. It reads no clock."""
+
+    def __init__(self, metrics: Metrics, now: float) -> None:
+        self._metrics = metrics
+        self._began = now
+        self._counted = 0, 0, 0
+
+    def tick(self, now: float) -> None:
+        """Ends a period if it is due. An idle period gets no line."""
+        seconds, metrics, gauges = now - self._began, self._metrics, self._metrics.gauges
+        if seconds < LOAD_SECONDS:
+            return
+        counted = metrics.num_generated, gauges.queried_tokens, gauges.hit_tokens
+        # The counts of a restarted engine begin at 0.
+        pairs = zip(counted, self._counted, strict=True)
+        generated, queried, hit = (max(0, new - old) for new, old in pairs)
+        self._began, self._counted = now, counted
+        if gauges.running or gauges.waiting or generated:
+            log.info(
+                "load: %d running, %d waiting, prompt %.1f tokens/s, generation %.1f tokens/s, "
+                "KV cache usage %.1f %%, prefix cache hit rate %.1f %%",
+                gauges.running,
+                gauges.waiting,
+                (queried - hit) / seconds,
+                generated / seconds,
+                100 * gauges.pages_used / max(1, metrics.num_pages),
+                100 * hit / max(1, queried),
+            )
 
 
 def _totals(counter: Counter) -> dict[str, int]:

@@ -37,7 +37,8 @@ from server.text.jobs import Texts
 from server.text.service import TextService
 from server.text.workers import Workers
 
-ENGINE_EXIT_SECONDS = 5.0
+START_SECONDS, ENGINE_EXIT_SECONDS = 600.0, 5.0
+"""Time that an engine gets to load, and to exit once it was told to."""
 TICK_SECONDS = 0.25
 log = logging.getLogger("onehead")
 
@@ -81,7 +82,7 @@ def read_texts(folder: Path, section: ServerSection) -> Texts:
             f"{folder}: no end-of-sequence token; expected eos_token_id in generation_config.json or config.json, or eos_token in "
             "tokenizer_config.json"
         )
-    texts = Texts(codec, section.open_objects, spec.end_token_ids)
+    texts = Texts(codec, spec.end_token_ids)
     _ = texts.calls  # Which may ask for every token of the vocabulary.
     gc.collect()
     gc.freeze()  # A collection here or in a child would copy the pages that they share.
@@ -94,7 +95,13 @@ class SupervisedEngine:
     CheckpointError, or OSError if a process cannot be started.
     """
 
-    def __init__(self, settings: EngineSettings, section: ServerSection, name: str = "") -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        section: ServerSection,
+        name: str = "",
+        recovery: float | None = None,
+    ) -> None:
         # The engine needs the processors more.
         places = max(1, int(available_processors()) // 4)
         self.workers = Workers(max(2, places), places)
@@ -111,7 +118,7 @@ class SupervisedEngine:
         """Called once a second."""
         self.metrics = Metrics(name, section.metrics_aliases)
         ProcessCollector("onehead_engine", lambda: self._process.process.pid, registry=self.metrics.process_registry)
-        timeouts = Timeouts(section.stall_after, section.start_timeout, section.recovery_timeout)
+        timeouts = Timeouts(section.stall_after, START_SECONDS, recovery)
         self.supervisor = Supervisor(self._spawn, self._on_state, lambda event: self.client.on_engine_event(event), timeouts)
         self.client = EngineClient(self.supervisor, self.metrics, section, self._start.options.max_running)
         try:
@@ -120,7 +127,7 @@ class SupervisedEngine:
         except BaseException:
             self._process.end()
             raise
-        self.generation = Generation(self.client, TextService(texts, section, self.workers), section)
+        self.generation = Generation(self.client, TextService(texts, self.workers), section)
 
     def start(self) -> None:
         """Watches the engine. Raises OSError."""
@@ -231,24 +238,33 @@ def _warn_of_threads(threads: int) -> None:
         )
 
 
-def started_engine(settings: EngineSettings, section: ServerSection, name: str = "") -> SupervisedEngine:
-    """An engine that is loading. Raises ConfigurationError, CheckpointError or ResourceError."""
+@contextlib.asynccontextmanager
+async def started_engine(
+    settings: EngineSettings, section: ServerSection, name: str = "", recovery: float | None = None
+) -> AsyncIterator[SupervisedEngine]:
+    """An engine that is loading, closed at exit. `recovery`: as in crash_policy.Timeouts. Raises
+    ConfigurationError, CheckpointError or ResourceError.
+    """
     try:
-        engine = SupervisedEngine(settings, section, name)
+        engine = SupervisedEngine(settings, section, name, recovery)
         engine.start()
-        return engine
     except OSError as error:
         raise ResourceError(f"no process can be started: {error.strerror}") from None
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 @contextlib.asynccontextmanager
-async def running_engine(settings: EngineSettings, section: ServerSection) -> AsyncIterator[SupervisedEngine]:
-    """A loaded engine, closed at exit. Raises ConfigurationError, ResourceError or EngineGaveUp if it cannot be loaded."""
-    engine = started_engine(settings, section)
-    try:
+async def running_engine(
+    settings: EngineSettings, section: ServerSection, recovery: float | None = None
+) -> AsyncIterator[SupervisedEngine]:
+    """A loaded engine, closed at exit. Raises ConfigurationError, ResourceError or EngineGaveUp if
+    it cannot be loaded.
+    """
+    async with started_engine(settings, section, recovery=recovery) as engine:
         await engine.check_texts()
         await engine.wait_for(State.READY)
         engine.client.raise_if_over()
         yield engine
-    finally:
-        await engine.close()

@@ -21,6 +21,10 @@ from server.supervision.supervisor import LIVE, State, Supervisor
 
 RETRY_SECONDS = 5
 """Value of Retry-After while the server is shutting down or its engine is being replaced."""
+MAX_WAITING_TOKENS = 1_000_000
+"""Prompt tokens that may wait, of all requests."""
+MAX_QUEUE_SECONDS = 600.0
+"""The longest estimated queue wait of a request that is accepted."""
 HELD_PER_FREE = 7
 """Places that one client may hold for each that is free: alone it may hold 7 of 8."""
 MOST_NAMED = 1000
@@ -75,7 +79,8 @@ class Admission:
     def __init__(self, supervisor: Supervisor, metrics: Metrics, section: ServerSection, max_running: int) -> None:
         self.supervisor = supervisor
         self.metrics = metrics
-        self.section = section
+        self.max_waiting_tokens = MAX_WAITING_TOKENS
+        self.max_queue_seconds = MAX_QUEUE_SECONDS
         self.max_running = max_running
         self.max_open = max_running + section.max_waiting
         self.draining = False
@@ -171,7 +176,7 @@ class Admission:
             raise Unavailable("the server is shutting down", retry_after=RETRY_SECONDS, code="server_shutting_down")
         if self.supervisor.recovery_overdue:
             raise Unavailable(self.supervisor.absence, retry_after=RETRY_SECONDS, code="engine_unavailable")
-        most_tokens, num_open = self.section.max_waiting_tokens, self.num_open + self.num_reserved
+        num_open = self.num_open + self.num_reserved
         if num_open + num_sequences > self.max_open:
             raise self._overloaded(
                 usage,
@@ -184,13 +189,21 @@ class Admission:
                 usage, f"{usage.num_open} sequences of this client are open, and at most {most} are allowed now", code="too_many_requests"
             )
         # The bounds on waiting tokens apply only while other requests wait: a single request may be of any length.
-        waiting, own, left = self.waiting_tokens, usage.waiting_tokens, most_tokens - self.waiting_tokens - num_tokens
+        waiting, own = self.waiting_tokens, usage.waiting_tokens
+        left = self.max_waiting_tokens - waiting - num_tokens
         if (waiting and left < 0) or (own and own + num_tokens > HELD_PER_FREE * left):
-            text = f"{waiting} prompt tokens are waiting, {own} of this client; at most {most_tokens} are allowed, fewer of one client"
-            raise self._overloaded(usage, text, code="too_many_waiting_tokens")
-        if (seconds := self._queue_seconds(usage)) > self.section.max_queue_wait:
-            text = f"the estimated queue wait is {seconds:.0f} s, and at most {self.section.max_queue_wait:g} s are allowed"
-            raise self._overloaded(usage, text, code="queue_too_long")
+            raise self._overloaded(
+                usage,
+                f"{waiting} prompt tokens are waiting, {own} of this client; "
+                f"at most {self.max_waiting_tokens} are allowed, fewer of one client",
+                code="too_many_waiting_tokens",
+            )
+        if (seconds := self._queue_seconds(usage)) > self.max_queue_seconds:
+            raise self._overloaded(
+                usage,
+                f"the estimated queue wait is {seconds:.0f} s, and at most {self.max_queue_seconds:g} s are allowed",
+                code="queue_too_long",
+            )
 
     def _check_rates(self, usage: Usage, is_new: bool) -> None:
         """Raises Overloaded where a rate is used up; counts a request that is new."""

@@ -4,7 +4,7 @@ Invariant: the sequences of a request are closed when its answer ends, however i
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -139,12 +139,6 @@ async def full_response(reply: Reply) -> Any:
     async for piece in reply.streams:
         reply.take(piece)
     return reply.full_response()
-
-
-def check_stops(name: str, stops: Sequence[str] | None, most: int, param: str | None = None) -> None:
-    """Raises InvalidRequest for more than `most` stop strings."""
-    if len(stops or ()) > most:
-        raise InvalidRequest(f"`{name}` supports up to {most} stop sequences. Given: {len(stops or ())}", param=param)
 
 
 def _error_event(dialect: Dialect, error: RequestError) -> bytes:

@@ -17,7 +17,8 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from server.config import ServerSection
+from server.child_process import allow_files
+from server.errors import ResourceError
 from server.http.exchange import exchange_of
 
 SAFETY_HEADERS = {
@@ -27,6 +28,11 @@ SAFETY_HEADERS = {
     "referrer-policy": "no-referrer",
 }
 """Headers of every response that does not set them itself."""
+HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0
+"""Time in which the head and the body of a request have to arrive."""
+WRITE_SECONDS = 30.0
+"""A client that acknowledges nothing for this long is dropped."""
+MAX_HEAD_BYTES = 32 * 2**10
 MAX_HEADERS = 100
 MAX_IGNORED_BYTES = 16 * 2**20
 MAX_READ_BYTES = 2**18
@@ -35,9 +41,14 @@ MAX_PIPELINED = 128
 LINGER_SECONDS = 2.0
 PROBE_CONNECTIONS = 8
 """Connections beyond server.max_connections, for probes alone: a server whose places are all taken is not a dead one."""
+OTHER_FILES, MIN_CONNECTIONS = 64, 8
+"""Estimate of the open files of the process besides its connections, and the least connections that
+a server is worth starting for.
+"""
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%-]*)(:[0-9]{0,5})?")
 
 
+log = logging.getLogger("onehead")
 access = logging.getLogger("onehead.access")
 
 
@@ -65,7 +76,6 @@ class Door(Protocol):
 class Connection(HttpToolsProtocol):
     """One client connection. `connection_class` sets the class attributes."""
 
-    limits: ServerSection
     max_connections: int
     door: Door
 
@@ -82,12 +92,12 @@ class Connection(HttpToolsProtocol):
             self._refuse(*self._too_many())
             return
         self._limit_writing(transport.get_extra_info("socket"))
-        self._start_timer("head", self.limits.header_timeout)
+        self._start_timer("head", HEAD_SECONDS)
 
     def _limit_writing(self, sock: Any) -> None:
-        """Has the kernel close the connection when sent bytes stay unacknowledged for server.write_timeout seconds."""
+        """Has the kernel close the connection when sent bytes stay unacknowledged so long."""
         if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.limits.write_timeout * 1000))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_SECONDS * 1000))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -113,13 +123,13 @@ class Connection(HttpToolsProtocol):
         """Refuses a head that is too large, or a chunked body with too many bytes of framing."""
         if self._refused:
             return
-        if self._in_head and self._head_bytes > self.limits.max_header_bytes:
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, "headers_too_large", self._largest_head())
-        elif not self._in_head and self._bytes_without_body > self.limits.max_header_bytes + MAX_READ_BYTES:
+        elif not self._in_head and self._bytes_without_body > MAX_HEAD_BYTES + MAX_READ_BYTES:
             self._refuse(400, "invalid_http", "the chunked body has too many bytes of framing; send larger chunks")
         elif self._timer is None and self.timeout_keep_alive_task is None and not self._busy:
             # Empty lines are no request; without a timer they would keep the connection open.
-            self._start_timer("head", self.limits.header_timeout)
+            self._start_timer("head", HEAD_SECONDS)
 
     @property
     def _busy(self) -> bool:
@@ -171,7 +181,7 @@ class Connection(HttpToolsProtocol):
         self._ignored_bytes = self._bytes_without_body = 0
         if self._timer is None:  # Not the connection's first request, whose timer started with the connection.
             self._head_bytes = 0
-            self._start_timer("head", self.limits.header_timeout)
+            self._start_timer("head", HEAD_SECONDS)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
@@ -187,7 +197,7 @@ class Connection(HttpToolsProtocol):
             return  # The head is parsed again without `Upgrade`.
         exchange_of(self.scope).received = time.monotonic()
         super().on_headers_complete()
-        self._start_timer("body", self.limits.body_timeout)
+        self._start_timer("body", BODY_SECONDS)
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -207,7 +217,7 @@ class Connection(HttpToolsProtocol):
     def _check_head(self) -> None:
         """Raises _Refused for a well-formed head that this server does not accept."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self.limits.max_header_bytes or len(self.headers) > MAX_HEADERS:
+        if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._reject(431, "headers_too_large", self._largest_head())
         if len(self.pipeline) >= MAX_PIPELINED:
             self._reject(400, "too_many_requests", f"more than {MAX_PIPELINED} pipelined requests wait on this connection")
@@ -231,7 +241,7 @@ class Connection(HttpToolsProtocol):
         return 503, "too_many_connections", f"{self.max_connections} connections are open, which is the limit; try again later"
 
     def _largest_head(self) -> str:
-        return f"the head of a request may have {MAX_HEADERS} headers and {self.limits.max_header_bytes} bytes (server.max_header_bytes)"
+        return f"the head of a request may have {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes"
 
     def _reject(self, status: int, code: str, message: str) -> None:
         self._refusal = status, code, message
@@ -337,12 +347,27 @@ def _delimit_by_close(cycle: RequestResponseCycle) -> None:
     cycle.send = send_unframed  # type: ignore[method-assign]
 
 
-def connection_class(section: ServerSection, most: int, front: Door) -> type[Connection]:
-    """A protocol class for these options, at most `most` connections, and this application layer."""
+def connection_class(most: int, front: Door) -> type[Connection]:
+    """A protocol class for at most `most` connections, and this application layer."""
 
     class Limited(Connection):
-        limits = section
         max_connections = most
         door = front
 
     return Limited
+
+
+def raise_file_limit(max_connections: int) -> int:
+    """Raises this process's limit of open files for so many connections. Returns the number of
+    connections that it allows. Raises ResourceError if it allows next to none.
+    """
+    others = OTHER_FILES + PROBE_CONNECTIONS
+    wanted, least = max_connections + others, others + MIN_CONNECTIONS
+    soft = allow_files(wanted)
+    if soft < min(wanted, least):
+        text = f"this process may have {soft} files open, and needs {least}"
+        raise ResourceError(f"{text}; allow it more (ulimit -n)")
+    if soft < wanted:
+        text = "this process may have %d files open, which limits server.max_connections to %d"
+        log.warning(text, soft, soft - others)
+    return min(max_connections, soft - others)

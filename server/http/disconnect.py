@@ -6,14 +6,12 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from server.http.exchange import task_name
-
 Answer = TypeVar("Answer")
 
 
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
     """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects first."""
-    answer = asyncio.create_task(work, name=task_name())
+    answer = asyncio.create_task(work)
     disconnected = asyncio.ensure_future(_disconnected(http))
     try:
         await asyncio.wait({answer, disconnected}, return_when=asyncio.FIRST_COMPLETED)

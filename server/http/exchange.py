@@ -4,7 +4,6 @@ Invariant: it is the only entry that this server adds to an ASGI scope; layers p
 path, from which FrontDoor removes server.root_path, and the log's request id.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -95,16 +94,6 @@ class Exchange:
         """The reservation. Raises AssertionError on a route without `generates` (server/http/routes.py)."""
         assert self.reservation is not None, "this route starts generation, but is not declared as `generates` in its Route"
         return self.reservation
-
-
-def task_name(name: str = "") -> str:
-    """Gives the current task this name, if it is not empty, and returns the one that it has: its route, for the log of LoopLag."""
-    task = asyncio.current_task()
-    if task is None:  # A refusal is sent without a task.
-        return ""
-    if name:
-        task.set_name(name)
-    return task.get_name()
 
 
 def exchange_of(scope: Any) -> Exchange:

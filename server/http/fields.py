@@ -18,6 +18,7 @@ from server.http.body import MAX_KEYS
 from server.text.service import Source
 
 MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
 Value = TypeVar("Value")
 Empty = Field(default=None, max_length=0)
 ANY_JSON = object()
@@ -53,8 +54,7 @@ Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), INTEGRAL]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP), INTEGRAL]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), INTEGRAL]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-StopStrings = Annotated[list[StopString], Field(max_length=256, fail_fast=True)]
-"""At most the largest value of server.max_stop_strings, which is the bound of a server."""
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=1024)]
 Name = Annotated[str, Field(max_length=1024)]

@@ -23,7 +23,7 @@ from server.generation.request import speeds
 from server.http.client_address import client_address, client_group
 from server.http.connection import SAFETY_HEADERS
 from server.http.errors import refusal
-from server.http.exchange import CLIENT_GONE, NO_CALLER, Exchange, exchange_of, task_name
+from server.http.exchange import CLIENT_GONE, NO_CALLER, Exchange, exchange_of
 from server.http.hosts import AllowedHosts
 from server.http.keys import UNNAMED, Keys
 from server.http.routes import Access, Route, RouteTable
@@ -70,7 +70,6 @@ class FrontDoor:
         if not exchange.decided:
             self.decide(scope)
         current_request_id.set(exchange.request_id)
-        task_name(f"{scope['method']} {scope['path'][:64]!a}")
         response = LoggedResponse(scope, exchange, send, self.client)
         try:
             if exchange.error is not None:

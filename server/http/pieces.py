@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
-from server.http.exchange import task_name
-
 SLICE_SECONDS = 0.002
 ROWS = 64
 WHOLE_BYTES = 2**20
@@ -65,7 +63,8 @@ class JsonAnswers:
         async for part in parts:
             begun += part
             if len(begun) > WHOLE_BYTES:
-                return StreamingResponse(_joined(task_name(), begun, parts), headers=headers, media_type="application/json")
+                whole = _joined(begun, parts)
+                return StreamingResponse(whole, headers=headers, media_type="application/json")
         return Response(begun, headers=headers, media_type="application/json")
 
     async def _paced(self, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
@@ -85,8 +84,7 @@ class JsonAnswers:
             yield b"".join(made)
 
 
-async def _joined(name: str, begun: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    task_name(name)
+async def _joined(begun: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield begun
     async for part in parts:
         yield part

@@ -11,7 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from server.generation.arrivals import Wake, Write
-from server.http.exchange import Chunks, exchange_of, task_name
+from server.http.exchange import Chunks, exchange_of
 
 _encode = msgspec.json.Encoder(enc_hook=list).encode
 """Iterators are encoded as arrays."""
@@ -87,7 +87,6 @@ class EventResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._chunks = send, exchange_of(scope).chunks
-        self._name = task_name()
 
         async def watched() -> Message:
             message = await receive()
@@ -103,7 +102,6 @@ class EventResponse(StreamingResponse):
             self._close()
 
     async def stream_response(self, send: Send) -> None:
-        task_name(self._name)
         self._last_sent = time.monotonic()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._source.listen(self._push)

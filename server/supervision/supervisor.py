@@ -152,7 +152,7 @@ class Supervisor:
         elif not self._kill_reason:
             self._loading_seconds += elapsed
             if self._loading_seconds >= self._timeouts.start:
-                self._kill(f"was not loaded after {self._timeouts.start:g} s (server.start_timeout)")
+                self._kill(f"was not loaded after {self._timeouts.start:g} s")
 
     def _on_message(self, epoch: int, message: protocol.FromEngine) -> None:
         if epoch != self._epoch or self._kill_reason or self.state not in LIVE:

@@ -43,13 +43,14 @@ class CallRules(msgspec.Struct, frozen=True):
     opened: bool
     text: tuple[str, str] | None = None
 
-    def lark(self, open_objects: bool, relaxed: list[str]) -> str:
+    def lark(self, relaxed: list[str]) -> str:
         """The grammar. The places of keywords that are not followed are added to `relaxed`."""
         form, rules = self.form, dict[str, str]()
         marks = form.begin, form.separator, form.end, form.tail
         begin, separator, end, tail = map(json.dumps, marks)
         opening, closing = _written(form.opening), _written(form.closing)
-        call = [self._call(number, name, schema, rules, open_objects, relaxed) for number, (name, schema) in enumerate(self.functions)]
+        functions = enumerate(self.functions)
+        call = [self._call(number, *function, rules, relaxed) for number, function in functions]
         times = f"{{0,{MAX_CALLS - 1}}}"
         several = f"({separator} call){times}" if form.is_list and self.parallel else ""
         more = f"({separator} {opening} unit){times}" if self.parallel and not form.is_list else ""
@@ -66,7 +67,6 @@ class CallRules(msgspec.Struct, frozen=True):
         name: str,
         schema: Node,
         rules: dict[str, str],
-        open_objects: bool,
         relaxed: list[str],
     ) -> str:
         """A call without its tail."""
@@ -81,7 +81,7 @@ class CallRules(msgspec.Struct, frozen=True):
         is_json = not self.form.quote
         for followed in (schema, {"type": "object"}):
             try:
-                prepared = json_schema.prepare(followed, open_objects, cannot, is_json)
+                prepared = json_schema.prepare(followed, cannot, is_json)
                 if is_json:
                     prepared = _satisfiable(prepared, cannot)
                     arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"

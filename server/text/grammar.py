@@ -26,9 +26,8 @@ _UNSUPPORTED = re.compile(r'Unimplemented keys: \[((?:"[A-Za-z$-]{1,40}"(?:, )?)
 class GrammarCompiler:
     """Compiles and checks grammars for one tokenizer; refuses them where there is none."""
 
-    def __init__(self, tokenizer: LLTokenizer | None, open_objects: bool = False) -> None:
+    def __init__(self, tokenizer: LLTokenizer | None) -> None:
         self.tokenizer = tokenizer
-        self._open_objects = open_objects
 
     def compile(self, kind: str, source: str) -> Compiled:
         """The grammar for protocol.Submit. Raises ValueError with a message for the client."""
@@ -36,7 +35,7 @@ class GrammarCompiler:
             raise ValueError("is not supported: this model's tokenizer cannot be used for structured output")
         if kind == "calls":
             return self._calls(msgspec.json.decode(source, type=CallRules), self.tokenizer)
-        grammar = _grammar(kind, source, self._open_objects)
+        grammar = _grammar(kind, source)
         problem = _check(grammar, self.tokenizer)
         if problem is not None:
             raise ValueError(problem)
@@ -63,20 +62,20 @@ class GrammarCompiler:
 
     def _written(self, rules: CallRules) -> Compiled:
         relaxed: list[str] = []
-        grammar = LLMatcher.grammar_from_lark(rules.lark(self._open_objects, relaxed))
+        grammar = LLMatcher.grammar_from_lark(rules.lark(relaxed))
         if rules.text:
-            text = _grammar(*rules.text, self._open_objects)
+            text = _grammar(*rules.text)
             named = json.loads(text)["grammars"][0] if text[0] == "{" else {"lark_grammar": text}
             calls = {"lark_grammar": grammar}
             grammar = json.dumps({"grammars": [calls, named | {"name": "text"}]})
         return Compiled(grammar, [*dict.fromkeys(relaxed)])
 
 
-def _grammar(kind: str, text: str, open_objects: bool) -> str:
+def _grammar(kind: str, text: str) -> str:
     """The llguidance grammar of a constraint. Raises ValueError with a message for the client."""
     try:
         if kind == "json":
-            text = json.dumps(json_schema.prepare(json_schema.parse(text), open_objects), allow_nan=False)
+            text = json.dumps(json_schema.prepare(json_schema.parse(text)), allow_nan=False)
     except json.JSONDecodeError:
         raise ValueError("is a text that is not JSON") from None
     except RecursionError:

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 class Texts:
     """What jobs work with: the tokenizer, chat template and grammar compiler of one checkpoint."""
 
-    def __init__(self, codec: TextCodec, open_objects: bool = False, end_token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, codec: TextCodec, end_token_ids: Iterable[int] = ()) -> None:
         self.codec = codec
         self.chat_template = ChatTemplate(codec)
         self.fim = FillInTheMiddle(codec)
-        self.open_objects = open_objects
         self._end_token_ids = end_token_ids
 
     @cached_property
@@ -48,15 +47,15 @@ class Texts:
         from server.text.grammar import GrammarCompiler
 
         ends = sorted({*self.codec.end_token_ids, *self._end_token_ids})
-        return GrammarCompiler(guidance.grammar_tokenizer(self.codec.tokenizer.to_str(), ends), self.open_objects)
+        return GrammarCompiler(guidance.grammar_tokenizer(self.codec.tokenizer.to_str(), ends))
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
     """Base of the jobs. `Result`: the type of the value that `run` returns."""
 
     Result: ClassVar[Any] = list[int]
-    option: ClassVar[str] = "tokenize_timeout"
-    """The option of ServerSection that limits its processor time."""
+    max_seconds: ClassVar[float] = 5.0
+    """Limit of its processor time in a worker process."""
     needs_grammars: ClassVar[bool] = False
     """Whether it needs the grammar compiler, and the cost of short ones has no bound either."""
 
@@ -256,7 +255,7 @@ class CompileGrammar(Job, frozen=True):
     """The grammar of a constraint, compiled and tried."""
 
     Result = Compiled
-    option = "grammar_timeout"
+    max_seconds = 2.0
     needs_grammars = True
 
     kind: str

@@ -195,14 +195,13 @@ def problem(schema: Any) -> str:
     return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text, overrides=lenient))
 
 
-def prepare(schema: Any, open_objects: bool, cannot: Cannot = refuse, is_json: bool = True) -> Node:
-    """The schema for llguidance. `open_objects`: objects without `additionalProperties` allow further
-    properties. `is_json`: values are written as JSON, so numbers and values of any kind get their
-    bounds here. Raises SchemaError.
+def prepare(schema: Any, cannot: Cannot = refuse, is_json: bool = True) -> Node:
+    """The schema for llguidance. `is_json`: values are written as JSON, so numbers and values of
+    any kind get their bounds here. Raises SchemaError.
     """
     if not isinstance(schema, dict):
         raise SchemaError("must be a JSON schema, which is an object")
-    return _SchemaRewriter(schema, not open_objects, cannot, is_json).run()
+    return _SchemaRewriter(schema, cannot, is_json).run()
 
 
 def target(root: Node, reference: str) -> Any:
@@ -218,9 +217,8 @@ def target(root: Node, reference: str) -> Any:
 
 
 class _SchemaRewriter:
-    def __init__(self, root: Node, closing: bool, cannot: Cannot, is_json: bool) -> None:
+    def __init__(self, root: Node, cannot: Cannot, is_json: bool) -> None:
         self._root = root
-        self._closing = closing
         self._cannot = cannot
         self._any: Node = {"$ref": _NAMES[1]} if is_json else {}
         self._is_json = is_json
@@ -324,7 +322,7 @@ class _SchemaRewriter:
         if "properties" in prepared:
             if not {"type", "const", "enum"} & prepared.keys():
                 prepared["type"] = "object"
-            if alone and self._closing and "additionalProperties" not in prepared:
+            if alone and "additionalProperties" not in prepared:
                 names = {name: True for name in required if name not in prepared["properties"]}
                 prepared["properties"] |= {name: self._any for name in names}
                 prepared["additionalProperties"] = False

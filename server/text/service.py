@@ -10,7 +10,6 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.text.call_grammar import Compiled
 from server.text.chat_template import MAX_CHEAP_MESSAGES
@@ -59,10 +58,9 @@ class Runner(Protocol):
 class TextService:
     """The jobs of one server."""
 
-    def __init__(self, texts: Texts, section: ServerSection, workers: Runner) -> None:
+    def __init__(self, texts: Texts, workers: Runner) -> None:
         self.texts = texts
         self.workers = workers
-        self._section = section
         self.cheap_template = False
         """Whether short conversations may be rendered in this process."""
         self.variables: Set[str] = frozenset()
@@ -74,7 +72,7 @@ class TextService:
         """The result of a job of a client. Raises InvalidRequest, Overloaded or Unavailable."""
         if job.num_chars < LONG_TEXT_CHARS and not job.needs_grammars and self._is_cheap(job):
             return job.run(self.texts)
-        return await self.workers.run(job, client, getattr(self._section, job.option))
+        return await self.workers.run(job, client, job.max_seconds)
 
     def _is_cheap(self, job: AnyJob) -> bool:
         if not isinstance(job, EncodeChat) or not self.texts.chat_template.exists:

@@ -215,7 +215,7 @@ class Workers:
             if left > 0:
                 await asyncio.wait([reading], timeout=max(left, 0.01))
             elif limit >= seconds:
-                raise job.refusal(f"{seconds:g} s of processor time (server.{job.option})")
+                raise job.refusal(f"{seconds:g} s of processor time")
             else:
                 self._queue.slow_down(ticket)
                 self._pass_turns()

@@ -16,7 +16,7 @@ FURTHER = {
         ["model.repository=org/name", "model.tokenSecret=hub-token"],
         "{name: HF_TOKEN_PATH, value: /etc/hub/token}",
     ),
-    "a number": (["options.server.max_waiting_tokens=4000000"], '{name: ONEHEAD_SERVER__MAX_WAITING_TOKENS, value: "4000000"}'),
+    "a number": (["options.server.max_body_bytes=4000000"], '{name: ONEHEAD_SERVER__MAX_BODY_BYTES, value: "4000000"}'),
     "a list": (["options.server.trusted_proxies={10.0.0.0/8,::1}"], '{name: ONEHEAD_SERVER__TRUSTED_PROXIES, value: "10.0.0.0/8,::1"}'),
     "a long drain": (["options.server.drain_timeout=90.5"], "terminationGracePeriodSeconds: 106"),
     "a rule of egress": (["networkPolicy.egress[0].ports[0].port=4318"], "port: 4318"),

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from server.config import ServeSettings, load
+from server.service import START_SECONDS
 from tests.support.manifests import CHART, DEPLOY, PRESETS, RENDERED, Schemas, chart_digest, documents, mistakes, schemas
 from tests.support.observability import exposed
 from tests.support.processes import ServerProcess
@@ -54,7 +55,7 @@ def test_the_server_accepts_its_options_and_outlives_its_drain(preset: str, monk
     settings = settings_of(pod["containers"][0], pod["containers"][0].get("args", []), monkeypatch)
     assert pod["terminationGracePeriodSeconds"] > ceil(settings.server.drain_timeout) + ENGINE_STOP_SECONDS
     startup = pod["containers"][0]["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] > settings.server.start_timeout
+    assert startup["periodSeconds"] * startup["failureThreshold"] > START_SECONDS
 
 
 @every_preset

@@ -14,6 +14,7 @@ import yaml
 from server.config import ServeSettings, load
 from server.errors import HostNotAllowed
 from server.http.hosts import AllowedHosts
+from server.service import START_SECONDS
 from tests.support.manifests import DEPLOY
 from tests.support.observability import DASHBOARD, PROMETHEUS
 from tests.support.paths import ROOT
@@ -155,7 +156,7 @@ def test_llama_swap_starts_the_server(model: str) -> None:
     settings = options_of(line)
     assert (settings.server.model_name, settings.port) == (model, 5800)
     assert entry["proxy"].replace("${PORT}", "5800") == "http://127.0.0.1:5800" and entry["checkEndpoint"] == "/ready"
-    assert config["healthCheckTimeout"] >= settings.server.start_timeout
+    assert config["healthCheckTimeout"] >= START_SECONDS
     assert config["unloadTimeout"] > settings.server.drain_timeout + ENGINE_STOP_SECONDS
 
 

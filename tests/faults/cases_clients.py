@@ -22,6 +22,7 @@ FREED_SECONDS = 2.0
 STUCK, MARKED = "STUCK", "MARKED"
 LONG = 400
 CHOICES = 8
+SHORT_WRITES = {"server.http.connection.WRITE_SECONDS": 1.0}
 CLONE_NEWNET, SET_FLAGS, UP = 0x40000000, 0x8914, 1
 MORE_BYTES = 48 * 2**20
 
@@ -143,7 +144,7 @@ def vanishes(scene: Scene) -> None:
 
 
 def _vanish(scene: Scene) -> None:
-    scene.start("--server.write_timeout", "1.0", "--server.keep_alive", "0.3", rules=(Rule("pace", seconds=0.02),))
+    scene.start("--server.keep_alive", "0.3", rules=(Rule("pace", seconds=0.02),), constants=SHORT_WRITES)
     client = Client(scene, Ask("vanishes", LONG).bytes)
     wait_until(lambda: scene.server.metric("onehead_generation_tokens_total") > 3, "it runs")
     scene.history.act("lose packets")
@@ -168,7 +169,7 @@ def much(prompt: str) -> Ask:
 
 def reader_stops(scene: Scene) -> None:
     """It reads nothing any more, and is dropped; other requests do not wait for it."""
-    scene.start("--server.write_timeout", "1.0", rules=(Rule("pace", seconds=0.005),))
+    scene.start(rules=(Rule("pace", seconds=0.005),), constants=SHORT_WRITES)
     bytes_before = resident_bytes(scene)
     client = Client(scene, much("stops").bytes, window=4096)
     client.socket.recv(1000)
@@ -188,7 +189,7 @@ def timed(scene: Scene, prompt: str) -> float:
 
 def slow_reader(scene: Scene) -> None:
     """It takes a little all the time, far less than there is: it gets everything, and the engine has long been done."""
-    scene.start("--server.write_timeout", "1.0", "--engine.max_running", "32")
+    scene.start("--engine.max_running", "32", constants=SHORT_WRITES)
     bytes_before = resident_bytes(scene)
     client = Client(scene, much("slow").bytes, window=4096)
     response = Wire(client.socket).response()
@@ -244,7 +245,8 @@ def tokenizer_stuck(scene: Scene) -> None:
     """More of them than there can be workers; everybody else is served meanwhile, short prompts and long ones. Those that have not had
     their turn after some seconds are refused as overload.
     """
-    scene.start("--server.tokenize_timeout", "1.0", rules=(Rule("tokenizer_hangs", marker=STUCK, seconds=10**6),))
+    rules = (Rule("tokenizer_hangs", marker=STUCK, seconds=10**6),)
+    scene.start(rules=rules, constants={"server.text.jobs.Job.max_seconds": 1.0})
     with scene.watched() as watch:
         stuck = [Ask(f"{STUCK} {i} " + "x" * 5000, 5, dialect=("tgi", "openai")[i % 2], stream=i % 4 < 2) for i in range(12)]
         waiting = scene.ask_all(stuck)

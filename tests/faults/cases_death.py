@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults.clients import Ask, Exchange
 from tests.faults.rules import Rule
-from tests.faults.scene import Case, Scene
+from tests.faults.scene import Case, Scene, recovery_within
 from tests.support.processes import alive, wait_until
 
 POISON = "POISON"
@@ -83,7 +83,7 @@ def kill_in_prefill(scene: Scene) -> None:
 
 def recovery_takes_too_long(scene: Scene) -> None:
     rules = (PACE, Rule("slow_load", seconds=3.5, from_engine=2, times=1))
-    scene.start("--server.recovery_timeout", "1.0", "--engine.max_running", "4", rules=rules)
+    scene.start("--engine.max_running", "4", rules=rules, constants=recovery_within(1.0))
     started = scene.ask_all(scene.asks(4, 200, stream=True))
     for exchange in started:
         exchange.reach(3)
@@ -110,7 +110,7 @@ def unavailable(exchanges: list[Exchange], status: int) -> None:
 
 
 def every_load_fails(scene: Scene) -> None:
-    scene.start("--server.recovery_timeout", "2", rules=(PACE, Rule("die_loading", from_engine=2)))
+    scene.start(rules=(PACE, Rule("die_loading", from_engine=2)), constants=recovery_within(2.0))
     exchanges = scene.ask_all(scene.asks(8, 200, stream=True))
     for exchange in exchanges:
         exchange.reach(3)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.faults.clients import Exchange
 from tests.faults.rules import Rule
-from tests.faults.scene import Case, Scene
+from tests.faults.scene import Case, Scene, recovery_within
 from tests.support.processes import wait_until
 
 STREAMS = 96
@@ -68,10 +68,10 @@ DAMAGES: tuple[tuple[Damage, str], ...] = (
 )
 
 
-def under_streams(scene: Scene, recovery: str) -> tuple[Path, list[Exchange]]:
+def under_streams(scene: Scene, recovery: float) -> tuple[Path, list[Exchange]]:
     """The folder that is served, and streams of which each has begun."""
     scene.folder = Path(shutil.copytree(scene.folder, scene.files / "served"))
-    scene.start("--server.recovery_timeout", recovery, "--engine.max_running", str(STREAMS), rules=(PACE,))
+    scene.start("--engine.max_running", str(STREAMS), rules=(PACE,), constants=recovery_within(recovery))
     exchanges = scene.ask_all(scene.asks(STREAMS, 100, stream=True))
     for exchange in exchanges:
         exchange.reach(3)
@@ -80,7 +80,7 @@ def under_streams(scene: Scene, recovery: str) -> tuple[Path, list[Exchange]]:
 
 def ends(scene: Scene, damage: Damage, reason: str) -> None:
     """Every stream ends with an error that says why, /ready says it, and so does the last line of the server."""
-    folder, exchanges = under_streams(scene, "4")
+    folder, exchanges = under_streams(scene, 4.0)
     damage(folder)
     scene.kill_engine()
     wait_until(lambda: reason in scene.server.get("/ready")[1], "/ready says why", 10.0)
@@ -94,7 +94,7 @@ def ends(scene: Scene, damage: Damage, reason: str) -> None:
 
 def is_put_back(scene: Scene, damage: Damage, reason: str) -> None:
     """With the same files in place again in time, every stream is finished as if nothing had happened."""
-    folder, _ = under_streams(scene, "30")
+    folder, _ = under_streams(scene, 30.0)
     whole = Path(shutil.copytree(folder, scene.files / "whole"))
     damage(folder)
     scene.kill_engine()

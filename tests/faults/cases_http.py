@@ -24,6 +24,7 @@ CLOSED_SECONDS = 4.0
 CROWD, ROOM, QUEUE = 200, 4, 12
 FILES = 128
 MOST_LOG = 100_000
+SHORT_HEADS = {"server.http.connection.HEAD_SECONDS": 1.0}
 GET = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 POST = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 SMUGGLED = b'POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n{"inputs":"s"}'
@@ -119,7 +120,7 @@ def crowd(scene: Scene) -> None:
 def many_tokens_wait(scene: Scene) -> None:
     """The queue has a bound in tokens too."""
     rules = (Rule("pace", seconds=0.01),)
-    scene.start("--engine.max_running", "1", "--server.max_waiting_tokens", "500", rules=rules)
+    scene.start("--engine.max_running", "1", rules=rules, constants={"server.generation.admission.MAX_WAITING_TOKENS": 500})
     exchanges = []
     for ask in scene.asks(12, 20, stream=True):
         long = Ask(ask.prompt + "x" * 150, 20, ask.parameters, ask.dialect, canary=ask.canary)
@@ -142,7 +143,7 @@ def silent_connections(scene: Scene, count: int) -> Iterator[None]:
 
 def too_many_connections(scene: Scene) -> None:
     """Requests are served again once the silent connections have been closed."""
-    scene.start("--server.header_timeout", "1.0", "--server.max_connections", "32")
+    scene.start("--server.max_connections", "32", constants=SHORT_HEADS)
     streaming = scene.ask_all(scene.asks(4, 100, stream=True))
     for exchange in streaming:
         exchange.reach(1)
@@ -159,7 +160,7 @@ def few_files() -> None:
 def more_connections_than_files(scene: Scene) -> None:
     """What is open already goes on, and an engine that dies meanwhile is replaced: that takes files too. The log stays a log."""
     scene.traces = True
-    scene.start("--server.header_timeout", "1.0", rules=(Rule("pace", seconds=0.01),), prepare=few_files)
+    scene.start(rules=(Rule("pace", seconds=0.01),), constants=SHORT_HEADS, prepare=few_files)
     streaming = scene.ask_all(scene.asks(4, 100, stream=True))
     for exchange in streaming:
         exchange.reach(1)
@@ -206,7 +207,7 @@ def drip(scene: Scene, data: bytes, what: str) -> None:
 
 
 def slow_requests(scene: Scene) -> None:
-    scene.start("--server.header_timeout", "1.0", "--server.body_timeout", "1.0")
+    scene.start(constants=SHORT_HEADS | {"server.http.connection.BODY_SECONDS": 1.0})
     drip(scene, GET[:-2] + b"a" * 200, "a slow head")
     connection_head = POST + b"content-length: 300\r\n\r\n"
     half_sent(scene, connection_head)

@@ -71,8 +71,9 @@ def log_goes_nowhere(scene: Scene, where: object, counted: bool) -> None:
 
 def clock_jumps(scene: Scene) -> None:
     """By up to an hour, either way, at every look at it, in the engine too: no deadline comes sooner or later for it."""
-    options = ("--server.keep_alive", "0.5", "--server.stall_after", "3", "--server.header_timeout", "5")
-    scene.start(*options, rules=(Rule("time_jumps"), PACE))
+    options = ("--server.keep_alive", "0.5", "--server.stall_after", "3")
+    constants = {"server.http.connection.HEAD_SECONDS": 5}
+    scene.start(*options, rules=(Rule("time_jumps"), PACE), constants=constants)
     exchanges = scene.ask_all(scene.asks(16, 50, extra={"timeout_s": 60.0}))
     with scene.watched():
         exchanges[0].reach(10)

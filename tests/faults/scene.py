@@ -69,6 +69,7 @@ class FaultyServer(ServerProcess):
         options: tuple[str, ...],
         rules: tuple[Rule, ...],
         files: Path,
+        constants: dict[str, float] | None = None,
         port: int = 0,
         stderr: Any = None,
         prepare: Callable[[], None] | None = None,
@@ -86,6 +87,7 @@ class FaultyServer(ServerProcess):
                 *grace,
                 *options,
                 launcher=launcher,
+                constants=constants,
                 port=port,
                 stderr=log if stderr is None else stderr,
                 prepare=prepare,
@@ -133,6 +135,12 @@ class FaultyServer(ServerProcess):
 
     def wait_ready(self) -> None:
         wait_until(lambda: self.is_ready, "ready")
+
+
+def recovery_within(seconds: float) -> dict[str, float]:
+    """Constants with which open requests wait this long for an engine that replaces another."""
+    policy = "server.supervision.crash_policy"
+    return {f"{policy}.MIN_RECOVERY": seconds, f"{policy}.LOADS": 0.0}
 
 
 def command_line(pid: int) -> bytes:

@@ -1,5 +1,6 @@
 """What is only noted for every token and step comes out as the library itself would have counted it."""
 
+import logging
 import random
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.config import ServerSection
 from server.generation.engine_client import EngineClient
-from server.metrics import LATENCY_BOUNDS, Histogram, Metrics
+from server.metrics import LATENCY_BOUNDS, LOAD_SECONDS, Histogram, LoadLog, Metrics
 from server.metrics_aliases import ALIASES
 from server.protocol import Gauges, Heartbeat
 from tests.support.fake_engine import READY
@@ -129,3 +130,29 @@ def test_the_aliases_repeat_the_values_under_vllms_names() -> None:
 
 def test_there_are_no_aliases_unless_they_are_asked_for() -> None:
     assert "vllm:" not in Metrics("tiny").exposition().decode()
+
+
+def test_a_line_for_each_period_with_load(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    metrics = Metrics()
+    metrics.loaded(READY)
+    load = LoadLog(metrics, 100.0)
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "onehead"]
+
+    load.tick(100.0 + LOAD_SECONDS)
+    assert lines() == []  # Idle.
+    metrics.step(Gauges(3, 2, 8, 0, 0.1, 0, 400, 100), 50)
+    load.tick(101.0 + LOAD_SECONDS)
+    assert lines() == []  # Not yet time.
+    load.tick(100.0 + 2 * LOAD_SECONDS)
+    rates, cache = "prompt 30.0 tokens/s, generation 5.0 tokens/s", "KV cache usage 25.0 %, prefix cache hit rate 25.0 %"
+    assert lines() == [f"load: 3 running, 2 waiting, {rates}, {cache}"]
+    metrics.loaded(READY)  # An engine that replaces another counts from 0 again.
+    metrics.step(Gauges(1, 0, 1, 0, 0.1, 0, 10, 0), 20)
+    load.tick(100.0 + 3 * LOAD_SECONDS)
+    assert "prompt 0.0 tokens/s, generation 2.0 tokens/s" in lines()[1]
+    metrics.step(Gauges(0, 0, 0, 0, 0.1, 0, 10, 0), 0)
+    load.tick(100.0 + 4 * LOAD_SECONDS)
+    assert len(lines()) == 2  # Idle again.

@@ -268,7 +268,7 @@ def serve(
 
     supervisor = Supervisor(engine.spawn, on_state, on_event, Timeouts(10.0, 600.0, 60.0))
     client = EngineClient(supervisor, metrics, section.model_copy(update={"max_waiting": 0}), max_open)
-    generation = Generation(client, inline_texts(TextCodec(tokenizer_folder), section), section)
+    generation = Generation(client, inline_texts(TextCodec(tokenizer_folder)), section)
     keys = Keys(section.api_keys, section.api_keys_file)
     app = create_app(generation, section, keys, names, "0", StreamPublisher(StreamStore(Retention()), section.keep_alive))
     supervisor.start()

@@ -4,7 +4,6 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from server.config import ServerSection
 from server.text.call_grammar import Compiled
 from server.text.codec import TextCodec
 from server.text.jobs import AnyJob, Texts
@@ -14,17 +13,16 @@ from server.text.service import Source, TextService
 class InlineWorkers:
     """Runs jobs without limits."""
 
-    def __init__(self, codec: TextCodec, open_objects: bool = False) -> None:
-        self.texts = Texts(codec, open_objects)
+    def __init__(self, codec: TextCodec) -> None:
+        self.texts = Texts(codec)
 
     async def run(self, job: AnyJob, client: str, seconds: float) -> Any:
         return job.run(self.texts)
 
 
-def inline_texts(codec: TextCodec, section: ServerSection | None = None) -> TextService:
+def inline_texts(codec: TextCodec) -> TextService:
     """A TextService without processes."""
-    section = section or ServerSection()
-    service = TextService(Texts(codec, section.open_objects), section, InlineWorkers(codec, section.open_objects))
+    service = TextService(Texts(codec), InlineWorkers(codec))
     service.variables = frozenset(service.texts.chat_template.variables)
     return service
 
@@ -32,9 +30,8 @@ def inline_texts(codec: TextCodec, section: ServerSection | None = None) -> Text
 class Compiler:
     """Compiles the constraints of requests as a server does, in this process."""
 
-    def __init__(self, codec: TextCodec, open_objects: bool = False) -> None:
-        self._section = ServerSection(open_objects=open_objects)
-        self._workers = InlineWorkers(codec, open_objects)
+    def __init__(self, codec: TextCodec) -> None:
+        self._workers = InlineWorkers(codec)
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -44,8 +41,8 @@ class Compiler:
 
     async def compiled(self, source: Source) -> Compiled:
         """The grammar, and what it does not follow. Raises InvalidRequest."""
-        return await TextService(self._workers.texts, self._section, self._workers).compiled(source, "")
+        return await TextService(self._workers.texts, self._workers).compiled(source, "")
 
     async def compile(self, source: Source) -> str:
         """The grammar. Raises InvalidRequest."""
-        return await TextService(self._workers.texts, self._section, self._workers).grammar(source, "")
+        return await TextService(self._workers.texts, self._workers).grammar(source, "")

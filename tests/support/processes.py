@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support import constants as other_constants
 from tests.support.paths import ROOT
 from tests.support.wire import Event, Response, Wire, exchange, http_request
 
@@ -73,7 +74,8 @@ class ServerProcess:
     """`onehead serve` as a process of its own, ready unless `wait` is False.
 
     `model` None serves the default checkpoint. `launcher` is the command's module and the arguments before `serve`; `environment` is
-    added to this process's. Standard error goes to a pipe, or to what `stderr` names as subprocess.Popen takes it.
+    added to this process's. `constants`: other values of named constants (tests.support.constants).
+    Standard error goes to a pipe, or to what `stderr` names as subprocess.Popen takes it.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ServerProcess:
         model: Path | None,
         *arguments: str,
         launcher: tuple[str, ...] = ("commands.cli",),
+        constants: dict[str, float] | None = None,
         port: int = 0,
         stderr: Any = subprocess.PIPE,
         environment: dict[str, str] | None = None,
@@ -90,6 +93,8 @@ class ServerProcess:
         named = () if model is None else ("--model", str(model))
         # No load balancer knows these servers: a shutdown need not wait for one to notice.
         grace = () if "--server.lb_grace" in arguments else ("--server.lb_grace", "0")
+        if constants:
+            launcher = other_constants.launcher(constants, *launcher)
         self.command = [sys.executable, "-m", *launcher, "serve", *named, "--port", str(port), *grace, *arguments]
         self.process = subprocess.Popen(
             self.command,

@@ -253,10 +253,10 @@ class Result:
 class Trial:
     """Runs schemas through the check and the engine's constraint, on one tokenizer."""
 
-    def __init__(self, folder: Path, open_objects: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         codec = TextCodec(folder)
         self.codec, self.vocab_size, self.ends = codec, codec.largest_id + 1, list(codec.end_token_ids)
-        self.compiler = Compiler(codec, open_objects)
+        self.compiler = Compiler(codec)
         self.grammars = read_grammars(codec.path, self.ends)
         texts = [codec.decode([id]) for id in range(self.vocab_size)]
         self.bias = np.array([CLOSING if text and not text.strip('"}],') else 0.0 for text in texts])

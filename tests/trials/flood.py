@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commands.bench.figures import spread
+from tests.support.constants import launcher
 from tests.support.live import Answer, Ask, Reply, Server, ask, asks, receive
 from tests.support.report import Check, Found, Memory, conclude, raise_file_limit, show, usage
 from tests.support.wire import http_request
@@ -44,10 +45,12 @@ OPTIONS = {
     "engine.max_running": RUNNING,
     "server.max_waiting": PLACES - RUNNING,
     "server.log_format": "json",
-    "server.header_timeout": HEADER_TIMEOUT,
-    "server.body_timeout": BODY_TIMEOUT,
-    "server.write_timeout": WRITE_TIMEOUT,
     "server.lb_grace": 0,
+}
+CONSTANTS = {
+    "server.http.connection.HEAD_SECONDS": HEADER_TIMEOUT,
+    "server.http.connection.BODY_SECONDS": BODY_TIMEOUT,
+    "server.http.connection.WRITE_SECONDS": WRITE_TIMEOUT,
 }
 
 
@@ -355,8 +358,8 @@ async def run(options: argparse.Namespace, folder: Path) -> int:
     if raise_file_limit() < wanted:
         raise SystemExit(f"this needs {wanted} file descriptors; raise the limit (ulimit -n)")
     arguments = [part for name, value in OPTIONS.items() for part in (f"--{name}", str(value))]
-    server = await Server.start(folder / "flood.log", *arguments)
-    result: Found = {"options": OPTIONS, "phases": {}}
+    server = await Server.start(folder / "flood.log", *arguments, launcher=launcher(CONSTANTS, "commands.cli"))
+    result: Found = {"options": OPTIONS, "constants": CONSTANTS, "phases": {}}
     checks: list[Check] = []
     status = -1
     try:

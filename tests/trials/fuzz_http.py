@@ -227,7 +227,8 @@ def schema_requests(operation: Any, mode: Any) -> SearchStrategy[bytes]:
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}<|endoftext|>{% endfor %}"
 CANARY = '"max_tokens":8,"seed":3,"temperature":1.5'
 # What is incomplete must not be waited for, and a request that got past every check must not take long.
-ARGUMENTS = ["--server.header_timeout=0.5", "--server.body_timeout=0.5", "--engine.max_context=192", "--engine.threads=1"]
+ARGUMENTS = ["--engine.max_context=192", "--engine.threads=1"]
+CONSTANTS = {f"server.http.connection.{name}": 0.5 for name in ("HEAD_SECONDS", "BODY_SECONDS")}
 ROUND, AT_ONCE, MOST_FAILURES = 200, 16, 50
 GROWTH = 64 * 2**20
 """Bytes that a process may hold more in the last quarter of a run than in the second."""
@@ -418,7 +419,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_folder(Path(scratch))
-        server = ServerProcess(folder, *ARGUMENTS)
+        server = ServerProcess(folder, *ARGUMENTS, constants=CONSTANTS)
         watched = Watched(server)
         described = json.loads(server.get("/openapi.json")[1])
         try:
@@ -432,7 +433,7 @@ def main() -> int:
     show(("kind", *statuses), [(kind, *(counter[status] for status in statuses)) for kind, counter in watched.counts.items()])
     result = {"counts": watched.counts, "over_1_s": watched.num_slow, "slowest": watched.slowest, "failures": watched.failures}
     result |= {"seed": options.seed, "minutes": options.minutes, "memory": watched.memory}
-    return conclude("fuzz-http", options.output, {"arguments": ARGUMENTS}, result, checks)
+    return conclude("fuzz-http", options.output, {"arguments": ARGUMENTS, "constants": CONSTANTS}, result, checks)
 
 
 if __name__ == "__main__":

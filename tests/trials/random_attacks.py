@@ -160,8 +160,6 @@ def main() -> int:
     table(sent, late)
     rows = [(name, *each.row()) for name, each in (("quiet", quiet), ("attacked", noticed), ("after", after))]
     show(("", "/live most s", "gap p50 s", "gap p99 s", "memory MiB"), rows)
-    stalls = Counter(line.rsplit(" s, in ")[-1] for line in log.read_text(errors="replace").splitlines() if "stood still" in line)
-    show(("the event loop stood still in", "times"), stalls.most_common())
     failed = [s for s in sent if s.status in (0, 500)]
     found = checks("attacked", quiet, noticed)
     found.append(

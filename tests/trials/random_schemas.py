@@ -1,6 +1,6 @@
 """Random JSON schemas under the check and the engine's masks: every finished output is validated from its raw text.
 
-    python -m tests.trials.random_schemas [--count 2000] [--first 0] [--model FOLDER] [--open] [--output FILE]
+    python -m tests.trials.random_schemas [--count 2000] [--first 0] [--model FOLDER] [--output FILE]
 
 The model is one of random logits at temperature 0.6, with what closes a text, an array or an object made likelier. Validation is by
 `jsonschema` with formats, numbers as they are written, and a key that occurs twice read both ways. Exit status 1 where one is invalid.
@@ -24,12 +24,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL)
-    parser.add_argument("--open", action="store_true", help="as with server.open_objects")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     refused, counts = Counter[str](), Counter[str]()
     invalid: list[dict[str, Any]] = []
-    with Trial(options.model, options.open) as trial:
+    with Trial(options.model) as trial:
         results = [trial.run(seed) for seed in track(range(options.first, options.first + options.count), "schemas")]
     for seed, result in enumerate(track(results, "validation"), start=options.first):
         if result.refused:

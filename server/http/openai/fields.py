@@ -83,7 +83,9 @@ class GenerationBody(SamplingBody, LimitedBody):
     bad_words: list[fields.Word] | None = Field(default=None, max_length=128, fail_fast=True)
     """Texts of 1 to 256 characters whose token sequences are never generated. Up to 128. Default: none."""
     stop: Stops = None
-    """Texts that end the output, one or a list, of 1 to 1024 characters each, up to server.max_stop_strings (16). Default: none."""
+    """Texts that end the output, one or a list, of 1 to 1024 characters each, up to 16.
+    Default: none.
+    """
     include_stop_str_in_output: bool | None = None
     """Whether the stop string or stop token that ended the output is part of its text. Default: false."""
     skip_special_tokens: bool | None = None

@@ -129,7 +129,7 @@ class LlamaCppBody(SlotFields, SamplingBody, DeliveryBody):
     prompt has begun, do not count. 0, the default: it does not.
     """
     stop: Stops = None
-    """Texts of 1 to 1024 characters that end the output and are left out of it, one or a list; up to server.max_stop_strings (16).
+    """Texts of 1 to 1024 characters that end the output and are left out of it, one or a list; up to 16.
     Default: none.
     """
     t_max_predict_ms: fields.Integer | None = None

@@ -21,7 +21,7 @@ from server.generation.admission import Reservation
 from server.generation.generation import Generation
 from server.generation.request import Request
 from server.http import sse
-from server.http.answer import Answers, Delivery, Reply, check_stops, full_response
+from server.http.answer import Answers, Delivery, Reply, full_response
 from server.http.body import check, read_model
 from server.http.exchange import Dialect, exchange_of
 from server.http.model_names import ModelNames
@@ -277,5 +277,3 @@ class OpenAIRoutes:
     def _check(self, body: AnyBody, host: str | None) -> None:
         if not isinstance(body, LlamaCppBody):  # It takes any name of a model.
             self.names.resolve(body.model, host)
-        if not isinstance(body, AnyDecisionBody):
-            check_stops("stop", body.stop, self.section.max_stop_strings, param="stop")

@@ -22,13 +22,13 @@ class Parameters(SamplingBody):
     max_new_tokens: fields.Positive | None = None
     """Most tokens to generate. Default: as many as still fit into the context."""
     stop: fields.StopStrings | None = None
-    """Texts of 1 to 1024 characters that end the output, and stay at its end; up to server.max_stop_strings (16). Default: none."""
+    """Texts of 1 to 1024 characters that end the output, and stay at its end; up to 16.
+    Default: none.
+    """
     truncate: fields.Positive | None = None
     """Keep only this many tokens of the prompt, its last ones. Default: all."""
     return_full_text: bool | None = None
-    """Whether `generated_text` begins with the prompt. Default: false on /generate and /generate_stream; on / what server.return_full_text
-    says (true).
-    """
+    """Whether `generated_text` begins with the prompt. Default: true on /, else false."""
     details: bool | None = None
     """Whether the answer has `details`: the tokens with their log-probabilities, the finish reason and the seed. Default: false."""
     decoder_input_details: bool | None = None

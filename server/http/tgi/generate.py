@@ -19,7 +19,7 @@ from server.generation.generation import Generation
 from server.generation.request import Request, with_choices
 from server.generation.stream import OpenStreams, Piece
 from server.http import fields
-from server.http.answer import Answers, Delivery, Output, OutputToken, Reply, check_stops
+from server.http.answer import Answers, Delivery, Output, OutputToken, Reply
 from server.http.body import read_model
 from server.http.exchange import Dialect, exchange_of
 from server.http.fields import default
@@ -71,10 +71,10 @@ class TgiRoutes:
     async def root(self, http: HttpRequest) -> Response:
         """Generate text for a prompt, as a list of one object.
 
-        As /generate, but the text begins with the prompt unless `return_full_text` or server.return_full_text is false.
+        As /generate, but the text begins with the prompt unless `return_full_text` is false.
         """
         body = await self._read(http)
-        return await self._answer(http, body, stream=bool(body.stream), echo=self.section.return_full_text, in_list=True)
+        return await self._answer(http, body, stream=bool(body.stream), echo=True, in_list=True)
 
     async def info(self) -> Response:
         """Show the served model and the limits of requests."""
@@ -87,7 +87,7 @@ class TgiRoutes:
             "model_device_type": ready.device,
             "max_concurrent_requests": self.generation.client.max_open,
             "max_best_of": fields.MAX_CHOICES,
-            "max_stop_sequences": self.section.max_stop_strings,
+            "max_stop_sequences": fields.MAX_STOP_STRINGS,
             "max_input_tokens": self.generation.max_total_tokens - 1,
             "max_input_length": self.generation.max_total_tokens - 1,
             "max_total_tokens": self.generation.max_total_tokens,
@@ -110,9 +110,7 @@ class TgiRoutes:
 
     async def _read(self, http: HttpRequest) -> GenerateBody:
         with tgi_error_prefix():
-            body = await read_model(http, GenerateBody, self.section)
-            check_stops("parameters.stop", body.parameters.stop if body.parameters else None, self.section.max_stop_strings)
-        return body
+            return await read_model(http, GenerateBody, self.section)
 
     async def _answer(self, http: HttpRequest, body: GenerateBody, stream: bool, echo: bool, in_list: bool = False) -> Response:
         arrival = time.monotonic()

@@ -82,14 +82,16 @@ def test_a_request_that_never_fits_is_told_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_waiting_tokens_of_one_client_leave_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    office = Office(monkeypatch, 2, max_waiting_tokens=1000)
+    office = Office(monkeypatch, 2)
+    office.admission.max_waiting_tokens = 1000
     assert len([office.enter("a", num_prompt=100) for _ in range(8)]) == 8
     assert office.refusal("a", num_prompt=100).code == "too_many_waiting_tokens"
     office.enter("b", num_prompt=100)
 
 
 def test_the_wait_is_estimated_for_the_client_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    office = Office(monkeypatch, 2, max_queue_wait=50)
+    office = Office(monkeypatch, 2)
+    office.admission.max_queue_seconds = 50
     for _ in range(9):
         office.enter("a")
         office.admission.clients["a"].run_seconds.append(10.0)

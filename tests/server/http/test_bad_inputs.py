@@ -172,7 +172,7 @@ BAD_PARAMETERS: dict[str, list[tuple[list[Any], tuple[str, ...]]]] = {
     "seed": [([-2], (">= -1",)), ([2**63, 2**64], (str(2**63),)), ([1.5, "x", True], ("integer",))],
     "stop": [
         (["a", {}, 3], ("array",)),
-        ([[SECRET] * 17], ("up to 16", "Given: 17")),
+        ([[SECRET] * 17], ("up to 16",)),
         ([[""], [SECRET, ""]], ("empty",)),
         ([["x" * 1025], ["x" * 10**4]], ("1024 characters",)),
         ([[None], [3], [[SECRET]]], ("string",)),
@@ -212,7 +212,6 @@ BAD_PARAMETERS: dict[str, list[tuple[list[Any], tuple[str, ...]]]] = {
         ([{"type": "regex", "value": "(?:a{1,1000}){1000}"}], ("too complex",)),
         ([{"type": "json", "value": {"enum": ["x" * 100] * 10_000}}], ("longer than 65536 characters",)),
         ([{"type": "json", "value": {"type": "string", "not": {}}}], ("at #/not: it cannot be followed",)),
-        ([{"type": "json", "value": {"x-guidance": {"lenient": True}}}], ("x-guidance",)),
         ([{"type": "json", "value": "{"}, {"type": "json", "value": []}, {"type": "json", "value": 1}], ("JSON",)),
     ],
     "adapter_id": [(["../../etc/passwd"], ("not supported: there are no adapters",))],

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from server import protocol
-from server.generation.admission import MAX_NUMERICAL_ERRORS
+from server.generation.admission import MAX_NUMERICAL_ERRORS, MAX_QUEUE_SECONDS
 from server.http.tgi.generate import TgiReply
 from server.supervision.engine import State
 from tests.server.http.test_streams import Client, request_of
@@ -24,13 +24,14 @@ from tests.support.processes import ServerProcess, wait_until
 
 METRICS_KEY = "of the metrics"
 HEAD = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
-SHORT = ("--server.header_timeout", "1", "--server.body_timeout", "1")
+SHORT = {"server.http.connection.HEAD_SECONDS": 1.0, "server.http.connection.BODY_SECONDS": 1.0}
 
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path) -> Iterator[ServerProcess]:
     digest = hashlib.sha256(METRICS_KEY.encode()).hexdigest()
-    server = ServerProcess(tiny_folder, *SHORT, "--server.metrics_key", digest, "--engine.max_running", "1", "--server.max_waiting", "1")
+    options = "--server.metrics_key", digest, "--engine.max_running", "1", "--server.max_waiting", "1"
+    server = ServerProcess(tiny_folder, *options, constants=SHORT)
     yield server
     assert server.stop() == 0
 
@@ -232,12 +233,12 @@ async def test_who_waits_longer_than_its_own_time_limit_is_told_so(tokenizer_fol
 
 async def test_a_queue_that_would_take_too_long_takes_nobody(tokenizer_folder: Path) -> None:
     served = await ready(tokenizer_folder)
-    generation, client, (path, body) = served.generation, Client(served), request_of("openai")
+    client, (path, body) = Client(served), request_of("openai")
     served.client.admission.max_running = 2
     served.engine.defer = lambda call: None
     for _ in range(3):  # Two for whom there are places, and one who waits.
         for usage in served.client.admission.clients.values():
-            usage.run_seconds.append(2 * generation.section.max_queue_wait + 1)
+            usage.run_seconds.append(2 * MAX_QUEUE_SECONDS + 1)
         assert (await client.cut("POST", path, body | {"resumable": True}, 0)).headers["x-stream-id"]
     refused = await client.request("POST", path, body)
     assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_too_long"

@@ -14,11 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from server.config import ServerSection
-from server.http.connection import MAX_PIPELINED
+from server.http.connection import MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.conftest import CHAT_TEMPLATE
 from tests.support import bad_inputs
 from tests.support.bad_inputs import (
@@ -247,8 +248,8 @@ CASES += [*http_cases(), *key_cases(), *stream_cases()]
 class Door:
     """A server, its initial state, and its replies so far."""
 
-    def __init__(self, folder: Path, headers: str, *arguments: str) -> None:
-        self.server = ServerProcess(folder, *arguments)
+    def __init__(self, folder: Path, headers: str, *arguments: str, **named: Any) -> None:
+        self.server = ServerProcess(folder, *arguments, **named)
         self.headers = headers
         self.log: list[str] = []
         self.sequences = 0
@@ -323,7 +324,8 @@ def open_door(chat_folder: Path) -> Iterator[Door]:
 @pytest.fixture(scope="module")
 def guarded_door(chat_folder: Path) -> Iterator[Door]:
     keys, pages = f"--server.api_keys={bad_inputs.KEY_HASHES}", f"--cache.pages={bad_inputs.FEW_PAGES}"
-    door = Door(chat_folder, BEARER, keys, pages, "--server.body_timeout=0.3", f"--server.resume_retention={RETENTION}")
+    constants = {"server.http.connection.BODY_SECONDS": 0.3}
+    door = Door(chat_folder, BEARER, keys, pages, f"--server.resume_retention={RETENTION}", constants=constants)
     yield door
     door.close()
 
@@ -415,5 +417,4 @@ def test_nothing_is_forgotten() -> None:
     assert {id for id, paths in routes.items() if paths != set(ALL)} == {"B56"}  # Of messages, which /generate has none of.
     assert make_tokenizer().token_to_id("a") == bad_inputs.LETTER_A
     assert (N_POSITIONS, SHAPES[0].vocab_size) == (bad_inputs.CONTEXT, bad_inputs.VOCABULARY)
-    section = ServerSection()
-    assert (section.max_body_bytes, section.max_header_bytes) == (MAX_BODY, bad_inputs.MAX_HEADERS)
+    assert (ServerSection().max_body_bytes, MAX_HEAD_BYTES) == (MAX_BODY, bad_inputs.MAX_HEADERS)

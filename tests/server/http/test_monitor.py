@@ -131,7 +131,7 @@ def test_viewers_see_requests_a_new_engine_and_the_end_of_a_drain() -> None:
 
 def test_a_viewer_that_stops_reading_costs_bounded_memory() -> None:
     """It gets the last state when it reads again."""
-    with ServerProcess(None, *SMALL, "--server.write_timeout", "600", stderr=None) as server:
+    with ServerProcess(None, *SMALL, constants={"server.http.connection.WRITE_SECONDS": 600}, stderr=None) as server:
         stuck = []
         for _ in range(8):
             one = socket.socket()

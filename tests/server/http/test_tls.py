@@ -47,7 +47,7 @@ def presented(port: int) -> str:
 
 def test_it_is_served_and_read_again_without_ending_a_stream(tiny_folder: Path, pair: tuple[Path, Path]) -> None:
     files = "--server.tls_certificate", str(pair[0]), "--server.tls_key", str(pair[1])
-    server = ServerProcess(tiny_folder, *files, "--server.header_timeout", "1")
+    server = ServerProcess(tiny_folder, *files, constants={"server.http.connection.HEAD_SECONDS": 1})
     try:
         assert server.first_line.rstrip().endswith(f"on https://127.0.0.1:{server.port}")
         body = {"inputs": "a", "parameters": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}

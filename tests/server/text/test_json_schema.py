@@ -32,8 +32,8 @@ def test_150_random_schemas_give_what_satisfies_them() -> None:
 class Follower:
     """Whether the grammar of a schema accepts a text."""
 
-    def __init__(self, open_objects: bool = False) -> None:
-        self._compiler = Compiler(TextCodec(EMBEDDED_MODEL), open_objects)
+    def __init__(self) -> None:
+        self._compiler = Compiler(TextCodec(EMBEDDED_MODEL))
 
     def takes(self, schema: Any, text: str) -> bool:
         from llguidance import LLMatcher
@@ -158,11 +158,6 @@ def test_names_of_references(follower: Follower, name: str, written: str, place:
     assert follower.takes(schema, '{"v":1}') and not follower.takes(schema, '{"v":2}')
 
 
-def test_open_objects_are_an_option() -> None:
-    follower = Follower(open_objects=True)
-    assert follower.takes(A, '{"b":"x"}') and not follower.takes(A, '{"a":"x"}')
-
-
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -206,22 +201,28 @@ def test_open_objects_are_an_option() -> None:
 )
 def test_refusals_name_keyword_value_and_place(schema: Any, words: str) -> None:
     with pytest.raises(SchemaError) as caught:
-        prepare(schema, False)
+        prepare(schema)
     assert words in str(caught.value) and len(str(caught.value)) < 250 and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "1" * 400, "1" * 5000])
 def test_numbers_that_are_not_finite_are_refused_before_anything_is_computed(number: str) -> None:
     with pytest.raises(SchemaError, match="not finite"):
-        prepare(parse(f'{{"type": "integer", "multipleOf": {number}}}'), False)
+        prepare(parse(f'{{"type": "integer", "multipleOf": {number}}}'))
 
 
 def test_a_reference_may_name_any_schema_and_a_text_may_look_like_an_escape() -> None:
     schema = {"properties": {"a/b": {"type": "string"}, "c": {"$ref": "#/properties/a~1b"}, "d": {"$ref": "#/$defs/e%20f"}}}
-    prepare(schema | {"$defs": {"e f": {"const": "a\\u0041"}}}, False)
+    prepare(schema | {"$defs": {"e f": {"const": "a\\u0041"}}})
 
 
 async def test_a_bound_on_optional_properties_is_refused_by_name() -> None:
     compiler = Compiler(TextCodec(EMBEDDED_MODEL))
     with pytest.raises(InvalidRequest, match="minProperties or maxProperties"):
         await compiler.compile(Source("json", json.dumps(A | {"properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}), "field"))
+
+
+def test_settings_of_the_grammar_library_do_not_come_from_a_schema() -> None:
+    settings = {"x-guidance": {"lenient": True, "whitespace_flexible": True}}
+    prepared = prepare(settings | {"type": "object", "properties": {"a": settings | {"type": "string"}}})
+    assert "x-guidance" not in json.dumps(prepared)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from server.config import ServerSection
 from server.errors import InvalidRequest
 from server.text.codec import TextCodec
 from server.text.jobs import AnyJob, CompileGrammar, Decode, Texts
@@ -34,7 +33,7 @@ def workers() -> Recorded:
 
 
 def service(workers: Recorded) -> TextService:
-    return TextService(Texts(workers.texts.codec), ServerSection(), workers)
+    return TextService(Texts(workers.texts.codec), workers)
 
 
 async def test_a_client_does_not_learn_by_time_which_grammars_others_have_compiled(workers: Recorded) -> None:

@@ -190,7 +190,7 @@ def test_bad_bodies_get_openais_error(embedded_server: ServerProcess) -> None:
         ("/v1/completions", {"prompt": "a", "n": 129}, "`n` must be <= 128", "n"),
         ("/v1/completions", {"prompt": "a", "n": 3, "best_of": 2}, "`best_of` must be >= `n` 3", "best_of"),
         ("/v1/completions", {"prompt": "a", "stop": [1]}, "`stop.0` must be of type string", "stop.0"),
-        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 17}, "up to 16 stop sequences", "stop"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 17}, "up to 16 items", "stop"),
         ("/v1/completions", {"prompt": "a", "stream_options": {}}, "`stream_options` is allowed only with `stream`", "stream_options"),
         ("/v1/completions", {"prompt": "a", "temperature": 2.1}, "`temperature` must be <= 2", "temperature"),
         ("/v1/completions", {"prompt": "a", "model": "/abs"}, "no such model", "model"),
