@@ -75,6 +75,7 @@ def test_a_cut_twin_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert resumed == whole == again
 
 
+@pytest.mark.nightly
 def test_the_whole_command_on_toy_sizes(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
