@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 import torch
@@ -62,8 +62,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A file whose header has been checked. `entries`: its tensors by name; `header_bytes`: where their data begin."""
+    """The Reader of one file. `header_bytes`: where the data of its tensors begin."""
 
+    keeps_blocks: ClassVar[bool] = False
     path: Path
     entries: dict[str, Entry]
     header_bytes: int
@@ -88,12 +89,13 @@ class SafetensorsFile:
         return [self.path]
 
     def read(self, name: str, into: Tensor, first: int = 0) -> None:
-        """Fills `into`, a contiguous CPU tensor of the same dtype, with elements from number `first` on. Raises CheckpointError, also for
-        NaN and infinity.
-        """
+        """Reads elements into place; see Reader."""
         read_exactly(self.path, self.entries[name].begin + first * into.itemsize, bytes_of(into), name)
         with named(self.path, name):
             check_finite(into)
+
+    def raw_blocks(self, name: str) -> None:
+        """None: nothing is stored in GGUF's blocks."""
 
 
 @contextmanager

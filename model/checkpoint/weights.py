@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.compressed import CompressedMatrix, with_compressed
+from model.checkpoint.compressed import with_compressed
 from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
 from model.checkpoint.files import KINDS, LFS, MOST_CONFIG_BYTES, MOST_LIST_BYTES, first_bytes, read_text
@@ -23,6 +23,7 @@ from model.checkpoint.gguf.split import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
 from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_names
 from model.checkpoint.names import Entry, Part
+from model.checkpoint.reader import Reader
 from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile, named
 from model.decoder import Decoder, meta_decoder
 from model.devices.blocks import FORMATS
@@ -53,9 +54,9 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: Mapping[str, SafetensorsFile | CompressedMatrix | GGUFWeights]
+        self.files: Mapping[str, Reader]
         if (path := gguf_in(folder)) is not None:
-            weights = GGUFWeights(path)
+            weights = GGUFWeights(path, folder)
             self.files = dict.fromkeys(weights.entries, weights)
             return
         files: dict[str, SafetensorsFile] = {}
@@ -107,15 +108,12 @@ class Checkpoint:
             yield block
 
     def raw_blocks(self, part: Part) -> tuple[str, Iterator[Tensor]] | None:
-        """The rows of a part as GGUF's quantization blocks, not dequantized: (type, uint8 [rows, bytes of a row] in blocks of rows); None
-        if they are stored neither so nor packed. See GGUFWeights.raw_blocks.
-        """
-        file = self.files[part.name]
-        return None if isinstance(file, SafetensorsFile) or part.transposed else file.raw_blocks(part.name)
+        """The rows of a part as GGUF's quantization blocks; see Reader.raw_blocks."""
+        return None if part.transposed else self.files[part.name].raw_blocks(part.name)
 
     def held_as(self, part: Part) -> Held:
         """The format that holds the blocks of a GGUF file's matrix, else the dtype."""
-        raw = self.raw_blocks(part) if isinstance(self.files[part.name], GGUFWeights) else None
+        raw = self.raw_blocks(part) if self.files[part.name].keeps_blocks else None
         return self.dtype((part,)) if raw is None else FORMATS[kept_in(raw[0])]
 
     def fill(self, name: str, into: Tensor, first: int) -> None:
