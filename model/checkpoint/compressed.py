@@ -47,8 +47,6 @@ def with_compressed(folder: Path, files: Mapping[str, SafetensorsFile]) -> Mappi
 class CompressedMatrix:
     """The Reader of one packed matrix, whose tensors have been checked."""
 
-    keeps_blocks = False
-
     def __init__(self, name: str, stored: Mapping[str, SafetensorsFile], groups: set[tuple[int, bool]]) -> None:
         self.name, self.path = name, stored["packed"].path
         self.paths = [file.path for file in stored.values()]

@@ -4,11 +4,17 @@ matrix that compressed-tensors packed.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from model.checkpoint.names import Entry
+
+RawBlocks: TypeAlias = tuple[str, Iterator[Tensor]]
+"""Rows in GGUF's quantization blocks: (type, uint8 [rows, bytes of a row] in blocks of rows, each
+overwritten by the next). The type is one of gguf.dequantize.QUANTIZED, its layout that of the
+functions there.
+"""
 
 
 class Reader(Protocol):
@@ -26,20 +32,13 @@ class Reader(Protocol):
     def entries(self) -> Mapping[str, Entry]:
         """The tensors by name, with the dtype that `read` gives: F32 for quantized types."""
 
-    @property
-    def keeps_blocks(self) -> bool:
-        """Whether `engine.quantization auto` holds the blocks of `raw_blocks` as they are."""
-
     def read(self, name: str, into: Tensor, first: int = 0) -> None:
         """Fills `into`, a contiguous CPU tensor of the entry's dtype, with elements from number
         `first` on, the first of a row. Raises CheckpointError, also for NaN and infinity.
         """
 
-    def raw_blocks(self, name: str) -> tuple[str, Iterator[Tensor]] | None:
-        """The rows of a tensor as GGUF's quantization blocks, without dequantizing them: (type,
-        uint8 [rows, bytes of a row] in blocks of rows, each overwritten by the next), for kernels
-        that have blocks of their own. The type is one of gguf.dequantize.QUANTIZED, its layout that
-        of the functions there. None if the tensor is not stored so. Rows are in the order of
-        `read`. Raises CheckpointError, while iterating too, also for scales that are NaN or
-        infinite.
+    def raw_blocks(self, name: str) -> RawBlocks | None:
+        """All rows of a tensor in the order of `read`, not dequantized, for kernels that have
+        blocks of their own; None if it is not stored so. Raises CheckpointError, while iterating
+        too, also for scales that are NaN or infinite.
         """

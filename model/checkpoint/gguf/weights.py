@@ -19,6 +19,7 @@ from model.checkpoint.gguf.names import Source, sources
 from model.checkpoint.gguf.split import GGUF
 from model.checkpoint.gguf.types import BY_NAME
 from model.checkpoint.names import Entry
+from model.checkpoint.reader import RawBlocks
 from model.checkpoint.safetensors_file import DTYPES, bytes_of, check_finite, named
 
 BLOCK_ELEMENTS = 2**20
@@ -26,8 +27,6 @@ BLOCK_ELEMENTS = 2**20
 
 class GGUFWeights:
     """The Reader of a GGUF checkpoint; its folder has the config.json that was made of it."""
-
-    keeps_blocks = True
 
     def __init__(self, path: Path, folder: Path) -> None:
         self.gguf = GGUF.open(path)
@@ -54,7 +53,7 @@ class GGUFWeights:
         if source.addend:
             into_RC.add_(source.addend)
 
-    def raw_blocks(self, name: str) -> tuple[str, Iterator[Tensor]] | None:
+    def raw_blocks(self, name: str) -> RawBlocks | None:
         """The blocks in the file; see Reader."""
         source = self._sources[name]
         kind = source.stored.dtype
