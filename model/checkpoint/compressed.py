@@ -18,7 +18,7 @@ from model.checkpoint.config import NAME, Config, read_json
 from model.checkpoint.gguf.repack import joined
 from model.checkpoint.names import Entry
 from model.checkpoint.quantization_config import BLOCK, KEY, packed_groups
-from model.checkpoint.reader import Reader
+from model.checkpoint.reader import RawBlocks, Reader
 from model.checkpoint.safetensors_file import DTYPES, SafetensorsFile, check_finite, named
 from model.spec import CheckpointError
 
@@ -82,7 +82,7 @@ class CompressedMatrix:
         with named(self.path, name):
             check_finite(into)
 
-    def raw_blocks(self, name: str) -> tuple[str, Iterator[Tensor]]:
+    def raw_blocks(self, name: str) -> RawBlocks:
         """The rows in GGUF's blocks, which scales in float16 are a part of, as Reader.raw_blocks says."""
         return "Q4_1" if "zero_point" in self._stored else "Q4_0", self._raw()
 

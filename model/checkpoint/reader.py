@@ -39,6 +39,6 @@ class Reader(Protocol):
 
     def raw_blocks(self, name: str) -> RawBlocks | None:
         """All rows of a tensor in the order of `read`, not dequantized, for kernels that have
-        blocks of their own; None if it is not stored so. Raises CheckpointError, while iterating
-        too, also for scales that are NaN or infinite.
+        blocks of their own; None if it is not stored so. Scales are as the file has them, NaN and
+        infinity too. Raises CheckpointError, while iterating too.
         """

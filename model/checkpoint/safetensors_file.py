@@ -153,8 +153,7 @@ def _placed(entries: dict[str, Entry], data: int, size: int) -> dict[str, Entry]
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
         if entry.begin != end:
-            expected = f"expected {end}, after the tensor before it"
-            raise CheckpointError(f"tensor {name}: begins at byte {entry.begin} of the data, {expected}")
+            raise CheckpointError(f"tensor {name}: begins at data byte {entry.begin}, expected {end}")
         end += entry.num_bytes
     if data + end != size:
         raise CheckpointError(f"its tensors end at byte {data + end}, the file has {size}: truncated or damaged")

@@ -158,10 +158,9 @@ def load_decoder(
     pool = ThreadPoolExecutor(threads if device.type == "cpu" else 1)
     try:
         torch.set_num_threads(1)  # Operations on blocks that fit a cache gain nothing from more; parameters are read beside one another.
-        keeps = products.keeps_blocks
-        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, keeps), names)
+        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, products.keeps_blocks), names)
         for done, forms in zip(accumulate(sizes), loaded, strict=True):
-            decoder.block_forms.update(forms if keeps else ())
+            decoder.block_forms.update(forms if products.keeps_blocks else ())
             report("loading weights", done, total)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -210,7 +209,8 @@ def _put_rows(matrix: RowMatrix, checkpoint: Checkpoint, parts: tuple[Part, ...]
         if matrix.form is None:
             put, blocks = matrix.set_rows, _blocks(checkpoint, (part,), stored, matrix.weight.dtype)
         elif raw is not None and repacks(raw[0], matrix.form.name):
-            put, blocks = matrix.set_blocks, _repacked(checkpoint, part, raw, matrix.form.name)
+            path = checkpoint.files[part.name].path
+            put, blocks = matrix.set_blocks, _repacked(path, part.name, raw, matrix.form.name)
         else:
             put, blocks = matrix.set_rows, checkpoint.blocks(part)
         for rows in blocks:
@@ -218,10 +218,10 @@ def _put_rows(matrix: RowMatrix, checkpoint: Checkpoint, parts: tuple[Part, ...]
             first += len(rows)
 
 
-def _repacked(checkpoint: Checkpoint, part: Part, raw: RawBlocks, form: str) -> Iterator[Tensor]:
+def _repacked(path: Path, name: str, raw: RawBlocks, form: str) -> Iterator[Tensor]:
     kind, blocks = raw
     for rows in blocks:
-        with named(checkpoint.folder, part.name):
+        with named(path, name):
             rows = repack(kind, form, rows)
         yield rows
 
@@ -270,9 +270,9 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None
         return
     head = Part(TIED_DUPLICATE)
     entries = [checkpoint.entry(part.name) for part in (head, embedding)]
-    same = len({(entry.dtype, entry.shape) for entry in entries}) == 1
+    kinds = {(entry.dtype, entry.shape) for entry in entries}
     rows = zip(checkpoint.blocks(head), checkpoint.blocks(embedding), strict=True)
-    if not same or not all(torch.equal(a, b) for a, b in rows):
+    if len(kinds) > 1 or not all(torch.equal(a, b) for a, b in rows):
         raise CheckpointError(
             f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which config.json ties it; "
             "expected the same values, or tie_word_embeddings false"

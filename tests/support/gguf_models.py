@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint.families import spec_of
-from model.checkpoint.gguf.dequantize import _SCALES
 from model.checkpoint.gguf.types import BY_NAME
 from model.checkpoint.saving import save_decoder
 from model.decoder import meta_decoder
 
+SCALES: dict[str, tuple[int, ...]] = {kind: (0,) for kind in ("Q8_0", "Q4_0", "Q5_0")}
+SCALES |= {kind: (0, 2) for kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")} | {"Q6_K": (208,)}
+"""Bytes at which each type's float16 scales and minima begin in a block."""
 ARCHITECTURES = {
     "falcon": gguf.MODEL_ARCH.FALCON,
     "gemma": gguf.MODEL_ARCH.GEMMA,
@@ -79,7 +81,7 @@ def random_rows(kind: str, num_rows: int, num_columns: int) -> Any:
     """Rows of random bytes in blocks of a type, with small scales."""
     rng, found = np.random.default_rng(num_rows), BY_NAME[kind]
     data = rng.integers(0, 256, (num_rows, num_columns // found.block_elements, found.block_bytes), dtype=np.uint8)
-    for begin in _SCALES[kind]:
+    for begin in SCALES[kind]:
         scales = rng.uniform(0.0005, 0.002, data.shape[:2]).astype(np.float16)
         data[..., begin : begin + 2] = scales[..., None].view(np.uint8)
     return data.reshape(num_rows, -1)

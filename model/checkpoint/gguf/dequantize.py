@@ -39,13 +39,6 @@ def dequantize(kind: str, data: Tensor, out: Tensor) -> None:
             out_NGB.add_(minimum_NG[..., None])
 
 
-def check_scales(kind: str, data: Tensor) -> None:
-    """Raises CheckpointError if a scale of these blocks is NaN or infinite."""
-    blocks_NB = data.view(-1, BY_NAME[kind].block_bytes)
-    for begin in _SCALES[kind]:
-        scale_of(blocks_NB, begin)
-
-
 def scale_of(blocks_NB: Tensor, begin: int) -> Tensor:
     """The float16 that begins at a byte of each block, as float32 [N, 1]."""
     scale_N1 = blocks_NB[:, begin : begin + 2].contiguous().view(torch.float16).float()
@@ -133,7 +126,5 @@ PARTS: dict[str, Callable[[Tensor], Parts]] = {
 """Functions of blocks that give the numbers q, int8 or uint8 [N, B], and in float32 [N, G] a scale
 for each group of them and, of some types, what is added to their product.
 """
-_SCALES = {kind: (0, 2) if kind[-1] in "1K" else (0,) for kind in PARTS} | {"Q6_K": (208,)}
-"""Where each type's float16 scales begin in a block."""
 QUANTIZED = frozenset(PARTS)
 """The types that are dequantized to float32; the others are torch's own."""

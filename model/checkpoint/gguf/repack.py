@@ -29,9 +29,9 @@ def kept_in(kind: str) -> str:
 
 
 def repack(kind: str, form: str, data: Tensor) -> Tensor:
-    """uint8 [rows, bytes of a row] of the type called `kind`, whose scales are finite -> the same
-    rows in the block format `form`. Raises CheckpointError for a scale or minimum that float16
-    cannot hold.
+    """uint8 [rows, bytes of a row] of the type called `kind` -> the same rows in the block format
+    `form`. Raises CheckpointError for a scale or minimum that float16 cannot hold, or that is NaN
+    or infinite.
     """
     blocks_NB = data.reshape(-1, BY_NAME[kind].block_bytes)
     return REPACKED[kind, form](kind, blocks_NB).view(len(data), -1)
@@ -48,7 +48,8 @@ def joined(heads: "tuple[Tensor, ...]", numbers_NB: Tensor) -> Tensor:
     return torch.cat([heads_NB.view(torch.uint8), numbers_NB.view(torch.uint8)], dim=1)
 
 
-def _as_it_is(_: str, blocks_NB: Tensor) -> Tensor:
+def _as_it_is(kind: str, blocks_NB: Tensor) -> Tensor:
+    PARTS[kind](blocks_NB)  # Raises the error for a scale that is NaN or infinite.
     return blocks_NB
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.config import NAME, Config, read_json
-from model.checkpoint.gguf.dequantize import QUANTIZED, check_scales, dequantize
+from model.checkpoint.gguf.dequantize import QUANTIZED, dequantize
 from model.checkpoint.gguf.names import Source, sources
 from model.checkpoint.gguf.split import GGUF
 from model.checkpoint.gguf.types import BY_NAME
@@ -56,22 +56,14 @@ class GGUFWeights:
     def raw_blocks(self, name: str) -> RawBlocks | None:
         """The blocks in the file; see Reader."""
         source = self._sources[name]
-        kind = source.stored.dtype
-        return (kind, _blocks(source)) if kind in QUANTIZED else None
+        kind, shape = source.stored.dtype, source.stored.shape
+        rows = _rows(source, shape[-1], 0, prod(shape[:-1]))
+        return (kind, rows) if kind in QUANTIZED else None
 
 
 def _entry(source: Source) -> Entry:
     is_float = source.stored.dtype not in QUANTIZED and not source.addend
     return source.stored if is_float else replace(source.stored, dtype="F32")
-
-
-def _blocks(source: Source) -> Iterator[Tensor]:
-    """All rows, with finite scales."""
-    stored = source.stored
-    for data_RB in _rows(source, stored.shape[-1], 0, prod(stored.shape[:-1])):
-        with named(stored.path, stored.name):
-            check_scales(stored.dtype, data_RB)
-        yield data_RB
 
 
 def _rows(source: Source, columns: int, first: int, count: int) -> Iterator[Tensor]:
