@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from model.checkpoint.gguf.split import MAX_LISTED, SUFFIX, gguf_in, part_paths
+from server.config import cache_folder
 from server.errors import ConfigurationError, ResourceError
 from server.hub.conversion import HINT, new_folder, run
 
@@ -30,8 +31,6 @@ def checkpoint_folder(model: Path) -> Path:
     as it is. Raises ConfigurationError for a file that cannot be used, CheckpointError for a folder
     of several, and ResourceError if the folder cannot be cached.
     """
-    from server.config import cache_folder  # It imports pydantic, which takes half a second.
-
     try:
         file = _gguf_file(model)
         if file is None:

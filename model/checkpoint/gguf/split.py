@@ -88,11 +88,11 @@ class GGUF:
                 expected = f"expected {len(paths)} by its name; parts of a split file keep theirs"
                 raise CheckpointError(f"{part}: split.count is {short(count)}, {expected}")
             header_bytes += file.header_bytes
-            if max(header_bytes / MAX_HEADER_BYTES, len(found.tensors) / MAX_TENSORS) > 1:
-                bounds = f"{MAX_TENSORS} tensors and {MAX_HEADER_BYTES} bytes of headers"
-                raise CheckpointError(f"{part}: one of {len(paths)} parts with more than {bounds}")
             for name, tensor in file.tensors.items():
                 if (other := found.tensors.setdefault(name, tensor)) is not tensor:
                     raise CheckpointError(f"{part}: tensor {name} occurs in {other.path.name} too")
+            if header_bytes > MAX_HEADER_BYTES or len(found.tensors) > MAX_TENSORS:
+                bounds = f"{MAX_TENSORS} tensors and {MAX_HEADER_BYTES} bytes of headers"
+                raise CheckpointError(f"{part}: one of {len(paths)} parts with more than {bounds}")
             found.files.append(file)
         return found

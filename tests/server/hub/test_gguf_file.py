@@ -124,7 +124,10 @@ def test_a_file_is_served_as_the_folder_it_was_made_of(file: Path, from_folder: 
 def test_the_folder_is_made_once_of_each_state_of_the_file(
     file: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    runs, run = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **more: runs.append(args) or run(*args, **more))
     folder = checkpoint_folder(file)
+    assert len(runs) == 1  # The header is parsed once for all that is made of it.
     assert folder.parent.parent == cache and folder.name == "tiny-f32" and download.model_id(folder) == "tiny-f32"
     made = ["config.json", "generation_config.json", "tiny-f32.gguf", "tokenizer.json"]
     assert sorted(path.name for path in folder.iterdir()) == [*made, "tokenizer_config.json"]

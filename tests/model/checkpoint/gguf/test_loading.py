@@ -17,6 +17,7 @@ from model.checkpoint.identity import ModelFiles
 from model.checkpoint.names import Part
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.decoder import Decoder
+from model.devices.cpu.torch_blocks import BlockProducts
 from model.spec import CheckpointError
 from tests.support.families import CONFIGS
 from tests.support.gguf_models import make_folder, write_gguf
@@ -148,6 +149,37 @@ def test_metadata_that_is_not_served_is_refused_by_name(metadata: dict[str, Any]
     with pytest.raises(CheckpointError, match=message) as error:
         convert(source, folder, **metadata)
     assert str(error.value).startswith(str(folder / "m.gguf"))
+
+
+def test_the_width_of_a_head_is_that_of_config_json(folders: tuple[Path, Path]) -> None:
+    source, folder = folders
+    make_folder(source, LLAMA)
+    convert(source, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"head_dim": 24}))
+    with pytest.raises(CheckpointError, match=r"m\.gguf: blk\.0\.attn_\S+ has \d+ rows, expected heads of 24 rows"):
+        Checkpoint(folder)
+    del config["head_dim"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"^{path}: head_dim must be an integer .*, and is missing"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0"])
+def test_a_damaged_scale_is_named_by_its_file_and_tensor(kind: str, folders: tuple[Path, Path]) -> None:
+    """Also where blocks are taken as they are."""
+    source, folder = folders
+    make_folder(source, LLAMA)
+    convert(source, folder, kind)
+    tensor = GGUF.open(folder / "m.gguf").tensors["blk.1.ffn_down.weight"]
+    with open(folder / "m.gguf", "r+b") as file:
+        file.seek(tensor.begin)
+        file.write(b"\xff\x7f")
+    name = r"(blk\.1\.ffn_down|model\.layers\.1\.mlp\.down_proj)\.weight"
+    for products in (None, BlockProducts("int4" if kind == "Q4_1" else "int8")):
+        with pytest.raises(CheckpointError, match=rf"m\.gguf: {name} has a block whose scale is NaN"):
+            load_decoder(folder, read_spec(folder), torch.float32, CPU, products)
 
 
 def test_keys_that_are_not_known_are_reported(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
