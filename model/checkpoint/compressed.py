@@ -18,6 +18,7 @@ from model.checkpoint.config import NAME, Config, read_json
 from model.checkpoint.gguf.repack import joined
 from model.checkpoint.names import Entry
 from model.checkpoint.quantization_config import BLOCK, KEY, packed_groups
+from model.checkpoint.reader import RawBlocks, Reader
 from model.checkpoint.safetensors_file import DTYPES, SafetensorsFile, check_finite, named
 from model.spec import CheckpointError
 
@@ -28,9 +29,9 @@ BLOCK_ELEMENTS = 2**17
 _SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
 
 
-def with_compressed(folder: Path, files: Mapping[str, SafetensorsFile]) -> "Mapping[str, SafetensorsFile | CompressedMatrix]":
+def with_compressed(folder: Path, files: Mapping[str, SafetensorsFile]) -> Mapping[str, Reader]:
     """The tensors of a folder with one matrix in the place of what each was packed into. Raises CheckpointError."""
-    rest: dict[str, SafetensorsFile | CompressedMatrix] = dict(files)
+    rest: dict[str, Reader] = dict(files)
     groups: set[tuple[int, bool]] = set()
     for name in (name.removesuffix("_packed") for name in files if name.endswith(".weight_packed")):
         groups = groups or packed_groups(config := Config(read_json(folder / NAME), str(folder / NAME)))
@@ -44,7 +45,7 @@ def with_compressed(folder: Path, files: Mapping[str, SafetensorsFile]) -> "Mapp
 
 
 class CompressedMatrix:
-    """A packed matrix whose tensors have been checked. `entries`: the matrix by its name, in the dtype that `read` gives."""
+    """The Reader of one packed matrix, whose tensors have been checked."""
 
     def __init__(self, name: str, stored: Mapping[str, SafetensorsFile], groups: set[tuple[int, bool]]) -> None:
         self.name, self.path = name, stored["packed"].path
@@ -74,17 +75,15 @@ class CompressedMatrix:
         return into
 
     def read(self, name: str, into: Tensor, first: int = 0) -> None:
-        """Fills `into`, contiguous float32, with elements from number `first` on, the first of a row. Raises CheckpointError, also for NaN
-        and infinity.
-        """
+        """Multiplies numbers and scales; see Reader."""
         into_RC = into.view(-1, self._shape[1])
         numbers_RC, scale_RG1, zero_RG1 = self._rows(first // self._shape[1], len(into_RC))
         into_RC.copy_(numbers_RC).unflatten(1, (-1, self._size)).sub_(zero_RG1).mul_(scale_RG1)
         with named(self.path, name):
             check_finite(into)
 
-    def raw_blocks(self, name: str) -> tuple[str, Iterator[Tensor]]:
-        """The rows in GGUF's blocks, which scales in float16 are a part of, as GGUFWeights.raw_blocks gives them."""
+    def raw_blocks(self, name: str) -> RawBlocks:
+        """The rows in GGUF's blocks, which scales in float16 are a part of, as Reader.raw_blocks says."""
         return "Q4_1" if "zero_point" in self._stored else "Q4_0", self._raw()
 
     def _raw(self) -> Iterator[Tensor]:

@@ -47,17 +47,20 @@ def short(value: object) -> str:
 
 
 class Config:
-    """The keys of one JSON object, called `path` in messages. Every method raises CheckpointError naming the key."""
+    """The keys of one JSON object, called `path` in messages, where `prefix` is put before the keys.
+    Every method raises CheckpointError naming the key.
+    """
 
-    def __init__(self, values: Mapping[str, Any], path: str = NAME) -> None:
+    def __init__(self, values: Mapping[str, Any], path: str = NAME, prefix: str = "") -> None:
         self.values = values
         self.path = path
+        self.prefix = prefix
         self._read: set[str] = set()
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
         """The error for a key whose value is not as expected."""
         found = f"found {short(self.values[key])}" if key in self.values else "and is missing"
-        return CheckpointError(f"{self.path}: {key} must be {expected}, {found}")
+        return CheckpointError(f"{self.path}: {self.prefix}{key} must be {expected}, {found}")
 
     def get(self, key: str) -> Any:
         """The value of any type; None if there is none."""
@@ -133,7 +136,8 @@ class Config:
         """Raises CheckpointError for any number of key/value heads but 1."""
         if (found := self.integer(key, default)) != 1:
             way_out = "; `onehead convert` can pool several into one" if convertible else ""
-            raise CheckpointError(f"{self.path}: {key} is {found}, expected 1: onehead serves one key/value head{way_out}")
+            head = f"onehead serves one key/value head{way_out}"
+            raise CheckpointError(f"{self.path}: {self.prefix}{key} is {found}, expected 1: {head}")
 
     def sub(self, key: str) -> "Config | None":
         """The object under a key; None where there is none."""

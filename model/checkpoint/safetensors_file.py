@@ -30,14 +30,8 @@ MAX_DIMENSIONS = 8
 LENGTH = struct.Struct("<Q")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes that weights can have."""
-ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2} | {
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-}
+_BY_SIZE = {1: "BOOL U8 I8 F8_E5M2 F8_E4M3", 2: "I16 U16 F16 BF16", 4: "I32 U32 F32", 8: "F64 I64 U64"}
+ITEM_BYTES = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
@@ -62,7 +56,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A file whose header has been checked. `entries`: its tensors by name; `header_bytes`: where their data begin."""
+    """The Reader of one file. `header_bytes`: where the data of its tensors begin."""
 
     path: Path
     entries: dict[str, Entry]
@@ -88,12 +82,13 @@ class SafetensorsFile:
         return [self.path]
 
     def read(self, name: str, into: Tensor, first: int = 0) -> None:
-        """Fills `into`, a contiguous CPU tensor of the same dtype, with elements from number `first` on. Raises CheckpointError, also for
-        NaN and infinity.
-        """
+        """Reads elements into place; see Reader."""
         read_exactly(self.path, self.entries[name].begin + first * into.itemsize, bytes_of(into), name)
         with named(self.path, name):
             check_finite(into)
+
+    def raw_blocks(self, name: str) -> None:
+        """None: nothing is stored in GGUF's blocks."""
 
 
 @contextmanager
@@ -135,9 +130,7 @@ def _entries(prefix: bytes, file: Any, size: int) -> dict[str, Entry]:
         raise CheckpointError(f"its header must be a JSON object, found {type(header).__name__}")
     if len(header) > MAX_TENSORS:
         raise CheckpointError(f"its header describes {len(header)} tensors; at most {MAX_TENSORS} are read")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError("__metadata__ in its header must map names to texts")
+    header.pop("__metadata__", None)
     return _placed({name: _entry(name, value) for name, value in header.items()}, LENGTH.size + length, size)
 
 
@@ -160,11 +153,8 @@ def _placed(entries: dict[str, Entry], data: int, size: int) -> dict[str, Entry]
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
         if entry.begin != end:
-            how = "overlaps the tensor before it" if entry.begin < end else "leaves a gap before it"
-            raise CheckpointError(f"tensor {name}: begins at byte {entry.begin} of the data, expected {end}: it {how}")
+            raise CheckpointError(f"tensor {name}: begins at data byte {entry.begin}, expected {end}")
         end += entry.num_bytes
     if data + end != size:
-        difference = data + end - size
-        how = f"{difference} B shorter" if difference > 0 else f"{-difference} B longer"
-        raise CheckpointError(f"file is {how} than its header says")
+        raise CheckpointError(f"its tensors end at byte {data + end}, the file has {size}: truncated or damaged")
     return {name: Entry(e.dtype, e.shape, data + e.begin, e.num_bytes) for name, e in entries.items()}

@@ -4,6 +4,7 @@ It knows files and names, and of families only the table of names. While loading
 for each thread.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from model.checkpoint.compressed import CompressedMatrix, with_compressed
+from model.checkpoint.compressed import with_compressed
 from model.checkpoint.config import read_json, short
 from model.checkpoint.families import family_of
 from model.checkpoint.files import KINDS, LFS, MOST_CONFIG_BYTES, MOST_LIST_BYTES, first_bytes, read_text
@@ -23,6 +24,7 @@ from model.checkpoint.gguf.split import MAX_LISTED, gguf_in
 from model.checkpoint.gguf.weights import GGUFWeights
 from model.checkpoint.identity import INDEX, SINGLE, file_digest, weight_names
 from model.checkpoint.names import Entry, Part
+from model.checkpoint.reader import RawBlocks, Reader
 from model.checkpoint.safetensors_file import DTYPES, MAX_TENSORS, SafetensorsFile, named
 from model.decoder import Decoder, meta_decoder
 from model.devices.blocks import FORMATS
@@ -40,6 +42,7 @@ MAX_HEADERS_BYTES = 2**26
 """Of all files of a checkpoint together, whose headers are in memory while it is loaded."""
 MAX_NAME_BYTES = 255
 """The longest file name that Linux allows."""
+PICKLES = (".bin", ".pt", ".pth")
 MANIFEST = "SHA256SUMS"
 """What `sha256sum *.safetensors *.gguf` prints. If a folder has it, its files are verified against it."""
 
@@ -53,9 +56,10 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: Mapping[str, SafetensorsFile | CompressedMatrix | GGUFWeights]
-        if (path := gguf_in(folder)) is not None:
-            weights = GGUFWeights(path)
+        self.files: Mapping[str, Reader]
+        self.gguf = gguf_in(folder)
+        if self.gguf is not None:
+            weights = GGUFWeights(self.gguf, folder)
             self.files = dict.fromkeys(weights.entries, weights)
             return
         files: dict[str, SafetensorsFile] = {}
@@ -90,7 +94,7 @@ class Checkpoint:
         """A whole part in the decoder's layout and the checkpoint's dtype. Raises CheckpointError, also for NaN and infinity."""
         entry = self.entry(part.name)
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        self.fill(part.name, tensor, 0)
+        self.files[part.name].read(part.name, tensor)
         return tensor.T if part.transposed else tensor
 
     def blocks(self, part: Part) -> Iterator[Tensor]:
@@ -103,33 +107,25 @@ class Checkpoint:
         scratch = torch.empty(max(1, min(num_rows, BLOCK_ELEMENTS // max(1, columns))), *entry.shape[1:], dtype=DTYPES[entry.dtype])
         for first in range(0, num_rows, len(scratch)):
             block = scratch[: num_rows - first]
-            self.fill(part.name, block, first * columns)
+            self.files[part.name].read(part.name, block, first * columns)
             yield block
 
-    def raw_blocks(self, part: Part) -> tuple[str, Iterator[Tensor]] | None:
-        """The rows of a part as GGUF's quantization blocks, not dequantized: (type, uint8 [rows, bytes of a row] in blocks of rows); None
-        if they are stored neither so nor packed. See GGUFWeights.raw_blocks.
-        """
-        file = self.files[part.name]
-        return None if isinstance(file, SafetensorsFile) or part.transposed else file.raw_blocks(part.name)
+    def raw_blocks(self, part: Part) -> RawBlocks | None:
+        """The rows of a part as GGUF's quantization blocks; see Reader.raw_blocks."""
+        return None if part.transposed else self.files[part.name].raw_blocks(part.name)
 
     def held_as(self, part: Part) -> Held:
         """The format that holds the blocks of a GGUF file's matrix, else the dtype."""
-        raw = self.raw_blocks(part) if isinstance(self.files[part.name], GGUFWeights) else None
+        raw = self.raw_blocks(part) if self.gguf else None
         return self.dtype((part,)) if raw is None else FORMATS[kept_in(raw[0])]
-
-    def fill(self, name: str, into: Tensor, first: int) -> None:
-        """Reads elements from number `first` on into a contiguous tensor of the same dtype."""
-        self.files[name].read(name, into, first)
 
     def verify(self) -> None:
         """Verifies the files against the folder's manifest, if it has one. Raises CheckpointError naming a file that differs."""
         manifest = self.folder / MANIFEST
-        text = read_text(manifest, MOST_CONFIG_BYTES)
-        if text is None:
+        if (text := read_text(manifest, MOST_CONFIG_BYTES)) is None:
             return
-        lines = text.splitlines()
-        sums = {name.lstrip("*"): digest for digest, _, name in (line.strip().partition(" ") for line in lines) for name in [name.strip()]}
+        lines = (line.strip().partition(" ") for line in text.splitlines())
+        sums = {name.strip().lstrip("*"): digest for digest, _, name in lines}
         for path in sorted({path for file in self.files.values() for path in file.paths}):
             if path.name not in sums:
                 raise CheckpointError(f"{manifest}: says nothing of {path.name}; remove it, or write it anew with sha256sum")
@@ -162,10 +158,9 @@ def load_decoder(
     pool = ThreadPoolExecutor(threads if device.type == "cpu" else 1)
     try:
         torch.set_num_threads(1)  # Operations on blocks that fit a cache gain nothing from more; parameters are read beside one another.
-        keeps = products.keeps_blocks
-        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, keeps), names)
+        loaded = pool.map(lambda ours: _put(decoder, ours, checkpoint, names[ours], dtype, device, products.keeps_blocks), names)
         for done, forms in zip(accumulate(sizes), loaded, strict=True):
-            decoder.block_forms.update(forms if keeps else ())
+            decoder.block_forms.update(forms if products.keeps_blocks else ())
             report("loading weights", done, total)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -207,14 +202,28 @@ def _put(
 
 
 def _put_rows(matrix: RowMatrix, checkpoint: Checkpoint, parts: tuple[Part, ...]) -> None:
-    """Reads a matrix as floats, or in blocks where it is quantized so."""
-    if matrix.form is not None:
-        _put_blocks(matrix, matrix.form.name, checkpoint, parts)
-        return
+    """Reads a matrix: the checkpoint's blocks where its format can hold them, else floats."""
     stored, first = checkpoint.dtype(parts), 0
-    for rows in _blocks(checkpoint, parts, stored, stored if matrix.quantized else matrix.weight.dtype):
-        matrix.set_rows(first, rows)
-        first += len(rows)
+    for part in parts:
+        raw = checkpoint.raw_blocks(part)
+        if matrix.form is None:
+            put, blocks = matrix.set_rows, _blocks(checkpoint, (part,), stored, matrix.weight.dtype)
+        elif raw is not None and repacks(raw[0], matrix.form.name):
+            path = checkpoint.files[part.name].path
+            put, blocks = matrix.set_blocks, _repacked(path, part.name, raw, matrix.form.name)
+        else:
+            put, blocks = matrix.set_rows, checkpoint.blocks(part)
+        for rows in blocks:
+            put(first, rows)
+            first += len(rows)
+
+
+def _repacked(path: Path, name: str, raw: RawBlocks, form: str) -> Iterator[Tensor]:
+    kind, blocks = raw
+    for rows in blocks:
+        with named(path, name):
+            rows = repack(kind, form, rows)
+        yield rows
 
 
 def _blocks(checkpoint: Checkpoint, parts: tuple[Part, ...], stored: torch.dtype, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -223,23 +232,6 @@ def _blocks(checkpoint: Checkpoint, parts: tuple[Part, ...], stored: torch.dtype
         if dtype is not stored and not block.to(dtype).isfinite().all():
             raise CheckpointError(f"{checkpoint.folder}: {parts[0].name} is beyond the range of {dtype}; take another engine.dtype")
         yield block
-
-
-def _put_blocks(module: RowMatrix, form: str, checkpoint: Checkpoint, parts: tuple[Part, ...]) -> None:
-    """Reads a matrix that is quantized in blocks: those of the checkpoint where the format can hold them, else floats."""
-    first = 0
-    for part in parts:
-        raw = checkpoint.raw_blocks(part)
-        if raw is not None and repacks(raw[0], form):
-            kind, blocks = raw
-            for rows in blocks:
-                with named(checkpoint.folder, part.name):
-                    module.set_blocks(first, repack(kind, form, rows))
-                first += len(rows)
-        else:
-            for rows in checkpoint.blocks(part):
-                module.set_rows(first, rows)
-                first += len(rows)
 
 
 def check_tensors(where: Path, decoder: Decoder, found: Mapping[str, Entry]) -> None:
@@ -268,10 +260,8 @@ def is_ignored(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor is known to occur in checkpoints without being a parameter of the decoder."""
     if name.endswith(IGNORED_SUFFIXES) or (name == TIED_DUPLICATE and spec.tied_embeddings):
         return True
-    prefix, _, rest = name.partition("model.layers.")
-    number = rest.partition(".")[0]
-    unread = range(spec.num_layers, spec.num_layers + spec.num_unread_layers)
-    return not prefix and number.isdecimal() and len(number) < 6 and int(number) in unread
+    layer = re.match(r"model\.layers\.(\d{1,5})\.", name)
+    return layer is not None and 0 <= int(layer[1]) - spec.num_layers < spec.num_unread_layers
 
 
 def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None:
@@ -279,9 +269,10 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, embedding: Part) -> None
     if not spec.tied_embeddings or TIED_DUPLICATE not in checkpoint.files:
         return
     head = Part(TIED_DUPLICATE)
-    same = all(getattr(checkpoint.entry(head.name), key) == getattr(checkpoint.entry(embedding.name), key) for key in ("dtype", "shape"))
-    blocks = zip(checkpoint.blocks(head), checkpoint.blocks(embedding), strict=True) if same else ()
-    if not same or not all(torch.equal(a, b) for a, b in blocks):
+    entries = [checkpoint.entry(part.name) for part in (head, embedding)]
+    kinds = {(entry.dtype, entry.shape) for entry in entries}
+    rows = zip(checkpoint.blocks(head), checkpoint.blocks(embedding), strict=True)
+    if len(kinds) > 1 or not all(torch.equal(a, b) for a, b in rows):
         raise CheckpointError(
             f"{checkpoint.folder}: {head.name} differs from {embedding.name}, to which config.json ties it; "
             "expected the same values, or tie_word_embeddings false"
@@ -309,7 +300,7 @@ def _hint(folder: Path) -> str:
     """What to do if the folder has weights under other names or in another format."""
     if names := sorted(path.name for path in folder.glob("*.safetensors")):
         return f"; the folder has {', '.join(names[:MAX_LISTED])}: expected {SINGLE}, every shard of one checkpoint, or {INDEX}"
-    if others := sorted(path for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
+    if others := [path for path in sorted(folder.iterdir()) if path.suffix in PICKLES]:
         found = next((path for path in others if path.name.startswith("pytorch_model")), others[0])
         if first_bytes(found).startswith(LFS):
             return f"; found {found.name}, {KINDS[LFS]}"

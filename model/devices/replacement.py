@@ -19,8 +19,6 @@ class RowMatrix(nn.Module):
 
     num_filling = 0
     """Elements of the weight that only round its size up."""
-    quantized = False
-    """Whether the weight holds other numbers than those of the float matrix."""
     form: BlockFormat | None = None
     """The format of a matrix that is quantized in blocks; `set_blocks` takes rows in it."""
 

@@ -1,8 +1,10 @@
-"""`--model FILE.gguf`: makes a checkpoint folder of a GGUF file, once, in the cache, so that everything else sees a folder.
+"""`--model FILE.gguf`: makes a checkpoint folder of a GGUF file, once, in the cache, so that
+everything else sees a folder.
 
-The folder has links to the file or to all its parts, and what child processes write from its header: config.json, generation_config.json
-and tokenizer_config.json, and on demand tokenizer.json. Invariant: its name covers the state of every part, so that another file under
-the same path gets another folder. It knows nothing of what a header holds, and reads no byte of a GGUF file.
+The folder has links to the file or to all its parts, and the config.json and the tokenizer's files
+that a child process writes from its header. Invariant: its name covers the state of every part, so
+that another file under the same path gets another folder. It knows nothing of what a header holds,
+and reads no byte of a GGUF file.
 """
 
 import hashlib
@@ -11,24 +13,24 @@ import os
 from pathlib import Path
 
 from model.checkpoint.gguf.split import MAX_LISTED, SUFFIX, gguf_in, part_paths
+from server.config import cache_folder
 from server.errors import ConfigurationError, ResourceError
 from server.hub.conversion import HINT, new_folder, run
 
 GGUF_FILES = f"*{SUFFIX}"
 MODULE = "model.checkpoint.gguf.folder"
-FIRST_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
-TOKENIZER = "tokenizer.json"
-CONVERSION = "1"
-"""Part of the folder's name: to be raised with every change of what the conversion makes or refuses."""
+CONVERSION = "2"
+"""Part of the folder's name: to be raised with every change of what the conversion makes or
+refuses.
+"""
 log = logging.getLogger("onehead")
 
 
 def checkpoint_folder(model: Path) -> Path:
-    """The folder made of a GGUF file, or of a folder whose only weights are one; any other folder as it is. Raises ConfigurationError for
-    a file that cannot be used, CheckpointError for a folder of several, and ResourceError if the folder cannot be cached.
+    """The folder made of a GGUF file, or of a folder whose only weights are one; any other folder
+    as it is. Raises ConfigurationError for a file that cannot be used, CheckpointError for a folder
+    of several, and ResourceError if the folder cannot be cached.
     """
-    from server.config import cache_folder  # It imports pydantic, which would double the time that checkpoint_loading takes.
-
     try:
         file = _gguf_file(model)
         if file is None:
@@ -44,22 +46,6 @@ def checkpoint_folder(model: Path) -> Path:
     except OSError as error:
         raise ResourceError(f"{error.filename or folder}: {error.strerror}; {HINT}") from None
     return folder
-
-
-def gguf_tokenizer(folder: Path) -> Path:
-    """The path of the tokenizer.json of a folder whose weights are a GGUF file. Raises ConfigurationError or ResourceError."""
-    made = checkpoint_folder(folder)
-    path = made / TOKENIZER
-    try:
-        if not path.is_file():
-            file = sorted(made.glob(GGUF_FILES))[0].resolve()
-            log.info("%s: converting its tokenizer", file)
-            with new_folder(made.parent) as work:
-                _run(file, work, (TOKENIZER,))
-                os.replace(work / TOKENIZER, path)
-    except OSError as error:
-        raise ResourceError(f"{error.filename or path}: {error.strerror}; {HINT}") from None
-    return path
 
 
 def parts_of(name: str) -> list[str]:
@@ -79,7 +65,9 @@ def listed(names: list[str]) -> str:
 
 
 def _gguf_file(model: Path) -> Path | None:
-    """The GGUF file that a model is, or has as its only weights; None for other folders, and for what is neither folder nor file."""
+    """The GGUF file that a model is, or has as its only weights; None for other folders, and for
+    what is neither folder nor file.
+    """
     if model.is_dir():
         return gguf_in(model)
     if model.suffix == SUFFIX and not os.path.lexists(model):
@@ -90,7 +78,9 @@ def _gguf_file(model: Path) -> Path | None:
 
 
 def _digest(parts: list[Path]) -> str:
-    """The cache key: the parts' places, and what changes when one is replaced or written to. Raises OSError."""
+    """The cache key: the parts' places, and what changes when one is replaced or written to. Raises
+    OSError.
+    """
     whole = hashlib.sha256(CONVERSION.encode())
     for path in parts:
         found = path.stat()
@@ -100,22 +90,19 @@ def _digest(parts: list[Path]) -> str:
 
 
 def _make(parts: list[Path], folder: Path) -> None:
-    """Makes the folder with links to the parts and the first files, atomically. Raises ConfigurationError, ResourceError or OSError."""
+    """Makes the folder with links to the parts and what is written from their header, atomically.
+    Raises ConfigurationError, ResourceError or OSError.
+    """
     log.info("%s: reading its header", parts[0])
     with new_folder(folder.parent.parent) as work:
         made = work / "whole" / folder.name
         made.mkdir(parents=True)
         for path in parts:
             (made / f"{path.name.removesuffix(SUFFIX)}{SUFFIX}").symlink_to(path.resolve())
-        _run(parts[0], made, FIRST_FILES)
+        if reason := run(MODULE, str(parts[0]), str(made)):
+            raise ConfigurationError(reason)
         try:
             made.parent.rename(folder.parent)
         except OSError:
             if not folder.is_dir():  # Another process has made the same folder meanwhile.
                 raise
-
-
-def _run(file: Path, folder: Path, names: tuple[str, ...]) -> None:
-    """Has files written from a header by a child process. Raises ConfigurationError or ResourceError."""
-    if reason := run(MODULE, str(file), str(folder), *names):
-        raise ConfigurationError(reason)

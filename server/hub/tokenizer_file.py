@@ -1,5 +1,4 @@
-"""Finds the tokenizer.json of a checkpoint folder: its own, or the one made of a GGUF file's
-metadata.
+"""Finds the tokenizer.json of a checkpoint folder.
 
 A folder with older tokenizer files only is refused with the command that makes a tokenizer.json of
 them. It knows nothing of what a tokenizer does.
@@ -8,8 +7,8 @@ them. It knows nothing of what a tokenizer does.
 from pathlib import Path
 
 from server.errors import ConfigurationError
-from server.hub.gguf_file import GGUF_FILES, TOKENIZER, gguf_tokenizer
 
+TOKENIZER = "tokenizer.json"
 VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 """Tokenizer files of which `onehead convert` makes a tokenizer.json, with the DESCRIPTIONS beside
 them.
@@ -18,9 +17,7 @@ DESCRIPTIONS = ("config.json", "tokenizer_config.json", "special_tokens_map.json
 
 
 def tokenizer_path(folder: Path) -> Path:
-    """The path of the tokenizer.json. Raises ConfigurationError where there is none, and
-    ResourceError if that of a GGUF file cannot be cached.
-    """
+    """The path of the tokenizer.json. Raises ConfigurationError where there is none."""
     if not folder.is_dir():
         raise ConfigurationError(
             f"{folder}: no such folder; --model takes a checkpoint folder, a GGUF file, or org/name of the Hugging Face hub"
@@ -28,8 +25,6 @@ def tokenizer_path(folder: Path) -> Path:
     path = folder / TOKENIZER
     if path.exists():
         return path
-    if any(folder.glob(GGUF_FILES)):
-        return gguf_tokenizer(folder)
     if vocabularies := vocabularies_of(folder):
         names = " and ".join(file.name for file in vocabularies)
         raise ConfigurationError(f"{path}: no such file; `onehead convert --model {folder}` makes it of {names}")

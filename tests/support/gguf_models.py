@@ -15,20 +15,19 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint.families import spec_of
-from model.checkpoint.gguf.dequantize import _SCALES
 from model.checkpoint.gguf.types import BY_NAME
 from model.checkpoint.saving import save_decoder
 from model.decoder import meta_decoder
 
+SCALES: dict[str, tuple[int, ...]] = {kind: (0,) for kind in ("Q8_0", "Q4_0", "Q5_0")}
+SCALES |= {kind: (0, 2) for kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")} | {"Q6_K": (208,)}
+"""Bytes at which each type's float16 scales and minima begin in a block."""
 ARCHITECTURES = {
-    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
-    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "falcon": gguf.MODEL_ARCH.FALCON,
     "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "gpt_bigcode": gguf.MODEL_ARCH.STARCODER,
     "llama": gguf.MODEL_ARCH.LLAMA,
-    "minicpm3": gguf.MODEL_ARCH.MINICPM3,
 }
 
 
@@ -82,7 +81,7 @@ def random_rows(kind: str, num_rows: int, num_columns: int) -> Any:
     """Rows of random bytes in blocks of a type, with small scales."""
     rng, found = np.random.default_rng(num_rows), BY_NAME[kind]
     data = rng.integers(0, 256, (num_rows, num_columns // found.block_elements, found.block_bytes), dtype=np.uint8)
-    for begin in _SCALES[kind]:
+    for begin in SCALES[kind]:
         scales = rng.uniform(0.0005, 0.002, data.shape[:2]).astype(np.float16)
         data[..., begin : begin + 2] = scales[..., None].view(np.uint8)
     return data.reshape(num_rows, -1)
@@ -92,7 +91,7 @@ def _converted(config: dict[str, Any], tensors: dict[str, Any], architecture: gg
     """Arrays under their names in a GGUF file, changed as the converter changes them."""
     kind, heads = config["model_type"], config.get("num_attention_heads", 1)
     num_layers = config["n_layer" if "n_layer" in config else "num_hidden_layers"]
-    names, found, experts = gguf.get_tensor_name_map(architecture, num_layers), dict[str, Any](), dict[str, dict[int, Any]]()
+    names, found = gguf.get_tensor_name_map(architecture, num_layers), dict[str, Any]()
     for theirs, tensor in tensors.items():
         array = tensor.numpy()
         if kind == "llama" and ".q_proj." in theirs:
@@ -101,24 +100,12 @@ def _converted(config: dict[str, Any], tensors: dict[str, Any], architecture: gg
             array = _interleaved(array, 1)
         elif kind.startswith("gemma") and theirs.endswith("norm.weight"):
             array = array + np.float32(1)
-        if ".mlp.experts." in theirs:
-            before, _, after = theirs.partition(".experts.")
-            number, _, matrix = after.partition(".")
-            experts.setdefault(f"{before}.experts.{matrix}", {})[int(number)] = array
-        elif kind.startswith("deepseek") and theirs.endswith("kv_b_proj.weight"):
-            keys_and_values = array.reshape(heads, -1, array.shape[-1])
-            keys, values = np.split(keys_and_values, [config["qk_nope_head_dim"]], axis=1)
-            found[_name(names, theirs.replace("kv_b_proj", "k_b_proj"))] = keys.transpose(0, 2, 1)
-            found[_name(names, theirs.replace("kv_b_proj", "v_b_proj"))] = values
-        else:
-            found[_name(names, theirs)] = array
-    for merged, arrays in experts.items():
-        found[_name(names, merged)] = np.stack([arrays[number] for number in sorted(arrays)])
+        found[_name(names, theirs)] = array
     return found | _factors(config)
 
 
 def _name(names: gguf.TensorNameMap, theirs: str) -> str:
-    found = names.get_name(theirs.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
+    found = names.get_name(theirs, (".weight", ".bias"))
     assert found is not None, theirs
     return found
 
@@ -128,10 +115,8 @@ def _interleaved(array: Any, heads: int) -> Any:
 
 
 def _factors(config: dict[str, Any]) -> dict[str, Any]:
-    """The divisors of rotary frequencies that the converter computes for Llama 3, and copies for LongRoPE."""
+    """The divisors of rotary frequencies that the converter computes for Llama 3."""
     rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type") == "longrope":
-        return {f"rope_factors_{size}.weight": np.array(rope[f"{size}_factor"], np.float32) for size in ("long", "short")}
     if rope.get("rope_type") != "llama3":
         return {}
     dim, context = config["head_dim"], rope["original_max_position_embeddings"]
@@ -162,8 +147,6 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     if rope.get("rope_type") in ("linear", "yarn"):
         keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
         keys |= {"rope.scaling.original_context_length": rope.get("original_max_position_embeddings")}
-    if rope.get("mscale_all_dim"):
-        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     return keys
 
 
@@ -191,54 +174,10 @@ def _falcon(config: dict[str, Any]) -> dict[str, Any]:
     return _sizes(config) | epsilon | {"feed_forward_length": 4 * config["hidden_size"], "tensor_data_layout": "jploski"}
 
 
-def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
-    rotary, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
-    is_v3 = config["model_type"] == "deepseek_v3"
-    groups = {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]} if "n_group" in config else {}
-    return (
-        _sizes(config)
-        | _rope(config)
-        | groups
-        | {
-            "vocab_size": config["vocab_size"],
-            "leading_dense_block_count": config["first_k_dense_replace"],
-            "attention.q_lora_rank": config["q_lora_rank"],
-            "attention.kv_lora_rank": rank,
-            "attention.key_length": rank + rotary,
-            "attention.value_length": rank,
-            "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
-            "attention.value_length_mla": config["v_head_dim"],
-            "rope.dimension_count": rotary,
-            "expert_count": config["n_routed_experts"],
-            "expert_used_count": config["num_experts_per_tok"],
-            "expert_shared_count": config["n_shared_experts"],
-            "expert_feed_forward_length": config["moe_intermediate_size"],
-            "expert_weights_scale": config.get("routed_scaling_factor", 2.5 if is_v3 else 1.0),
-            "expert_weights_norm": config.get("norm_topk_prob", is_v3),
-            "expert_gating_func": 2 if is_v3 else 1,
-        }
-    )
-
-
-def _minicpm3(config: dict[str, Any]) -> dict[str, Any]:
-    rotary = config["qk_rope_head_dim"]
-    return _sizes(config) | {
-        "attention.head_count_kv": config["num_attention_heads"],
-        "vocab_size": config["vocab_size"],
-        "attention.q_lora_rank": config["q_lora_rank"],
-        "attention.kv_lora_rank": config["kv_lora_rank"],
-        "attention.key_length": config["qk_nope_head_dim"] + rotary,
-        "rope.dimension_count": rotary,
-    }
-
-
 _METADATA: dict[str, Any] = {
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
     "falcon": _falcon,
     "gemma": _gemma,
     "gemma3_text": _gemma3,
     "gpt_bigcode": _starcoder,
     "llama": _llama,
-    "minicpm3": _minicpm3,
 }

@@ -1,14 +1,18 @@
-"""The tokenizer of a GGUF file: its metadata `tokenizer.*` -> tokenizer.json, tokenizer_config.json and generation_config.json.
+"""The tokenizer of a GGUF file: its metadata `tokenizer.*` -> tokenizer.json, tokenizer_config.json
+and generation_config.json.
 
-Invariant: the tokenizer.json gives the ids that llama.cpp gives with the same metadata, or the metadata is refused by key. Only pieces of
-text are merged: no text becomes a control token by merging. It knows neither the file nor the library that reads a tokenizer.json.
+Invariant: the tokenizer.json gives the ids that llama.cpp gives with the same metadata, or the
+metadata is refused by key. Only pieces of text are merged: no text becomes a control token by
+merging. It knows neither the file nor the library that reads a tokenizer.json.
 """
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.checkpoint.config import short
+from model.checkpoint.config import Config, short
 from model.checkpoint.gguf.pre_tokenizers import PATTERNS, WHOLE_WORDS
 from model.spec import CheckpointError
 
@@ -18,7 +22,7 @@ TEMPLATE = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of tokenizer.ggml.token_type."""
 SPACE = "\u2581"
-"""What stands for a space in the pieces of a SentencePiece vocabulary."""
+"""Letter that stands for a space in the pieces of a SentencePiece vocabulary."""
 ENDS = ("eos", "eot", "eom")
 NAMED = {
     "bos_token": ("bos",),
@@ -49,34 +53,34 @@ REFUSED = {
 class Vocabulary:
     """The tokens of a GGUF file by id, with the types of llama.cpp's TokenType."""
 
-    metadata: Mapping[str, Any]
+    config: Config
     tokens: list[str]
     types: Sequence[int]
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> "Vocabulary":
-        """Raises CheckpointError for lists that do not fit together, and for a token that occurs twice."""
-        given = _list(metadata, "tokens", str)
+    def of(cls, config: Config) -> "Vocabulary":
+        """Raises CheckpointError for lists that do not fit together, and for a repeated token."""
+        given = _list(config, "tokens", str)
         tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(given)]
-        types = _list(metadata, "token_type", int, len(tokens)) if f"{PREFIX}token_type" in metadata else [NORMAL] * len(tokens)
-        if len(set(tokens)) < len(tokens):
-            first: dict[str, int] = {}
-            for id, token in enumerate(tokens):
-                if first.setdefault(token, id) != id:
-                    raise CheckpointError(f"{PREFIX}tokens: {id} and {first[token]} are both {short(token)}; expected each token once")
+        types: Sequence[int] = [NORMAL] * len(tokens)
+        if config.get(f"{PREFIX}token_type") is not None:
+            types = _list(config, "token_type", int, len(tokens))
+        (token, count), *_ = Counter(tokens).most_common(1)
+        if count > 1:
+            expected = f"each token once, not {count} times {short(token)}"
+            raise config.wrong(f"{PREFIX}tokens", expected)
         for key, why in REFUSED.items():
-            if metadata.get(f"{PREFIX}{key}"):
-                raise CheckpointError(f"{PREFIX}{key} is {short(metadata[PREFIX + key])}; {why}")
-        return cls(metadata, tokens, types)
+            if config.get(PREFIX + key):
+                raise config.wrong(PREFIX + key, f"false or empty, as {why}")
+        return cls(config, tokens, types)
 
     def id(self, *names: str) -> int | None:
-        """The id under the first of these names that the metadata has. Raises CheckpointError if there is no such token."""
+        """The id under the first of these names that the metadata has. Raises CheckpointError if
+        there is no such token.
+        """
         for name in names:
-            key = f"{PREFIX}{name}_token_id"
-            if (value := self.metadata.get(key)) is not None:
-                if not isinstance(value, int) or not 0 <= value < len(self.tokens):
-                    raise CheckpointError(f"{key} is {short(value)}, expected an id below {len(self.tokens)}, the number of tokens")
-                return value
+            if self.config.get(key := f"{PREFIX}{name}_token_id") is not None:
+                return self.config.integer(key, least=0, most=len(self.tokens) - 1)
         return None
 
     def text(self, *names: str) -> str | None:
@@ -84,65 +88,63 @@ class Vocabulary:
         id = self.id(*names)
         return None if id is None else self.tokens[id]
 
-    def flag(self, name: str, default: bool) -> bool:
-        """A boolean of the metadata. Raises CheckpointError."""
-        value = self.metadata.get(f"{PREFIX}{name}", default)
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{PREFIX}{name} is {short(value)}, expected true or false")
-        return value
 
-
-def tokenizer_json(metadata: Mapping[str, Any]) -> Json:
-    """The content of tokenizer.json. Raises CheckpointError that names the key for a tokenizer that is not supported."""
-    vocabulary = Vocabulary.of(metadata)
-    kind = metadata.get(f"{PREFIX}model")
-    if kind == "llama":
-        text_parts, begins = _sentencepiece(vocabulary), True
-    elif kind == "gpt2":
-        text_parts, begins = _byte_level(vocabulary), metadata.get(f"{PREFIX}pre") in WHOLE_WORDS
-    else:
-        raise CheckpointError(f"{PREFIX}model is {short(kind)}, expected llama or gpt2")
+def tokenizer_json(config: Config) -> Json:
+    """The content of tokenizer.json, by all metadata. Raises CheckpointError that names the key for
+    a tokenizer that is not supported.
+    """
+    vocabulary = Vocabulary.of(config)
+    kind = config.choice(f"{PREFIX}model", {"llama": "llama", "gpt2": "gpt2"}, "none")
+    begins = kind == "llama" or config.get(f"{PREFIX}pre") in WHOLE_WORDS
     return {
         "version": "1.0",
         "added_tokens": _added_tokens(vocabulary),
         "post_processor": _post_processor(vocabulary, begins),
-        **text_parts,
+        **(_sentencepiece if kind == "llama" else _byte_level)(vocabulary),
     }
 
 
-def tokenizer_config(metadata: Mapping[str, Any]) -> Json:
-    """The content of tokenizer_config.json: the special tokens, those of fill-in-the-middle, and the chat templates."""
-    vocabulary = Vocabulary.of(metadata)
+def tokenizer_config(config: Config) -> Json:
+    """The content of tokenizer_config.json: the special tokens, those of fill-in-the-middle, and
+    the chat templates.
+    """
+    vocabulary = Vocabulary.of(config)
     named: Json = {key: vocabulary.text(*names) for key, names in NAMED.items()}
-    templates = {"default": metadata.get(TEMPLATE)} | {
-        key.removeprefix(f"{TEMPLATE}."): value for key, value in metadata.items() if key.startswith(f"{TEMPLATE}.")
-    }
-    given = [{"name": name, "template": template} for name, template in templates.items() if template is not None]
-    named["chat_template"] = given or None
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} | {key: value for key, value in named.items() if value is not None}
+    named["chat_template"] = [
+        {"name": key.removeprefix(TEMPLATE)[1:] or "default", "template": text}
+        for key, text in sorted(config.values.items())
+        if f"{key}.".startswith(f"{TEMPLATE}.")
+    ]
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: v for k, v in named.items() if v}
 
 
-def generation_config(metadata: Mapping[str, Any]) -> Json:
-    """The content of generation_config.json: every token that ends a text, and the sampling parameters that the file recommends."""
-    vocabulary = Vocabulary.of(metadata)
+def generation_config(config: Config) -> Json:
+    """The content of generation_config.json: every token that ends a text, and the sampling
+    parameters that the file recommends.
+    """
+    vocabulary = Vocabulary.of(config)
     ends = {id for name in ENDS if (id := vocabulary.id(name)) is not None}
-    sampling = {ours: metadata[key] for name, ours in SAMPLING.items() if (key := f"general.sampling.{name}") in metadata}
-    return {"eos_token_id": sorted(ends)} | sampling
+    sampling = {ours: config.get(f"general.sampling.{name}") for name, ours in SAMPLING.items()}
+    given = {key: value for key, value in sampling.items() if value is not None}
+    return {"eos_token_id": sorted(ends)} | given
 
 
-def _list(metadata: Mapping[str, Any], name: str, kind: type, count: int | None = None) -> list[Any]:
-    """A list of the metadata. Raises CheckpointError if it is missing, is of another kind or has not `count` items."""
-    value = metadata.get(f"{PREFIX}{name}")
-    if not isinstance(value, Sequence) or isinstance(value, str) or not len(value) or not isinstance(value[0], kind):
-        found = "is missing" if value is None else f"is {short(value)}"
-        raise CheckpointError(f"{PREFIX}{name} {found}; expected a list of {kind.__name__}, of which a tokenizer is made")
-    if count is not None and len(value) != count:
-        raise CheckpointError(f"{PREFIX}{name} has {len(value)} items, expected {count}, one for each token")
-    return list(value)
+def _list(config: Config, name: str, kind: type, count: int | None = None) -> list[Any]:
+    """A list of the metadata. Raises CheckpointError if it is missing, is of another kind or has
+    not `count` items.
+    """
+    value = config.get(PREFIX + name)
+    items = list(value) if isinstance(value, list | array) else []
+    if not items or not isinstance(items[0], kind) or len(items) != (count or len(items)):
+        each = f"one for each of {count} tokens" if count else "one or more"
+        raise config.wrong(PREFIX + name, f"a list of {kind.__name__}, {each}")
+    return items
 
 
 def _added_tokens(vocabulary: Vocabulary) -> list[Json]:
-    """The tokens that are found in a text before it is tokenized: control tokens, which are special, and those defined by the user."""
+    """The tokens that are found in a text before it is tokenized: control tokens, which are
+    special, and those defined by the user.
+    """
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {"id": id, "content": token, **plain, "special": kind != USER_DEFINED}
@@ -152,51 +154,56 @@ def _added_tokens(vocabulary: Vocabulary) -> list[Json]:
 
 
 def _post_processor(vocabulary: Vocabulary, begins: bool) -> Json | None:
-    """Puts the begin token before a prompt and the end token after it, where the metadata says so. `begins`: where it does not say."""
+    """Puts the begin token before a prompt and the end token after it, where the metadata says so.
+    `begins`: whether it has a begin token where they do not say.
+    """
     single: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
     used = {}
     for name, default, at in (("bos", begins, 0), ("eos", False, 2)):
-        if not vocabulary.flag(f"add_{name}_token", default):
+        if not vocabulary.config.flag(f"{PREFIX}add_{name}_token", default):
             continue
-        id = vocabulary.id(name)
-        if id is None:
-            raise CheckpointError(f"{PREFIX}{name}_token_id is missing; the tokenizer adds that token to every prompt")
+        if (id := vocabulary.id(name)) is None:
+            expected = "an id, as the tokenizer adds that token to every prompt"
+            raise vocabulary.config.wrong(f"{PREFIX}{name}_token_id", expected)
         token = vocabulary.tokens[id]
         single.insert(at, {"SpecialToken": {"id": token, "type_id": 0}})
         used[token] = {"id": token, "ids": [id], "tokens": [token]}
+    if not used:
+        return None
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used} if used else None
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used}
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Json:
-    """The parts of a tokenizer.json for a SentencePiece vocabulary: adjacent pieces that make the best piece are merged first."""
-    scores = _list(vocabulary.metadata, "scores", float, len(vocabulary.tokens))
-    unknown = vocabulary.text("unknown", "unk")
-    space = vocabulary.flag("add_space_prefix", True)
+    """The parts of a tokenizer.json for a SentencePiece vocabulary: adjacent pieces that make the
+    best piece are merged first.
+    """
     escape = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     unescape = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    model = {
-        "type": "BPE",
-        "unk_token": unknown,
-        "fuse_unk": True,
-        "byte_fallback": BYTE in vocabulary.types,
-        "vocab": {token: id for id, token in enumerate(vocabulary.tokens)},
-        "merges": _merges(vocabulary, scores),
-    }
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if space else []
-    prepend = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, escape]}
+    decoders: list[Json] = [unescape, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    normalizers: list[Json] = [escape]
+    if vocabulary.config.flag(f"{PREFIX}add_space_prefix", True):
+        normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
-        "normalizer": prepend if space else escape,
-        "decoder": {"type": "Sequence", "decoders": [unescape, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-        "model": model,
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "unk_token": vocabulary.text("unknown", "unk"),
+            "fuse_unk": True,
+            "byte_fallback": BYTE in vocabulary.types,
+            "vocab": {token: id for id, token in enumerate(vocabulary.tokens)},
+            "merges": _merges(vocabulary),
+        },
     }
 
 
-def _merges(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Every way to make a piece of two others, those of the best piece first."""
-    pieces = {
-        token: score for token, kind, score in zip(vocabulary.tokens, vocabulary.types, scores, strict=True) if kind in (NORMAL, UNUSED)
-    }
+    scores = _list(vocabulary.config, "scores", float, len(vocabulary.tokens))
+    rows = zip(vocabulary.tokens, vocabulary.types, scores, strict=True)
+    pieces = {token: score for token, kind, score in rows if kind in (NORMAL, UNUSED)}
     merges = []
     for piece in sorted(pieces, key=pieces.__getitem__, reverse=True):
         for cut in range(1, len(piece)):
@@ -207,32 +214,38 @@ def _merges(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]
 
 
 def _byte_level(vocabulary: Vocabulary) -> Json:
-    """The parts of a tokenizer.json for byte-level BPE, whose vocabulary is written in letters that stand for bytes."""
-    pre = vocabulary.metadata.get(f"{PREFIX}pre", "default")
-    if pre not in PATTERNS:
-        raise CheckpointError(f"{PREFIX}pre is {short(pre)}; supported: {', '.join(PATTERNS)}")
-    if vocabulary.flag("add_space_prefix", False):
-        raise CheckpointError(f"{PREFIX}add_space_prefix is true, which has no meaning for a byte-level vocabulary; expected false")
+    """The parts of a tokenizer.json for byte-level BPE, whose vocabulary is written in letters that
+    stand for bytes.
+    """
+    config = vocabulary.config
+    pre = config.choice(f"{PREFIX}pre", {name: name for name in PATTERNS}, "default")
+    if config.flag(f"{PREFIX}add_space_prefix", False):
+        raise config.wrong(f"{PREFIX}add_space_prefix", "false for a byte-level vocabulary")
     vocab = {token: id for id, token in enumerate(vocabulary.tokens)}
     merges = []
-    for number, merge in enumerate(_list(vocabulary.metadata, "merges", str)):
+    for number, merge in enumerate(_list(config, "merges", str)):
         left, _, right = merge[1:].partition(" ")
         pair = merge[:1] + left, right
         if not right or not all(part in vocab for part in (*pair, "".join(pair))):
-            raise CheckpointError(
-                f"{PREFIX}merges: number {number} is {short(merge)}; expected two tokens of the vocabulary that make a third"
-            )
+            expected = "expected two tokens of the vocabulary that make a third"
+            found = f"{PREFIX}merges: number {number} is {short(merge)}"
+            raise CheckpointError(f"{config.path}: {found}; {expected}")
         merges.append(pair)
-    splits = [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in PATTERNS[pre]]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    model = {
-        "type": "BPE",
-        "ignore_merges": pre in WHOLE_WORDS,
-        "vocab": vocab,
-        "merges": merges,
+    isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits: list[Json] = [isolated | {"pattern": {"Regex": regex}} for regex in PATTERNS[pre]]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
     }
     return {
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "decoder": byte_level,
-        "model": model,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": pre in WHOLE_WORDS,
+            "vocab": vocab,
+            "merges": merges,
+        },
     }

@@ -106,7 +106,6 @@ class PackedMatrix(RowMatrix):
             weight = torch.empty(num_panels, num_columns, panel, dtype=held, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.form = held if isinstance(held, BlockFormat) else None
-        self.quantized = self.form is not None
         self.num_filling = weight.numel() - num_rows * row_size
 
     def _kernel(self, name: str) -> Any:
@@ -138,8 +137,9 @@ class PackedMatrix(RowMatrix):
         """Rows by number, as float32. Raises IndexError for a number out of range."""
         if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.shape[0]:
             raise IndexError(f"rows {ids_T.min()} to {ids_T.max()} of {self.shape[0]}")
-        found = torch.empty(len(ids_T), self.shape[1], dtype=torch.float32 if self.quantized else self.weight.dtype)
-        itemsize = () if self.quantized else (found.itemsize,)
+        dtype = torch.float32 if self.form is not None else self.weight.dtype
+        found = torch.empty(len(ids_T), self.shape[1], dtype=dtype)
+        itemsize = (found.itemsize,) if self.form is None else ()
         self._kernel("take")(self.weight.data_ptr(), ids_T.data_ptr(), found.data_ptr(), *found.shape, *itemsize)
         return found.float()
 

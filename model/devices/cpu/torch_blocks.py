@@ -18,8 +18,6 @@ from model.layers import Embedding, Linear
 class BlockMatrix(RowMatrix):
     """A matrix whose rows lie one after the other, in blocks."""
 
-    quantized = True
-
     def __init__(self, num_rows: int, num_columns: int, form: BlockFormat) -> None:
         super().__init__(torch.empty(num_rows, form.row_bytes(num_columns), dtype=torch.uint8, device="meta"))
         self._form = self.form = form

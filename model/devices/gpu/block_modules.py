@@ -28,7 +28,6 @@ HEAD_BYTES = 2
 class GpuBlockMatrix(RowMatrix):
     """A matrix as the kernels of block_products.py read it: numbers, scales and minima in one allocation, which must not move."""
 
-    quantized = True
     form: BlockFormat
     stored: BlockWeights
     """Views of the weight."""

@@ -19,8 +19,8 @@ from model.checkpoint.gguf.tokenizer import CONTROL, NORMAL
 from model.checkpoint.weights import load_decoder
 from model.spec import CheckpointError
 from server.errors import ConfigurationError, OneheadError, ResourceError
-from server.hub import download, gguf_file
-from server.hub.gguf_file import checkpoint_folder, gguf_tokenizer
+from server.hub import download
+from server.hub.gguf_file import checkpoint_folder
 from server.text.codec import TextCodec
 from tests.model.checkpoint.test_files import POINTER
 from tests.server.hub.test_download import resolved
@@ -124,18 +124,21 @@ def test_a_file_is_served_as_the_folder_it_was_made_of(file: Path, from_folder: 
 def test_the_folder_is_made_once_of_each_state_of_the_file(
     file: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    runs, run = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **more: runs.append(args) or run(*args, **more))
     folder = checkpoint_folder(file)
+    assert len(runs) == 1  # The header is parsed once for all that is made of it.
     assert folder.parent.parent == cache and folder.name == "tiny-f32" and download.model_id(folder) == "tiny-f32"
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*gguf_file.FIRST_FILES, "tiny-f32.gguf"])
+    made = ["config.json", "generation_config.json", "tiny-f32.gguf", "tokenizer.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [*made, "tokenizer_config.json"]
     assert (folder / "tiny-f32.gguf").resolve() == file
-    path = gguf_tokenizer(folder)
-    assert path == folder / "tokenizer.json" and TextCodec(folder).encode("<|endoftext|>") == [0]
+    assert TextCodec(folder).encode("<|endoftext|>") == [0]
     assert not [left for left in cache.rglob("tmp*")]
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("converted again"))
     # The file, its folder, a link to it, and the folder that was made of it.
     (tmp_path / "link").symlink_to(file.parent)
     for model in (file, file.parent, folder):
-        assert checkpoint_folder(model) == folder and gguf_tokenizer(checkpoint_folder(model)) == path
+        assert checkpoint_folder(model) == folder
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     os.utime(file)
@@ -205,8 +208,8 @@ def test_several_heads_are_refused_by_the_file_before_its_tokenizer_is_read(merg
 def test_a_tokenizer_that_is_not_supported_is_refused_by_its_key(merging_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "pre.gguf"
     write_tiny(merging_folder, path, {"tokenizer.ggml.pre": "unknown"})
-    with pytest.raises(ConfigurationError, match=rf"^{path}: tokenizer\.ggml\.pre is 'unknown'; supported: default, "):
-        gguf_tokenizer(checkpoint_folder(path))
+    with pytest.raises(ConfigurationError, match=rf"^{path}: tokenizer\.ggml\.pre must be one of default, "):
+        checkpoint_folder(path)
 
 
 def test_a_cache_that_cannot_be_written_is_a_resource(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

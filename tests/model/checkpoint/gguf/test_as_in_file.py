@@ -75,7 +75,7 @@ def test_each_part_of_a_matrix_is_held_as_in_the_file(tmp_path: Path) -> None:
         names = [f"model.layers.1.{module}.weight" for module in theirs]
         expected = [checkpoint.read(Part(name)).float() for name in names]
         for rows, file, tensor in zip(held(matrix).split([len(e) for e in expected]), expected, names, strict=True):
-            kind = MIXED[checkpoint.files[tensor]._sources[tensor].tensor.split(".")[-2]]  # type: ignore[union-attr]
+            kind = MIXED[checkpoint.files[tensor]._sources[tensor].stored.name.split(".")[-2]]  # type: ignore[attr-defined]
             if kind in ("Q4_0", "Q4_1", "F16"):
                 assert torch.equal(rows, file), tensor
             elif kind == "Q4_K":  # The numbers are the file's, each scale and minimum the float16 nearest to it.

@@ -39,7 +39,7 @@ def test_what_gguf_writes_is_read_as_gguf_reads_it(tmp_path: Path) -> None:
     write_file(path, "llama", METADATA, tensors)
     file, oracle = GGUFFile.open(path), GGUFReader(path)
     for item in oracle.tensors:
-        entry = file.entries[item.name]
+        entry = file.tensors[item.name]
         assert (entry.dtype, entry.shape) == (item.tensor_type.name, tuple(item.shape.tolist()[::-1]))
         assert (entry.begin, entry.num_bytes) == (item.data_offset, item.n_bytes)
     found = {key: item if isinstance(item, str | int | float) else list(item) for key, item in file.metadata.items()}
@@ -54,23 +54,22 @@ DATA = bytes(32 + 12)
     ("data", "message"),
     [
         (b"", "begins with b'', expected b'GGUF': not a GGUF file"),
-        (b"GGUF" + struct.pack("<I", 1), "GGUF version 1; read are versions 2 and 3"),
-        (b"GGUF" + struct.pack(">I", 3), "it is big-endian"),
+        (b"GGUF" + struct.pack("<I", 1), "GGUF version 1; read are 2 and 3"),
+        (b"GGUF" + struct.pack(">I", 3), "GGUF version 50331648; read are 2 and 3, little-endian"),
         (b"GGUF\x03", "version: 4 bytes from byte 4 on, the file has 5: truncated"),
-        (raw_file([], [], says_tensors=2**63), "says it has 9223372036854775808 tensors"),
-        (raw_file([], [], says_keys=2**63), "says it has 9223372036854775808 metadata keys"),
+        (raw_file([], [], says_tensors=2**63), "says it has 9223372036854775808 tensors and 0 metadata keys; read are 131072 of each"),
+        (raw_file([], [], says_keys=2**63), "says it has 0 tensors and 9223372036854775808 metadata keys"),
         (raw_file([pair("a", 1), pair("a", 2)], []), "metadata key a occurs twice"),
         (raw_file([pair("", 1)], []), "metadata key 0: '' is not a name of 1 to 255"),
         (raw_file([pair("a\nb", 1)], []), r"'a\\nb' is not a name"),
         (raw_file([pair(b"\xff", 1)], []), "metadata key 0: a string that is not UTF-8"),
-        (raw_file([text("a") + struct.pack("<IQ", 8, 2**63)], []), "a: 9223372036854775808 bytes from byte"),
+        (raw_file([text("a") + struct.pack("<IQ", 8, 2**63)], []), "a: 9223372036854775816 bytes from byte"),
         (raw_file([text("a") + struct.pack("<I", 13)], []), "a: value type 13 is not known"),
-        (raw_file([text("a") + struct.pack("<IB", 7, 2)], []), "a: a boolean of value 2"),
         (raw_file([text("a") + struct.pack("<IIQ", 9, 9, 1)], []), "a: an array of value type 9"),
-        (raw_file([text("a") + struct.pack("<IIQ", 9, 8, 2**61)], []), "a, an array of 2305843009213693952 strings"),
+        (raw_file([text("a") + struct.pack("<IIQ", 9, 8, 2**61)], []), "a: with the arrays before it, it has more than the 1048576"),
         (raw_file([text("a") + struct.pack("<IIQ", 9, 12, 2**62)], []), "a, an array of 4611686018427387904 numbers"),
-        (raw_file([text("a") + struct.pack("<IIQ", 9, 8, 2) + text("x") + text(b"\xff")], []), "a, string 1: a string that is not UTF-8"),
-        (raw_file([text("a") + struct.pack("<IIQ", 9, 8, 1) + struct.pack("<Q", 2**63)], []), "a, string 0: 92233720"),
+        (raw_file([text("a") + struct.pack("<IIQ", 9, 8, 2) + text("x") + text(b"\xff")], []), "a: a string that is not UTF-8"),
+        (raw_file([text("a") + struct.pack("<IIQ", 9, 8, 1) + struct.pack("<Q", 2**63)], []), "a: 92233720"),
         (raw_file([pair("general.alignment", 24)], []), "general.alignment is 24, expected a power of two"),
         (raw_file([pair("general.alignment", "32")], []), "general.alignment is '32'"),
         (raw_file([], [tensor("a", [], 0, 0)]), "a: 0 dimensions, expected 1 to 4"),
@@ -79,14 +78,14 @@ DATA = bytes(32 + 12)
         (raw_file([], [tensor("a", [33], 2, 0)]), "a: shape .33., expected rows of one or more blocks of 32"),
         (raw_file([], [tensor("a", [256], 10, 0)]), "a has type Q2_K; read are F32, F16, .*BF16"),
         (raw_file([], [tensor("a", [256], 99, 0)]), "a has type number 99"),
-        (raw_file([], [tensor("x" * 128, [4], 0, 0)]), "is not a name of 1 to 127"),
+        (raw_file([], [tensor("x" * 256, [4], 0, 0)]), "is not a name of 1 to 255"),
         (raw_file([], [*F32, tensor("a", [1], 0, 64)], DATA), "tensor a occurs twice"),
-        (raw_file([], F32, DATA[:-1]), "tensor b: ends at byte .*: truncated"),
-        (raw_file([], F32, DATA + bytes(21)), "file is 1 B longer than its header says"),
-        (raw_file([], [F32[0], tensor("b", [3], 0, 0)], DATA), "tensor b: offset 0, expected 32 .*: an overlap"),
-        (raw_file([], [F32[0], tensor("b", [3], 0, 36)], DATA), "tensor b: offset 36, expected 32 .*: not aligned"),
-        (raw_file([], [F32[0], tensor("b", [3], 0, 64)], DATA + DATA), "tensor b: offset 64, expected 32 .*: a gap"),
-        (raw_file([], [tensor("a", [2**62, 2**62], 0, 0)]), "tensor a: ends at byte .*: truncated"),
+        (raw_file([], F32, DATA[:-1]), "its tensors end at byte .*: truncated"),
+        (raw_file([], F32, DATA + bytes(21)), "its tensors end at byte 172, the file has 193: truncated or damaged"),
+        (raw_file([], [F32[0], tensor("b", [3], 0, 0)], DATA), "tensor b: offset 0, expected 32, after the tensor before it"),
+        (raw_file([], [F32[0], tensor("b", [3], 0, 36)], DATA), "tensor b: offset 36, expected 32"),
+        (raw_file([], [F32[0], tensor("b", [3], 0, 64)], DATA + DATA), "tensor b: offset 64, expected 32"),
+        (raw_file([], [tensor("a", [2**62, 2**62], 0, 0)]), "its tensors end at byte .*: truncated"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
@@ -96,11 +95,8 @@ def test_a_wrong_file_is_refused(tmp_path: Path, data: bytes, message: str) -> N
 
 
 def test_padding_after_the_last_tensor_may_be_missing_or_whole(tmp_path: Path) -> None:
-    assert list(opened(tmp_path, raw_file([], F32, DATA)).entries) == ["a", "b"]
-    file = opened(tmp_path, raw_file([], F32, DATA + bytes(20), version=2))
-    assert file.floats("b") == [0.0, 0.0, 0.0]
-    with pytest.raises(CheckpointError, match=r"a is F32 of shape \[2, 4\], expected F32 on one axis"):
-        file.floats("a")
+    for data, version in ((DATA, 3), (DATA + bytes(20), 2)):
+        assert [*opened(tmp_path, raw_file([], F32, data, version)).tensors] == ["a", "b"]
 
 
 def test_a_header_beyond_what_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +136,10 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     first, second, third = write_parts(tmp_path)
     whole = second.read_bytes()
     second.write_bytes(third.read_bytes())
-    with pytest.raises(CheckpointError, match=r"m-00002-of-00003\.gguf: split.no is 2, expected 1"):
+    with pytest.raises(CheckpointError, match=r"00003-of-00003\.gguf: tensor t2 occurs in m-00002-of"):
         GGUF.open(first)
     second.write_bytes(whole.replace(b"t1", b"t0"))
     with pytest.raises(CheckpointError, match=r"m-00002-of-00003\.gguf: tensor t0 occurs in m-00001-of-00003\.gguf too"):
-        GGUF.open(third)
-    second.write_bytes(raw_file([pair("split.no", 1), pair("split.count", 3)], []))
-    with pytest.raises(CheckpointError, match=r"split\.tensors\.count is 3, the 3 files have 2"):
         GGUF.open(third)
     second.unlink()
     with pytest.raises(CheckpointError, match=r"m-00002-of-00003\.gguf: no such file; m-00003-of-00003\.gguf is one of 3 parts"):

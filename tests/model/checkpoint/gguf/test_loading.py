@@ -17,19 +17,18 @@ from model.checkpoint.identity import ModelFiles
 from model.checkpoint.names import Part
 from model.checkpoint.weights import Checkpoint, load_decoder
 from model.decoder import Decoder
+from model.devices.cpu.torch_blocks import BlockProducts
 from model.spec import CheckpointError
 from tests.support.families import CONFIGS
 from tests.support.gguf_models import make_folder, write_gguf
 
 CPU = torch.device("cpu")
 CONVERTIBLE = [
-    *((family, number) for family in ("llama", "deepseek_v2") for number in range(5)),
-    *(("deepseek_v3", number) for number in (0, 1, 2, 4)),
+    *(("llama", number) for number in range(5)),
     *(("falcon", number) for number in (0, 3)),
     *(("gemma", number) for number in range(3)),
     *(("gemma3_text", number) for number in (0, 3)),
     *(("santacoder", number) for number in (0, 2, 3)),
-    *(("minicpm3", number) for number in (1, 2, 4)),
 ]
 """Of tests.support.families.CONFIGS those that the format can express: gemma's has no rotary base, falcon's no separate MLP width, ..."""
 
@@ -40,14 +39,6 @@ def convertible(family: str, number: int) -> dict[str, Any]:
     if family == "gemma3_text":
         config |= {"query_pre_attn_scalar": config["head_dim"]}
         config.pop("layer_types", None)
-    if family == "minicpm3":
-        config |= {
-            "rms_norm_eps": 1e-5,
-            "scale_emb": 12.0,
-            "scale_depth": 1.4,
-            "dim_model_base": 256,
-            "v_head_dim": config["hidden_size"] // config["num_attention_heads"],
-        }
     return config
 
 
@@ -134,21 +125,10 @@ def test_raw_blocks_are_the_rows_that_are_read(folders: tuple[Path, Path], monke
     assert Checkpoint(source).raw_blocks(part) is None
 
 
-def test_latent_attention_in_one_tensor_and_split_are_the_same(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    source, folder = folders
-    make_folder(source, convertible("deepseek_v2", 1))
-    convert(source, folder)
-    split = Checkpoint(folder)
-    part = Part("model.layers.0.self_attn.kv_b_proj.weight")
-    monkeypatch.setattr("model.checkpoint.weights.BLOCK_ELEMENTS", 5 * 16)
-    assert torch.equal(torch.cat([block.clone() for block in split.blocks(part)]), Checkpoint(source).read(part))
-    assert split.raw_blocks(part) is None
-
-
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"attention.head_count_kv": 2}, r"m\.gguf: attention\.head_count_kv is 2, expected 1: onehead serves one key/value head"),
+        ({"attention.head_count_kv": 2}, r"m\.gguf: llama\.attention\.head_count_kv is 2, expected 1: onehead serves one key/value head"),
         ({"attention.head_count_kv": [1, 1]}, "attention.head_count_kv must be an integer"),
         ({"attention.value_length": 8}, "llama.attention.value_length must be attention.key_length, 16"),
         ({"rope.dimension_count": 8}, "llama.rope.dimension_count must be attention.key_length, 16"),
@@ -171,6 +151,37 @@ def test_metadata_that_is_not_served_is_refused_by_name(metadata: dict[str, Any]
     assert str(error.value).startswith(str(folder / "m.gguf"))
 
 
+def test_the_width_of_a_head_is_that_of_config_json(folders: tuple[Path, Path]) -> None:
+    source, folder = folders
+    make_folder(source, LLAMA)
+    convert(source, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"head_dim": 24}))
+    with pytest.raises(CheckpointError, match=r"m\.gguf: blk\.0\.attn_\S+ has \d+ rows, expected heads of 24 rows"):
+        Checkpoint(folder)
+    del config["head_dim"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"^{path}: head_dim must be an integer .*, and is missing"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_0"])
+def test_a_damaged_scale_is_named_by_its_file_and_tensor(kind: str, folders: tuple[Path, Path]) -> None:
+    """Also where blocks are taken as they are."""
+    source, folder = folders
+    make_folder(source, LLAMA)
+    convert(source, folder, kind)
+    tensor = GGUF.open(folder / "m.gguf").tensors["blk.1.ffn_down.weight"]
+    with open(folder / "m.gguf", "r+b") as file:
+        file.seek(tensor.begin)
+        file.write(b"\xff\x7f")
+    name = r"(blk\.1\.ffn_down|model\.layers\.1\.mlp\.down_proj)\.weight"
+    for products in (None, BlockProducts("int4" if kind == "Q4_1" else "int8")):
+        with pytest.raises(CheckpointError, match=rf"m\.gguf: {name} has a block whose scale is NaN"):
+            load_decoder(folder, read_spec(folder), torch.float32, CPU, products)
+
+
 def test_keys_that_are_not_known_are_reported(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     source, folder = folders
     make_folder(source, LLAMA)
@@ -185,7 +196,7 @@ def test_an_unknown_architecture_is_refused_with_those_there_are(tmp_path: Path)
     for write in (gguf_writer.write_header_to_file, gguf_writer.write_kv_data_to_file, gguf_writer.write_tensors_to_file):
         write()
     gguf_writer.close()
-    with pytest.raises(CheckpointError, match=r"general\.architecture is 'qwen3'; supported: deepseek2, falcon, gemma, gemma3, llama"):
+    with pytest.raises(CheckpointError, match=r"general\.architecture is 'qwen3'; supported: falcon, gemma, gemma3, llama, starcoder"):
         config_of(GGUF.open(tmp_path / "m.gguf"))
 
 

@@ -15,9 +15,8 @@ from model.devices import blocks
 from model.devices.blocks import FORMATS
 from model.devices.cpu.torch_blocks import BlockMatrix, BlockProducts
 from model.spec import CheckpointError
-from tests.model.checkpoint.gguf.test_dequantize import SCALES
 from tests.model.checkpoint.gguf.test_loading import LLAMA, convert
-from tests.support.gguf_models import make_folder
+from tests.support.gguf_models import SCALES, make_folder
 
 
 def some_rows(kind: str, scale: float) -> torch.Tensor:

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from model.checkpoint.gguf.tokenizer import CONTROL, NORMAL, PREFIX, USER_DEFINED, generation_config, tokenizer_config, tokenizer_json
+from model.checkpoint.config import Config
+from model.checkpoint.gguf.tokenizer import CONTROL, NORMAL, PREFIX, USER_DEFINED
+from model.checkpoint.gguf.tokenizer import generation_config as generation
+from model.checkpoint.gguf.tokenizer import tokenizer_config as configured
+from model.checkpoint.gguf.tokenizer import tokenizer_json as converted
 from model.spec import CheckpointError
 from tests.support.checkpoints import make_tokenizer
 
@@ -32,6 +36,18 @@ CORPUS = (*TEXTS, "the quick brown fox jumps over the lazy dog and the other dog
 needs_sentencepiece = pytest.mark.skipif(
     not (importlib.util.find_spec("sentencepiece") and importlib.util.find_spec("google")), reason="takes sentencepiece and protobuf"
 )
+
+
+def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
+    return converted(Config(metadata, "m.gguf"))
+
+
+def tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    return configured(Config(metadata, "m.gguf"))
+
+
+def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    return generation(Config(metadata, "m.gguf"))
 
 
 def loaded(metadata: dict[str, Any]) -> Tokenizer:
@@ -129,7 +145,6 @@ def byte_level(parts: list[Any], **metadata: Any) -> tuple[Tokenizer, dict[str, 
 
 
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
-BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
 
 
@@ -142,7 +157,6 @@ DIGITS = pre_tokenizers.Digits(individual_digits=True)
         ("falcon", [pre_tokenizers.Punctuation("contiguous"), WORDS, pre_tokenizers.Split("333", "isolated")]),
         ("default", [WORDS, pre_tokenizers.Digits(individual_digits=False)]),
         (None, [WORDS, pre_tokenizers.Digits(individual_digits=False)]),
-        ("deepseek-coder", [DIGITS, pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Split("\r", "isolated"), BYTES]),
     ],
 )
 def test_a_byte_level_vocabulary_is_split_as_its_model_splits(pre: str | None, parts: list[Any]) -> None:
@@ -200,21 +214,21 @@ def test_special_tokens_templates_ends_and_sampling_defaults_come_from_the_metad
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model": "bert"}, "model is 'bert', expected llama or gpt2"),
-        ({"model": None}, "model is None, expected"),
-        ({"pre": "qwen2"}, "pre is 'qwen2'; supported: default, gpt-2"),
-        ({"tokens": []}, r"tokens is \[\]; expected a list of str"),
-        ({"tokens": None}, "tokens is missing"),
-        ({"tokens": ["a", "b", "a"]}, "tokens: 2 and 0 are both 'a'"),
-        ({"token_type": [1]}, "token_type has 1 items, expected"),
-        ({"merges": None}, "merges is missing"),
+        ({"model": "bert"}, "model must be one of gpt2, llama, found 'bert'"),
+        ({"model": None}, "model must be one of gpt2, llama, and is missing"),
+        ({"pre": "qwen2"}, "pre must be one of default, falcon, gpt-2, .*, found 'qwen2'"),
+        ({"tokens": []}, r"tokens must be a list of str, one or more, found \[\]"),
+        ({"tokens": None}, "tokens must be a list of str, one or more, and is missing"),
+        ({"tokens": ["a", "b", "a"]}, "tokens must be each token once, not 2 times 'a'"),
+        ({"token_type": [1]}, "token_type must be a list of int, one for each of [0-9]+ tokens, found"),
+        ({"merges": None}, "merges must be a list of str, one or more, and is missing"),
         ({"merges": ["a b", "a zzz"]}, "merges: number 1 is 'a zzz'; expected two tokens of the vocabulary that make a third"),
-        ({"add_bos_token": True}, "bos_token_id is missing; the tokenizer adds that token"),
-        ({"add_eos_token": 1}, "add_eos_token is 1, expected true or false"),
-        ({"add_bos_token": True, "bos_token_id": 10**6}, "bos_token_id is 1000000, expected an id below"),
-        ({"add_space_prefix": True}, "add_space_prefix is true"),
-        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces is True"),
-        ({"suppress_tokens": [1]}, r"suppress_tokens is \[1\]"),
+        ({"add_bos_token": True}, "bos_token_id must be an id, as the tokenizer adds that token to every prompt, and is missing"),
+        ({"add_eos_token": 1}, "add_eos_token must be true or false, found 1"),
+        ({"add_bos_token": True, "bos_token_id": 10**6}, "bos_token_id must be an integer from 0 to [0-9]+, found 1000000"),
+        ({"add_space_prefix": True}, "add_space_prefix must be false for a byte-level vocabulary, found True"),
+        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces must be false or empty, as white space"),
+        ({"suppress_tokens": [1]}, r"suppress_tokens must be false or empty, as .*, found \[1\]"),
     ],
 )
 def test_what_would_be_tokenized_otherwise_is_refused_by_key(change: dict[str, Any], reason: str) -> None:
@@ -222,11 +236,11 @@ def test_what_would_be_tokenized_otherwise_is_refused_by_key(change: dict[str, A
     metadata |= {f"{PREFIX}{key}": value for key, value in change.items()}
     if change == {"tokens": ["a", "b", "a"]}:
         del metadata[f"{PREFIX}token_type"]
-    with pytest.raises(CheckpointError, match=f"^{PREFIX}{reason}"):
+    with pytest.raises(CheckpointError, match=f"^m.gguf: {PREFIX}{reason}"):
         tokenizer_json({key: value for key, value in metadata.items() if value is not None})
 
 
 def test_a_sentencepiece_vocabulary_without_scores_is_refused() -> None:
     tokens = make_tokenizer().get_vocab()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.scores is missing"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.scores must be a list of float, one for each of"):
         tokenizer_json({f"{PREFIX}model": "llama", f"{PREFIX}tokens": list(tokens), f"{PREFIX}bos_token_id": 0})

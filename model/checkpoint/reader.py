@@ -1,0 +1,44 @@
+"""The protocol of what holds a checkpoint's tensors: a safetensors file, a GGUF checkpoint, or a
+matrix that compressed-tensors packed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from model.checkpoint.names import Entry
+
+RawBlocks: TypeAlias = tuple[str, Iterator[Tensor]]
+"""Rows in GGUF's quantization blocks: (type, uint8 [rows, bytes of a row] in blocks of rows, each
+overwritten by the next). The type is one of gguf.dequantize.QUANTIZED, its layout that of the
+functions there.
+"""
+
+
+class Reader(Protocol):
+    """Reads tensors by Hugging Face's names, from files whose headers have been checked."""
+
+    @property
+    def path(self) -> Path:
+        """The file that messages name."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """Every file that is read."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """The tensors by name, with the dtype that `read` gives: F32 for quantized types."""
+
+    def read(self, name: str, into: Tensor, first: int = 0) -> None:
+        """Fills `into`, a contiguous CPU tensor of the entry's dtype, with elements from number
+        `first` on, the first of a row. Raises CheckpointError, also for NaN and infinity.
+        """
+
+    def raw_blocks(self, name: str) -> RawBlocks | None:
+        """All rows of a tensor in the order of `read`, not dequantized, for kernels that have
+        blocks of their own; None if it is not stored so. Scales are as the file has them, NaN and
+        infinity too. Raises CheckpointError, while iterating too.
+        """
