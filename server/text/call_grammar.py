@@ -78,17 +78,16 @@ class CallRules(msgspec.Struct, frozen=True):
             if "object" not in _types(schema):
                 cannot("#/type", schema["type"], "arguments are an object")
             schema = schema | {"type": "object"}
-        is_json = not self.form.quote
         for followed in (schema, {"type": "object"}):
             try:
-                prepared = json_schema.prepare(followed, cannot, is_json)
-                if is_json:
-                    prepared = _satisfiable(prepared, cannot)
-                    arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"
-                else:
+                prepared = json_schema.prepare(followed, cannot)
+                if self.form.quote:
                     quote, prefix = _written(self.form.quote), f"f{number}_"
                     writer = RuleWriter(prepared, quote, prefix, rules, cannot)
                     arguments = writer.value(prepared)
+                else:
+                    prepared = _satisfiable(prepared, cannot)
+                    arguments = f"%json {json.dumps(prepared | {'x-guidance': SPACED})}"
                 break
             except (Unsatisfiable, RecursionError):
                 cannot("#", schema, "no value satisfies it, or it is nested too deeply")
@@ -105,13 +104,12 @@ def _satisfiable(prepared: Node, cannot: json_schema.Cannot) -> Node:
     """The schema without the properties that llguidance cannot follow, or that no value has."""
     if not json_schema.problem(prepared):
         return prepared
-    definitions = json_schema.ANYTHING["$defs"] | prepared.get("$defs", {})
+    definitions = prepared["$defs"] = json_schema.SHARED | prepared.get("$defs", {})
     properties = prepared.get("properties", {})
-    prepared["$defs"] = definitions
     for name, item in properties.items():
         if item is not False and json_schema.problem(item | {"$defs": definitions}):
             cannot(f"#/properties/{name}", item, "no value satisfies it")
-            properties[name] = {"$ref": json_schema.ANYTHING["$ref"]}
+            properties[name] = json_schema.ANY
     if json_schema.problem(prepared):
         raise Unsatisfiable
     return prepared
