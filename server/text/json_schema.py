@@ -67,25 +67,12 @@ _FOLLOWED = {
     *("$ref", "type", "required", "pattern", "format", "minLength", "maxLength"),
     *("minItems", "maxItems", "minProperties", "maxProperties"),
 }
-_UNFOLLOWED = {
-    "not",
-    "if",
-    "uniqueItems",
-    "contains",
-    "propertyNames",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-    "$dynamicRef",
-    "$recursiveRef",
-}
-"""The standard's other assertions; all other keywords are annotations."""
+"""The keywords that are followed. llguidance tells which others assert something."""
 _OVERLAP = (
     "one value could satisfy two branches; use anyOf, or give each branch a property with its own const;"
     f" at most {MAX_BRANCHES} branches are supported"
 )
+_COUNT = "minProperties or maxProperties need all properties to be required, and names not to repeat"
 _NUMBER: Node = {
     "anyOf": [
         {
@@ -218,9 +205,9 @@ class _SchemaRewriter:
             self._cannot(f"{at}/$id", node["$id"], "only the whole schema may have one")
         node = _as_others(node)
         for key, value in node.items():
-            if _says_nothing(key, value):
+            if _says_nothing(key, value, node):
                 continue
-            if why := _why_not(key, value, node):
+            if why := _why_not(key, value):
                 self._cannot(f"{at}/{key}", value, why)
             elif key in _FOLLOWED:
                 kept[key] = value
@@ -253,7 +240,7 @@ class _SchemaRewriter:
 
     def _exclusive(self, branches: list[Any], at: str) -> list[Any]:
         """The branches of a oneOf, where tags are required. They must have no value in common."""
-        document = {name: item for name, item in self._root.items() if name not in _FOLLOWED | _UNFOLLOWED}
+        document = {name: item for name, item in self._root.items() if name not in _FOLLOWED}
         tagged = [self._tagged(branch) for branch in branches]
         overlap = len(branches) > MAX_BRANCHES
         for i in range(0 if overlap else len(branches)):
@@ -297,19 +284,21 @@ class _SchemaRewriter:
             if not {"type", "enum"} & prepared.keys():
                 prepared["type"] = "object"
             if alone and "additionalProperties" not in prepared:
-                names = {name: True for name in required if name not in prepared["properties"]}
-                prepared["properties"] |= {name: ANY for name in names}
+                others = [name for name in required if name not in prepared["properties"]]
+                prepared["properties"] |= dict.fromkeys(others, ANY)
                 prepared["additionalProperties"] = False
-        patterns = prepared.get("patternProperties", {})
-        if problem({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}):
+        patterns = dict.fromkeys(prepared.get("patternProperties", ()), True)
+        if problem({"type": "object", "patternProperties": patterns}):
             why = "its regular expressions overlap, or cannot be followed"
             self._cannot(f"{at}/patternProperties", prepared.pop("patternProperties"), why)
-            if "additionalProperties" in prepared:
+            if prepared.pop("additionalProperties", True) is not True:
                 self._cannot(f"{at}/additionalProperties", False, why)
-            prepared["additionalProperties"] = {"anyOf": [*patterns.values()]}
+        is_open = prepared.get("additionalProperties") is not False or patterns
+        names = {"properties": dict.fromkeys(prepared.get("properties", ()), True), "required": required}
         for key in prepared.keys() & {"minProperties", "maxProperties"}:
-            if why := _why_not_counted(key, prepared):
-                self._cannot(f"{at}/{key}", prepared.pop(key), why)
+            counted = {"type": "object", key: prepared[key], "additionalProperties": bool(is_open)} | names
+            if problem(counted) or (is_open and key == "minProperties" and prepared[key] > len({*required}) + 1):
+                self._cannot(f"{at}/{key}", prepared.pop(key), _COUNT)
 
 
 def _combine(prepared: Node, other: Node) -> None:
@@ -350,8 +339,9 @@ def _bound_digits(prepared: Node, types: list[str]) -> None:
         prepared["$ref"] = f"#/$defs/{prepared.pop('type')}"
     elif "number" in types and "multipleOf" not in prepared:
         if not (low and high and max(low) + 1e-9 > min(high)):  # Else there may be none of few digits.
-            others = sorted({*types} - {"number", "integer"})
-            _combine(prepared, {"anyOf": _NUMBER["anyOf"] + ([{"type": others}] if others else [])})
+            others = [{"type": kind} for kind in types if kind not in ("number", "integer")]
+            del prepared["type"]
+            _combine(prepared, {"anyOf": _NUMBER["anyOf"] + others})
     else:
         if not low:
             prepared["minimum"] = -MAX_INTEGER
@@ -367,11 +357,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _why_not(key: str, value: Any, node: Node) -> str:
-    """Why a keyword cannot be followed; empty if it can, or asserts nothing."""
-    if key in _UNFOLLOWED:
-        return "it cannot be followed; leave it out" if _asserts(key, value, node) else ""
-    if key not in _FOLLOWED:
+def _why_not(key: str, value: Any) -> str:
+    """Why a keyword cannot be followed; empty if it can, or is an annotation."""
+    if key == "x-guidance":  # It would set llguidance's options.
         return ""
     if key in _SCHEMAS:
         fits = isinstance(value, _SCHEMAS[key]) and (key not in _IN_PLACE or value)
@@ -379,6 +367,7 @@ def _why_not(key: str, value: Any, node: Node) -> str:
     if key in ("$ref", "format"):
         return "" if isinstance(value, str) else "it must be a text"
     if said := problem({key: value}):
+        said = said if key in _FOLLOWED else "it cannot be followed; leave it out"
         return ascii(said.partition("\n")[0][:80])[1:-1]
     if key not in _EXACT:
         return ""
@@ -400,25 +389,23 @@ def _why_not_multiple(multiple: float) -> str:
     return f"only numbers whose digits make up to {MAX_MULTIPLE} are supported"
 
 
-def _why_not_counted(key: str, node: Node) -> str:
-    """Why `minProperties` or `maxProperties` of an object cannot be followed; empty if it can."""
-    required = {*node.get("required", ())}
-    is_open = node.get("additionalProperties") is not False or "patternProperties" in node
-    if key == "minProperties" and is_open and node[key] > len(required) + 1:
-        return "it would count names that may repeat; list more names under `required`"
-    names = dict.fromkeys(node.get("properties", ()), True)
-    counted = {"type": "object", "properties": names, "required": [*required], "additionalProperties": is_open}
-    return problem(counted | {key: node[key]}) and "minProperties or maxProperties need all properties to be required"
-
-
-def _says_nothing(key: str, value: Any) -> bool:
-    """Whether a keyword stands for its absence: null, a boolean `required` (draft 3), or a bound that
-    is beyond all numbers that are written.
+def _says_nothing(key: str, value: Any, node: Node) -> bool:
+    """Whether a keyword forbids no value, or stands for its absence: null, a boolean `required`
+    (draft 3), or a bound that is beyond all numbers that are written.
     """
-    if key == "required" or not _is_number(value):
-        return (value is None and key != "const") or (key == "required" and isinstance(value, bool))
-    low = key in ("minimum", "exclusiveMinimum") and value < -MAX_INTEGER
-    return low or (key in ("maximum", "exclusiveMaximum") and value > MAX_INTEGER)
+    if value is None:
+        return key != "const"
+    if key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum") and _is_number(value):
+        return bool(value < -MAX_INTEGER if key.endswith("inimum") else value > MAX_INTEGER)
+    if key in ("then", "else", "minContains", "maxContains"):
+        return True  # They belong to another one.
+    if key == "if":
+        return not {"then", "else"} & node.keys()
+    if key in ("not", "uniqueItems", "required"):
+        return value is False or (key, value) == ("required", True)
+    if key == "contains":
+        return node.get("minContains") == 0 and "maxContains" not in node
+    return key not in _FOLLOWED and value in (True, {}, {"type": "string"} if key == "propertyNames" else True)
 
 
 def _as_others(node: Node) -> Node:
@@ -438,17 +425,3 @@ def _as_others(node: Node) -> Node:
     others = {name: item for name, item in names.items() if name != "enum"}
     rest = {"propertyNames": others, "additionalProperties": False}
     return node | {"properties": properties} | rest
-
-
-def _asserts(key: str, value: Any, node: Node) -> bool:
-    """Whether a keyword of `_UNFOLLOWED` forbids any value."""
-    if key == "if":
-        return bool({"then", "else"} & node.keys())
-    if key == "contains":
-        return node.get("minContains") != 0 or "maxContains" in node
-    if key == "propertyNames" and isinstance(value, dict):
-        followed = value.keys() & (_FOLLOWED | _UNFOLLOWED)
-        return bool(followed) and (followed != {"type"} or value["type"] != "string")
-    if key in ("not", "uniqueItems"):
-        return value is not False
-    return value not in (True, {})

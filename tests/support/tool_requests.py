@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from server.text.call_formats import CallFormat, opening_of
-from server.text.call_grammar import CallRules
+from server.text.calls.formats import CallFormat, opening_of
+from server.text.calls.rules import CallRules
 from server.text.codec import TextCodec
 from tests.support.drawn_calls import MODES, Draws
 from tests.support.random_tools import WORDS, Tools, problems

@@ -176,7 +176,7 @@ class OpenAIRoutes:
         """
         body = await self._read(http, TemplateBody)
         self.names.resolve(body.model, http.headers.get("host"))
-        job = RenderChat(body.chat_input(self.generation.texts.texts.calls is not None))
+        job = RenderChat(body.chat_input(self.generation.texts.texts.calls.form is not None))
         exchange = exchange_of(http)
         text = await self.generation.convert(job, exchange.client, exchange.terms)
         return await self.answers.json_answers.response({"prompt": text})
@@ -231,7 +231,7 @@ class OpenAIRoutes:
             "owned_by": "onehead",
             "max_model_len": self.generation.max_total_tokens,
             "meta": {"n_ctx": self.generation.max_total_tokens},
-            "tool_call_format": None if (calls := self.generation.texts.texts.calls) is None else calls[0].name,
+            "tool_call_format": (form := self.generation.texts.texts.calls.form) and form.name,
             "default_sampling_params": self.generation.codec.files.sampling_defaults,
             "capabilities": {
                 "completion_chat": self.generation.codec.files.chat_template is not None,
