@@ -26,9 +26,13 @@ MAX_BRANCHES = 64
 """Most branches of a oneOf: each pair of them is compared."""
 MAX_ANY_DEPTH = 8
 """Levels of arrays and objects in a value that has no schema."""
-GUIDANCE: Any = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
+GUIDANCE: Any = {
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": True,
+}
 """llguidance's options: models may write flexible whitespace without end; a key with \\u would not be
-compared with declared ones."""
+compared with declared ones; which branches of a oneOf have values in common is checked here."""
 EXACT = 2**53
 """llguidance reads numbers as floats, which represent integers exactly only below this."""
 MAX_INTEGER = 9 * 10**18
@@ -73,21 +77,19 @@ _OVERLAP = (
     f" at most {MAX_BRANCHES} branches are supported"
 )
 _COUNT = "minProperties or maxProperties need all properties to be required, and names not to repeat"
-_NUMBER: Node = {
-    "anyOf": [
-        {
-            "type": "number",
-            "multipleOf": 10.0**-places,
-            "exclusiveMinimum": -(10 ** (16 - places)),
-            "exclusiveMaximum": 10 ** (16 - places),
-        }
-        for places in (0, 3, 6, 10)
-    ]
-}
+NUMBERS: list[Node] = [
+    {
+        "type": "number",
+        "multipleOf": 10.0**-places,
+        "exclusiveMinimum": -(10 ** (16 - places)),
+        "exclusiveMaximum": 10 ** (16 - places),
+    }
+    for places in (0, 3, 6, 10)
+]
 _SCALARS: list[Node] = [{"$ref": "#/$defs/number"}, {"type": ["null", "boolean", "string"]}]
 SHARED: dict[str, Node] = {
     "integer": {"type": "integer", "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER},
-    "number": _NUMBER,
+    "number": {"type": "number", "anyOf": NUMBERS},
     "any0": {"anyOf": _SCALARS},
 }
 """Schemas of numbers with at most 16 digits, and of any value. llguidance's own let a model write
@@ -135,7 +137,7 @@ def problem(schema: Any) -> str:
 
 @lru_cache(256)
 def _problem(text: str, lenient: bool = False) -> str:
-    options: Any = {"lenient": lenient}
+    options: Any = {"lenient": lenient, "coerce_one_of": True}
     return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text, overrides=options))
 
 
@@ -188,15 +190,13 @@ class _SchemaRewriter:
         for key, value in node.items():
             if (item := self._value(key, value, f"{at}/{key}", alone)) is not None:
                 prepared[key] = item
-        if "oneOf" in prepared:
-            _combine(prepared, {"anyOf": prepared.pop("oneOf")})
         if (name := prepared.pop("format", None)) in _FORMATS:
             prepared["format"] = name
         elif name in _PATTERNS:
             _combine(prepared, {"pattern": _PATTERNS[name]})
         self._finish_object(prepared, at, alone)
         _bound(prepared, alone and not node.keys() & {*_IN_PLACE, "$ref"})
-        return prepared
+        return prepared or ANY
 
     def _followed(self, node: Node, at: str) -> Node:
         """The keywords of a schema that can be followed."""
@@ -325,23 +325,30 @@ def _bound(prepared: Node, alone: bool) -> None:
         prepared.setdefault("additionalProperties", ANY)
     if alone and "array" in types and not isinstance(prepared.get("items"), list):
         prepared.setdefault("items", ANY)
-    if {"number", "integer"} & {*types}:
-        _bound_digits(prepared, types)
+    others = [kind for kind in types if kind not in ("number", "integer")]
+    if others and others != types:
+        number = prepared | {"type": [kind for kind in types if kind not in others]}
+        branches = [number, prepared | {"type": others}]
+        _bound_digits(number)
+        prepared.clear()
+        prepared["anyOf"] = branches
+    elif types and not others:
+        _bound_digits(prepared)
 
 
-def _bound_digits(prepared: Node, types: list[str]) -> None:
+def _bound_digits(prepared: Node) -> None:
+    """Bounds numbers, the only values of a schema."""
+    kind = prepared["type"] = "number" if "number" in prepared["type"] else "integer"
     low, high = (
         [prepared[key] for key in keys if _is_number(prepared.get(key))]
         for keys in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
     )
-    if prepared in ({"type": "number"}, {"type": "integer"}):
+    if len(prepared) == 1:
         # All such properties share one rule of the grammar, whose size is bounded.
         prepared["$ref"] = f"#/$defs/{prepared.pop('type')}"
-    elif "number" in types and "multipleOf" not in prepared:
+    elif kind == "number" and "multipleOf" not in prepared:
         if not (low and high and max(low) + 1e-9 > min(high)):  # Else there may be none of few digits.
-            others = [{"type": kind} for kind in types if kind not in ("number", "integer")]
-            del prepared["type"]
-            _combine(prepared, {"anyOf": _NUMBER["anyOf"] + others})
+            _combine(prepared, {"anyOf": NUMBERS})
     else:
         if not low:
             prepared["minimum"] = -MAX_INTEGER

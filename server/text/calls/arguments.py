@@ -18,7 +18,15 @@ from llguidance import regex_to_lark
 from server.text.json_schema import ANY, GUIDANCE, SHARED, Cannot, Node, problem
 
 _LEFT_OUT = ("prefixItems", "additionalItems", "patternProperties", "minProperties", "maxProperties")
+_SCALARS = {"number", "integer", "boolean", "null"}
+"""Types whose values are written as in JSON."""
+_TYPES = (*sorted(_SCALARS - {"number"}), "string", "array", "object")
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_STRICTER: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems"), max),
+    **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems"), min),
+}
+"""Bounds -> the one of two that holds."""
 _KEY = re.compile(r'[^:,{}\[\]<>"|\\\x00-\x1f]+')
 
 
@@ -49,22 +57,25 @@ class RuleWriter:
             return self._reference(node["$ref"].removeprefix("#/$defs/"))
         node = self._merged(node, at)
         if "enum" in node:
-            return self._first_of(self._listed, ((node, value) for value in node["enum"]))
-        if "type" not in node and "anyOf" not in node:
-            node |= self._definitions["any8"]
-        if "anyOf" in node:
-            rest = {name: value for name, value in node.items() if name != "anyOf"}
+            return self._first_of(self._enumerated, ((node, value) for value in node["enum"]))
+        types = {*_listed(node.get("type", []))}
+        if types and types <= _SCALARS and "$ref" not in (text := json.dumps(node | {"x-guidance": GUIDANCE})):
+            if problem(node):
+                raise Unsatisfiable
+            return f"%json {text}"
+        for name in node.keys() & {"anyOf", "oneOf"}:
+            branches, rest = node[name], {key: value for key, value in node.items() if key != name}
             try:
-                combined = [self._flat({"allOf": [branch, rest]}) for branch in node["anyOf"]]
-                branches = combined if rest else node["anyOf"]
-                return self._first_of(self.value, ((b, f"{at}/anyOf/{i}") for i, b in enumerate(branches)))
+                if rest:
+                    branches = [self._flat({"allOf": [branch, rest]}) for branch in branches]
             except _Conflict:
-                self._cannot(f"{at}/anyOf", node["anyOf"], "it is combined with others")
+                self._cannot(f"{at}/{name}", branches, "it is combined with others")
                 return self.value(rest, at)
+            return self._first_of(self.value, ((b, f"{at}/{name}/{i}") for i, b in enumerate(branches)))
         for name in _LEFT_OUT:
             if name in node:
                 self._cannot(f"{at}/{name}", node[name], "this model's format cannot follow it")
-        return self._first_of(self._typed, ((kind, node, at) for kind in _types(node["type"])))
+        return self._first_of(self._typed, ((kind, node, at) for kind in types or _TYPES))
 
     def _first_of(self, write: Callable[..., str], alternatives: Iterable[Any]) -> str:
         """The expression of what one of several alternatives writes, without those that nothing
@@ -116,7 +127,7 @@ class RuleWriter:
         own = {name: value for name, value in node.items() if name not in left_out}
         return _united([own, *map(self._flat, parts)])
 
-    def _listed(self, node: Node, value: Any) -> str:
+    def _enumerated(self, node: Node, value: Any) -> str:
         """A value that an `enum` lists. Raises Unsatisfiable where other keywords forbid it."""
         if problem(node | {"enum": [value], "$defs": self._definitions}):
             raise Unsatisfiable
@@ -139,14 +150,11 @@ class RuleWriter:
             return self._array(node, at)
         if kind == "object":
             return self._object(node, at)
-        schema = {"type": kind} | {name: node[name] for name in _NUMERIC if name in node}
-        if problem(schema):
-            raise Unsatisfiable
-        return f"%json {json.dumps(schema | {'x-guidance': GUIDANCE})}"
+        return self.value({"type": kind} | {name: node[name] for name in _NUMERIC if name in node})
 
     def _text(self, node: Node) -> str:
         parts = [f"/(?s:.{{{node.get('minLength', 0)},{node.get('maxLength', '')}}})/"]
-        patterns = _patterns(node.get("pattern", []))
+        patterns = _listed(node.get("pattern", []))
         lengths = {name: node[name] for name in ("minLength", "maxLength") if name in node}
         if problem({"type": "string", **lengths, "allOf": [{"pattern": item} for item in patterns]}):
             raise Unsatisfiable
@@ -222,15 +230,8 @@ def _key(name: str) -> str:
     return json.dumps(f"{name}:")
 
 
-def _patterns(given: Any) -> list[str]:
-    """The patterns of a schema, which may combine others."""
-    return [given] if isinstance(given, str) else given
-
-
-def _types(given: Any) -> list[str]:
-    """The types that a schema names, each value of which has one of them."""
-    types = {given} if isinstance(given, str) else {*given}
-    return sorted(types - {"integer"} if "number" in types else types)
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
 
 
 def _united(parts: list[Node]) -> Node:
@@ -241,29 +242,16 @@ def _united(parts: list[Node]) -> Node:
         if "additionalProperties" in part and names - part.get("properties", {}).keys():
             raise _Conflict
         for key, value in part.items():
-            if united.setdefault(key, value) == value:
-                continue
-            if key not in _COMBINED:
+            given: Any = united.setdefault(key, value)
+            if key in ("required", "pattern") and given != value:
+                united[key] = [*_listed(given), *_listed(value)]
+            elif key == "properties" and all(given.get(name, item) == item for name, item in value.items()):
+                united[key] = given | value
+            elif key in _STRICTER:
+                united[key] = _STRICTER[key](given, value)
+            elif given != value:
                 raise _Conflict
-            united[key] = _COMBINED[key](united[key], value)
     return united
-
-
-def _common_types(a: Any, b: Any) -> list[str]:
-    first, second = ({*_types(given)} | ({"integer"} if "number" in given else set()) for given in (a, b))
-    return _types(first & second)
-
-
-_COMBINED: dict[str, Callable[[Any, Any], Any]] = {
-    "required": lambda a, b: [*a, *b],
-    "pattern": lambda a, b: [*_patterns(a), *_patterns(b)],
-    "type": _common_types,
-    "enum": lambda a, b: [item for item in a if item in b],
-    "properties": lambda a, b: a | b | {n: _united([a[n] or {"enum": []}, b[n] or {"enum": []}]) for n in a.keys() & b.keys()},
-    **dict.fromkeys(("minLength", "minItems", "minimum", "exclusiveMinimum"), max),
-    **dict.fromkeys(("maxLength", "maxItems", "maximum", "exclusiveMaximum"), min),
-}
-"""Keywords -> the value that says what two values say together."""
 
 
 def _joined(items: Iterable[str]) -> str:

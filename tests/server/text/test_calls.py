@@ -237,7 +237,7 @@ async def test_what_a_format_that_is_not_json_leaves_out_is_told(
 )
 async def test_a_schema_without_values_takes_any_object(gemma: TextCodec, plain: TextCodec, schema: dict[str, Any]) -> None:
     for codec in (gemma, plain):
-        assert await relaxed(codec, schema) in (["", "/properties/a"], [""], ["/properties/a"])
+        assert await relaxed(codec, schema) in ([""], ["/properties/a/allOf"])
 
 
 @pytest.mark.parametrize("name", FORMATS)
