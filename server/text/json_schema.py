@@ -141,11 +141,11 @@ def _problem(text: str, lenient: bool = False) -> str:
     return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text, overrides=options))
 
 
-def prepare(schema: Any, cannot: Cannot = refuse) -> Node:
-    """The schema for llguidance. Raises SchemaError."""
+def prepare(schema: Any, cannot: Cannot = refuse, formats: bool = True) -> Node:
+    """The schema for llguidance. `formats`: they are enforced, where they are known. Raises SchemaError."""
     if not isinstance(schema, dict):
         raise SchemaError("must be a JSON schema, which is an object")
-    return _SchemaRewriter(schema, cannot).run()
+    return _SchemaRewriter(schema, cannot, formats).run()
 
 
 def _target(root: Node, reference: str) -> Any:
@@ -161,9 +161,10 @@ def _target(root: Node, reference: str) -> Any:
 
 
 class _SchemaRewriter:
-    def __init__(self, root: Node, cannot: Cannot) -> None:
+    def __init__(self, root: Node, cannot: Cannot, formats: bool) -> None:
         self._root = root
         self._cannot = cannot
+        self._formats = formats
         self._definitions: dict[tuple[str, bool], str] = {}
         """Reference, and whether its schema is combined with others -> the definition's name."""
         self._written: Node = {}
@@ -190,12 +191,14 @@ class _SchemaRewriter:
         for key, value in node.items():
             if (item := self._value(key, value, f"{at}/{key}", alone)) is not None:
                 prepared[key] = item
-        if (name := prepared.pop("format", None)) in _FORMATS:
+        name = prepared.pop("format", None)
+        name = name if self._formats else None
+        if name in _FORMATS:
             prepared["format"] = name
         elif name in _PATTERNS:
             _combine(prepared, {"pattern": _PATTERNS[name]})
         self._finish_object(prepared, at, alone)
-        _bound(prepared, alone and not node.keys() & {*_IN_PLACE, "$ref"})
+        _bound(prepared, at, alone and not node.keys() & {*_IN_PLACE, "$ref"})
         return prepared or ANY
 
     def _followed(self, node: Node, at: str) -> Node:
@@ -309,7 +312,7 @@ def _combine(prepared: Node, other: Node) -> None:
         prepared["allOf"] = [*prepared.get("allOf", ()), other]
 
 
-def _bound(prepared: Node, alone: bool) -> None:
+def _bound(prepared: Node, at: str, alone: bool) -> None:
     """Bounds what could be written without end: numbers, and values of any kind."""
     if "enum" in prepared:
         return
@@ -331,7 +334,7 @@ def _bound(prepared: Node, alone: bool) -> None:
         branches = [number, prepared | {"type": others}]
         _bound_digits(number)
         prepared.clear()
-        prepared["anyOf"] = branches
+        prepared["anyOf"] = [branch | {"$comment": at} for branch in branches]
     elif types and not others:
         _bound_digits(prepared)
 

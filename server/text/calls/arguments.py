@@ -2,9 +2,10 @@
 and keys are bare.
 
 That is how FunctionGemma and Gemma 4 write them: {city:<escape>Rome<escape>,days:3,units:[true]}, with
-the keys in the order of Jinja's dictsort. It reads schemas that server.text.json_schema has prepared.
-Invariant: what a rule matches satisfies its schema, which may allow more, but for the keywords that
-`cannot` was told. `format` is an annotation here, as in the standard.
+the keys in the order of Jinja's dictsort. It reads schemas that server.text.json_schema has prepared,
+and follows of them types, listed values, references, alternatives, items, properties, and bounds of
+numbers, lengths and counts. Invariant: what a rule matches satisfies its schema, which may allow more, but for the keywords
+that `cannot` was told.
 """
 
 import json
@@ -13,29 +14,19 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from llguidance import regex_to_lark
-
 from server.text.json_schema import ANY, GUIDANCE, SHARED, Cannot, Node, problem
 
-_LEFT_OUT = ("prefixItems", "additionalItems", "patternProperties", "minProperties", "maxProperties")
 _SCALARS = {"number", "integer", "boolean", "null"}
 """Types whose values are written as in JSON."""
-_TYPES = (*sorted(_SCALARS - {"number"}), "string", "array", "object")
-_NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_STRICTER: dict[str, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems"), max),
-    **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems"), min),
+_FOLLOWED = {
+    *("type", "minLength", "maxLength", "items", "minItems", "maxItems"),
+    *("properties", "required", "additionalProperties"),
 }
-"""Bounds -> the one of two that holds."""
 _KEY = re.compile(r'[^:,{}\[\]<>"|\\\x00-\x1f]+')
 
 
 class Unsatisfiable(Exception):
     """No value satisfies a schema."""
-
-
-class _Conflict(Exception):
-    """Schemas that are combined say different things by the same keyword."""
 
 
 class RuleWriter:
@@ -52,30 +43,38 @@ class RuleWriter:
 
     def value(self, node: Any, at: str = "#") -> str:
         """The expression of what satisfies a schema. `at`: its JSON pointer. Raises Unsatisfiable."""
-        node = ANY if node is True else node
-        if node and node.keys() <= {"$ref", "$comment", "$defs"}:
-            return self._reference(node["$ref"].removeprefix("#/$defs/"))
-        node = self._merged(node, at)
-        if "enum" in node:
-            return self._first_of(self._enumerated, ((node, value) for value in node["enum"]))
-        types = {*_listed(node.get("type", []))}
-        if types and types <= _SCALARS and "$ref" not in (text := json.dumps(node | {"x-guidance": GUIDANCE})):
-            if problem(node):
+        if not isinstance(node, dict):
+            if not node:
                 raise Unsatisfiable
-            return f"%json {text}"
-        for name in node.keys() & {"anyOf", "oneOf"}:
-            branches, rest = node[name], {key: value for key, value in node.items() if key != name}
-            try:
-                if rest:
-                    branches = [self._flat({"allOf": [branch, rest]}) for branch in branches]
-            except _Conflict:
-                self._cannot(f"{at}/{name}", branches, "it is combined with others")
-                return self.value(rest, at)
-            return self._first_of(self.value, ((b, f"{at}/{name}/{i}") for i, b in enumerate(branches)))
-        for name in _LEFT_OUT:
-            if name in node:
-                self._cannot(f"{at}/{name}", node[name], "this model's format cannot follow it")
-        return self._first_of(self._typed, ((kind, node, at) for kind in types or _TYPES))
+            node = ANY
+        at = node.get("$comment", at)
+        node = {name: item for name, item in node.items() if name not in ("$comment", "$defs")}
+        if node.keys() == {"$ref"}:
+            return self._reference(node["$ref"])
+        if "enum" in node:
+            return self._first_of(self._listed, ((node, value) for value in node["enum"]))
+        given = node.get("type", [])
+        types = [given] if isinstance(given, str) else given
+        if types and {*types} <= _SCALARS:
+            return self._scalar(node)
+        for name in ("$ref", "anyOf", "oneOf", "allOf"):
+            branches = [{name: node[name]}] if name == "$ref" and name in node else node.get(name, [])
+            others = {key for key in node if not all(self._says(branch, key, node[key]) for branch in branches)} - {name}
+            if branches and (name != "allOf" or len(branches) == 1) and not (others and types):
+                self._leave_out(node, others, at)
+                return self._first_of(self.value, ((b, f"{at}/{name}/{i}") for i, b in enumerate(branches)))
+        self._leave_out(node, node.keys() - _FOLLOWED, at)
+        return self._first_of(self._typed, ((kind, node, at) for kind in types)) if types else self.value(ANY)
+
+    def _says(self, branch: Any, key: str, value: Any) -> bool:
+        """Whether a schema has a keyword of this value, also by what it refers to."""
+        if branch and "$ref" in branch:
+            branch = self._definitions[branch["$ref"].removeprefix("#/$defs/")]
+        return bool(branch) and branch.get(key) == value
+
+    def _leave_out(self, node: Node, names: Iterable[str], at: str) -> None:
+        for name in sorted(names):
+            self._cannot(f"{at}/{name}", node[name], "this model's format cannot follow it")
 
     def _first_of(self, write: Callable[..., str], alternatives: Iterable[Any]) -> str:
         """The expression of what one of several alternatives writes, without those that nothing
@@ -89,45 +88,30 @@ class RuleWriter:
             raise Unsatisfiable
         return f"({' | '.join(written)})"
 
-    def _rule(self, text: str, terminal: bool = False) -> str:
+    def _rule(self, text: str) -> str:
         name = f"{self._prefix}{len(self._rules)}"
-        name = name.upper() if terminal else name
         self._rules[name] = text
         return name
 
-    def _reference(self, name: str) -> str:
+    def _reference(self, reference: str) -> str:
+        name = reference.removeprefix("#/$defs/")
         rule = name if name in SHARED else self._prefix + name
         if rule not in self._rules:
             self._rules[rule] = ""
-            node = self._definitions[name]
             try:
-                self._rules[rule] = self.value(node, node and node.get("$comment", "#"))
+                self._rules[rule] = self.value(self._definitions[name])
             except Unsatisfiable:
                 del self._rules[rule]
                 raise
         return rule
 
-    def _merged(self, node: Any, at: str) -> Node:
-        """The schema and what it is combined with, by `$ref` or `allOf`, as one object of keywords."""
-        try:
-            return self._flat(node)
-        except _Conflict:
-            for name in node.keys() & {"$ref", "allOf"}:
-                self._cannot(f"{at}/{name}", node[name], "it is combined with others")
-            return self._flat({name: item for name, item in node.items() if name not in ("$ref", "allOf")})
+    def _scalar(self, node: Node) -> str:
+        node = node | {"$defs": self._definitions} if "$ref" in json.dumps(node) else node
+        if problem(node):
+            raise Unsatisfiable
+        return f"%json {json.dumps(node | {'x-guidance': GUIDANCE})}"
 
-    def _flat(self, node: Any) -> Node:
-        """As `_merged`. Raises _Conflict."""
-        if not isinstance(node, dict):
-            return {} if node else {"enum": []}
-        parts = [*node.get("allOf", ())]
-        if "$ref" in node:
-            parts.append(self._definitions[node["$ref"].removeprefix("#/$defs/")])
-        left_out = ("$ref", "allOf", "$comment", "$defs", "format")
-        own = {name: value for name, value in node.items() if name not in left_out}
-        return _united([own, *map(self._flat, parts)])
-
-    def _enumerated(self, node: Node, value: Any) -> str:
+    def _listed(self, node: Node, value: Any) -> str:
         """A value that an `enum` lists. Raises Unsatisfiable where other keywords forbid it."""
         if problem(node | {"enum": [value], "$defs": self._definitions}):
             raise Unsatisfiable
@@ -145,32 +129,17 @@ class RuleWriter:
 
     def _typed(self, kind: str, node: Node, at: str) -> str:
         if kind == "string":
-            return f"{self._quote} {self._text(node)} {self._quote}"
-        if kind == "array":
-            return self._array(node, at)
+            length = f"{{{node.get('minLength', 0)},{node.get('maxLength', '')}}}"
+            return f"{self._quote} /(?s:.{length})/ {self._quote}"
         if kind == "object":
             return self._object(node, at)
-        return self.value({"type": kind} | {name: node[name] for name in _NUMERIC if name in node})
-
-    def _text(self, node: Node) -> str:
-        parts = [f"/(?s:.{{{node.get('minLength', 0)},{node.get('maxLength', '')}}})/"]
-        patterns = _listed(node.get("pattern", []))
-        lengths = {name: node[name] for name in ("minLength", "maxLength") if name in node}
-        if problem({"type": "string", **lengths, "allOf": [{"pattern": item} for item in patterns]}):
-            raise Unsatisfiable
-        for pattern in patterns:
-            pattern = regex_to_lark(pattern, "dw")
-            start = "" if pattern.startswith("^") else "(?s:.*)"
-            end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
-            body = pattern.removeprefix("^").removesuffix("" if end else "$")
-            parts.append(f"/{start}(?:{body}){end}/")
-        return self._rule(" & ".join(parts), terminal=True)
+        return self._array(node, at) if kind == "array" else self._scalar({"type": kind})
 
     def _array(self, node: Node, at: str) -> str:
         least, most, items = node.get("minItems", 0), node.get("maxItems"), node.get("items", True)
         if isinstance(items, list):
             self._cannot(f"{at}/items", items, "one schema for all items is followed")
-            items = {"anyOf": items} if items else True
+            items = True
         try:
             item = self._rule(self.value(items, f"{at}/items"))
         except Unsatisfiable:
@@ -228,30 +197,6 @@ def _key(name: str) -> str:
     if not _KEY.fullmatch(name):
         raise Unsatisfiable
     return json.dumps(f"{name}:")
-
-
-def _listed(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]
-
-
-def _united(parts: list[Node]) -> Node:
-    """The keywords of several schemas as those of one. Raises _Conflict."""
-    united: Node = {}
-    names = {name for part in parts for name in part.get("properties", ())}
-    for part in parts:
-        if "additionalProperties" in part and names - part.get("properties", {}).keys():
-            raise _Conflict
-        for key, value in part.items():
-            given: Any = united.setdefault(key, value)
-            if key in ("required", "pattern") and given != value:
-                united[key] = [*_listed(given), *_listed(value)]
-            elif key == "properties" and all(given.get(name, item) == item for name, item in value.items()):
-                united[key] = given | value
-            elif key in _STRICTER:
-                united[key] = _STRICTER[key](given, value)
-            elif given != value:
-                raise _Conflict
-    return united
 
 
 def _joined(items: Iterable[str]) -> str:

@@ -80,7 +80,7 @@ class CallRules(msgspec.Struct, frozen=True):
             if "object" not in _types(schema):
                 cannot("#/type", schema["type"], "arguments are an object")
             schema = schema | {"type": "object"}
-        prepared = json_schema.prepare(schema, cannot)
+        prepared = json_schema.prepare(schema, cannot, formats=not self.form.quote)
         if self.form.quote:
             quote, prefix = _written(self.form.quote), f"f{number}_"
             arguments = RuleWriter(prepared, quote, prefix, rules, cannot).value(prepared)
